@@ -1,0 +1,61 @@
+# `make demo` and `make test` work on a fresh clone: whatever needs it sets up .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Two workers: the suite waits for disks and killed processes at least as much as it computes.
+PYTEST_ARGS ?= -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean format lint types layers torch-free wheel
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV) (once; torch takes a minute) ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,bench,docs]'
+	@touch $@
+
+demo: $(READY) ## train, kill in mid-save, resume bit-identically, restore a part
+	@$(BIN)/python examples/demo.py
+
+test: $(READY) ## run the test suite
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint types layers torch-free docs wheel ## everything that must hold besides the tests
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# From src/: at the root, the folder codecs/ would hide the standard module from mypy.
+types: $(READY)
+	cd src && ../$(BIN)/mypy --config-file ../pyproject.toml -p penstock
+	$(BIN)/pyright
+
+layers: $(READY)
+	$(BIN)/lint-imports
+
+torch-free: $(READY)
+	$(BIN)/python tools/check_torch_free.py
+
+wheel: $(READY)
+	$(BIN)/python tools/check_wheel.py
+
+# Not --quiet: that hides warnings from --strict as well. The variable silences an advertisement for
+# the theme's successor, not what is wrong with these pages.
+docs: $(READY) ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(READY) ## compare with torch.save, safetensors, DCP and TorchSnapshot (needs 10 GB of disk)
+	@$(BIN)/python benchmarks/peers.py
+
+format: $(READY) ## format the sources and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what was built (not .venv)
+	rm -rf build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,98 @@
+"""Transfers that were submitted together, and the future that tells of their end."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.backends.local.failures import storage_error
+from penstock.core.errors import BlobTruncatedError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.backends.local.transfer import Transfer
+
+
+class Batch:
+    """Counts transfers down; the first error is kept, and the rest still waited for.
+
+    The future is resolved only when the kernel no longer uses any buffer of the batch.
+    """
+
+    def __init__(self, what: str, root: str, *, finish: Callable[[], None] | None = None) -> None:
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()  # cancelling cannot take buffers back
+        self._what = what
+        self._root = root
+        self._finish = finish
+        self._left = 0
+        self._error: Exception | None = None
+        self._lock = threading.Lock()  # guards `_left` and `_error`
+
+    @property
+    def failed(self) -> bool:
+        """Whether transfers not yet begun may be dropped."""
+        return self._error is not None
+
+    def begin(self, count: int) -> None:
+        """Expect `count` calls of `done`; with none, the batch is complete at once."""
+        self._left = count
+        if count == 0:
+            self._resolve()
+
+    def fail(self, error: Exception, transfer: Transfer | None = None) -> None:
+        """Note an error, in our terms."""
+        with self._lock:
+            if self._error is None:
+                self._error = self._explain(error, transfer.name if transfer else "")
+
+    def done(self) -> None:
+        """One transfer is over, well or not, and its buffers are free."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        self._resolve()
+
+    def _resolve(self) -> None:
+        if self._finish is not None:
+            self._finish()
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(None)
+
+    def _explain(self, error: Exception, name: str) -> Exception:
+        if isinstance(error, OSError):
+            mapped: Exception = storage_error(error, self._what, name, self._root)
+        elif isinstance(error, EOFError):
+            msg = f"{name} under {self._root} ends before the range that was asked for"
+            mapped = BlobTruncatedError(msg)
+        elif isinstance(error, StorageError):
+            return error
+        else:
+            msg = f"cannot {self._what} {name} under {self._root}: {error!r}"
+            mapped = StorageError(msg)
+        mapped.__cause__ = error
+        return mapped
+
+
+class Engine(Protocol):
+    """Moves transfers; several batches may be under way."""
+
+    def start(self, batch: Batch, transfers: Sequence[Transfer]) -> None:
+        """Begin; `batch.future` tells of the end. Never waits for I/O."""
+
+    def close(self) -> None:
+        """Wait for what is in flight and release everything; idempotent."""
+
+
+def settle(future: Future[None]) -> None:
+    """The result of `future`; even when interrupted, only once no buffer is in use any more."""
+    try:
+        future.result()
+    finally:
+        if not future.done():
+            wait([future])

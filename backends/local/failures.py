@@ -1,0 +1,67 @@
+"""The one place where an `OSError` becomes one of our errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    StorageError,
+    StorageFullError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HINTS = {
+    errno.EACCES: "check the owner and the permissions of the folder",
+    errno.EPERM: "check the owner and the permissions of the folder",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ELOOP: "a symbolic link stands there, and links below the root are not followed",
+    errno.ENOTDIR: "a file or a link stands where a folder is needed",
+    errno.EISDIR: "a folder of that name stands there",
+    errno.EIO: "the device reported an error: look at the kernel log before using it again",
+    errno.EFBIG: "the file would pass the size limit of the process (ulimit -f) or file system",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.ENAMETOOLONG: "the name is longer than the file system allows",
+    errno.ESTALE: "the network file system lost the file: another machine may have deleted it",
+}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def storage_error(error: OSError, what: str, name: str, root: str) -> StorageError:
+    """`error` as one of our tree; `what` is the verb that failed, `name` the blob or record."""
+    where = f"cannot {what} {name or 'the root'} under {root}"
+    number = error.errno or 0
+    if number == errno.ENOENT:
+        return BlobNotFoundError(f"{where}: it does not exist")
+    if number == errno.EEXIST:
+        return BlobExistsError(f"{where}: the name is taken")
+    code = errno.errorcode.get(number, str(number))
+    text = os.strerror(number) if number else str(error)
+    if number in _FULL:
+        msg = f"{where}: {text} ({code}); {_free(root)}; make room or raise the quota"
+        return StorageFullError(msg)
+    hint = _HINTS.get(number)
+    return StorageError(f"{where}: {text} ({code})" + (f"; {hint}" if hint else ""))
+
+
+@contextmanager
+def explained(what: str, name: str, root: str) -> Iterator[None]:
+    """Turn any `OSError` from inside into one of our errors."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, what, name, root) from error
+
+
+def _free(root: str) -> str:
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return "the free space is unknown"
+    return f"{status.f_bavail * status.f_frsize / 1e9:.3f} GB are free"

@@ -1,0 +1,100 @@
+"""System calls that Python's `os` lacks, through ctypes (which releases the GIL for them)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from functools import cache
+from typing import Any
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STATX_DIO_AT = 0x98  # u32 dio_mem_align, u32 dio_offset_align
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of the C API."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address(view: memoryview) -> int:
+    """Where the first byte of `view` is in memory; read-only views too."""
+    raw = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(raw), 0)
+    try:
+        return raw.buf or 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(raw))
+
+
+def move(target: int, source: int, length: int) -> None:
+    """Copy memory without the GIL; slice assignment of memoryviews keeps it."""
+    ctypes.memmove(target, source, length)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    function = getattr(_libc(), name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, f"{name} is not in the C library")
+    if function(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def fallocate(fd: int, offset: int, length: int) -> None:
+    """Reserve blocks and extend the file; unlike `posix_fallocate` it never writes zeros.
+
+    Raises:
+        OSError: `EOPNOTSUPP` or `ENOSYS` where it is not supported.
+    """
+    _call("fallocate", fd, 0, ctypes.c_long(offset), ctypes.c_long(length))
+
+
+def direct_alignment(fd: int) -> int | None:
+    """Alignment in bytes that direct I/O on `fd` wants of memory and offsets.
+
+    Returns:
+        0 if the file system says that direct I/O is refused, None if it says nothing.
+    """
+    out = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        _call("statx", fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, out)
+    except OSError:
+        return None
+    (mask,) = struct.unpack_from("=I", out)
+    if not mask & _STATX_DIOALIGN:
+        return None
+    memory, offset = struct.unpack_from("=II", out, _STATX_DIO_AT)
+    return max(memory, offset) if memory and offset else 0
+
+
+def memory_file_system(fd: int) -> str | None:
+    """Name of the file system if it keeps its files in memory (it may accept O_DIRECT, too)."""
+    out = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        _call("fstatfs", fd, out)
+    except OSError:
+        return None
+    return _MEMORY_FILE_SYSTEMS.get(struct.unpack_from("@l", out)[0])

@@ -1,0 +1,341 @@
+"""Names under one root folder: every lookup walks down with open folders and follows no link.
+
+Names hold no `~` (the contract), so temporary files begin with it and can never be listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.backends.local.failures import storage_error
+from penstock.core.abc import check_blob_name
+from penstock.core.errors import BlobNotFoundError, CapabilityError, StorageError
+from penstock.core.types import BlobInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_T = TypeVar("_T")
+TEMPORARY = "~"
+STALE_TEMPORARY_S = 24 * 3600.0  # like the grace time of prune: no publish takes that long
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+_ATTEMPTS = 8  # a folder found empty may be removed by a delete while we walk into it
+
+
+class Folders:
+    """Open folders from the root down to the one that holds a name."""
+
+    def __init__(self, root: str, fds: list[int]) -> None:
+        self._root = root
+        self._fds = fds
+
+    @property
+    def last(self) -> int:
+        """The folder that holds the name, as a file descriptor."""
+        return self._fds[-1]
+
+    def sync(self) -> None:
+        """Make every entry on the way durable, from the innermost up to the root's own.
+
+        All of them, not only those that we made: another process may have made one and not yet
+        synced it.
+        """
+        for fd in reversed(self._fds):
+            os.fsync(fd)
+        try:
+            parent = os.open(os.path.dirname(self._root), _FOLDER)
+        except PermissionError:  # so the root was not made by us: making it syncs its parent
+            return
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+
+    def close(self) -> None:
+        """Close all; idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+class Namespace:
+    """Blobs and records as files under `root`; holds no state, so it needs no lock."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def open_folders(self, name: str, *, create: bool = False) -> Folders:
+        """Walk to the folder of `name`; the caller closes what it gets.
+
+        Raises:
+            OSError: A folder is missing, or a link or a file stands in the way.
+        """
+        return self._walk(name.split("/")[:-1], create=create)
+
+    def create_file(self, name: str) -> tuple[int, Folders]:
+        """Make an empty file that did not exist; both results are the caller's to close.
+
+        Raises:
+            StorageError: As `Backend.create`.
+        """
+        check_blob_name(name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        leaf = name.rpartition("/")[2]
+        try:
+            return self._make(name, lambda folder: os.open(leaf, flags, 0o666, dir_fd=folder))
+        except OSError as error:
+            raise storage_error(error, "create", name, self.root) from error
+
+    def open_file(self, name: str) -> int:
+        """Open a blob for reading.
+
+        Raises:
+            StorageError: As `Backend.read`.
+        """
+        check_blob_name(name)
+        leaf = name.rpartition("/")[2]
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            with self._folders(name) as folders:
+                fd = os.open(leaf, flags, dir_fd=folders.last)
+        except OSError as error:
+            raise storage_error(error, "read", name, self.root) from error
+        os.set_blocking(fd, True)  # non-blocking only so that opening a pipe cannot hang
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            msg = f"cannot read {name} under {self.root}: it is not a regular file"
+            raise StorageError(msg)
+        return fd
+
+    def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
+        """As `Backend.publish`: temporary file, fsync, link or rename, fsync of the folders."""
+        check_blob_name(name)
+        leaf = name.rpartition("/")[2]
+        try:
+            temporary, folders = self._make(name, lambda folder: _temporary(folder, data))
+            try:
+                if exclusive:
+                    self._link(temporary, leaf, folders.last, name)
+                else:
+                    os.replace(temporary, leaf, src_dir_fd=folders.last, dst_dir_fd=folders.last)
+                folders.sync()
+            finally:
+                with suppress(OSError):  # after a rename it is gone already
+                    os.unlink(temporary, dir_fd=folders.last)
+                folders.close()
+        except OSError as error:
+            raise storage_error(error, "publish", name, self.root) from error
+
+    def list(self, prefix: str) -> list[BlobInfo]:
+        """As `Backend.list`."""
+        check_blob_name(prefix, prefix=True)
+        folder = prefix.rpartition("/")[0]
+        found: list[BlobInfo] = []
+        try:
+            with self._folders(prefix) as folders:
+                _scan(folders.last, folder + "/" if folder else "", prefix, found)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise storage_error(error, "list", prefix, self.root) from error
+        return sorted(found, key=lambda info: info.name)
+
+    def stat(self, name: str) -> BlobInfo:
+        """As `Backend.stat`."""
+        check_blob_name(name)
+        leaf = name.rpartition("/")[2]
+        try:
+            with self._folders(name) as folders:
+                status = os.stat(leaf, dir_fd=folders.last, follow_symlinks=False)
+        except OSError as error:
+            raise storage_error(error, "stat", name, self.root) from error
+        if not stat.S_ISREG(status.st_mode):
+            msg = f"cannot stat {name} under {self.root}: it is not a regular file"
+            raise BlobNotFoundError(msg)
+        return BlobInfo(name, status.st_size, status.st_mtime)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `Backend.delete`: what is in one folder is durably gone before the next is touched."""
+        for name in names:
+            check_blob_name(name)
+        start = 0
+        while start < len(names):
+            folder = names[start].rpartition("/")[0]
+            stop = start + 1
+            while stop < len(names) and names[stop].rpartition("/")[0] == folder:
+                stop += 1
+            try:
+                self._delete_in_folder(names[start:stop])
+            except OSError as error:
+                raise storage_error(error, "delete", names[start], self.root) from error
+            start = stop
+
+    # -- below --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _folders(self, name: str) -> Iterator[Folders]:
+        folders = self.open_folders(name)
+        try:
+            yield folders
+        finally:
+            folders.close()
+
+    def _make(self, name: str, action: Callable[[int], _T]) -> tuple[_T, Folders]:
+        """Run `action` in the folder of `name`, made if needed, and again if a delete took it."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                folders = self.open_folders(name, create=True)
+            except FileNotFoundError:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                continue
+            try:
+                return action(folders.last), folders
+            except FileNotFoundError:
+                folders.close()
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+            except BaseException:
+                folders.close()
+                raise
+        raise AssertionError
+
+    def _walk(self, parts: Sequence[str], *, create: bool) -> Folders:
+        fds = [self._open_root(create=create)]
+        try:
+            for part in parts:
+                if create:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=fds[-1])
+                fds.append(os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fds[-1]))
+        except BaseException:
+            Folders(self.root, fds).close()
+            raise
+        return Folders(self.root, fds)
+
+    def _open_root(self, *, create: bool) -> int:
+        try:
+            return os.open(self.root, _FOLDER)
+        except FileNotFoundError:
+            if not create:
+                raise
+        make_folder(self.root)
+        return os.open(self.root, _FOLDER)
+
+    def _link(self, temporary: str, leaf: str, folder: int, name: str) -> None:
+        try:
+            os.link(
+                temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
+            )
+        except OSError as error:
+            # On a network file system the answer to a link that was made may be lost.
+            if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1:
+                return
+            if error.errno in _NO_LINKS:
+                msg = (
+                    f"cannot publish {name} exclusively under {self.root}: the file system makes "
+                    f"no hard links ({error}); use another one for checkpoints"
+                )
+                raise CapabilityError(msg) from error
+            raise
+
+    def _delete_in_folder(self, names: Sequence[str]) -> None:
+        try:
+            folders = self.open_folders(names[0])
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    os.unlink(name.rpartition("/")[2], dir_fd=folders.last)
+            os.fsync(folders.last)
+            _sweep(folders.last)
+            folders.close()
+            self._remove_empty(names[0].split("/")[:-1])
+        finally:
+            folders.close()
+
+    def _remove_empty(self, parts: Sequence[str]) -> None:
+        for depth in range(len(parts), 0, -1):
+            try:
+                with self._folders("/".join(parts[:depth])) as above:
+                    os.rmdir(parts[depth - 1], dir_fd=above.last)
+                    os.fsync(above.last)
+            except OSError:  # not empty, or gone: both are fine, removing is a courtesy
+                return
+
+
+def _temporary(folder: int, data: bytes) -> str:
+    temporary = TEMPORARY + secrets.token_hex(8)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o666, dir_fd=folder)
+    try:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    return temporary
+
+
+def make_folder(path: str) -> None:
+    """Make `path` and what is missing above it, each entry durable before the next is made."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    make_folder(parent)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    fd = os.open(parent, _FOLDER)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = base + entry.name
+            if not name.startswith(prefix):
+                continue
+            try:
+                check_blob_name(name)
+            except StorageError:  # a temporary file, or not ours
+                continue
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    inner = os.open(entry.name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    try:
+                        _scan(inner, name + "/", prefix, found)
+                    finally:
+                        os.close(inner)
+                elif entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(BlobInfo(name, status.st_size, status.st_mtime))
+            except FileNotFoundError:  # deleted while we looked
+                continue
+
+
+def _sweep(folder: int) -> None:
+    """Remove temporary files that a crash left long ago; `folder` was just changed, so its own
+    time is now by the store's clock.
+    """
+    now = os.fstat(folder).st_mtime
+    with os.scandir(folder) as entries, suppress(OSError):
+        for entry in entries:
+            if not entry.name.startswith(TEMPORARY):
+                continue
+            if now - entry.stat(follow_symlinks=False).st_mtime > STALE_TEMPORARY_S:
+                os.unlink(entry.name, dir_fd=folder)

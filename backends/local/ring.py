@@ -1,0 +1,129 @@
+"""The only module that knows the PyPI package `liburing`.
+
+What it must be protected from (2026.3): its waiting calls hold the GIL, so we wait on an eventfd;
+`cqe[0].res` raises; buffers and `Iovec` must outlive the call, so they are kept until reaped.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.backends.local.transfer import Flight
+
+DISABLE_VARIABLE = "PENSTOCK_DISABLE_URING"
+"""Environment variable: `1`, or the name of the error (`EPERM`, `ENOSYS`) to behave as after."""
+
+_ASYNC = 1 << 4  # IOSQE_ASYNC: never run the copy of buffered I/O inside the submitting call
+_AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
+
+
+def _load() -> Any:
+    try:
+        import liburing  # noqa: PLC0415 - optional, and not on the path of other backends
+    except ImportError as error:
+        msg = f"io_uring cannot be used: the package liburing cannot be imported ({error})"
+        raise CapabilityError(msg) from error
+    return liburing
+
+
+def _refuse_if_disabled() -> None:
+    value = os.environ.get(DISABLE_VARIABLE, "")
+    if value in {"", "0"}:
+        return
+    number = getattr(errno, value, errno.EPERM) if value.isalpha() else errno.EPERM
+    raise OSError(number, f"{os.strerror(number)} ({DISABLE_VARIABLE}={value})")
+
+
+class Ring:
+    """Submission and completion queue of `entries`, owned by one thread but for `wake`."""
+
+    def __init__(self, entries: int) -> None:
+        """Set the ring up; this is also the probe.
+
+        Raises:
+            CapabilityError: The package is missing, or the kernel refuses; says why.
+        """
+        self._lib = _load()
+        self._ring = self._lib.Ring()
+        try:
+            _refuse_if_disabled()
+            self._lib.io_uring_queue_init(entries, self._ring)
+        except OSError as error:
+            code = errno.errorcode.get(error.errno or 0, "?")
+            msg = f"io_uring cannot be used: io_uring_queue_init says {code}: {error.strerror}"
+            raise CapabilityError(msg) from error
+        self._event = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lib.io_uring_register_eventfd(self._ring, self._event)
+        self._cqe = self._lib.Cqe()
+        self._kept: dict[int, Any] = {}
+        self._open = True
+
+    def prepare(self, token: int, flight: Flight) -> bool:
+        """Queue the next call of `flight`; False when the queue is full.
+
+        `token` comes back with the completion; of calls under way, no two have the same.
+        """
+        sqe = self._lib.io_uring_get_sqe(self._ring)
+        if sqe is None:
+            return False
+        views = flight.views()
+        vector = self._vector(views)
+        self._kept[token] = (vector, views)
+        transfer = flight.transfer
+        call = self._lib.io_uring_prep_writev if transfer.write else self._lib.io_uring_prep_readv
+        call(sqe, transfer.fd, vector, flight.offset)
+        sqe.user_data = token
+        if not transfer.direct:
+            sqe.flags = _ASYNC
+        return True
+
+    def _vector(self, views: list[memoryview]) -> Any:
+        return self._lib.Iovec(views)
+
+    def submit(self) -> bool:
+        """Hand what was prepared to the kernel; False if it could not take all of it yet."""
+        while self._lib.io_uring_sq_ready(self._ring):
+            try:
+                self._lib.io_uring_submit(self._ring)
+            except OSError as error:
+                if error.errno not in _AGAIN:
+                    raise
+                return False
+        return True
+
+    def wait(self) -> None:
+        """Block, without the GIL, until a completion or a `wake`."""
+        os.eventfd_read(self._event)
+
+    def wake(self) -> None:
+        """End a `wait`, from any thread."""
+        os.eventfd_write(self._event, 1)
+
+    def completions(self) -> Iterator[tuple[int, int]]:
+        """Reap: `(token, bytes moved or -errno)`."""
+        lib = self._lib
+        for _ in range(lib.io_uring_cq_ready(self._ring)):
+            lib.io_uring_peek_cqe(self._ring, self._cqe)
+            entry = self._cqe[0]
+            token = entry.user_data
+            try:
+                result = entry.res
+            except OSError as error:
+                result = -(error.errno or errno.EIO)
+            lib.io_uring_cq_advance(self._ring, 1)
+            del self._kept[token]
+            yield token, result
+
+    def close(self) -> None:
+        """Free the ring; nothing may be in flight. Idempotent."""
+        if self._open:
+            self._open = False
+            self._lib.io_uring_queue_exit(self._ring)
+            os.close(self._event)

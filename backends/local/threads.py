@@ -1,0 +1,100 @@
+"""The engine of `posix`: a few threads that block in `preadv` and `pwritev` (without the GIL)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from penstock.backends.local.transfer import Flight, Slot
+from penstock.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.backends.local.batch import Batch
+    from penstock.backends.local.transfer import Transfer
+
+    Call = Callable[[int, Sequence[memoryview], int], int]
+
+RETRY = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
+RETRY_LIMIT: Final = 10_000  # of 1 ms each: a device that says "again" for 10 s is broken
+
+
+class ThreadEngine:
+    """At most `parallel` threads, made when there is work for them."""
+
+    def __init__(self, parallel: int, *, readv: Call = os.preadv, writev: Call = os.pwritev) -> None:
+        self._parallel = parallel
+        self._readv, self._writev = readv, writev
+        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards `_threads` and `_closed`
+
+    def start(self, batch: Batch, transfers: Sequence[Transfer]) -> None:
+        """As `Engine.start`."""
+        with self._lock:
+            if self._closed:
+                msg = "the backend is closed"
+                raise StorageError(msg)
+            batch.begin(len(transfers))
+            for _ in range(min(self._parallel - len(self._threads), len(transfers))):
+                thread = threading.Thread(
+                    target=self._work, name=f"penstock-posix-{len(self._threads)}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+            for transfer in transfers:
+                self._queue.put(transfer)
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        if os.getpid() != self._pid:  # a fork: the threads are the parent's
+            return
+        with self._lock:
+            first, self._closed = not self._closed, True
+            if first:
+                for _ in self._threads:
+                    self._queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _work(self) -> None:
+        slot = Slot()
+        while (transfer := self._queue.get()) is not None:
+            batch = transfer.batch
+            try:
+                if not batch.failed:
+                    carry(Flight(transfer, slot), self._readv, self._writev)
+            except Exception as error:  # noqa: BLE001 - recorded; the thread must live on
+                batch.fail(error, transfer)
+            del transfer  # its buffers are their owner's again
+            batch.done()
+            del batch
+
+
+def carry(flight: Flight, readv: Call, writev: Call) -> None:
+    """Bring one transfer to its end in the calling thread.
+
+    Raises:
+        OSError, EOFError: It failed.
+    """
+    transfer = flight.transfer
+    call = writev if transfer.write else readv
+    while True:
+        try:
+            count = call(transfer.fd, flight.views(), flight.offset)
+        except OSError as error:
+            flight.retries += 1
+            if error.errno not in RETRY or flight.retries > RETRY_LIMIT:
+                raise
+            time.sleep(0.001)
+            continue
+        if flight.moved(count):
+            return

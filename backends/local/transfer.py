@@ -1,0 +1,298 @@
+"""Requests cut into vectored transfers, and the bounce pages that carry what is not aligned.
+
+A direct transfer covers whole pages of the file. Where memory and file have the same phase, the
+aligned middle of a buffer goes as it stands; edges, and buffers of another phase, go through the
+page-aligned slot of the lane that carries the transfer: `[head | middle | tail]` in one call.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.backends.local.kernel import address, move
+from penstock.core.types import PAGE_BYTES, align_down, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from penstock.backends.local.batch import Batch
+
+TRANSFER_BYTES = 16 << 20
+SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB and its edge pages go in one call
+SLOT_BYTES = 1 << 20
+MIN_DIRECT_BYTES = 16 << 10  # below, copying is cheaper than one more entry in the vector
+MAX_VECTOR = 1024  # IOV_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Bounce:
+    """Whole pages of the file that go through the slot; `copies` are (place in them, bytes)."""
+
+    length: int
+    copies: tuple[tuple[int, memoryview], ...]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One contiguous range of a file, moved by one vectored call (or a few, if it comes short).
+
+    Attributes:
+        batch: To be told of the end.
+        name: Blob, for messages.
+        fd: Open file.
+        write: Direction.
+        direct: Whether `fd` bypasses the page cache; then all offsets are whole pages.
+        offset: In the file.
+        needed: Bytes from `offset` that must have moved; the last page of a read may be short.
+        parts: Caller's memory, or pages of the slot, in file order.
+    """
+
+    batch: Batch
+    name: str
+    fd: int
+    write: bool
+    direct: bool
+    offset: int
+    needed: int = 0
+    parts: list[memoryview | Bounce] = field(default_factory=list)
+    length: int = 0
+    slot_bytes: int = 0
+
+    def take(self, at: int, part: memoryview | Bounce) -> bool:
+        """Append `part` if it stands right behind the last one and there is room for it."""
+        length = part_bytes(part)
+        slot = length if isinstance(part, Bounce) else 0
+        if at != self.offset + self.length or len(self.parts) >= MAX_VECTOR:
+            return False
+        if self.parts and (
+            self.length + length > TRANSFER_BYTES + SLACK_BYTES
+            or self.slot_bytes + slot > SLOT_BYTES
+        ):
+            return False
+        self.parts.append(part)
+        self.length += length
+        self.slot_bytes += slot
+        self.needed = self.length
+        return True
+
+
+def part_bytes(part: memoryview | Bounce) -> int:
+    """Bytes of the file that `part` covers."""
+    return part.length if isinstance(part, Bounce) else part.nbytes
+
+
+class Slot:
+    """Page-aligned memory of one lane, made at its first use; shared, so that a fork while the
+    device writes to it copies nothing.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self.view = memoryview(b"")
+
+    def open(self) -> memoryview:
+        """The memory."""
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, SLOT_BYTES)
+            self.view = memoryview(self._memory)
+        return self.view
+
+    def close(self) -> None:
+        """Give the memory back, once the last view of it is gone."""
+        self.view = memoryview(b"")
+        self._memory = None
+
+
+class Flight:
+    """A transfer under way in a lane: what is left of it after short results."""
+
+    def __init__(self, transfer: Transfer, slot: Slot) -> None:
+        self.transfer = transfer
+        self._slot = slot
+        self._done = 0
+        self._reached = 0
+        self.retries = 0
+        self._views = self._lay_out()
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the next call begins."""
+        return self.transfer.offset + self._done
+
+    def views(self) -> list[memoryview]:
+        """What the next call moves."""
+        skip = self._done
+        left = []
+        for view in self._views:
+            if skip >= view.nbytes:
+                skip -= view.nbytes
+            else:
+                left.append(view[skip:] if skip else view)
+                skip = 0
+        return left
+
+    def moved(self, count: int) -> bool:
+        """Take the result of a call; True when nothing is left to do.
+
+        Raises:
+            EOFError: A read met the end of the file.
+            OSError: The store takes no more bytes, and does not say why.
+        """
+        reached = self._done + count
+        if reached >= self.transfer.needed:
+            self._deliver()
+            return True
+        if reached <= self._reached:
+            if not self.transfer.write:
+                raise EOFError
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._reached = reached
+        self._done = align_down(reached, PAGE_BYTES) if self.transfer.direct else reached
+        return False
+
+    def _lay_out(self) -> list[memoryview]:
+        views, at = [], 0
+        for part in self.transfer.parts:
+            if isinstance(part, memoryview):
+                views.append(part)
+                continue
+            pages = self._slot.open()[at : at + part.length]
+            if self.transfer.write:
+                _fill(pages, part)
+            views.append(pages)
+            at += part.length
+        return views
+
+    def _deliver(self) -> None:
+        if self.transfer.write:
+            return
+        for part, pages in zip(self.transfer.parts, self._views, strict=True):
+            if isinstance(part, Bounce):
+                for at, target in part.copies:
+                    _copy(target, pages[at : at + target.nbytes])
+
+
+def _fill(pages: memoryview, part: Bounce) -> None:
+    position = 0
+    for at, source in part.copies:
+        if at > position:
+            pages[position:at] = bytes(at - position)
+        _copy(pages[at : at + source.nbytes], source)
+        position = at + source.nbytes
+    if position < part.length:
+        pages[position:] = bytes(part.length - position)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if source.nbytes <= PAGE_BYTES:
+        target[:] = source
+    else:
+        move(address(target), address(source), source.nbytes)
+
+
+# -- cutting --------------------------------------------------------------------------------------
+
+Piece = tuple[int, "memoryview | Bounce"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlob:
+    """Where transfers go: an open file, and whether it bypasses the page cache."""
+
+    name: str
+    fd: int
+    direct: bool
+
+
+def cut_writes(
+    batch: Batch, blob: OpenBlob, requests: Iterable[tuple[int, Iterable[memoryview]]]
+) -> list[Transfer]:
+    """Transfers for ascending `(offset, buffers)` requests; neighbours in the file share one.
+
+    Direct ones fill the rest of their edge pages with zeros: no two requests may touch one page.
+    """
+    transfers: list[Transfer] = []
+    for offset, buffers in requests:
+        for at, part in _pieces(blob, offset, buffers):
+            _put(transfers, batch, blob, at, part, write=True)
+    return transfers
+
+
+def cut_read(batch: Batch, blob: OpenBlob, offset: int, target: memoryview) -> list[Transfer]:
+    """Transfers that fill `target`; the last page of a direct one may end before its page does."""
+    transfers: list[Transfer] = []
+    for at, part in _pieces(blob, offset, (target,)):
+        _put(transfers, batch, blob, at, part, write=False)
+    if transfers:
+        last = transfers[-1]
+        last.needed = offset + target.nbytes - last.offset
+    return transfers
+
+
+def _put(
+    transfers: list[Transfer],
+    batch: Batch,
+    blob: OpenBlob,
+    at: int,
+    part: memoryview | Bounce,
+    *,
+    write: bool,
+) -> None:
+    if not transfers or not transfers[-1].take(at, part):
+        transfers.append(Transfer(batch, blob.name, blob.fd, write, blob.direct, at))
+        transfers[-1].take(at, part)
+
+
+def _pieces(blob: OpenBlob, offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
+    return _aligned(offset, buffers) if blob.direct else _plain(offset, buffers)
+
+
+def _plain(offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
+    for buffer in buffers:
+        for start in range(0, buffer.nbytes, TRANSFER_BYTES):
+            part = buffer[start : start + TRANSFER_BYTES]
+            yield offset + start, part
+        offset += buffer.nbytes
+
+
+def _aligned(offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
+    waiting: list[tuple[int, memoryview]] = []
+    start = align_down(offset, PAGE_BYTES)
+    position = offset
+    for buffer in buffers:
+        end = position + buffer.nbytes
+        low, high = align_up(position, PAGE_BYTES), align_down(end, PAGE_BYTES)
+        if high - low >= MIN_DIRECT_BYTES and (address(buffer) - position) % PAGE_BYTES == 0:
+            if low > position:
+                waiting.append((position, buffer[: low - position]))
+            yield from _bounced(start, low, waiting)
+            for at in range(low, high, TRANSFER_BYTES):
+                stop = min(at + TRANSFER_BYTES, high)
+                yield at, buffer[at - position : stop - position]
+            start = high
+            waiting = [(high, buffer[high - position :])] if end > high else []
+        elif buffer.nbytes:
+            waiting.append((position, buffer))
+        position = end
+    if waiting:
+        yield from _bounced(start, align_up(position, PAGE_BYTES), waiting)
+
+
+def _bounced(start: int, stop: int, waiting: list[tuple[int, memoryview]]) -> Iterator[Piece]:
+    queue = iter(waiting)
+    at, view = next(queue, (stop, memoryview(b"")))
+    for low in range(start, stop, SLOT_BYTES):
+        high = min(low + SLOT_BYTES, stop)
+        copies = []
+        while at < high and view:
+            part = view[: high - at]
+            copies.append((at - low, part))
+            if part.nbytes < view.nbytes:
+                at, view = high, view[part.nbytes :]
+                break
+            at, view = next(queue, (stop, memoryview(b"")))
+        yield low, Bounce(high - low, tuple(copies))

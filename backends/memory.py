@@ -1,0 +1,214 @@
+"""`memory`: blobs in this process, for tests and experiments; the meaning of a store on disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from penstock.core.abc import Backend, BlobWriter, PluginConfig, check_blob_name
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    BlobTruncatedError,
+    FormatError,
+    StorageError,
+)
+from penstock.core.types import BlobInfo, Capabilities, flat_view
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.types import ReadRequest, WriteRequest
+
+
+class MemoryConfig(PluginConfig):
+    """Options of `memory`.
+
+    Attributes:
+        name: Backends of one name share one store for the life of the process; without a name
+            each has its own.
+    """
+
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blob:
+    data: bytes | bytearray
+    modified_s: float
+
+
+@dataclass(slots=True)
+class _Store:
+    blobs: dict[str, _Blob] = field(default_factory=dict)
+    unsealed: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards both
+
+
+_stores: dict[str, _Store] = {}
+_stores_lock = threading.Lock()  # guards `_stores`
+
+
+class MemoryBackend(Backend):
+    """Blobs and records in the memory of this process; unsealed blobs are not listed."""
+
+    name: ClassVar[str] = "memory"
+    Config: ClassVar[type[PluginConfig]] = MemoryConfig
+
+    def __init__(self, config: MemoryConfig, /) -> None:
+        """Attach to the store of that name, made when missing."""
+        self._name = config.name
+        self._closed = False
+        if config.name:
+            with _stores_lock:
+                self._store = _stores.setdefault(config.name, _Store())
+        else:
+            self._store = _Store()
+
+    @classmethod
+    def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
+        """Options for `memory://name`."""
+        return cls.Config.model_validate({**options, "name": url.partition("://")[2]})
+
+    @property
+    def url(self) -> str:
+        """`memory://name`."""
+        return f"memory://{self._name}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """No alignment, everything exclusive."""
+        return Capabilities(preferred_parallel=1, local=True)
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """As the contract says."""
+        del size_hint
+        self._check(name)
+        with self._store.lock:
+            if name in self._store.blobs or name in self._store.unsealed:
+                msg = f"cannot create {name} on {self.url}: the name is taken"
+                raise BlobExistsError(msg)
+            self._store.unsealed.add(name)
+        return _MemoryWriter(self._store, name, self.url)
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """As the contract says."""
+        for request in requests:
+            data = self._find("read", request.name).data
+            target = flat_view(request.target)
+            stop = request.offset + target.nbytes
+            if request.offset < 0 or stop > len(data):
+                msg = (
+                    f"cannot read bytes {request.offset} to {stop} of {request.name} on "
+                    f"{self.url}: it has {len(data)}"
+                )
+                raise BlobTruncatedError(msg)
+            target[:] = memoryview(data)[request.offset : stop]
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """As the contract says, and of one version even while the record is replaced."""
+        data = self._find("read", name).data
+        if len(data) > limit_bytes:
+            msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
+            raise FormatError(msg, [name])
+        return bytes(data)
+
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """As the contract says."""
+        self._check(name)
+        with self._store.lock:
+            if exclusive and (name in self._store.blobs or name in self._store.unsealed):
+                msg = f"cannot publish {name} on {self.url}: the name is taken"
+                raise BlobExistsError(msg)
+            self._store.blobs[name] = _Blob(bytes(data), time.time())
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """As the contract says."""
+        self._check(prefix, prefix=True)
+        with self._store.lock:
+            found = [(n, b) for n, b in self._store.blobs.items() if n.startswith(prefix)]
+        return [BlobInfo(n, len(b.data), b.modified_s) for n, b in sorted(found, key=lambda e: e[0])]
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """As the contract says."""
+        blob = self._find("stat", name)
+        return BlobInfo(name, len(blob.data), blob.modified_s)
+
+    def delete(self, names: Sequence[str], /) -> None:
+        """As the contract says."""
+        for name in names:
+            self._check(name)
+        with self._store.lock:
+            for name in names:
+                self._store.blobs.pop(name, None)
+
+    def close(self) -> None:
+        """As the contract says; a named store outlives its backends."""
+        self._closed = True
+        super().close()
+
+    def _check(self, name: str, *, prefix: bool = False) -> None:
+        if self._closed:
+            msg = f"the backend {self.url} is closed"
+            raise StorageError(msg)
+        check_blob_name(name, prefix=prefix)
+
+    def _find(self, what: str, name: str) -> _Blob:
+        self._check(name)
+        with self._store.lock:
+            blob = self._store.blobs.get(name)
+        if blob is None:
+            msg = f"cannot {what} {name} on {self.url}: it does not exist"
+            raise BlobNotFoundError(msg)
+        return blob
+
+
+class _MemoryWriter(BlobWriter):
+    def __init__(self, store: _Store, name: str, url: str) -> None:
+        self._store = store
+        self._name = name
+        self._url = url
+        self._data = bytearray()
+        self._open = True
+        self._lock = threading.Lock()  # guards `_data` and `_open`
+
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        with self._lock:
+            self._check_open("write")
+            for request in requests:
+                self._grow(request.offset + request.length)
+                at = request.offset
+                for buffer in request.buffers:
+                    source = flat_view(buffer)
+                    self._data[at : at + source.nbytes] = source
+                    at += source.nbytes
+
+    def seal(self, length: int, /) -> None:
+        with self._lock:
+            self._check_open("seal")
+            self._grow(length)
+            del self._data[length:]
+            with self._store.lock:
+                self._store.blobs[self._name] = _Blob(self._data, time.time())
+                self._store.unsealed.discard(self._name)
+            self._open = False
+
+    def abort(self) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self._data = bytearray()
+            with self._store.lock:
+                self._store.unsealed.discard(self._name)
+
+    def _grow(self, length: int) -> None:
+        if len(self._data) < length:
+            self._data.extend(bytes(length - len(self._data)))
+
+    def _check_open(self, what: str) -> None:
+        if not self._open:
+            msg = f"cannot {what} {self._name} on {self._url}: it is sealed or aborted already"
+            raise StorageError(msg)

@@ -1,0 +1,40 @@
+"""`posix`: files through a few threads; works wherever Python does, with the meaning of `uring`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from penstock.backends.local.backend import LocalBackend
+from penstock.backends.local.config import LocalConfig
+from penstock.backends.local.threads import ThreadEngine
+
+if TYPE_CHECKING:
+    from penstock.backends.local.batch import Engine
+    from penstock.core.abc import PluginConfig
+
+
+class PosixConfig(LocalConfig):
+    """Options of `posix`.
+
+    Attributes:
+        parallel: Threads, each with one call of up to 16 MiB in flight.
+    """
+
+    parallel: int = Field(default=4, ge=1, le=64)
+
+
+class PosixBackend(LocalBackend):
+    """Blobs and records as files, moved by threads that block in `preadv` and `pwritev`."""
+
+    name: ClassVar[str] = "posix"
+    Config: ClassVar[type[PluginConfig]] = PosixConfig
+    _config: PosixConfig
+
+    @property
+    def _parallel(self) -> int:
+        return self._config.parallel
+
+    def _open_engine(self) -> Engine:
+        return ThreadEngine(self._parallel)

@@ -1,0 +1,1 @@
+"""Codecs that ship with Penstock."""

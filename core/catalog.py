@@ -1,0 +1,254 @@
+"""The run: which steps exist, which is latest, and how checkpoints go away again.
+
+A checkpoint exists if and only if its commit record's name does. Commit records go before data,
+the lowest generation of a step first: a crash in between leaves data that nobody names, for
+`prune`; never a record without data, nor an overwritten generation that comes back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    DamagedError,
+)
+from penstock.core.manifest import COMMIT_PREFIX, commit_name, data_prefix, parse_commit_name
+from penstock.core.prune import GRACE_S, PruneReport, prune
+from penstock.core.survey import delete_records, read_commit, survey_records
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from penstock.core.abc import Backend
+    from penstock.core.errors import PenstockError
+    from penstock.core.manifest import CommitRecord
+
+_SHOWN_STEPS = 20
+
+
+class Catalog:
+    """All checkpoints under one root. Holds no state of its own: every answer is the store's."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def entries(self) -> dict[int, list[str]]:
+        """Names of commit records by step, steps and generations ascending; the last one counts."""
+        found: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for info in self._backend.list(COMMIT_PREFIX):
+            parsed = parse_commit_name(info.name)
+            if parsed is not None:
+                found[parsed[0]].append((parsed[1], info.name))
+        return {step: [name for _, name in sorted(found[step])] for step in sorted(found)}
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending; those with a damaged record included."""
+        return list(self.entries())
+
+    def latest(self) -> int | None:
+        """The newest committed step; None if there is none.
+
+        Raises:
+            DamagedError: Its commit record cannot be read.
+        """
+        while steps := self.steps():
+            try:
+                return self.record(steps[-1]).step
+            except CheckpointNotFoundError:
+                continue  # deleted since it was listed
+        return None
+
+    def require_latest(self) -> int:
+        """The newest committed step.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            DamagedError: Its commit record cannot be read.
+        """
+        step = self.latest()
+        if step is None:
+            msg = f"no checkpoint under {self._backend.url}"
+            raise CheckpointNotFoundError(msg)
+        return step
+
+    def record(self, step: int) -> CommitRecord:
+        """The commit record of a step, of its highest generation.
+
+        Raises:
+            CheckpointNotFoundError: There is none; the message lists what there is.
+            FormatError: It cannot be read, or is of an unknown version.
+        """
+        while True:
+            entries = self.entries()
+            if step not in entries:
+                raise self._not_found(step, list(entries))
+            try:
+                return read_commit(self._backend, entries[step][-1])
+            except BlobNotFoundError:
+                continue  # deleted, or overwritten, since it was listed
+
+    def damaged(self) -> dict[int, DamagedError]:
+        """Steps whose commit record cannot be read, and why; reads every record."""
+        problems: dict[int, DamagedError] = {}
+        for step in self.steps():
+            try:
+                self.record(step)
+            except CheckpointNotFoundError:
+                continue
+            except DamagedError as error:
+                problems[step] = error
+        return problems
+
+    def newest_whole(self) -> CommitRecord | None:
+        """The newest commit record that can be read; None if there is none."""
+        for step in reversed(self.steps()):
+            try:
+                return self.record(step)
+            except (CheckpointNotFoundError, DamagedError):
+                continue
+        return None
+
+    def next_generation(self, step: int) -> int:
+        """The generation with which `step` can be published, over whatever is there."""
+        names = self.entries().get(step)
+        if not names:
+            return 0
+        parsed = parse_commit_name(names[-1])
+        assert parsed is not None
+        return parsed[1] + 1
+
+    def has_uid(self, uid: str) -> bool:
+        """Whether a readable commit record names or references `uid`."""
+        return uid in survey_records(self._backend).needed
+
+    def gone_or_damaged(self, step: int, uid: str, error: PenstockError) -> PenstockError:
+        """What a reader that missed something of a checkpoint should raise, `from error`.
+
+        Args:
+            step: Of the checkpoint being read.
+            uid: Of its record when reading began.
+            error: What went wrong.
+
+        Returns:
+            A `CheckpointGoneError` if the record is not there any more, or is another save's;
+            else `error` itself where it is a `DamagedError`, or a `DamagedError` that says so.
+        """
+        try:
+            gone = self.record(step).uid != uid
+        except CheckpointNotFoundError:
+            gone = True
+        except DamagedError:
+            gone = False
+        if gone:
+            msg = (
+                f"the checkpoint of step {step} on {self._backend.url} was deleted or overwritten"
+                " while it was read; read again, or read another step"
+            )
+            return CheckpointGoneError(msg)
+        if isinstance(error, DamagedError):
+            return error
+        msg = (
+            f"the checkpoint of step {step} on {self._backend.url} is damaged: {error};"
+            " restore another step, or pass on_damage='fallback'"
+        )
+        return DamagedError(msg, [data_prefix(uid)])
+
+    # -- deleting -------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint with all generations: records durably first, then data.
+
+        Data that another checkpoint or a save under way uses stays, as does all data while any
+        record of the run is unreadable; `prune` takes it later.
+
+        Raises:
+            CheckpointNotFoundError: There is none; the message lists what there is.
+        """
+        entries = self.entries()
+        if step not in entries:
+            raise self._not_found(step, list(entries))
+        delete_records(self._backend, entries[step])
+
+    def delete_older_generations(self, step: int) -> None:
+        """Delete what an overwrite of `step` replaced.
+
+        Raises:
+            FormatError: The newest generation cannot be read; nothing was deleted.
+            CheckpointNotFoundError: There is no checkpoint at that step.
+        """
+        keep = self.record(step)
+        names = self.entries().get(step, [])
+        keep_name = commit_name(step, keep.generation)
+        delete_records(self._backend, names[: names.index(keep_name)] if keep_name in names else [])
+
+    def rewind(self, step: int) -> list[int]:
+        """Forget every step after `step`, newest first, to go on from there.
+
+        Returns:
+            The forgotten steps, ascending.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint at `step` to go on from.
+        """
+        entries = self.entries()
+        if step not in entries:
+            raise self._not_found(step, list(entries))
+        later = [s for s in entries if s > step]
+        for number in reversed(later):
+            delete_records(self._backend, entries[number])
+        return later
+
+    def apply_retention(
+        self,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        protect: Collection[int] = (),
+    ) -> list[int]:
+        """Delete what retention does not keep; damaged checkpoints neither count nor go.
+
+        Args:
+            keep_last: Keep so many of the newest whole ones; None: all, unless `keep_every`.
+            keep_every: Keep steps that are multiples of it.
+            protect: Steps to keep in any case.
+
+        Returns:
+            The deleted steps, ascending. The newest whole step and whatever a kept checkpoint
+            references are never among them.
+        """
+        if keep_last is None and keep_every is None:
+            return []
+        survey = survey_records(self._backend)
+        whole: dict[int, CommitRecord] = {}
+        for step, names in self.entries().items():
+            if names[-1] in survey.records:
+                whole[step] = survey.records[names[-1]]
+        steps = sorted(whole)
+        kept = {*protect, *steps[-max(keep_last or 1, 1) :]}
+        if keep_every is not None:
+            kept |= {step for step in steps if step % keep_every == 0}
+        used = {uid for step in kept & whole.keys() for uid in whole[step].references}
+        doomed = [s for s in steps if s not in kept and whole[s].uid not in used]
+        for step in doomed:
+            delete_records(self._backend, self.entries().get(step, []))
+        return doomed
+
+    def prune(
+        self, *, grace_s: float = GRACE_S, own_uids: Collection[str] = (), dry_run: bool = False
+    ) -> PruneReport:
+        """Delete data that no checkpoint and no save under way can need; see `prune.prune`."""
+        return prune(self._backend, grace_s=grace_s, own_uids=own_uids, dry_run=dry_run)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _not_found(self, step: int, steps: list[int]) -> CheckpointNotFoundError:
+        there = ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"
+        more = f" (the last {_SHOWN_STEPS} of {len(steps)})" if len(steps) > _SHOWN_STEPS else ""
+        msg = f"no checkpoint of step {step} under {self._backend.url}; steps there: {there}{more}"
+        return CheckpointNotFoundError(msg)

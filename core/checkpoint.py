@@ -1,0 +1,340 @@
+"""A read-only view of one committed checkpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.core.abc import ByteSink
+from penstock.core.catalog import Catalog
+from penstock.core.contents import Contents, Wish
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CheckpointNotFoundError,
+    DamagedError,
+    SelectionError,
+)
+from penstock.core.loading import Loader
+from penstock.core.paths import parse_path, show_path
+from penstock.core.pipeline import Workers
+from penstock.core.regions import copy_region, region_batches, region_runs
+from penstock.core.registry import default_registry
+from penstock.core.reports import CheckpointInfo, Damage, VerifyReport
+from penstock.core.restoring import Below, build_leaf, build_new, raise_damaged
+from penstock.core.types import PAGE_BYTES, Region, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.contents import Located
+    from penstock.core.manifest import CommitRecord, ObjectRecord
+    from penstock.core.registry import Registry
+    from penstock.core.types import ByteRange
+
+_REGION_BATCH_BYTES = 64 << 20
+
+
+class Checkpoint:
+    """One committed checkpoint; reads only what is asked for, and verifies it.
+
+    `keys()` are shown paths; `ckpt["model/wte.weight"]` reads one object, `ckpt["model"]` a
+    subtree, `read(path, region)` a part of a tensor.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        record: CommitRecord,
+        *,
+        registry: Registry,
+        loader: Loader,
+        allow_pickle: bool,
+    ) -> None:
+        self.backend = backend
+        self.loader = loader
+        self.contents = Contents(backend, record, registry)
+        self._record = record
+        self._registry = registry
+        self._allow_pickle = allow_pickle
+
+    @classmethod
+    def open(
+        cls,
+        backend: Backend,
+        step: int,
+        *,
+        registry: Registry | None = None,
+        loader: Loader | None = None,
+        allow_pickle: bool = False,
+    ) -> Self:
+        """Open the checkpoint of `step`; reads its commit record only.
+
+        Raises:
+            CheckpointNotFoundError: There is none; the message lists what there is.
+            DamagedError: Its commit record cannot be read.
+        """
+        return cls(
+            backend,
+            Catalog(backend).record(step),
+            registry=registry or default_registry(),
+            loader=loader or Loader(backend, Workers(2)),
+            allow_pickle=allow_pickle,
+        )
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self._record.step
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """What the commit record says."""
+        record = self._record
+        return CheckpointInfo(
+            step=record.step,
+            generation=record.generation,
+            uid=record.uid,
+            created=record.created,
+            bytes_raw=record.bytes_raw,
+            bytes_stored=record.bytes_stored,
+            objects=record.objects,
+            world_size=record.world_size,
+            metadata=record.metadata,
+            references=tuple(record.references),
+            codecs=record.codecs,
+            providers=record.providers,
+        )
+
+    def keys(self) -> list[str]:
+        """Shown paths of all objects, in tree order."""
+        return [show_path(o.record.path) for o in self.contents.objects()]
+
+    def objects(self) -> list[ObjectRecord]:
+        """Records of all objects, in tree order."""
+        return [o.record for o in self.contents.objects()]
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and self.contents.find(parse_path(path)) is not None
+
+    def __len__(self) -> int:
+        return self._record.objects
+
+    def __getitem__(self, path: str) -> Any:
+        """Read one object, or the subtree below a container.
+
+        Raises:
+            KeyError: Nothing stands at `path`.
+        """
+        located = self._locate(path)
+        if located is not None:
+            return self._read_object(located)
+        parts = parse_path(path)
+        if not any(o.record.path[: len(parts)] == parts for o in self.contents.objects()):
+            raise KeyError(path)
+        value = build_new(
+            self,
+            selection=Below(parts),
+            device=None,
+            registry=self._registry,
+            allow_pickle=self._allow_pickle,
+        )
+        for segment in parts:
+            keys = range(len(value)) if isinstance(value, list | tuple) else value
+            value = value[next(k for k in keys if str(k) == segment)]
+        return value
+
+    def read(self, path: str, region: Region | tuple[slice, ...] | None = None) -> Any:
+        """Read a tensor, or a region of it; only the blocks that hold it are read.
+
+        Args:
+            path: Shown path of a tensor.
+            region: A `Region`, or slices (step 1) for the leading dimensions; None: all.
+
+        Returns:
+            A tensor (or array) of the region's shape.
+
+        Raises:
+            KeyError: No object at `path`.
+            SelectionError: The region does not lie within the tensor.
+            DamagedError: Stored bytes are not what was written.
+        """
+        located = self._locate(path)
+        if located is None:
+            raise KeyError(path)
+        if region is None:
+            return self._read_object(located)
+        return self._read_region(located, _as_region(region, located.record.spec.shape, path))
+
+    def verify(
+        self, *, deep: bool = True, progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
+        """Compare every checksum; reports all damage, not only the first.
+
+        Args:
+            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+            progress: Called with bytes done and bytes in all.
+
+        Raises:
+            CheckpointGoneError: It was deleted meanwhile.
+            PluginError: A codec that it needs is not installed.
+        """
+        began = time.monotonic()
+        damaged: list[Damage] = []
+        missing_blob = False
+        self.contents.sweep(lambda what, detail: damaged.append(Damage(what, detail)))
+        frames = bytes_read = 0
+        if not damaged:
+            missing_blob = self._verify_sizes(damaged)
+            if deep:
+                done = 0
+                total = self._record.bytes_stored
+
+                def advance(size: int) -> None:
+                    nonlocal done
+                    done += size
+                    if progress is not None:
+                        progress(done, total)
+
+                objects = [o for o in self.contents.objects() if o.record.same_as is None]
+                jobs, _ = self.contents.jobs([Wish(o, None) for o in objects])
+                stats = self.loader.run(jobs, progress=advance)
+                frames, bytes_read = stats.frames, stats.bytes_read
+                damaged += [Damage(name, detail) for name, detail in stats.damaged]
+                missing_blob |= stats.missing_blob
+        if missing_blob and not self.still_there():
+            raise_damaged(self, [("", "")], missing_blob=True)
+        return VerifyReport(
+            step=self.step,
+            ok=not damaged,
+            damaged=tuple(damaged),
+            objects=self._record.objects,
+            frames=frames,
+            bytes_read=bytes_read + self.contents.bytes_read,
+            deep=deep,
+            seconds=time.monotonic() - began,
+        )
+
+    def still_there(self) -> bool:
+        """Whether the commit record still names this very checkpoint."""
+        try:
+            return Catalog(self.backend).record(self.step).uid == self._record.uid
+        except CheckpointNotFoundError:
+            return False
+        except DamagedError:
+            return True
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
+
+    # ------------------------------------------------------------------------------------------
+
+    def _verify_sizes(self, damaged: list[Damage]) -> bool:
+        missing = False
+        for part in range(len(self._record.parts)):
+            for blob in self.contents.head(part).blobs:
+                try:
+                    size = self.backend.stat(blob.name).size_bytes
+                except BlobNotFoundError as error:
+                    damaged.append(Damage(blob.name, str(error)))
+                    missing = True
+                    continue
+                if size != blob.length:
+                    detail = f"has {size} bytes, {blob.length} were written"
+                    damaged.append(Damage(blob.name, detail))
+        return missing
+
+    def _locate(self, path: str) -> Located | None:
+        located = self.contents.find(parse_path(path))
+        if located is not None and located.record.same_as is not None:
+            return self.contents.find(located.record.same_as)
+        return located
+
+    def _read_object(self, located: Located) -> Any:
+        return self._build(located, located.record.spec, None)
+
+    def _read_region(self, located: Located, region: Region) -> Any:
+        spec = located.record.spec
+        out = bytearray(region.numel * spec.itemsize)
+        runs = region_runs(spec.shape, region, spec.itemsize, merge_gap_bytes=PAGE_BYTES)
+        if len(runs) == 1 and runs[0].length == len(out):
+            self._read_ranges(located, memoryview(out), runs[0], runs)
+        elif runs:
+            for batch in region_batches(spec.shape, region, spec.itemsize, _REGION_BATCH_BYTES):
+                cover = bytearray(batch.cover.length)
+                within = region_runs(
+                    spec.shape, batch.region, spec.itemsize, merge_gap_bytes=PAGE_BYTES
+                )
+                self._read_ranges(located, memoryview(cover), batch.cover, within)
+                copy_region(
+                    memoryview(cover),
+                    batch.cover,
+                    batch.region,
+                    memoryview(out),
+                    region,
+                    shape=spec.shape,
+                    itemsize=spec.itemsize,
+                )
+        part = TensorSpec(spec.dtype, spec.itemsize, region.sizes)
+        return self._build(located, part, memoryview(out))
+
+    def _read_ranges(
+        self, located: Located, out: memoryview, cover: ByteRange, ranges: Sequence[ByteRange]
+    ) -> None:
+        """Read `ranges` of an object into `out`, which holds its bytes `cover`."""
+        jobs, _ = self.contents.jobs([Wish(located, ShiftedSink(out, cover.start), ranges)])
+        stats = self.loader.run(jobs)
+        if stats.damaged:
+            raise_damaged(self, stats.damaged, missing_blob=stats.missing_blob)
+
+    def _build(self, located: Located, spec: TensorSpec, data: memoryview | None) -> Any:
+        return build_leaf(
+            self, located, spec, data, registry=self._registry, allow_pickle=self._allow_pickle
+        )
+
+
+class ShiftedSink(ByteSink):
+    """Takes bytes of an object from `origin` on."""
+
+    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
+
+    def __init__(self, out: memoryview, origin: int) -> None:
+        self._out = out
+        self._origin = origin
+        self.nbytes = out.nbytes
+        self.device = "cpu"
+        self.address = None
+        self.memory = None
+
+    def view(self) -> memoryview | None:
+        """None: offsets differ from the object's."""
+        return None
+
+    def copy_in(self, start: int, data: memoryview, /) -> None:
+        """Copy where the bytes belong."""
+        at = start - self._origin
+        self._out[at : at + data.nbytes] = data
+
+
+def _as_region(
+    region: Region | Sequence[slice], shape: tuple[int, ...], path: str
+) -> Region:
+    if not isinstance(region, Region):
+        slices = tuple(region) if isinstance(region, tuple | list) else (region,)
+        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
+            msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
+            raise SelectionError(msg)
+        padded = slices + (slice(None),) * (len(shape) - len(slices))
+        spans = [s.indices(n) for s, n in zip(padded, shape, strict=True)]
+        region = Region(
+            tuple(start for start, _, _ in spans),
+            tuple(max(0, stop - start) for start, stop, _ in spans),
+        )
+    inside = len(region.sizes) == len(shape) and all(
+        0 <= o and 0 <= s and o + s <= n
+        for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
+    )
+    if not inside:
+        msg = f"{path} has shape {list(shape)}; the region {region} does not lie within it"
+        raise SelectionError(msg)
+    return region

@@ -1,0 +1,561 @@
+"""The facade: saves, restores and keeps the checkpoints of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.core import fence as fence_hook
+from penstock.core.abc import Backend
+from penstock.core.capture import Subject
+from penstock.core.catalog import Catalog
+from penstock.core.checkpoint import Checkpoint
+from penstock.core.config import CheckpointerConfig, load_config
+from penstock.core.describe import describe_tree
+from penstock.core.errors import (
+    BusyError,
+    ConfigError,
+    DamagedError,
+    FenceTimeoutError,
+    PenstockError,
+    SaverClosedError,
+    SaveSkippedError,
+    StepExistsError,
+    StorageTimeoutError,
+)
+from penstock.core.loading import Loader
+from penstock.core.opening import open_backend
+from penstock.core.pipeline import Workers
+from penstock.core.registry import default_registry
+from penstock.core.reports import SaveHandle
+from penstock.core.restoring import build_new, restore_into, with_fallback, with_history
+from penstock.core.saving import SaveJob
+from penstock.core.staging import Staging, default_budget
+from penstock.core.select import Rename, Selection
+from penstock.core.states import ChainTable, plan_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from penstock.core.config import BackendConfig
+    from penstock.core.registry import Registry
+    from penstock.core.reports import (
+        CheckpointInfo,
+        RestoreReport,
+        SaveReport,
+        VerifyReport,
+    )
+    from penstock.core.select import RenameSpec
+
+log = logging.getLogger("penstock")
+
+_MODES = ("blocking", "async", "lazy")
+
+
+class Checkpointer:
+    """Saves and restores the state of one run under one storage root. A context manager.
+
+    Use it from one thread (the training loop's); handles may be used from any.
+    """
+
+    def __init__(
+        self,
+        backend: str | Path | Mapping[str, Any] | BackendConfig | Backend,
+        *,
+        registry: Registry | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
+
+        Args:
+            backend: Where checkpoints live. A `Backend` instance stays the caller's to close.
+            registry: Where providers, codecs and backends are looked up; default: entry points.
+            options: Any field of `CheckpointerConfig` but `backend`: `rules`, `retention`,
+                `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
+                `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`.
+
+        Raises:
+            ConfigError: An option is unknown or wrong; the nearest valid name is given.
+            StorageError: The root cannot be used.
+        """
+        self._registry = registry or default_registry()
+        self._config = load_config({**options, "backend": backend})
+        self._owns_backend = not isinstance(backend, Backend)
+        self._backend = open_backend(self._config.backend, registry=self._registry)
+        self._catalog = Catalog(self._backend)
+        count = self._config.workers or min(4, os.cpu_count() or 1)
+        self._workers = Workers(count)
+        self._table = ChainTable(self._config, self._registry)
+        self._loader = Loader(self._backend, self._workers)
+        self._staging: Staging | None = None
+        self._job: SaveJob | None = None
+        self._unseen: SaveHandle | None = None
+        self._protected: set[int] = set()
+        self._warned_straight = False
+        self._closed = False
+        self._pid = os.getpid()
+        _open_checkpointers.add(self)
+
+    @classmethod
+    def from_config(
+        cls, source: str | Path | Mapping[str, Any] | CheckpointerConfig, /
+    ) -> Checkpointer:
+        """Open a run from a `.toml`, `.yaml` or `.json` file, or a mapping.
+
+        Raises:
+            ConfigError: The configuration is wrong.
+        """
+        config = load_config(source)
+        fields = {name: getattr(config, name) for name in config.model_fields_set}
+        return cls(fields.pop("backend"), **fields)
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        mode: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Save `state` as the checkpoint of `step`.
+
+        With `"async"` everything is captured when this returns, and may change; with `"lazy"`
+        what an optimizer in the tree owns is captured in the background until the next
+        `Optimizer.step()`; with `"blocking"` the checkpoint is durable when this returns.
+
+        Args:
+            state: The state tree, a dict.
+            step: Above `latest()`, unless `overwrite`.
+            mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's.
+            metadata: JSON-like; goes into the commit record.
+            overwrite: Replace the checkpoint of this step by a next generation.
+
+        Returns:
+            The handle of this save. With `on_busy="skip"` it may be `skipped`.
+
+        Raises:
+            StepExistsError: The step, or a later one, is committed.
+            UnsupportedStateError: Something in the tree cannot be stored; names its path.
+            BusyError: Another save is under way and `on_busy="raise"`.
+            PenstockError: The save itself failed (blocking), or an earlier one did in the
+                background and nobody has seen it; then this one has started all the same.
+        """
+        began = time.monotonic()
+        self._check_open()
+        mode = mode or self._config.mode
+        if mode not in _MODES:
+            msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
+            raise ConfigError(msg)
+        step = _valid_step(step)
+        metadata = _valid_metadata(metadata)
+        if not self._take_turn():
+            return _skipped(step)
+        earlier = self._unseen_error()
+        generation = self._claim(step, overwrite=overwrite)
+        request = plan_state(
+            describe_tree(
+                state,
+                providers=self._registry.providers,
+                allow_pickle=self._config.allow_pickle,
+            ),
+            config=self._config,
+            table=self._table,
+            step=step,
+            generation=generation,
+            mode=mode,
+            metadata=metadata,
+            engine=self._backend.name,
+        )
+        job = SaveJob(
+            request,
+            backend=self._backend,
+            staging=self._staging_for(request.staging_bytes, pin=request.pin),
+            workers=self._workers,
+            after_commit=lambda report: self._after_commit(report, overwrite=overwrite),
+        )
+        self._job, self._unseen = job, job.handle
+        if job.deferred_bytes:
+            fence_hook.arm(job, self._config.fence_timeout_s)
+        job.start()
+        job.capture_now(on_captured=lambda: self._on_captured(job))
+        if mode == "blocking":
+            job.handle.result()
+        job.add_blocked(time.monotonic() - began)
+        if earlier is not None:
+            earlier.add_note(f"This earlier save failed; the save of step {step} has started.")
+            raise earlier
+        return job.handle
+
+    def fence(self, timeout: float | None = None) -> None:
+        """Wait until every pending capture is complete: then deferred tensors may change.
+
+        Raises:
+            FenceTimeoutError: Not within `timeout` seconds; the save goes on.
+            PenstockError: A background save failed and nobody has seen it yet.
+        """
+        job = self._job
+        if job is not None and not job.fence(timeout, give_up=False):
+            msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
+            raise FenceTimeoutError(msg)
+        self._raise_unseen()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is under way.
+
+        Raises:
+            TimeoutError: One still is, after `timeout` seconds.
+            PenstockError: A background save failed and nobody has seen it yet.
+        """
+        if self._job is not None and not self._job.finished(timeout):
+            msg = f"the save of step {self._job.request.step} is still under way"
+            raise TimeoutError(msg)
+        self._raise_unseen()
+
+    # -- restoring ------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | str = "latest",
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        strict: bool = True,
+        rename: RenameSpec = None,
+        on_damage: str = "raise",
+    ) -> RestoreReport:
+        """Restore a checkpoint into the live objects of `state`, in place.
+
+        Args:
+            state: The template: what is to be restored, a dict.
+            step: A step, or `"latest"`.
+            include: Globs of paths to restore; default: all. Only what is selected is read.
+            exclude: Globs of paths to leave alone.
+            strict: Whether a path that the checkpoint lacks is an error.
+            rename: Stored prefix -> template prefix, or a function of shown paths.
+            on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            RestoreMismatchError: Template and checkpoint differ; lists every difference.
+            DamagedError: Stored bytes are not what was written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        self._check_open()
+        self.fence()
+        selection, renaming = Selection(include, exclude), Rename(rename)
+        report, skipped = with_fallback(
+            self._openers(step, on_damage),
+            lambda checkpoint: restore_into(
+                checkpoint,
+                state,
+                selection=selection,
+                rename=renaming,
+                strict=strict,
+                registry=self._registry,
+                allow_pickle=self._config.allow_pickle,
+            ),
+        )
+        self._protected.add(report.step)
+        log.info(
+            "restored %d objects of step %d: %.1f MB in %.2f s",
+            len(report.restored),
+            report.step,
+            report.bytes_read / 1e6,
+            report.seconds["total"],
+        )
+        return with_history(report, skipped)
+
+    def load(
+        self,
+        step: int | str = "latest",
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        device: str | None = None,
+        on_damage: str = "raise",
+    ) -> Any:
+        """Load a checkpoint, or a part of it, without a template.
+
+        Returns:
+            The tree: dicts, lists, tensors (on `device`, default CPU) and values. A module comes
+            as its state dict.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            DamagedError: Stored bytes are not what was written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        self._check_open()
+        selection = Selection(include, exclude)
+        tree, _ = with_fallback(
+            self._openers(step, on_damage),
+            lambda checkpoint: build_new(
+                checkpoint,
+                selection=selection,
+                device=device,
+                registry=self._registry,
+                allow_pickle=self._config.allow_pickle,
+            ),
+        )
+        return tree
+
+    # -- the run --------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending; damaged ones included."""
+        return self._catalog.steps()
+
+    def latest(self) -> int | None:
+        """The newest committed step.
+
+        Raises:
+            DamagedError: Its commit record cannot be read.
+        """
+        return self._catalog.latest()
+
+    def info(self, step: int | str = "latest") -> CheckpointInfo:
+        """What the commit record of `step` says."""
+        return self.open(step).info
+
+    def open(self, step: int | str = "latest") -> Checkpoint:
+        """A read-only view of one checkpoint; reads lazily."""
+        self._check_open()
+        return Checkpoint.open(
+            self._backend,
+            self._resolve(step),
+            registry=self._registry,
+            loader=self._loader,
+            allow_pickle=self._config.allow_pickle,
+        )
+
+    def verify(self, step: int | str = "latest", *, deep: bool = True) -> VerifyReport:
+        """Read a checkpoint and compare all checksums; reports all damage, not only the first.
+
+        Args:
+            step: A step, or `"latest"`.
+            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+        """
+        return self.open(step).verify(deep=deep)
+
+    def rewind(self, step: int) -> list[int]:
+        """Forget every step after `step`, to go on from there; returns the forgotten ones."""
+        self._check_open()
+        self.wait()
+        return self._catalog.rewind(_valid_step(step))
+
+    def delete(self, step: int) -> None:
+        """Delete one checkpoint: its record first, durably, then its data."""
+        self._check_open()
+        self._catalog.delete(_valid_step(step))
+
+    def prune(self, *, dry_run: bool = False) -> Any:
+        """Delete data that no checkpoint and no save under way can need any more."""
+        self._check_open()
+        own = [self._job.uid] if self._job is not None else []
+        return self._catalog.prune(grace_s=self._config.grace_s, own_uids=own, dry_run=dry_run)
+
+    def close(self) -> None:
+        """Wait for the pending save, then release everything. Idempotent.
+
+        Raises:
+            PenstockError: A background save failed and nobody has seen it, unless another
+                exception is on its way.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._job is not None:
+            self._job.finished(None)
+        self._workers.close()
+        if self._owns_backend and (self._job is None or self._job.released.is_set()):
+            self._backend.close()
+        if sys.exc_info()[0] is None:
+            self._raise_unseen()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        with contextlib.suppress(PenstockError):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self._backend.url} ({self._backend.name})>"
+
+    # ------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"the checkpointer of {self._backend.url} is closed"
+            raise SaverClosedError(msg)
+        if self._pid != os.getpid():
+            msg = (
+                "a Checkpointer cannot be used in a forked child (its threads stayed behind); "
+                "open another one there, or start processes by spawn"
+            )
+            raise SaverClosedError(msg)
+
+    def _take_turn(self) -> bool:
+        """One save at a time; False when this one shall be skipped."""
+        job = self._job
+        if job is None or job.finished(0):
+            return True
+        if self._config.on_busy == "skip":
+            return False
+        if self._config.on_busy == "raise":
+            msg = (
+                f"the save of step {job.request.step} is still under way "
+                f"({job.progress().phase}); wait(), or use on_busy='wait' or 'skip'"
+            )
+            raise BusyError(msg)
+        job.finished(None)
+        return True
+
+    def _claim(self, step: int, *, overwrite: bool) -> int:
+        steps = self._catalog.steps()
+        if overwrite:
+            return self._catalog.next_generation(step)
+        if steps and step <= steps[-1]:
+            what = "exists" if step in steps else f"is before the latest step {steps[-1]}"
+            msg = (
+                f"step {step} on {self._backend.url} {what}. Pass overwrite=True to replace it, or "
+                f"call rewind({max((s for s in steps if s < step), default=step)}) first to go on "
+                "from an older step."
+            )
+            raise StepExistsError(msg)
+        return 0
+
+    def _staging_for(self, need_bytes: int, *, pin: bool) -> Staging:
+        job = self._job
+        if job is not None and not job.released.is_set():
+            self._staging = None  # its memory may still belong to a stuck disk
+        budget = self._config.staging_bytes
+        if budget is None:
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            budget = default_budget(need_bytes, local_ranks)
+        budget = max(budget, 2 * self._config.chunk_bytes)
+        if self._staging is None:
+            self._staging = Staging(budget)
+        self._staging.budget_bytes = max(self._staging.budget_bytes, budget)
+        self._staging.expect(need_bytes, pin=pin)
+        return self._staging
+
+    def _on_captured(self, job: SaveJob) -> None:
+        fence_hook.disarm(job)
+        if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
+            self._warned_straight = True
+            log.warning(
+                "staging is too small for the state: %.1f MB of step %d were written straight "
+                "from live tensors while training stood still; raise staging_bytes (said once)",
+                job.straight_bytes / 1e6,
+                job.request.step,
+            )
+
+    def _after_commit(self, report: SaveReport, *, overwrite: bool) -> None:
+        """Clean-up on rank 0, outside of `durable`: its failure is logged, never the save's."""
+        self._protected.add(report.step)
+        try:
+            if overwrite:
+                self._catalog.delete_older_generations(report.step)
+            keep = self._config.retention
+            if keep is not None:
+                self._catalog.apply_retention(
+                    keep_last=keep.keep_last,
+                    keep_every=keep.keep_every,
+                    protect=set(self._protected),
+                )
+            self._protected = {report.step}
+        except PenstockError as error:
+            log.warning("cleaning up after step %d: %s", report.step, error)
+
+    def _unseen_error(self) -> BaseException | None:
+        handle, self._unseen = self._unseen, None
+        if handle is None or handle.error_seen or not handle.durable.done():
+            self._unseen = handle if handle is not None and not handle.done() else None
+            return None
+        return handle.durable.exception()
+
+    def _raise_unseen(self) -> None:
+        error = self._unseen_error()
+        if error is not None:
+            raise error
+
+    def _resolve(self, step: int | str) -> int:
+        if step == "latest":
+            return self._catalog.require_latest()
+        return _valid_step(step)
+
+    def _openers(self, step: int | str, on_damage: str) -> Iterable[Callable[[], Checkpoint]]:
+        """Checkpoints to try, in order: one, or with fallback the newest whole one."""
+        if on_damage not in {"raise", "fallback"}:
+            msg = f"on_damage={on_damage!r} is neither 'raise' nor 'fallback'"
+            raise ConfigError(msg)
+        if on_damage == "raise":
+            return [lambda: self.open(step)]
+        newest = self._catalog.steps()
+        wanted = newest[::-1] if step == "latest" else [s for s in newest[::-1] if s <= int(step)]
+        if not wanted:
+            return [lambda: self.open(step)]
+        return [lambda s=s: self.open(s) for s in wanted]  # type: ignore[misc]
+
+
+def _valid_step(step: object) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        msg = f"step must be an integer of at least 0, not {step!r}"
+        raise ConfigError(msg)
+    number = int(step.__index__())
+    if number < 0:
+        msg = f"step must be an integer of at least 0, not {number}"
+        raise ConfigError(msg)
+    return number
+
+
+def _valid_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        return dict(json.loads(json.dumps(dict(metadata or {}))))
+    except (TypeError, ValueError) as error:
+        msg = f"metadata must be JSON-like (tensors: pass .item()): {error}"
+        raise ConfigError(msg) from error
+
+
+def _skipped(step: int) -> SaveHandle:
+    handle = SaveHandle(step, skipped=True)
+    error = SaveSkippedError(f"step {step} was skipped: another save was under way")
+    for future in (handle.captured, handle.committed, handle.durable):
+        future.set_exception(error)
+    return handle
+
+
+_open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _finish_at_exit() -> None:
+    """Let pending saves end before the interpreter stops its thread pools."""
+    for checkpointer in list(_open_checkpointers):
+        if checkpointer._job is not None and checkpointer._pid == os.getpid():  # noqa: SLF001
+            checkpointer._job.finished(None)  # noqa: SLF001
+
+
+# `atexit` comes after the pools are gone; this is what concurrent.futures itself uses.
+threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined] # noqa: SLF001

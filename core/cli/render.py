@@ -1,0 +1,188 @@
+"""Tables and texts for people, JSON for programs. Knows nothing of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_FLEXIBLE_MIN_WIDTH = 12
+_GAP = 2  # cells between columns
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_PERIODS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: Its head.
+        right: Whether it is aligned right.
+        keep: On a narrow terminal columns with the lowest `keep` go first; 0 stays always.
+        flexible: Whether it may be cut (with an ellipsis) to fit.
+    """
+
+    title: str
+    right: bool = False
+    keep: int = 0
+    flexible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell with a colour of its own."""
+
+    text: str
+    style: str
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output, ASCII only."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def print_line(text: str, *, style: str = "") -> None:
+    """One or more lines, as they are: no markup, no wrapping in a pipe."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(text + "\n")
+        return
+    from rich.console import Console  # noqa: PLC0415 - see `print_table`
+    from rich.text import Text  # noqa: PLC0415
+
+    Console().print(Text(text, style=style))
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+    """A table that fits the terminal: leaves columns out, then cuts flexible ones.
+
+    In a pipe nothing is left out, cut or coloured.
+    """
+    if not sys.stdout.isatty():
+        _print_plain(columns, rows)
+        return
+    from rich import box  # noqa: PLC0415 - importing it is a tenth of the time that `ls` takes
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    console = Console()
+    shown = fitting(columns, rows, console.width)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for number in shown:
+        column = columns[number]
+        table.add_column(
+            Text(column.title),
+            justify="right" if column.right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in rows:
+        cells = [row[number] for number in shown]
+        table.add_row(
+            *(Text(_plain(c), style=c.style if isinstance(c, Cell) else "") for c in cells)
+        )
+    console.print(table)
+    left_out = [columns[n].title for n in range(len(columns)) if n not in shown]
+    if left_out:
+        console.print(Text(f"(too narrow for {', '.join(left_out)})", style="dim"))
+
+
+def fitting(
+    columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]], width: int
+) -> list[int]:
+    """Numbers of the columns to show in `width` cells, flexible ones cut as far as they may be."""
+    shown = list(range(len(columns)))
+    needs = [
+        min(need, _FLEXIBLE_MIN_WIDTH) if column.flexible else need
+        for need, column in zip(_widths(columns, rows), columns, strict=True)
+    ]
+    while sum(needs[n] + _GAP for n in shown) - _GAP > width:
+        droppable = [n for n in shown if columns[n].keep]
+        if not droppable:
+            break
+        shown.remove(min(droppable, key=lambda n: (columns[n].keep, -n)))
+    return shown
+
+
+def visible(text: str) -> str:
+    """`text` with everything that could steer or deceive a terminal written as an escape."""
+    if text.isprintable():  # also refuses format characters, such as those that turn direction
+        return text
+    return "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def size_text(size: int) -> str:
+    """`1536` as `1.5 KiB`."""
+    amount, unit = float(size), 0
+    # 1023.95 would be shown as 1024.0
+    while amount >= 1023.95 and unit < len(_UNITS) - 1:  # noqa: PLR2004
+        amount, unit = amount / 1024, unit + 1
+    return f"{size} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
+
+
+def ratio_text(raw: int, stored: int) -> str:
+    """How many times smaller the stored bytes are."""
+    return f"{raw / stored:.2f}x" if raw and stored else "-"
+
+
+def age_text(seconds: float) -> str:
+    """`3700` as `1 h`; clocks that differ make it `now`, never negative."""
+    for unit, length in _PERIODS:
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "now"
+
+
+def metadata_text(metadata: Mapping[str, Any]) -> str:
+    """Short form of user metadata: `loss=2.1 lr=0.1`."""
+    parts = []
+    for key, value in metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        parts.append(f"{key}={text}")
+    return visible(" ".join(parts))
+
+
+def state_cell(state: str) -> Cell:
+    """A state, coloured by whether it is a good one."""
+    return Cell(state, {"ok": "green", "found": ""}.get(state, "bold red"))
+
+
+def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+    widths = _widths(columns, rows)
+    lines = [[column.title for column in columns], *([_plain(c) for c in row] for row in rows)]
+    for line in lines:
+        padded = []
+        for text, width, column in zip(line, widths, columns, strict=True):
+            space = " " * (width - _cells(text))
+            padded.append(space + text if column.right else text + space)
+        sys.stdout.write((" " * _GAP).join(padded).rstrip() + "\n")
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> list[int]:
+    return [
+        max([_cells(column.title), *(_cells(_plain(row[n])) for row in rows)])
+        for n, column in enumerate(columns)
+    ]
+
+
+def _plain(cell: str | Cell) -> str:
+    return cell.text if isinstance(cell, Cell) else cell
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
+def _escape(char: str) -> str:
+    if unicodedata.category(char) == "Zs":  # spaces of other widths
+        return " "
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -1,0 +1,279 @@
+"""Configuration: mapping, TOML, YAML or JSON -> `CheckpointerConfig`.
+
+Unknown keys are refused with the nearest valid name. Relative paths, in a configuration file
+too, are relative to the current directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    InstanceOf,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+
+from penstock.core.abc import Backend
+from penstock.core.errors import ConfigError
+from penstock.core.opening import BackendConfig, BackendSpec, PluginChoice, open_backend
+from penstock.core.types import PAGE_BYTES
+from penstock.core.validation import validated
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
+
+    from penstock.core.chain import CodecChain
+    from penstock.core.registry import Registry
+
+__all__ = [
+    "BackendConfig",
+    "BackendSpec",
+    "CheckpointerConfig",
+    "CodecConfig",
+    "Mode",
+    "OnBusy",
+    "Retention",
+    "Rule",
+    "json_schema",
+    "load_config",
+    "open_backend",
+    "parse_size",
+]
+
+Mode: TypeAlias = Literal["blocking", "async", "lazy"]
+OnBusy: TypeAlias = Literal["wait", "skip", "raise"]
+
+_UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(["", "K", "M", "G", "T"])}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate(["K", "M", "G", "T"], start=1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(value: object) -> object:
+    """Bytes of `"4 GiB"`; what is not a string is left to pydantic.
+
+    Raises:
+        ValueError: Not a number with a known unit.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        msg = f"not a size: give bytes, or a number with one of {', '.join(filter(None, _UNITS))}"
+        raise ValueError(msg)
+    return round(float(match[1]) * units[match[2].lower()])
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+SizeBytes: TypeAlias = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTkmgt]?[iI]?[bB])?\s*$"},
+            ]
+        }
+    ),
+]
+PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
+Patterns: TypeAlias = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class CodecConfig(PluginChoice):
+    """A codec by entry-point name, and its options; the bare name is short for no options."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> dict[str, Any]:
+        """A string or a table."""
+        return {"anyOf": [{"type": "string"}, handler(core_schema)]}
+
+
+class Rule(_Model):
+    """Objects that match any of the patterns go through these codecs; none: they stay raw."""
+
+    match: Patterns
+    codecs: tuple[CodecConfig, ...]
+
+    def chain(self, registry: Registry) -> CodecChain | None:
+        """The codecs, ready for use; None: raw.
+
+        Raises:
+            PluginError: A codec is not installed or broken.
+            ConfigError: Its options do not fit.
+        """
+        from penstock.core.chain import CodecChain  # noqa: PLC0415 - `ls` needs no codecs
+
+        codecs = [registry.codec(link.type, link.options) for link in self.codecs]
+        return CodecChain(codecs) if codecs else None
+
+
+class Retention(_Model):
+    """Which checkpoints stay; what neither option names goes."""
+
+    keep_last: int | None = Field(default=None, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.keep_last is None and self.keep_every is None:
+            msg = "needs keep_last or keep_every; leave [retention] out to keep all"
+            raise ValueError(msg)
+        return self
+
+
+def _backend_form(value: object) -> str:
+    if isinstance(value, Backend):
+        return "<instance>"
+    return "<table>" if isinstance(value, (Mapping, BackendConfig)) else "<url>"
+
+
+def _path_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class CheckpointerConfig(_Model):
+    """Everything a checkpointer can be told (but its live callbacks).
+
+    Attributes:
+        backend: Path, URL, table with `type`, or an open `Backend`.
+        rules: First match wins; no rule: raw.
+        retention: None: keep all.
+        staging_bytes: Budget of this rank for captured state; None: the state's size, at most
+            half of the available memory divided among local ranks.
+        mode: Of saves that do not say.
+        on_busy: What a save does while another is under way.
+        allow_pickle: Whether values nobody else can store are pickled, and unpickled.
+        defer: Patterns of tensors that, too, change only behind the fence (lazy mode).
+        fence_timeout_s: How long training waits for a pending capture before that save is
+            aborted.
+        io_timeout_s: How long one request may take before the store counts as stuck.
+        chunk_bytes: Most raw bytes in one frame.
+        block_bytes: Raw bytes under one checksum.
+        workers: Threads that encode and hash; None: by the number of cores.
+        grace_s: Age below which `prune` leaves uncommitted data alone.
+    """
+
+    backend: Annotated[
+        Annotated[str, BeforeValidator(_path_text), Tag("<url>")]
+        | Annotated[BackendConfig, Tag("<table>")]
+        | Annotated[SkipJsonSchema[InstanceOf[Backend]], Tag("<instance>")],
+        Discriminator(_backend_form),
+    ]
+    rules: tuple[Rule, ...] = ()
+    retention: Retention | None = None
+    staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
+    mode: Mode = "async"
+    on_busy: OnBusy = "wait"
+    allow_pickle: bool = False
+    defer: Patterns = ()
+    fence_timeout_s: float = Field(default=600.0, gt=0)
+    io_timeout_s: float = Field(default=600.0, gt=0)
+    chunk_bytes: PageBytes = 16 << 20
+    block_bytes: PageBytes = 4 << 20
+    workers: int | None = Field(default=None, ge=1)
+    grace_s: float = Field(default=86400.0, ge=0)
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any] | CheckpointerConfig,
+) -> CheckpointerConfig:
+    """The configuration that `source` holds.
+
+    Args:
+        source: Path of a `.toml`, `.yaml`, `.yml` or `.json` file, a mapping, or a
+            configuration, which is returned as it is.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it is wrong; lists every problem.
+    """
+    if isinstance(source, CheckpointerConfig):
+        return source
+    if isinstance(source, Mapping):
+        return validated(CheckpointerConfig, source, what="configuration")
+    path = Path(source)
+    return validated(CheckpointerConfig, _read_file(path), what=f"configuration {path}")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of configuration files, for editors and other tools."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **CheckpointerConfig.model_json_schema(),
+    }
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = _parse(path.suffix.lower(), text)
+    except OSError as error:
+        msg = f"configuration {path} cannot be read: {error.strerror}"
+        raise ConfigError(msg) from error
+    except ValueError as error:
+        # tomllib, json and UTF-8 errors say where and what, and are ValueErrors
+        msg = f"configuration {path} is not valid: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(values, Mapping):
+        msg = f"configuration {path} holds a {type(values).__name__}, not a table"
+        raise ConfigError(msg)
+    return cast("Mapping[str, Any]", values)
+
+
+def _parse(suffix: str, text: str) -> object:
+    if suffix == ".toml":
+        import tomllib  # noqa: PLC0415 - each only where it is needed
+
+        return tomllib.loads(text)
+    if suffix == ".json":
+        return json.loads(text)
+    if suffix in {".yaml", ".yml"}:
+        return _parse_yaml(text)
+    msg = f"its name ends in {suffix or 'nothing'}; .toml, .yaml, .yml and .json are known"
+    raise ValueError(msg)
+
+
+def _parse_yaml(text: str) -> object:
+    try:
+        import yaml  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        msg = "reading YAML needs pyyaml: pip install penstock[yaml]"
+        raise ConfigError(msg) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        msg = str(error)
+        raise ValueError(msg) from error

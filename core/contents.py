@@ -1,0 +1,211 @@
+"""What one committed checkpoint holds: its manifest, read lazily and verified piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import CodecContext
+from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, FormatError
+from penstock.core.index import IndexReader
+from penstock.core.loading import FrameJob, Use
+from penstock.core.part import decode_head, decode_section
+from penstock.core.paths import path_hash, show_path
+from penstock.core.chain import CodecChain
+from penstock.core.restore_plan import Wanted, plan_restore
+from penstock.core.types import ByteRange, ReadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Backend, ByteSink
+    from penstock.core.manifest import (
+        CommitRecord,
+        NodeRecord,
+        ObjectRecord,
+        PartHead,
+        Section,
+    )
+    from penstock.core.registry import Registry
+    from penstock.core.types import ObjectPath
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """An object and where its record stands."""
+
+    record: ObjectRecord
+    part: int
+    section: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """An object to read: all of it, or byte ranges of its (one) shard, into `sink`."""
+
+    located: Located
+    sink: ByteSink | None
+    ranges: Sequence[ByteRange] | None = None
+
+
+class Contents:
+    """The manifest of one checkpoint. Not thread-safe."""
+
+    def __init__(self, backend: Backend, record: CommitRecord, registry: Registry) -> None:
+        self.record = record
+        self.bytes_read = 0
+        self._backend = backend
+        self._registry = registry
+        self._heads: dict[int, PartHead] = {}
+        self._sections: dict[tuple[int, int], Section] = {}
+        self._chains: dict[tuple[int, int], CodecChain] = {}
+        self._everything: tuple[list[Located], list[NodeRecord]] | None = None
+
+    def head(self, part: int) -> PartHead:
+        """Head of a part, bound by the commit record's digest."""
+        if part not in self._heads:
+            entry = self.record.parts[part]
+            data = self._fetch(entry.name, 0, entry.head_length)
+            self._heads[part] = decode_head(data, entry, self.record)
+        return self._heads[part]
+
+    def section(self, part: int, number: int) -> Section:
+        """A section of a part, bound by its head's digest."""
+        key = (part, number)
+        if key not in self._sections:
+            head = self.head(part)
+            info = head.sections[number]
+            data = self._fetch(self.record.parts[part].name, info.offset, info.length)
+            self._sections[key] = decode_section(data, info, head)
+        return self._sections[key]
+
+    def objects(self) -> list[Located]:
+        """Every object, in the order in which the tree was described."""
+        return self._all()[0]
+
+    def nodes(self) -> list[NodeRecord]:
+        """Every container and composite that is recorded, in the same order."""
+        return self._all()[1]
+
+    def find(self, path: ObjectPath) -> Located | None:
+        """One object by its path, by way of the index: the rest is not read."""
+        index = self.record.index
+        reader = IndexReader(
+            lambda offset, length: self._fetch(index.name, offset, length),
+            size=index.length,
+            sha256=index.sha256,
+            name=index.name,
+        )
+        for part, number in reader.find(path_hash(path)):
+            if part >= len(self.record.parts) or number >= len(self.head(part).sections):
+                msg = f"{index.name}: an entry points to section {number} of part {part}"
+                raise FormatError(msg, [index.name])
+            for record in self.section(part, number).objects:
+                if record.path == path:
+                    return Located(record, part, number)
+        reader.verify()
+        return None
+
+    def jobs(self, wishes: Sequence[Wish]) -> tuple[list[FrameJob], int]:
+        """Frames to read for `wishes`, and the bytes that are needed of them.
+
+        Raises:
+            PluginError: A codec is not installed; nothing was read.
+        """
+        wanted, owners, typed = [], [], {}
+        for wish in wishes:
+            located, record = wish.located, wish.located.record
+            section = self.section(located.part, located.section)
+            for shard in record.shards:
+                wanted.append(Wanted(located.part, section.frames, shard.chunks, wish.ranges))
+                owners.append(wish)
+                for ref in shard.chunks:
+                    frame = section.frames[ref.frame]
+                    if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
+                        typed[located.part, frame.blob, frame.offset] = CodecContext(
+                            record.spec.dtype,
+                            record.spec.itemsize,
+                            shard.region.sizes,
+                            ref.start,
+                            frame.raw_length,
+                        )
+        blocks = {part: self.head(part).block_bytes for part in {w.part for w in wanted}}
+        plan = plan_restore(wanted, block_bytes=blocks)
+        jobs = []
+        for read in plan.reads:
+            head, frame = self.head(read.part), read.frame
+            context = typed.get((read.part, frame.blob, frame.offset)) or CodecContext(
+                "uint8", 1, (frame.raw_length,), 0, frame.raw_length
+            )
+            uses = tuple(
+                Use(owners[u.wanted].sink, u.at, u.start, u.length) for u in read.uses
+            )
+            names = dict.fromkeys(show_path(owners[u.wanted].located.record.path) for u in read.uses)
+            jobs.append(
+                FrameJob(
+                    frame,
+                    head.blobs[frame.blob].name,
+                    head.block_bytes,
+                    read.blocks,
+                    uses,
+                    self._chain(read.part, frame.chain) if frame.chain else None,
+                    context,
+                    tuple(names),
+                )
+            )
+        return jobs, plan.bytes_needed
+
+    def sweep(self, damage: Callable[[str, str], None]) -> None:
+        """Read every record of the manifest; report damage of each instead of stopping."""
+        for part in range(len(self.record.parts)):
+            try:
+                head = self.head(part)
+            except (FormatError, BlobNotFoundError) as error:
+                damage(self.record.parts[part].name, str(error))
+                continue
+            for number in range(len(head.sections)):
+                try:
+                    self.section(part, number)
+                except FormatError as error:
+                    damage(f"{self.record.parts[part].name} section {number}", str(error))
+
+    # ------------------------------------------------------------------------------------------
+
+    def _all(self) -> tuple[list[Located], list[NodeRecord]]:
+        if self._everything is None:
+            objects: list[Located] = []
+            nodes: list[NodeRecord] = []
+            for part in range(len(self.record.parts)):
+                for number in range(len(self.head(part).sections)):
+                    section = self.section(part, number)
+                    objects += [Located(o, part, number) for o in section.objects]
+                    nodes += section.nodes
+            objects.sort(key=lambda o: (o.part, o.record.ordinal))
+            nodes.sort(key=lambda n: n.ordinal)
+            self._everything = objects, nodes
+        return self._everything
+
+    def _chain(self, part: int, number: int) -> CodecChain:
+        key = (part, number)
+        if key not in self._chains:
+            records = self.head(part).chains[number]
+            self._chains[key] = CodecChain(
+                [self._registry.codec_from_record(r.name, r.version, r.config) for r in records]
+            )
+        return self._chains[key]
+
+    def _fetch(self, name: str, offset: int, length: int) -> bytes:
+        size = self._backend.stat(name).size_bytes
+        if offset + length > size:
+            msg = (
+                f"{name} on {self._backend.url} has {size} bytes, but {offset + length} are "
+                "recorded: it was cut off"
+            )
+            raise FormatError(msg, [name])
+        data = bytearray(length)
+        try:
+            self._backend.read([ReadRequest(name, offset, memoryview(data))])
+        except BlobTruncatedError as error:
+            raise FormatError(str(error), [name]) from error
+        self.bytes_read += length
+        return bytes(data)

@@ -1,0 +1,169 @@
+"""One tree of errors. Every message says what failed, on which path or blob, and what to do.
+
+All of them pickle (they cross processes): arguments are passed to `Exception.__init__` in order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """Base of everything Penstock raises on purpose."""
+
+
+# -- configuration and plugins ------------------------------------------------------------------
+
+
+class ConfigError(PenstockError):
+    """A configuration, URL or option is wrong; nothing was touched."""
+
+
+class PluginError(PenstockError):
+    """A provider, codec or backend could not be found, loaded or used.
+
+    The message names the distribution it came from.
+    """
+
+
+# -- the state tree -----------------------------------------------------------------------------
+
+
+class UnsupportedStateError(PenstockError):
+    """The state tree holds something that cannot be saved; the message names its path."""
+
+
+class SelectionError(PenstockError):
+    """An include, exclude or rename pattern is malformed or matches nothing."""
+
+
+class TornSnapshotError(PenstockError):
+    """A tensor changed between `save` and the end of its capture; that save never commits."""
+
+
+# -- saving -------------------------------------------------------------------------------------
+
+
+class SaveError(PenstockError):
+    """A save failed; earlier checkpoints are untouched."""
+
+
+class StepExistsError(SaveError):
+    """The step, or a later one, is committed already.
+
+    Pass `overwrite=True`, or `rewind` first to go on from an older step.
+    """
+
+
+class BusyError(SaveError):
+    """Another save is under way and `on_busy="raise"`."""
+
+
+class SaveSkippedError(SaveError):
+    """This save did not start because another was under way and `on_busy="skip"`."""
+
+
+class SaveAbortedError(SaveError):
+    """The save was given up on purpose (fence timeout, restore, close)."""
+
+
+class SaverClosedError(SaveError):
+    """The checkpointer is closed."""
+
+
+class LostRaceError(SaveError):
+    """Another process published the same step and generation first; it won."""
+
+
+class CommitUnknownError(SaveError):
+    """The answer to the publish was lost: the checkpoint may or may not exist.
+
+    Nothing of it is deleted; look at `steps()` later.
+    """
+
+
+# -- storage ------------------------------------------------------------------------------------
+
+
+class StorageError(PenstockError):
+    """A backend could not do what it was asked to do."""
+
+
+class BlobNotFoundError(StorageError):
+    """No blob or record of that name."""
+
+
+class BlobExistsError(StorageError):
+    """An exclusive publish, or a create, found the name taken."""
+
+
+class BlobTruncatedError(StorageError):
+    """A blob is shorter than the range asked for."""
+
+
+class StorageFullError(StorageError):
+    """No space, or a quota is used up."""
+
+
+class StorageTimeoutError(StorageError):
+    """A backend did not answer in time."""
+
+
+class CapabilityError(StorageError):
+    """The backend cannot do what this operation needs."""
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+class CheckpointNotFoundError(PenstockError):
+    """No committed checkpoint at that step."""
+
+
+class CheckpointGoneError(CheckpointNotFoundError):
+    """The checkpoint was deleted while it was being read."""
+
+
+class DamagedError(PenstockError):
+    """Stored bytes are not what was written. Never wrong values.
+
+    Attributes:
+        damaged: Shown paths (`model/wte.weight`) or record names that are damaged.
+    """
+
+    def __init__(self, message: str, damaged: Sequence[str] = ()) -> None:
+        super().__init__(message, tuple(damaged))
+        self.damaged = tuple(damaged)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class FormatError(DamagedError):
+    """A record cannot be decoded, or is of a version that this Penstock does not know."""
+
+
+class RestoreMismatchError(PenstockError):
+    """Template and checkpoint differ; `problems` lists every difference."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message, tuple(problems))
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RestoreError(PenstockError):
+    """A restore failed midway: the selected objects are undefined, nothing else was touched."""
+
+
+class CodecError(PenstockError):
+    """A codec refused its input, or broke its contract."""
+
+
+class FenceTimeoutError(SaveAbortedError):
+    """A pending capture was not complete in time, so its save was aborted."""

@@ -1,0 +1,158 @@
+"""Opens the backend that a path, a URL or a table means."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.core.abc import Backend
+from penstock.core.errors import CapabilityError, ConfigError, PenstockError, PluginError
+from penstock.core.registry import default_registry
+from penstock.core.validation import nearest, refusal, validated
+
+if TYPE_CHECKING:
+    from penstock.core.abc import PluginConfig
+    from penstock.core.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+
+class PluginChoice(BaseModel):
+    """A plugin by entry-point name, and its options beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
+
+    type: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All but `type`; checked by the plugin's own `Config` when it is opened."""
+        return dict(self.model_extra or {})
+
+
+class BackendConfig(PluginChoice):
+    """A backend by entry-point name, and its options: `{type = "posix", path = "runs/gpt"}`."""
+
+
+BackendSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | BackendConfig | Backend"
+
+# What a plain path or file:// takes: the first that works here.
+_LOCAL = ("uring", "posix")
+_LIGHT_LOCAL = ("posix",)
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SECRETS = re.compile(r"(://)[^/?#]*@|\?.*", re.DOTALL)
+
+_warned: set[str] = set()
+
+
+def open_backend(
+    spec: BackendSpec,
+    registry: Registry | None = None,
+    *,
+    must_exist: bool = False,
+    light: bool = False,
+) -> Backend:
+    """Open the backend that `spec` means; a `Backend` is returned as it is.
+
+    A plain path or `file://` takes `uring` when its probe passes, else `posix`, with one warning
+    per reason and process that says why. Options stand in a URL's query.
+
+    Args:
+        spec: Path, URL, table with `type`, `BackendConfig`, or an open backend.
+        registry: Where backends are looked up; default: everything installed.
+        must_exist: Refuse a local folder that is not there; otherwise the first write makes it.
+        light: Only small records will be read: a plain path takes `posix` straight away.
+
+    Raises:
+        ConfigError: The URL or its options are wrong, or no backend serves its scheme.
+        PluginError: The backend is not installed or broken.
+        StorageError: It cannot be opened.
+    """
+    if isinstance(spec, Backend):
+        return spec
+    registry = registry or default_registry()
+    if isinstance(spec, (Mapping, BackendConfig)):
+        if not isinstance(spec, BackendConfig):
+            spec = validated(BackendConfig, spec, what="backend")
+        cls = registry.backend_class(spec.type)
+        config = validated(cls.Config, spec.options, what=f"options of backend {spec.type!r}")
+        return _opened(cls, config, must_exist=must_exist)
+    url = os.fspath(spec)
+    scheme = _scheme(url)
+    if scheme in {"", "file"}:
+        return _open_local(_LIGHT_LOCAL if light else _LOCAL, url, registry, must_exist=must_exist)
+    if scheme not in registry.names("backend"):
+        names = registry.names("backend")
+        msg = f"{shown_url(url)}: no installed backend serves {scheme}://{nearest(scheme, names)}"
+        raise ConfigError(msg)
+    cls = registry.backend_class(scheme)
+    return _opened(cls, _from_url(cls, url), must_exist=must_exist)
+
+
+def shown_url(url: str) -> str:
+    """`url` without user, password and query."""
+    return _SECRETS.sub(r"\1", url) if _scheme(url) else url
+
+
+def _open_local(
+    candidates: tuple[str, ...], url: str, registry: Registry, *, must_exist: bool
+) -> Backend:
+    *better, last = candidates
+    for name in better:
+        try:
+            cls = registry.backend_class(name)
+            return _opened(cls, _from_url(cls, url), must_exist=must_exist)
+        except (CapabilityError, PluginError) as error:
+            _warn_once(f"{name} is not used, {last} takes its place: {error}")
+    cls = registry.backend_class(last)
+    return _opened(cls, _from_url(cls, url), must_exist=must_exist)
+
+
+def _from_url(cls: type[Backend], url: str) -> PluginConfig:
+    from urllib.parse import parse_qsl  # noqa: PLC0415 - most are plain paths
+
+    base, query = url, ""
+    if _scheme(url):
+        base, _, query = url.partition("?")
+    options: dict[str, str] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key in options:
+            msg = f"{shown_url(url)}: option {key!r} is given twice"
+            raise ConfigError(msg)
+        options[key] = value
+    try:
+        return cls.from_url(base, options)
+    except ValidationError as error:
+        raise refusal(error, cls.Config, what=f"options in {shown_url(url)}") from None
+
+
+def _opened(cls: type[Backend], config: PluginConfig, *, must_exist: bool) -> Backend:
+    path = config.model_dump().get("path") if cls.name in _LOCAL else None
+    if must_exist and path is not None and not Path(path).is_dir():
+        msg = f"there is no folder {path}"
+        raise ConfigError(msg)
+    try:
+        return cls(config)
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"backend {cls.name!r} ({cls.__module__}) cannot be opened: {error!r}"
+        raise PluginError(msg) from error
+
+
+def _scheme(url: str) -> str:
+    match = _SCHEME.match(url)
+    return match[1].lower() if match else ""
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("%s", message)

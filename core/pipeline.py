@@ -1,0 +1,382 @@
+"""Captured chunks -> frames -> blobs. The only module that makes threads.
+
+Batches move, not frames: under a busy training loop every return to Python waits for the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from penstock.core.abc import CodecContext
+from penstock.core.blocks import frame_blocks
+from penstock.core.chain import checksum_blocks
+from penstock.core.sections import ChunkResult
+from penstock.core.types import PAGE_BYTES, WriteRequest, align_down
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.capture import Captured, Subject
+    from penstock.core.chain import CodecChain
+    from penstock.core.plan import Chunk, SavePlan
+
+T = TypeVar("T")
+
+BATCH_BYTES = 64 << 20
+_BATCHES_IN_FLIGHT = 3
+_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
+_GROUPS = 3
+
+
+class Workers:
+    """The threads of one checkpointer: a pool for hashing and encoding, and one per long task."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="penstock-work")
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run `task` in the pool."""
+        return self._pool.submit(task)
+
+    def spawn(self, name: str, task: Callable[[], None]) -> threading.Thread:
+        """Run `task` on a thread of its own. Daemonic: a stuck disk must not hold up an exit."""
+        thread = threading.Thread(target=task, name=f"penstock-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        """Stop the pool once it is idle."""
+        self._pool.shutdown(wait=False)
+
+
+class BusyClock:
+    """Seconds in which at least one of some overlapping tasks was under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the three fields below
+        self._running = 0
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """One more task runs."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.monotonic()
+            self._running += 1
+
+    def stop(self) -> None:
+        """One task less."""
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                self.seconds += time.monotonic() - self._since
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    captured: list[Captured]
+    futures: list[Future[None]]
+
+
+class FrameWriter:
+    """Writes the chunks of one save into its `.raw` and `.enc` blob.
+
+    `put` and `finish` are called by one thread. `release` is called for every chunk as soon as
+    its memory is no longer needed, from any thread; `tick` whenever the store made progress.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: SavePlan,
+        subjects: Sequence[Subject],
+        *,
+        chains: Sequence[CodecChain | None],
+        contexts: Callable[[int], tuple[str, int, tuple[int, ...]]],
+        workers: Workers,
+        blob_prefix: str,
+        block_bytes: int,
+        release: Callable[[Captured], None],
+        tick: Callable[[int], None],
+    ) -> None:
+        self._backend = backend
+        self._plan = plan
+        self._subjects = subjects
+        self._chains = chains
+        self._contexts = contexts
+        self._workers = workers
+        self._block_bytes = block_bytes
+        self._release = release
+        self._tick = tick
+        self._raw_name = f"{blob_prefix}.raw"
+        self._enc_name = f"{blob_prefix}.enc"
+        self._raw: BlobWriter | None = None
+        self._enc: EncodedStream | None = None
+        self._batches: deque[_Batch] = deque()
+        self._slots = threading.local()
+        self._slot_bytes = max(
+            (c.max_encoded_size(k.length) for k in plan.chunks if (c := chains[k.chain])),
+            default=0,
+        )
+        self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
+        self.write_clock = BusyClock()
+        self.encode_clock = BusyClock()
+
+    def put(self, captured: list[Captured]) -> None:
+        """Take chunks over, in plan order; returns while they are under way.
+
+        Raises:
+            PenstockError: An earlier chunk failed.
+        """
+        raw = [c for c in captured if self._chains[self._plan.chunks[c.index].chain] is None]
+        encoded = [c for c in captured if self._chains[self._plan.chunks[c.index].chain]]
+        if raw:
+            self._batches.append(self._start_raw(raw))
+        if encoded:
+            if self._enc is None:
+                self._enc = EncodedStream(
+                    self._backend, self._enc_name, clock=self.write_clock, tick=self._tick
+                )
+            futures = [self._workers.submit(self._encoder(c)) for c in encoded]
+            self._batches.append(_Batch([], futures))
+        while len(self._batches) > _BATCHES_IN_FLIGHT:
+            self._settle(self._batches[0])
+            self._batches.popleft()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._batches
+
+    def settle_oldest(self) -> None:
+        """Wait for one batch, if any."""
+        if self._batches:
+            self._settle(self._batches[0])
+            self._batches.popleft()
+
+    def finish(self) -> list[tuple[str, int]]:
+        """Wait for everything and make the blobs durable; `(name, length)` of each.
+
+        Raises:
+            PenstockError: Something failed; call `abort`.
+        """
+        while self._batches:
+            self.settle_oldest()
+        blobs = []
+        seals: list[Future[None]] = []
+        if self._raw is not None:
+            raw, length = self._raw, self._plan.raw_blob_bytes
+            seals.append(self._workers.submit(lambda: raw.seal(length)))
+            blobs.append((self._raw_name, length))
+        if self._enc is not None:
+            blobs.append((self._enc_name, self._enc.seal()))
+        for seal in seals:
+            seal.result()
+            self._tick(0)
+        return blobs
+
+    def abort(self) -> None:
+        """Give both blobs up; returns when no memory of the save is in use any more."""
+        for batch in self._batches:
+            for future in batch.futures:
+                future.exception()
+        for batch in self._batches:
+            for captured in batch.captured:
+                self._release(captured)
+        self._batches.clear()
+        if self._raw is not None:
+            self._raw.abort()
+        if self._enc is not None:
+            self._enc.abort()
+
+    # ------------------------------------------------------------------------------------------
+
+    def _start_raw(self, captured: list[Captured]) -> _Batch:
+        if self._raw is None:
+            self._raw = self._backend.create(self._raw_name, size_hint=self._plan.raw_blob_bytes)
+        requests = []
+        for item in captured:
+            offset = self._plan.chunks[item.index].offset
+            assert offset is not None
+            requests.append(WriteRequest(offset, (item.view,)))
+        self.write_clock.start()
+        write = self._backend.submit_write(self._raw, requests)
+        total = sum(r.length for r in requests)
+
+        def done(future: Future[None]) -> None:
+            self.write_clock.stop()
+            if future.exception() is None:
+                self._tick(total)
+
+        write.add_done_callback(done)
+        share = -(-len(captured) // self._workers.count)
+        hashes = [
+            self._workers.submit(self._hasher(captured[at : at + share]))
+            for at in range(0, len(captured), share)
+        ]
+        return _Batch(captured, [*hashes, write])
+
+    def _hasher(self, captured: list[Captured]) -> Callable[[], None]:
+        def task() -> None:
+            with self.encode_clock:
+                for item in captured:
+                    offset = self._plan.chunks[item.index].offset
+                    assert offset is not None
+                    length = item.view.nbytes
+                    ranges = frame_blocks(offset, length, self._block_bytes)
+                    sums = checksum_blocks(item.view, ranges)
+                    self.results[item.index] = ChunkResult(offset, length, tuple(sums))
+
+        return task
+
+    def _encoder(self, captured: Captured) -> Callable[[], None]:
+        chunk = self._plan.chunks[captured.index]
+        chain, stream = self._chains[chunk.chain], self._enc
+        assert chain is not None
+        assert stream is not None
+
+        def task() -> None:
+            with self.encode_clock:
+                slot = getattr(self._slots, "view", None)
+                if slot is None:
+                    slot = self._slots.view = memoryview(mmap.mmap(-1, max(self._slot_bytes, 1)))
+                try:
+                    frame = chain.encode(captured.view, slot, context=self._context(chunk))
+                finally:
+                    self._release(captured)
+            offset = stream.append(slot[: frame.length])
+            self.results[captured.index] = ChunkResult(
+                offset,
+                frame.length,
+                (frame.checksum,),
+                frame.raw_checksum,
+                frame.lengths,
+            )
+            self._tick(chunk.length)
+
+        return task
+
+    def _context(self, chunk: Chunk) -> CodecContext:
+        if len(chunk.pieces) > 1:
+            return CodecContext("uint8", 1, (chunk.length,), 0, chunk.length)
+        piece = chunk.pieces[0]  # all of the chunk: a reader can tell from the chunk's references
+        dtype, itemsize, shape = self._contexts(piece.item)
+        return CodecContext(dtype, itemsize, shape, piece.start, chunk.length)
+
+    def _settle(self, batch: _Batch) -> None:
+        """Wait for all of a batch, then release it; raise its first error."""
+        error: BaseException | None = None
+        for future in batch.futures:
+            error = error or future.exception()
+        captured, batch.captured = batch.captured, []
+        for item in captured:
+            self._release(item)
+        if error is not None:
+            raise error
+
+
+class EncodedStream:
+    """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries."""
+
+    def __init__(
+        self, backend: Backend, name: str, *, clock: BusyClock, tick: Callable[[int], None]
+    ) -> None:
+        self._backend = backend
+        self._writer = backend.create(name)
+        self._clock = clock
+        self._tick = tick
+        self._lock = threading.Lock()  # guards everything below; appending is serial
+        self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
+        self._flights: list[Future[None] | None] = [None] * _GROUPS
+        self._current = 0
+        self._base = 0
+        self._filled = 0
+
+    def append(self, frame: memoryview) -> int:
+        """Copy `frame` behind what is there and return its offset."""
+        with self._lock:
+            offset = self._base + self._filled
+            at = 0
+            while at < frame.nbytes:
+                count = min(frame.nbytes - at, _GROUP_BYTES - self._filled)
+                _copy(self._groups[self._current], self._filled, frame[at : at + count])
+                self._filled += count
+                at += count
+                if self._filled == _GROUP_BYTES:
+                    self._rotate()
+            if self._filled >= _GROUP_BYTES // 2:
+                self._rotate()
+            return offset
+
+    def seal(self) -> int:
+        """Write the rest, make the blob durable, and return its length."""
+        with self._lock:
+            length = self._base + self._filled
+            if self._filled:
+                self._submit(self._filled)
+            for flight in self._flights:
+                if flight is not None:
+                    flight.result()
+            self._writer.seal(length)
+            self._tick(0)
+            return length
+
+    def abort(self) -> None:
+        """Give the blob up, once nothing is in flight."""
+        for flight in self._flights:
+            if flight is not None:
+                flight.exception()
+        self._writer.abort()
+
+    def _rotate(self) -> None:
+        """Submit whole pages; the rest of the last page opens the next group."""
+        whole = align_down(self._filled, PAGE_BYTES)
+        full, rest = self._current, self._filled - whole
+        self._submit(whole)
+        self._current = (full + 1) % _GROUPS
+        flight = self._flights[self._current]
+        if flight is not None:
+            flight.result()
+            self._flights[self._current] = None
+        _copy(self._groups[self._current], 0, self._groups[full][whole : whole + rest])
+        self._base += whole
+        self._filled = rest
+
+    def _submit(self, length: int) -> None:
+        request = WriteRequest(self._base, (self._groups[self._current][:length],))
+        self._clock.start()
+        flight = self._backend.submit_write(self._writer, [request])
+
+        def done(future: Future[None]) -> None:
+            self._clock.stop()
+            if future.exception() is None:
+                self._tick(0)
+
+        flight.add_done_callback(done)
+        self._flights[self._current] = flight
+
+
+def _copy(target: memoryview, at: int, data: memoryview) -> None:
+    """Copy without the GIL; a memoryview's slice assignment would hold it."""
+    if data.nbytes:
+        out = np.frombuffer(target, np.uint8)
+        src = np.frombuffer(data, np.uint8)
+        ctypes.memmove(out.ctypes.data + at, src.ctypes.data, data.nbytes)

@@ -1,0 +1,403 @@
+"""From a stored tree back to live objects: into a template, or built anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import Node, PlaceContext, Placement, Target
+from penstock.core.containers import key_from_segment, key_segment, make_dict, make_tuple
+from penstock.core.describe import NameTable, check_root, refuse_ranks
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.tree import Scan
+from penstock.core.types import Kind, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.core.abc import ByteSink, MemoryKey, StoredObject
+    from penstock.core.tree import Providers
+    from penstock.core.types import ObjectPath
+
+_CONTAINERS = frozenset({"dict", "list", "tuple"})
+
+
+@dataclass(frozen=True)
+class StoredTree:
+    """A checkpoint in memory, after renaming.
+
+    Attributes:
+        objects: Every object, tied ones included, in stored order.
+        nodes: Every node.
+        values: Bytes of the selected value objects.
+        aliases: Path of a tied object -> path of the one whose bytes it shares.
+    """
+
+    objects: Sequence[StoredObject]
+    nodes: Sequence[Node] = ()
+    values: Mapping[ObjectPath, bytes] = field(default_factory=dict)
+    aliases: Mapping[ObjectPath, ObjectPath] = field(default_factory=dict)
+
+
+def place_tree(
+    state: object,
+    *,
+    providers: Providers,
+    stored: StoredTree,
+    selected: Callable[[ObjectPath], bool],
+    allow_pickle: bool,
+) -> Placement:
+    """Plan the restore of the selected objects of `stored` into the template `state`.
+
+    The result is compared already: `targets` fit what is stored, whatever the template has and
+    the checkpoint lacks is in `missing`, every other difference in `problems`. Targets of tied
+    objects share one sink. `finish()` assigns the values, sets what must be set last, and
+    returns `state`; nothing but targets' memory changes before.
+
+    Raises:
+        UnsupportedStateError: The template, or a stored value, cannot be handled.
+        FormatError: A stored value cannot be decoded.
+    """
+    root = check_root(state)
+    refuse_ranks()
+    context = _Placing(providers, stored, selected, allow_pickle=allow_pickle)
+    try:
+        context.scan.is_container(root, ())
+        placement = context.place_container(root, ())
+    except RecursionError as error:
+        msg = "the state tree is nested too deeply to be restored"
+        raise UnsupportedStateError(msg) from error
+    # An optimizer that is matched by order says so; whoever is matched by name needs not.
+    placement.notes.setdefault("matched_by", "name")
+    return _settled(context.compared(placement))
+
+
+def rebuild_tree(
+    *,
+    providers: Providers,
+    stored: StoredTree,
+    selected: Callable[[ObjectPath], bool],
+    device: str | None,
+    allow_pickle: bool,
+) -> Placement:
+    """Plan building the selected objects of `stored` anew; `finish()` returns the dict.
+
+    Modules come back as the dicts that their `load_state_dict` takes, lists of which only some
+    items are selected as dicts by index. Tied tensors are one tensor again.
+
+    Raises:
+        UnsupportedStateError: A stored value cannot be handled.
+        FormatError: Something stored cannot be decoded.
+    """
+    context = _Placing(providers, stored, selected, allow_pickle=allow_pickle)
+    placement = context.rebuild((), device=device)
+    return _settled(context.compared(placement))
+
+
+def stored_value(
+    path: ObjectPath, *, providers: Providers, stored: StoredTree, allow_pickle: bool
+) -> object:
+    """Decode one stored value.
+
+    Raises:
+        KeyError: There is no value object at `path`, or its bytes are not in `stored.values`.
+        UnsupportedStateError: It was pickled, or needs something that is not loaded.
+        FormatError: It cannot be decoded.
+    """
+    context = _Placing(providers, stored, lambda _: True, allow_pickle=allow_pickle)
+    return context.value(path)
+
+
+class _Placing(PlaceContext):
+    def __init__(
+        self,
+        providers: Providers,
+        stored: StoredTree,
+        selected: Callable[[ObjectPath], bool],
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        self.allow_pickle = allow_pickle
+        self.scan = Scan(providers)
+        self._providers = providers
+        self._names = NameTable(self.scan)
+        self._selected = selected
+        self._all = {o.path: o for o in stored.objects}
+        self._nodes = {n.path: n for n in stored.nodes}
+        self._values = stored.values
+        self._aliases = stored.aliases
+        self._chosen = {p: o for p, o in self._all.items() if selected(p)}
+        self._children = _children([*self._chosen, *self._empty_nodes()])
+        self._built: dict[tuple[ObjectPath, str | None], Placement] = {}
+
+    # What providers ask -------------------------------------------------------------------------
+
+    def place(self, value: object, path: ObjectPath, /) -> Placement:
+        provider = self.scan.provider_for(type(value))
+        if provider is not None:
+            return provider.place(value, path, context=self)
+        if self.scan.is_container(value, path):
+            return self.place_container(value, path)
+        return self.scan.value_provider.place(value, path, context=self)
+
+    def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
+        node = self._nodes.get(path)
+        if node is not None and node.form not in _CONTAINERS:
+            return self._providers.for_form(node.form).rebuild(node, device=device, context=self)
+        chosen = self._chosen.get(path)
+        if chosen is not None:
+            return self._rebuild_leaf(chosen, device)
+        if path not in self._children and node is None and path:
+            return Placement(missing=[path])
+        return self._rebuild_container(node or Node(path, "dict"), device)
+
+    def stored(self, path: ObjectPath, /) -> StoredObject | None:
+        return self._chosen.get(path)
+
+    def node(self, path: ObjectPath, /) -> Node | None:
+        return self._nodes.get(path)
+
+    def children(self, path: ObjectPath, /) -> Sequence[str]:
+        return tuple(self._children.get(path, ()))
+
+    def value(self, path: ObjectPath, /) -> object:
+        stored = self._chosen[path]
+        if stored.kind is not Kind.VALUE:
+            raise KeyError(path)
+        provider = self._providers.for_form(stored.form)
+        finish = provider.rebuild(stored, device=None, context=self).finish
+        return None if finish is None else finish()
+
+    def value_bytes(self, path: ObjectPath, /) -> bytes:
+        return self._values[path]
+
+    def selected(self, path: ObjectPath, /) -> bool:
+        return self._selected(path)
+
+    def parameter_names(self, tensor: object, /) -> Sequence[str]:
+        return self._names.names(tensor)
+
+    # Containers ---------------------------------------------------------------------------------
+
+    def place_container(self, value: Any, path: ObjectPath) -> Placement:
+        result = Placement()
+        if self._is_other_kind(value, path, result):
+            return result
+        finishes: list[tuple[object, object, Callable[[], object]]] = []
+        pairs: Iterable[tuple[Any, Any]] = (
+            list(value.items()) if isinstance(value, dict) else enumerate(value)
+        )
+        for key, child in pairs:
+            segment = key_segment(key, path)
+            placed = self.place(child, (*path, segment))
+            result.absorb(placed)
+            if placed.finish is None:
+                continue
+            if not isinstance(value, tuple):
+                finishes.append((key, child, placed.finish))
+            elif (*path, segment) in placed.values:
+                result.problems += self._fixed(child, (*path, segment))
+            else:
+                finishes.append((None, child, placed.finish))
+
+        def finish() -> object:
+            for key, child, call in finishes:
+                new = call()
+                if new is not child and key is not None:
+                    value[key] = new
+            return value
+
+        result.finish = finish
+        return result
+
+    def _fixed(self, child: object, path: ObjectPath) -> list[str]:
+        """A value in a tuple cannot be assigned; it may well be what is stored."""
+        new = self.value(path)
+        if type(new) is type(child) and new == child:
+            return []
+        return [
+            f"{show_path(path)} stands in a tuple and differs from what is stored: make it a list"
+        ]
+
+    def _is_other_kind(self, value: object, path: ObjectPath, result: Placement) -> bool:
+        """Note it where the checkpoint has something that is no such container."""
+        shown = show_path(path)
+        here = type(value).__name__
+        node = self._nodes.get(path)
+        if path in self._chosen:
+            kind = self._chosen[path].kind
+            result.problems.append(
+                f"{shown} is stored as one {kind}, but is a {here} of objects in the template"
+            )
+            return True
+        if node is None or not path:
+            return False
+        form = "dict" if isinstance(value, dict) else "tuple" if isinstance(value, tuple) else "list"
+        if node.form in _CONTAINERS and node.form != form and path in self._children:
+            result.problems.append(
+                f"{shown} is stored as a {node.form}, but is a {here} in the template"
+            )
+            return True
+        return False
+
+    def _rebuild_container(self, node: Node, device: str | None) -> Placement:
+        path = node.path
+        result = Placement()
+        segments = list(self._children.get(path, ()))
+        finishes: list[tuple[str, Callable[[], object]]] = []
+        for segment in segments:
+            placed = self.rebuild((*path, segment), device=device)
+            result.absorb(placed)
+            if placed.finish is not None:
+                finishes.append((segment, placed.finish))
+
+        def finish() -> object:
+            return _assemble(node, {segment: call() for segment, call in finishes})
+
+        result.finish = finish
+        return result
+
+    def _rebuild_leaf(self, stored: StoredObject, device: str | None) -> Placement:
+        provider = self._providers.for_form(stored.form)
+        if stored.kind is not Kind.TENSOR:
+            return provider.rebuild(stored, device=device, context=self)
+        # Tied objects are one tensor again: the second gets the sink and the value of the first.
+        primary = self._aliases.get(stored.path, stored.path)
+        first = self._built.get((primary, device))
+        if first is None:
+            first = provider.rebuild(stored, device=device, context=self)
+            if first.finish is not None:
+                first.finish = _once(first.finish)
+            self._built[primary, device] = first
+            return first
+        targets = [Target(stored.path, t.spec, t.region, t.sink) for t in first.targets]
+        return Placement(targets, finish=first.finish)
+
+    # Comparing ----------------------------------------------------------------------------------
+
+    def compared(self, placement: Placement) -> Placement:
+        """Leave only targets that fit; list the rest."""
+        fitting: list[Target] = []
+        for target in placement.targets:
+            stored = self._chosen.get(target.path)
+            if stored is not None:
+                problem = _difference(target, stored)
+                if problem is None:
+                    fitting.append(target)
+                else:
+                    placement.problems.append(problem)
+            elif self._below(target.path):
+                placement.problems.append(
+                    f"{show_path(target.path)} is stored as a container, but is a tensor in the "
+                    "template"
+                )
+            else:
+                placement.missing.append(target.path)
+        placement.targets = self._tied(fitting, placement.problems)
+        placement.missing = list(dict.fromkeys(placement.missing))
+        return placement
+
+    def _tied(self, targets: list[Target], problems: list[str]) -> list[Target]:
+        """Give targets of the same memory one sink; they must be tied in the checkpoint too."""
+        result: list[Target] = []
+        sinks: dict[MemoryKey, tuple[ByteSink, ObjectPath]] = {}
+        for target in targets:
+            memory = target.sink.memory
+            if memory is None:
+                result.append(target)
+                continue
+            sink, first = sinks.setdefault(memory, (target.sink, target.path))
+            if self._primary(first) == self._primary(target.path):
+                result.append(Target(target.path, target.spec, target.region, sink))
+            else:
+                problems.append(
+                    f"{show_path(target.path)} and {show_path(first)} share memory in the "
+                    "template, but are stored as two tensors: untie them, or select one"
+                )
+        return result
+
+    def _primary(self, path: ObjectPath) -> ObjectPath:
+        return self._aliases.get(path, path)
+
+    def _below(self, path: ObjectPath) -> bool:
+        return path in self._children or path in self._nodes
+
+    def _empty_nodes(self) -> list[ObjectPath]:
+        """Selected nodes with no stored object at or below them."""
+        above: set[ObjectPath] = set()
+        for path in self._all:
+            here = path
+            while here not in above:
+                above.add(here)
+                here = here[:-1]
+        return [p for p in self._nodes if p and p not in above and self._selected(p)]
+
+
+def _children(paths: Sequence[ObjectPath]) -> dict[ObjectPath, dict[str, None]]:
+    """Next segments below every path, in order."""
+    children: dict[ObjectPath, dict[str, None]] = {}
+    for path in paths:
+        here = path
+        while here:
+            parent, last = here[:-1], here[-1]
+            known = children.setdefault(parent, {})
+            if last in known:
+                break
+            known[last] = None
+            here = parent
+    return children
+
+
+def _assemble(node: Node, items: dict[str, Any]) -> object:
+    path = node.path
+    if node.form == "dict":
+        kinds = node.meta.get("keys")
+        result = make_dict(node.meta, path)
+        for segment, value in items.items():
+            result[key_from_segment(segment, kinds, path)] = value
+        return result
+    by_index = {key_from_segment(s, "int", path): value for s, value in items.items()}
+    length = node.meta.get("length")
+    if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
+        return by_index  # only some items are selected
+    values = list(by_index.values())
+    return values if node.form == "list" else make_tuple(values, node.meta.get("class"), path)
+
+
+def _difference(target: Target, stored: StoredObject) -> str | None:
+    shown = show_path(target.path)
+    if stored.kind is not Kind.TENSOR:
+        return f"{shown} is stored as a value, but is a tensor in the template"
+    here, there = target.spec, stored.spec
+    parts = []
+    if there.shape != here.shape:
+        parts.append(f"shape {list(there.shape)} is stored, the template has {list(here.shape)}")
+    if there.dtype != here.dtype:
+        parts.append(f"dtype {there.dtype} is stored, the template has {here.dtype}")
+    return f"{shown}: {'; '.join(parts)}" if parts else None
+
+
+def _once(call: Callable[[], object]) -> Callable[[], object]:
+    made: list[object] = []
+
+    def finish() -> object:
+        if not made:
+            made.append(call())
+        return made[0]
+
+    return finish
+
+
+def _settled(placement: Placement) -> Placement:
+    """The root's `finish` also runs what must come last."""
+    finish, settle = placement.finish, placement.settle
+
+    def finish_all() -> object:
+        result = None if finish is None else finish()
+        for call in settle:
+            call()
+        return result
+
+    placement.finish = finish_all
+    placement.settle = []
+    return placement

@@ -1,0 +1,76 @@
+"""Deletes the data of attempts that no checkpoint and no save under way can need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.manifest import data_prefix
+from penstock.core.survey import delete_data, survey_run
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from penstock.core.abc import Backend
+
+GRACE_S = 24 * 3600.0
+"""How long data of an attempt that nobody names is left alone, by the store's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What `prune` did, or would do.
+
+    Attributes:
+        uids: Attempts whose data was (or would be) deleted, ascending.
+        names: How many blobs and records that was.
+        size_bytes: And how many bytes.
+        refused: Why nothing was collected: what is wrong with each record that cannot be read.
+        dry_run: Whether nothing was really deleted.
+    """
+
+    uids: tuple[str, ...] = ()
+    names: int = 0
+    size_bytes: int = 0
+    refused: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+def prune(
+    backend: Backend,
+    *,
+    grace_s: float = GRACE_S,
+    own_uids: Collection[str] = (),
+    dry_run: bool = False,
+) -> PruneReport:
+    """Delete the data of attempts that no checkpoint and no save under way can need.
+
+    A uid is taken only if no record names or references it, no intent references it, it is not
+    one of `own_uids`, and everything of it is older than `grace_s` by the store's clock. A saver
+    that could not refresh its intent for half that time never publishes, so nothing that is taken
+    can come to be committed. The intent is deleted first; what a crash leaves behind is as old as
+    before, and goes the next time.
+
+    While any record of the run is unreadable nothing is taken: it may need anything.
+    """
+    survey = survey_run(backend)
+    if survey.unreadable:
+        refused = tuple(str(error) for error in survey.unreadable.values())
+        return PruneReport(refused=refused, dry_run=dry_run)
+    candidates = sorted(survey.data.keys() - survey.needed.union(own_uids))
+    if not candidates:
+        return PruneReport(dry_run=dry_run)
+    limit_s = backend.store_time_s() - grace_s
+    taken: list[str] = []
+    names = size_bytes = 0
+    for uid in candidates:
+        # Listed again: its saver may have come back to life since the survey.
+        blobs = backend.list(data_prefix(uid))
+        if not blobs or max(blob.modified_s for blob in blobs) >= limit_s:
+            continue
+        if not dry_run:
+            delete_data(backend, uid, blobs)
+        taken.append(uid)
+        names += len(blobs)
+        size_bytes += sum(blob.size_bytes for blob in blobs)
+    return PruneReport(tuple(taken), names, size_bytes, dry_run=dry_run)

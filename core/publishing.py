@@ -1,0 +1,155 @@
+"""Intent and commit record of one save: what makes it exist, and what it may no longer do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from penstock.core.commit import Action, Event
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    CommitUnknownError,
+    FormatError,
+    LostRaceError,
+    SaveAbortedError,
+    StorageError,
+)
+from penstock.core.manifest import IntentRecord, commit_name, intent_name
+from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, encode_commit, encode_intent
+
+if TYPE_CHECKING:
+    from penstock.core.abc import Backend
+    from penstock.core.commit import Commit
+    from penstock.core.manifest import CommitRecord
+
+log = logging.getLogger("penstock")
+
+_REFRESHES_PER_GRACE = 8
+
+
+class Publisher:
+    """Publishes one save's intent and commit record; used by one thread."""
+
+    def __init__(
+        self, backend: Backend, commit: Commit, *, uid: str, step: int, grace_s: float
+    ) -> None:
+        self._backend = backend
+        self._commit = commit
+        self._uid = uid
+        self._step = step
+        self._grace_s = grace_s
+        self._started = now_iso()
+        self._refreshed = _boot_s()
+
+    def publish_intent(self) -> None:
+        """Say that this save is under way, so that nobody prunes its data."""
+        record = IntentRecord(
+            uid=self._uid,
+            step=self._step,
+            references=(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=self._started,
+            refreshed=now_iso(),
+        )
+        began = _boot_s()
+        self._backend.publish(intent_name(self._uid), encode_intent(record))
+        self._refreshed = began
+
+    def refresh_intent(self) -> None:
+        """Publish the intent again when it is getting old."""
+        if _boot_s() - self._refreshed > self._grace_s / _REFRESHES_PER_GRACE:
+            self.publish_intent()
+
+    def publish_commit(self, record: CommitRecord) -> None:
+        """Make the checkpoint exist; resolves a lost answer by reading the record.
+
+        Raises:
+            LostRaceError: Another saver owns this step and generation.
+            CommitUnknownError: It may or may not exist.
+            SaveAbortedError: The save slept too long, or its intent is gone.
+        """
+        name = commit_name(record.step, record.generation)
+        self._check_intent()
+        self._commit.feed(Event.PUBLISH_STARTED)
+        try:
+            action = self._commit.feed(self._try(name, encode_commit(record)))
+        except StorageError as error:
+            log.warning("publishing %s: %s; looking whether it is there", name, error)
+            action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
+        if action is Action.RESOLVE:
+            action = self._commit.feed(self._whose(name))
+        if action is Action.DONE:
+            # Only now superfluous; where this fails, prune does it after the grace time.
+            with contextlib.suppress(StorageError):
+                self._backend.delete([intent_name(self._uid)])
+            return
+        if action is Action.FAIL_LOST_RACE:
+            msg = (
+                f"step {record.step} (generation {record.generation}) on {self._backend.url} was "
+                "published by another saver first; its checkpoint stands, this one is given up. "
+                "Save at another step, or with overwrite=True."
+            )
+            raise LostRaceError(msg)
+        msg = (
+            f"step {record.step}: whether {name} was published on {self._backend.url} is unknown. "
+            "Look at steps() when the store answers again; nothing of it is deleted."
+        )
+        raise CommitUnknownError(msg)
+
+    def _try(self, name: str, data: bytes) -> Event:
+        if self._backend.capabilities.exclusive_publish:
+            try:
+                self._backend.publish(name, data, exclusive=True)
+            except BlobExistsError:
+                return Event.PUBLISH_LOST
+            return Event.PUBLISH_OK
+        # No conditional put: look, put, and read back whose it is.
+        if not self._exists(name):
+            self._backend.publish(name, data)
+        return Event.PUBLISH_LOST
+
+    def _whose(self, name: str) -> Event:
+        try:
+            data = self._backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
+            ours = decode_commit(data, name).uid == self._uid
+        except (FormatError, StorageError):
+            return Event.RECORD_ABSENT  # unreadable proves nothing either
+        return Event.RECORD_IS_OURS if ours else Event.RECORD_IS_OTHER
+
+    def _check_intent(self) -> None:
+        """A saver that slept, or whose intent was pruned, must not publish."""
+        slept_s = _boot_s() - self._refreshed
+        if slept_s > self._grace_s / 2:
+            self._commit.feed(Event.GRACE_HALF_PASSED)
+            why = f"its intent was not refreshed for {slept_s:.0f} s"
+        elif not self._exists(intent_name(self._uid)):
+            self._commit.feed(Event.INTENT_GONE)
+            why = "its intent is gone"
+        else:
+            return
+        msg = f"step {self._step}: not published, since {why} and its data may have been pruned"
+        raise SaveAbortedError(msg)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._backend.stat(name)
+        except BlobNotFoundError:
+            return False
+        return True
+
+
+def now_iso() -> str:
+    """Now, as it stands in records."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _boot_s() -> float:
+    """Seconds that go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,209 @@
+"""What saving, restoring and verifying report."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from penstock.core.types import ObjectPath
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """One durable save.
+
+    Attributes:
+        step: Its step.
+        uid: The name of the attempt, 32 hex digits.
+        generation: 0, or higher after `overwrite=True`.
+        bytes_raw: Bytes of the state, tied tensors once.
+        bytes_stored: Bytes of its blobs.
+        blobs: Number of blobs.
+        objects: Number of objects.
+        engine: Backend that wrote it.
+        direct_io: Whether the page cache was bypassed.
+        exclusive: Whether the store itself decided who owns the step.
+        deferred_bytes: Bytes captured behind the fence.
+        straight_bytes: Bytes written straight from live tensors because staging was too small.
+        seconds: `blocked`, `capture`, `encode`, `write`, `commit`, `total`. `encode` and `write`
+            are the time in which any such work was under way.
+    """
+
+    step: int
+    uid: str
+    generation: int
+    bytes_raw: int
+    bytes_stored: int
+    blobs: int
+    objects: int
+    engine: str
+    direct_io: bool
+    exclusive: bool
+    deferred_bytes: int
+    straight_bytes: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a save is. `phase` is capture, write, commit, durable, failed or skipped."""
+
+    bytes_done: int
+    bytes_total: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """One restore. Paths are shown paths of the template.
+
+    Attributes:
+        step: Step that was restored.
+        restored: Objects that were restored, in tree order.
+        missing: In the template (and selected), not in the checkpoint; only with `strict=False`.
+        unexpected: In the checkpoint (and selected), not in the template.
+        values: Restored values by path.
+        matched_by: How optimizer state found its parameters: `"name"` or `"order"`.
+        bytes_needed: Selected bytes of raw frames plus whole stored frames of encoded ones.
+        bytes_read: Bytes read from blobs.
+        bytes_metadata: Bytes read of the manifest.
+        engine: Backend that read it.
+        direct_io: Whether the page cache was bypassed.
+        fell_back_from: Steps that `on_damage="fallback"` skipped, newest first.
+        seconds: `plan`, `read`, `place`, `total`.
+    """
+
+    step: int
+    restored: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    values: Mapping[str, Any]
+    matched_by: str
+    bytes_needed: int
+    bytes_read: int
+    bytes_metadata: int
+    engine: str
+    direct_io: bool
+    seconds: Mapping[str, float]
+    fell_back_from: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written."""
+
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Outcome of `verify`. `damaged` lists everything found, not only the first."""
+
+    step: int
+    ok: bool
+    damaged: tuple[Damage, ...]
+    objects: int
+    frames: int
+    bytes_read: int
+    deep: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What the commit record says of one checkpoint."""
+
+    step: int
+    generation: int
+    uid: str
+    created: str
+    bytes_raw: int
+    bytes_stored: int
+    objects: int
+    world_size: int
+    metadata: Mapping[str, Any]
+    references: tuple[str, ...] = ()
+    codecs: Mapping[str, int] = field(default_factory=dict)
+    providers: Mapping[str, int] = field(default_factory=dict)
+
+
+class Outcome(Future[T]):
+    """A future that tells its owner when somebody has seen its error."""
+
+    def __init__(self, on_error_seen: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_error_seen = on_error_seen
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `Future.result`; an error that it raises counts as seen."""
+        error = super().exception(timeout)
+        if error is not None:
+            self._on_error_seen()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `Future.exception`; an error that it returns counts as seen."""
+        error = super().exception(timeout)
+        if error is not None:
+            self._on_error_seen()
+        return error
+
+
+class SaveHandle:
+    """One save under way. Futures resolve in the order captured, committed, durable."""
+
+    def __init__(self, step: int, *, skipped: bool = False) -> None:
+        self.step = step
+        self.skipped = skipped
+        self.error_seen = False
+        self.captured: Outcome[None] = Outcome(self._see)
+        self.committed: Outcome[SaveReport] = Outcome(self._see)
+        self.durable: Outcome[SaveReport] = Outcome(self._see)
+        self.progress_source: Callable[[], Progress] | None = None
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable.
+
+        Args:
+            timeout: Seconds; None waits for ever.
+
+        Raises:
+            PenstockError: What went wrong, at every call.
+            TimeoutError: It is still under way.
+        """
+        return self.durable.result(timeout)
+
+    def progress(self) -> Progress:
+        """How far the save is."""
+        if self.progress_source is None:
+            return Progress(0, 0, "skipped" if self.skipped else "capture")
+        return self.progress_source()
+
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return self.durable.done()
+
+    def _see(self) -> None:
+        self.error_seen = True
+
+    def __repr__(self) -> str:
+        progress = self.progress()
+        return (
+            f"<SaveHandle step={self.step} {progress.phase} "
+            f"{progress.bytes_done}/{progress.bytes_total} bytes>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedPath:
+    """A damaged object found while reading, before it is turned into an error."""
+
+    path: ObjectPath
+    detail: str

@@ -1,0 +1,412 @@
+"""One save, from described state to the commit record (design: what is stored, steps 1 to 5)."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.capture import Captured, CaptureRun, Subject
+from penstock.core.commit import Commit, Event, State
+from penstock.core.errors import (
+    CommitUnknownError,
+    FenceTimeoutError,
+    PenstockError,
+    SaveAbortedError,
+    SaveError,
+    StorageTimeoutError,
+)
+from penstock.core.pipeline import BATCH_BYTES, FrameWriter
+from penstock.core.publishing import Publisher
+from penstock.core.reports import Progress, SaveHandle, SaveReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.chain import CodecChain
+    from penstock.core.manifest import CommitRecord
+    from penstock.core.pipeline import Workers
+    from penstock.core.plan import SavePlan
+    from penstock.core.sections import ChunkResult
+    from penstock.core.staging import Staging
+
+log = logging.getLogger("penstock")
+
+_RELEASE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Everything that one save needs to know, fixed before it starts."""
+
+    step: int
+    generation: int
+    mode: str
+    plan: SavePlan
+    subjects: Sequence[Subject]
+    chains: Sequence[CodecChain | None]
+    contexts: Callable[[int], tuple[str, int, tuple[int, ...]]]
+    manifest: Callable[[str, Sequence[ChunkResult], Sequence[tuple[str, int]]], EncodedManifest]
+    block_bytes: int
+    grace_s: float
+    io_timeout_s: float
+    objects: int
+    staging_bytes: int
+    pin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedManifest:
+    """Bytes of part and index, and the commit record that binds them."""
+
+    part_name: str
+    part: bytes
+    index_name: str
+    index: bytes
+    record: CommitRecord
+
+
+@dataclass(slots=True)
+class _Clockwork:
+    """When things happened, on the monotonic clock."""
+
+    started: float = field(default_factory=time.monotonic)
+    blocked: float = 0.0
+    captured: float | None = None
+    commit_began: float | None = None
+
+
+class SaveJob:
+    """A save under way. `start` once; then `capture_now` on the caller's thread."""
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        *,
+        backend: Backend,
+        staging: Staging,
+        workers: Workers,
+        after_commit: Callable[[SaveReport], None],
+    ) -> None:
+        self.request = request
+        self._after_commit = after_commit
+        self.handle = SaveHandle(request.step)
+        self.handle.progress_source = self.progress
+        self.uid = secrets.token_hex(16)
+        self.released = threading.Event()  # nothing of this save is in memory or in flight
+        self._backend = backend
+        self._staging = staging
+        self._workers = workers
+        self._queue: queue.SimpleQueue[Captured] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards `_error`, and resolving the handle
+        self._error: BaseException | None = None
+        self._phase = "capture"
+        self._done_bytes = 0
+        self._moved = time.monotonic()
+        self._clock = _Clockwork()
+        self._commit = Commit()
+        self._publisher = Publisher(
+            backend, self._commit, uid=self.uid, step=request.step, grace_s=request.grace_s
+        )
+        self._capture = CaptureRun(
+            request.plan,
+            request.subjects,
+            staging,
+            deliver=self._queue.put,
+            straight_first=request.mode == "blocking",
+        )
+        self._writer = FrameWriter(
+            backend,
+            request.plan,
+            request.subjects,
+            chains=request.chains,
+            contexts=request.contexts,
+            workers=workers,
+            blob_prefix=f"data/{self.uid}/blobs/00000-0",
+            block_bytes=request.block_bytes,
+            release=self._release,
+            tick=self._tick,
+        )
+
+    # -- the caller's thread --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to write in the background."""
+        self._workers.spawn("save", self._run)
+        self._workers.spawn("watch", self._watch)
+
+    def capture_now(self, *, on_captured: Callable[[], None]) -> None:
+        """Capture all but what is deferred, and start the rest; failures go to the handle."""
+        try:
+            self._capture.take_now()
+        except BaseException as error:  # recorded in the handle; KeyboardInterrupt goes on
+            self.fail(error)
+            on_captured()
+            if not isinstance(error, Exception):
+                raise
+            return
+        if self.deferred_bytes:
+            self._workers.spawn("capture", lambda: self._take_deferred(on_captured))
+        else:
+            self._captured()
+            on_captured()
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Raw bytes behind the fence."""
+        return self._capture.deferred_bytes
+
+    @property
+    def straight_bytes(self) -> int:
+        """Bytes written straight from live memory."""
+        return self._capture.straight_bytes
+
+    def add_blocked(self, seconds: float) -> None:
+        """Count time for which training stood still."""
+        self._clock.blocked += seconds
+
+    def finished(self, timeout_s: float | None) -> bool:
+        """Wait until the save ended, well or badly, and its memory is free again.
+
+        A stuck store may keep its memory for ever; that is not waited for.
+        """
+        if not wait([self.handle.durable], timeout_s).done:
+            return False
+        self.released.wait(_RELEASE_S)
+        return True
+
+    def fence(self, timeout_s: float | None, *, give_up: bool = True) -> bool:
+        """Wait until deferred memory may change; False: it took too long.
+
+        Never raises: what went wrong is in the handle. With `give_up`, a save whose capture
+        takes too long is aborted.
+        """
+        if self.handle.captured.done():
+            return True
+        began = time.monotonic()
+        complete = True
+        try:
+            complete = self._capture.fence(timeout_s)
+            if not complete and give_up:
+                msg = (
+                    f"step {self.request.step}: its capture was not complete {timeout_s:g} s after "
+                    "the fence, so this save is given up. Is the storage slow or stuck? Raise "
+                    "staging_bytes or fence_timeout_s."
+                )
+                self.fail(FenceTimeoutError(msg))
+        except Exception as error:  # noqa: BLE001 - recorded in the handle
+            self.fail(error)
+        self._clock.blocked += time.monotonic() - began
+        return complete
+
+    def fail(self, error: BaseException) -> None:
+        """Give the save up: `captured` resolves first, then the others."""
+        with self._lock:
+            if self._error is not None or self.handle.durable.done():
+                return
+            self._error = error
+            self._phase = "failed"
+            self._capture.cancel(error)
+            log.error("save of step %d failed: %s", self.request.step, error)
+            for future in (self.handle.captured, self.handle.committed, self.handle.durable):
+                if not future.done():
+                    future.set_exception(error)
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        total = self.request.plan.raw_bytes
+        return Progress(min(self._done_bytes, total), total, self._phase)
+
+    # -- background -----------------------------------------------------------------------------
+
+    def _take_deferred(self, on_captured: Callable[[], None]) -> None:
+        try:
+            self._capture.take_deferred()
+            self._captured()
+        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the handle
+            self.fail(error)
+        finally:
+            on_captured()
+
+    def _captured(self) -> None:
+        with self._lock:
+            if self._error is None:
+                self._clock.captured = time.monotonic()
+                self._phase = "write"
+                self.handle.captured.set_result(None)
+
+    def _run(self) -> None:
+        try:
+            report = self._save()
+        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the handle
+            self.fail(_of_our_tree(error, self.request.step))
+            self._clean_up()
+        else:
+            with self._lock:
+                self._phase = "durable"
+                if not self.handle.durable.done():
+                    self.handle.committed.set_result(report)
+                    self.handle.durable.set_result(report)
+            log.info(
+                "saved step %d: %.1f MB in %.2f s (blocked %.3f s)",
+                report.step,
+                report.bytes_raw / 1e6,
+                report.seconds["total"],
+                report.seconds["blocked"],
+            )
+            self._after_commit(report)
+        finally:
+            self.released.set()
+
+    def _save(self) -> SaveReport:
+        self._publisher.publish_intent()
+        self._tick(0)
+        self._write_chunks()
+        self._wait_captured()
+        blobs = self._writer.finish()
+        results = [r for r in self._writer.results if r is not None]
+        if len(results) != len(self.request.plan.chunks):
+            msg = f"step {self.request.step}: not every chunk was written; this is a bug"
+            raise SaveError(msg)
+        self._clock.commit_began = time.monotonic()
+        self._phase = "commit"
+        manifest = self.request.manifest(self.uid, results, blobs)
+        self._commit.feed(Event.SEALED)
+        for name, data in ((manifest.part_name, manifest.part), (manifest.index_name, manifest.index)):
+            self._raise_if_failed()
+            self._backend.publish(name, data)
+            self._tick(0)
+        self._raise_if_failed()
+        self._publisher.publish_commit(manifest.record)
+        self._tick(0)
+        return self._report(blobs)
+
+    def _write_chunks(self) -> None:
+        left = len(self.request.plan.chunks)
+        while left:
+            self._raise_if_failed()
+            self._publisher.refresh_intent()
+            batch = self._next_batch()
+            if batch:
+                left -= len(batch)
+                self._writer.put(batch)
+            else:
+                self._writer.settle_oldest()
+
+    def _next_batch(self) -> list[Captured]:
+        """What is captured by now, up to a batch; waits a moment only when nothing is in flight."""
+        batch: list[Captured] = []
+        size = 0
+        try:
+            batch.append(self._queue.get(timeout=0.2) if self._writer.idle else self._queue.get(False))
+            size = batch[0].view.nbytes
+            while size < BATCH_BYTES:
+                batch.append(self._queue.get(block=False))
+                size += batch[-1].view.nbytes
+        except queue.Empty:
+            pass
+        if not batch and self._writer.idle:
+            self._moved = time.monotonic()  # waiting for training, not for the store
+        return batch
+
+    def _wait_captured(self) -> None:
+        """The commit waits for the capture's last word: a tensor may have changed."""
+        while not self._writer.idle:
+            self._writer.settle_oldest()
+        while not self.handle.captured.done():
+            self._moved = time.monotonic()
+            wait([self.handle.captured], timeout=0.2)  # does not count as seeing its error
+        self._raise_if_failed()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            msg = f"step {self.request.step}: given up"
+            raise SaveAbortedError(msg) from self._error
+
+    def _release(self, captured: Captured) -> None:
+        if captured.block is not None:
+            self._staging.release(captured.block)
+        else:
+            self._capture.straight_done(captured)
+
+    def _tick(self, size_bytes: int) -> None:
+        self._moved = time.monotonic()
+        self._done_bytes += size_bytes
+
+    def _clean_up(self) -> None:
+        """After a failure: nothing stays in flight, and data that nobody can need goes."""
+        self._writer.abort()
+        self._capture.close()
+        while True:
+            try:
+                self._release(self._queue.get(block=False))
+            except queue.Empty:
+                break
+        self._commit.feed(Event.FAILED)
+        if self._commit.may_delete_own_data:
+            try:
+                names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
+                self._backend.delete(names)
+            except PenstockError as error:
+                log.warning("data/%s stays until prune: %s", self.uid, error)
+
+    def _watch(self) -> None:
+        """Give the save up when the store makes no progress for `io_timeout_s`."""
+        limit = self.request.io_timeout_s
+        while not self.released.wait(min(1.0, limit / 4)):
+            stuck_s = time.monotonic() - self._moved
+            if stuck_s > limit and not self.handle.durable.done():
+                tried = self._commit.state in {State.PUBLISHING, State.UNKNOWN}
+                what = (
+                    "the commit record was being published, so the checkpoint may or may not exist"
+                    if tried
+                    else "nothing was committed"
+                )
+                msg = (
+                    f"step {self.request.step}: {self._backend.url} made no progress for "
+                    f"{stuck_s:.0f} s (io_timeout_s={limit:g}); {what}"
+                )
+                kind = CommitUnknownError if tried else StorageTimeoutError
+                self.fail(kind(msg))
+
+    def _report(self, blobs: Sequence[tuple[str, int]]) -> SaveReport:
+        now = time.monotonic()
+        clock = self._clock
+        capabilities = self._backend.capabilities
+        return SaveReport(
+            step=self.request.step,
+            uid=self.uid,
+            generation=self.request.generation,
+            bytes_raw=self.request.plan.raw_bytes,
+            bytes_stored=sum(length for _, length in blobs),
+            blobs=len(blobs),
+            objects=self.request.objects,
+            engine=self._backend.name,
+            direct_io=capabilities.direct_io,
+            exclusive=capabilities.exclusive_publish,
+            deferred_bytes=self.deferred_bytes,
+            straight_bytes=self.straight_bytes,
+            seconds={
+                "blocked": now - clock.started if self.request.mode == "blocking" else clock.blocked,
+                "capture": (clock.captured or now) - clock.started,
+                "encode": self._writer.encode_clock.seconds,
+                "write": self._writer.write_clock.seconds,
+                "commit": now - (clock.commit_began or now),
+                "total": now - clock.started,
+            },
+        )
+
+
+def _of_our_tree(error: Exception, step: int) -> Exception:
+    if isinstance(error, PenstockError | MemoryError):
+        return error
+    wrapped = SaveError(f"step {step}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+

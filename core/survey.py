@@ -1,0 +1,129 @@
+"""What the records of a run say at one moment, and which data they need.
+
+Whether data is still needed is decided *after* the record that named it is gone, and from the
+records first and the intents second. A saver that refers to a uid publishes its intent first and
+then looks whether a record still names the uid; so either it is seen here, or it sees that the
+record is gone. An intent stays as long as the data of its own uid, so no saver can slip through
+by committing in between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
+from penstock.core.manifest import (
+    COMMIT_PREFIX,
+    DATA_PREFIX,
+    data_prefix,
+    data_uid,
+    intent_name,
+    parse_commit_name,
+)
+from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, decode_intent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.core.abc import Backend
+    from penstock.core.manifest import CommitRecord
+    from penstock.core.types import BlobInfo
+
+
+@dataclass(slots=True)
+class Survey:
+    """Everything that the records of a run say.
+
+    Attributes:
+        records: Commit records by name.
+        needed: Uids that a commit record names, or that one or an intent references.
+        data: Blobs and records by the uid they belong to, as listed before the intents were read.
+        unreadable: Why a record cannot be read, by its name; such a one may need anything.
+    """
+
+    records: dict[str, CommitRecord] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)
+    data: dict[str, list[BlobInfo]] = field(default_factory=dict)
+    unreadable: dict[str, DamagedError] = field(default_factory=dict)
+
+
+def read_commit(backend: Backend, name: str) -> CommitRecord:
+    """Read one commit record.
+
+    Raises:
+        BlobNotFoundError: It is not there.
+        FormatError: It cannot be read, or is of an unknown version.
+    """
+    return decode_commit(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
+
+
+def survey_records(backend: Backend) -> Survey:
+    """Read all commit records."""
+    survey = Survey()
+    for info in backend.list(COMMIT_PREFIX):
+        try:
+            if parse_commit_name(info.name) is None:
+                msg = f"{info.name} on {backend.url} is no name of a commit record; move it away"
+                raise FormatError(msg, [info.name])
+            record = survey.records[info.name] = read_commit(backend, info.name)
+        except BlobNotFoundError:
+            continue
+        except DamagedError as error:
+            survey.unreadable[info.name] = error
+        else:
+            survey.needed |= {record.uid, *record.references}
+    return survey
+
+
+def survey_run(backend: Backend) -> Survey:
+    """Read all commit records, then all intents of attempts that no record names."""
+    survey = survey_records(backend)
+    committed = {record.uid for record in survey.records.values()}
+    data: dict[str, list[BlobInfo]] = defaultdict(list)
+    for info in backend.list(DATA_PREFIX):
+        uid = data_uid(info.name)
+        if uid is not None:
+            data[uid].append(info)
+    survey.data = dict(data)
+    for uid in sorted(data.keys() - committed):
+        name = intent_name(uid)
+        try:
+            intent = decode_intent(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
+        except BlobNotFoundError:
+            continue
+        except DamagedError as error:
+            survey.unreadable[name] = error
+        else:
+            survey.needed |= set(intent.references)
+    return survey
+
+
+def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
+    """Delete data of an attempt: its intent first, so that its saver sees it must not publish."""
+    intent = intent_name(uid)
+    backend.delete([intent])
+    backend.delete([blob.name for blob in blobs if blob.name != intent])
+
+
+def delete_records(backend: Backend, names: Iterable[str]) -> None:
+    """Delete commit records durably, in the given order, then the data that only they needed.
+
+    While any other record of the run is unreadable all data stays, for `prune`.
+    """
+    names = list(names)
+    uids: set[str] = set()
+    for name in names:
+        try:
+            uids.add(read_commit(backend, name).uid)
+        except (BlobNotFoundError, DamagedError):
+            continue  # whose data it was is not known; `prune` finds it
+    backend.delete(names)
+    if not uids:
+        return
+    survey = survey_run(backend)
+    if survey.unreadable:
+        return
+    for uid in sorted(uids - survey.needed):
+        delete_data(backend, uid, backend.list(data_prefix(uid)))

@@ -1,0 +1,1 @@
+"""Conformance suites and faults for authors of providers, codecs and backends."""

@@ -1,0 +1,220 @@
+"""Checks of records and names: publish, list, stat, delete, close."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import BlobExistsError, BlobNotFoundError, FormatError, StorageError
+from penstock.core.testing.backends_blobs import expect_equal, pattern, raises, read_all
+from penstock.core.types import ReadRequest, WriteRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.abc import Backend
+    from penstock.core.testing.backends_blobs import BackendCheck, OpenRoot
+
+PUBLISHERS = 8
+BAD_NAMES = ("", "/abs", "../up", "a/../b", "a//b", "a/", "./a", "a b", "a\x00b", "ä", "a~b", "..")
+
+
+def _names(backend: Backend, prefix: str) -> list[str]:
+    return [info.name for info in backend.list(prefix)]
+
+
+def published_records_read_back(open_root: OpenRoot) -> None:
+    with closing(open_root("publish")) as backend:
+        for name, data in (("a.json", b"{}"), ("x/y/z.bin", pattern(300_000)), ("e", b"")):
+            backend.publish(name, data)
+            expect_equal(backend.read_record(name, limit_bytes=1 << 20), data)
+            expect_equal(read_all(backend, name, len(data)), data)
+            backend.publish(name, b"replaced")
+            expect_equal(backend.read_record(name, limit_bytes=8), b"replaced")
+
+
+def a_record_larger_than_allowed_is_refused(open_root: OpenRoot) -> None:
+    with closing(open_root("limit")) as backend:
+        backend.publish("big.json", b"x" * 101)
+        with raises(FormatError):
+            backend.read_record("big.json", limit_bytes=100)
+        assert len(backend.read_record("big.json", limit_bytes=101)) == 101  # noqa: PLR2004
+
+
+def exclusive_publish_never_replaces(open_root: OpenRoot) -> None:
+    with closing(open_root("exclusive")) as backend:
+        backend.publish("commits/1.json", b"first", exclusive=True)
+        with raises(BlobExistsError):
+            backend.publish("commits/1.json", b"second", exclusive=True)
+        expect_equal(backend.read_record("commits/1.json", limit_bytes=99), b"first")
+        assert _names(backend, "commits/") == ["commits/1.json"]
+        backend.delete(["commits/1.json"])
+        backend.publish("commits/1.json", b"third", exclusive=True)
+        expect_equal(backend.read_record("commits/1.json", limit_bytes=99), b"third")
+
+
+def of_publishers_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
+    with closing(open_root("race")) as one, closing(open_root("race")) as two:
+        if not one.capabilities.exclusive_publish:
+            return
+        for turn in range(10):
+            start = threading.Barrier(PUBLISHERS)
+
+            def publish(number: int, turn: int = turn, start: threading.Barrier = start) -> bool:
+                start.wait()
+                backend = one if number % 2 else two
+                try:
+                    backend.publish(f"commits/{turn}.json", b"%d" % number, exclusive=True)
+                except BlobExistsError:
+                    return False
+                return True
+
+            with ThreadPoolExecutor(PUBLISHERS) as pool:
+                won = list(pool.map(publish, range(PUBLISHERS)))
+            assert won.count(True) == 1, f"{won.count(True)} publishers won"
+            record = one.read_record(f"commits/{turn}.json", limit_bytes=9)
+            expect_equal(record, b"%d" % won.index(True))
+        assert len(_names(one, "")) == 10  # noqa: PLR2004 - the turns, and no temporary
+
+
+def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
+    with closing(open_root("torn")) as backend:
+        versions = [bytes([n]) * (1000 + 7000 * n) for n in range(4)]
+        backend.publish("r.json", versions[0])
+        stop = threading.Event()
+        torn: list[int] = []
+
+        def look() -> None:
+            while not stop.is_set():
+                record = backend.read_record("r.json", limit_bytes=1 << 20)
+                if record not in versions:
+                    torn.append(len(record))
+
+        reader = threading.Thread(target=look)
+        reader.start()
+        try:
+            for turn in range(60):
+                backend.publish("r.json", versions[turn % 4])
+        finally:
+            stop.set()
+            reader.join()
+        assert not torn, f"records of {torn} bytes were read, which nobody published"
+
+
+def list_is_by_prefix_sorted_and_at_any_depth(open_root: OpenRoot) -> None:
+    with closing(open_root("list")) as backend:
+        assert _names(backend, "") == []
+        assert _names(backend, "nothing/here/") == []
+        names = ["a.b/c", "a/b/c/d", "a/bb", "a0", "b/x"]
+        for size, name in enumerate(reversed(names)):
+            backend.publish(name, b"x" * size)
+        assert _names(backend, "") == names
+        assert _names(backend, "a") == names[:-1]
+        assert _names(backend, "a/") == ["a/b/c/d", "a/bb"]
+        assert _names(backend, "a/b") == ["a/b/c/d", "a/bb"]
+        assert _names(backend, "a/b/") == ["a/b/c/d"]
+        assert _names(backend, "b/x") == ["b/x"]
+        assert _names(backend, "c") == []
+        for info in backend.list(""):
+            assert info.size_bytes == 4 - names.index(info.name)  # noqa: PLR2004
+            assert info == backend.stat(info.name)
+
+
+def stat_tells_size_and_the_time_of_the_store(open_root: OpenRoot) -> None:
+    with closing(open_root("stat")) as backend:
+        with raises(BlobNotFoundError):
+            backend.stat("r.json")
+        before = backend.store_time_s()
+        backend.publish("r.json", b"12345")
+        after = backend.store_time_s()
+        info = backend.stat("r.json")
+        assert (info.name, info.size_bytes) == ("r.json", 5)
+        slack = 2.0  # stores with times of whole seconds, or two
+        assert before - slack <= info.modified_s <= after + slack
+        assert _names(backend, "") == ["r.json"]
+
+
+def delete_removes_what_is_named_and_nothing_else(open_root: OpenRoot) -> None:
+    with closing(open_root("delete")) as backend:
+        names = ["commits/1.json", "data/u/blobs/0.raw", "data/u/index", "data/v/index", "z"]
+        for name in names:
+            backend.publish(name, b"x")
+        backend.delete([])
+        backend.delete(["z", "never/was", "data/u/index", "z", "data/u/blobs/0.raw"])
+        assert _names(backend, "") == ["commits/1.json", "data/v/index"]
+        with raises(BlobNotFoundError):
+            backend.stat("z")
+        with raises(BlobNotFoundError):
+            backend.read([ReadRequest("data/u/index", 0, memoryview(bytearray(1)))])
+        backend.publish("data/u/index", b"again", exclusive=True)
+        expect_equal(backend.read_record("data/u/index", limit_bytes=9), b"again")
+
+
+def malformed_names_are_refused_everywhere(open_root: OpenRoot) -> None:
+    target = memoryview(bytearray(1))
+    with closing(open_root("names")) as backend:
+        for name in BAD_NAMES:
+            calls: list[Callable[[], object]] = [
+                lambda n=name: backend.create(n),  # type: ignore[misc]
+                lambda n=name: backend.publish(n, b"x"),  # type: ignore[misc]
+                lambda n=name: backend.read([ReadRequest(n, 0, target)]),  # type: ignore[misc]
+                lambda n=name: backend.read_record(n, limit_bytes=9),  # type: ignore[misc]
+                lambda n=name: backend.stat(n),  # type: ignore[misc]
+                lambda n=name: backend.delete([n]),  # type: ignore[misc]
+            ]
+            for call in calls:
+                with raises(StorageError):
+                    call()
+        for prefix in ("/", "../", "a//", "a b"):
+            with raises(StorageError):
+                backend.list(prefix)
+        assert _names(backend, "") == []
+
+
+def what_was_stored_outlives_the_instance(open_root: OpenRoot) -> None:
+    first = open_root("reopen")
+    first.publish("r.json", b"record")
+    writer = first.create("b.raw")
+    writer.write([WriteRequest(0, (memoryview(b"blob"),))])
+    writer.seal(4)
+    first.close()
+    with closing(open_root("reopen")) as second:
+        assert _names(second, "") == ["b.raw", "r.json"]
+        expect_equal(read_all(second, "b.raw", 4), b"blob")
+        expect_equal(second.read_record("r.json", limit_bytes=9), b"record")
+
+
+def close_may_be_repeated_and_ends_all_use(open_root: OpenRoot) -> None:
+    backend = open_root("close")
+    backend.publish("r.json", b"x")
+    writer = backend.create("b.raw")
+    backend.submit_write(writer, [WriteRequest(0, (memoryview(pattern(100_000)),))])
+    backend.close()
+    backend.close()
+    for call in (
+        lambda: backend.create("c.raw"),
+        lambda: backend.publish("s.json", b"x"),
+        lambda: backend.stat("r.json"),
+        lambda: backend.list(""),
+        lambda: backend.delete(["r.json"]),
+        lambda: backend.read([ReadRequest("r.json", 0, memoryview(bytearray(1)))]),
+    ):
+        with raises(StorageError):
+            call()
+
+
+RECORD_CHECKS: tuple[BackendCheck, ...] = (
+    published_records_read_back,
+    a_record_larger_than_allowed_is_refused,
+    exclusive_publish_never_replaces,
+    of_publishers_in_a_race_exactly_one_wins,
+    a_reader_never_sees_a_torn_record,
+    list_is_by_prefix_sorted_and_at_any_depth,
+    stat_tells_size_and_the_time_of_the_store,
+    delete_removes_what_is_named_and_nothing_else,
+    malformed_names_are_refused_everywhere,
+    what_was_stored_outlives_the_instance,
+    close_may_be_repeated_and_ends_all_use,
+)

@@ -1,0 +1,246 @@
+"""Backends that misbehave on purpose, around any real one: for tests of engines and wrappers.
+
+Operations are `create write seal abort read publish list stat delete`; calls are counted from 1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from penstock.core.abc import BlobWriter
+from penstock.core.errors import StorageError
+from penstock.core.testing.wrapper import OPERATIONS, WrapperBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.testing.wrapper import Operation
+    from penstock.core.types import ReadRequest, WriteRequest
+
+class SimulatedCrashError(BaseException):
+    """The process is dead from here on; not an `Exception`, so nothing handles it by accident."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """What happens to calls of one operation.
+
+    Attributes:
+        operation: Which calls.
+        first: Number of the first call (from 1, of those that match) that it happens to.
+        times: To how many calls in a row; None: to all from `first` on.
+        match: Only calls that name a blob or prefix containing this text.
+        error: Raised.
+        late: Raise only after the wrapped call was carried out: a lost answer.
+        seconds: Sleep before.
+        until: Wait for this event before.
+        seen: Matching calls so far.
+        reached: Set when the fault is met for the first time.
+    """
+
+    operation: Operation
+    first: int = 1
+    times: int | None = 1
+    match: str = ""
+    error: BaseException | type[BaseException] | None = None
+    late: bool = False
+    seconds: float = 0.0
+    until: threading.Event | None = None
+    seen: int = 0
+    reached: threading.Event = field(default_factory=threading.Event)
+
+    def applies(self, operation: str, names: tuple[str, ...]) -> bool:
+        """Count the call, and say whether it is hit."""
+        if operation != self.operation or not any(self.match in name for name in names or ("",)):
+            return False
+        self.seen += 1
+        return self.seen >= self.first and (
+            self.times is None or self.seen < self.first + self.times
+        )
+
+
+class FaultyBackend(WrapperBackend):
+    """Fails, sleeps or blocks where it was told to.
+
+    Example:
+        `faulty.fail("publish", StorageError("no"), nth=2, match="commits/")`
+    """
+
+    name: ClassVar[str] = "faulty"
+
+    def __init__(self, inner: Backend, /, *faults: Fault) -> None:
+        """Wrap `inner`; more faults may be added at any time."""
+        super().__init__(inner)
+        self._faults = list(faults)
+        self._calls: list[tuple[str, tuple[str, ...]]] = []
+        self._lock = threading.Lock()  # guards `_faults` with their counts, and `_calls`
+
+    @property
+    def calls(self) -> list[tuple[str, tuple[str, ...]]]:
+        """`(operation, names)` of every call so far, in order of arrival."""
+        with self._lock:
+            return list(self._calls)
+
+    def add(self, fault: Fault) -> Fault:
+        """Add a fault, and return it."""
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def clear(self) -> None:
+        """Behave from now on; calls that block stay blocked until their event is set."""
+        with self._lock:
+            self._faults.clear()
+
+    def fail(
+        self,
+        operation: Operation,
+        error: BaseException | type[BaseException] | None = None,
+        *,
+        nth: int = 1,
+        times: int | None = 1,
+        match: str = "",
+        late: bool = False,
+    ) -> Fault:
+        """Raise `error` (a StorageError by default) from the `nth` matching call on."""
+        error = error or StorageError(f"simulated failure of {operation}")
+        return self.add(Fault(operation, nth, times, match, error=error, late=late))
+
+    def slow(self, operation: Operation, seconds: float, *, match: str = "") -> Fault:
+        """Sleep before every matching call."""
+        return self.add(Fault(operation, times=None, match=match, seconds=seconds))
+
+    def block(
+        self, operation: Operation, until: threading.Event, *, nth: int = 1, match: str = ""
+    ) -> Fault:
+        """Hold matching calls from the `nth` on until the event is set; see `Fault.reached`."""
+        return self.add(Fault(operation, nth, None, match, until=until))
+
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+        with self._lock:
+            self._calls.append((operation, names))
+            hits = [fault for fault in self._faults if fault.applies(operation, names)]
+        for fault in hits:
+            fault.reached.set()
+            if fault.seconds:
+                time.sleep(fault.seconds)
+            if fault.until is not None:
+                fault.until.wait()
+            if fault.error is not None and not fault.late:
+                raise fault.error
+        result = call()
+        for fault in hits:
+            if fault.error is not None:
+                raise fault.error
+        return result
+
+
+class LatencyBackend(WrapperBackend):
+    """Every call takes `latency_s` longer, and moved bytes pass at `bytes_per_s` at most."""
+
+    name: ClassVar[str] = "latency"
+
+    def __init__(
+        self,
+        inner: Backend,
+        /,
+        *,
+        latency_s: float | Mapping[str, float] = 0.0,
+        bytes_per_s: float | None = None,
+    ) -> None:
+        """Wrap `inner`; a mapping gives the latency of single operations."""
+        super().__init__(inner)
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """Delegate, with a writer that is slow in proportion to its bytes."""
+        return _SlowWriter(self, super().create(name, size_hint=size_hint))
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """Delegate, slowly."""
+        self.pass_bytes(sum(request.target.nbytes for request in requests))
+        super().read(requests)
+
+    def pass_bytes(self, count: int) -> None:
+        """Sleep as long as `count` bytes take."""
+        if self._bytes_per_s:
+            time.sleep(count / self._bytes_per_s)
+
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+        latency = self._latency_s
+        time.sleep(latency if isinstance(latency, int | float) else latency.get(operation, 0.0))
+        return call()
+
+
+class _SlowWriter(BlobWriter):
+    def __init__(self, backend: LatencyBackend, inner: BlobWriter) -> None:
+        self._backend = backend
+        self._inner = inner
+
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        self._backend.pass_bytes(sum(request.length for request in requests))
+        self._inner.write(requests)
+
+    def seal(self, length: int, /) -> None:
+        self._inner.seal(length)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class CrashAt(WrapperBackend):
+    """Dies at the `n`-th call, before or after carrying it out; nothing reaches the store later.
+
+    With `kill` the process is really killed (SIGKILL); else `SimulatedCrashError` is raised, by
+    this and every later call, so that no clean-up of the caller can touch the store.
+    """
+
+    name: ClassVar[str] = "crash"
+
+    def __init__(
+        self,
+        inner: Backend,
+        n: int,
+        /,
+        *,
+        after: bool = False,
+        kill: bool = False,
+        operations: Sequence[Operation] = OPERATIONS,
+    ) -> None:
+        """Wrap `inner`; only calls of `operations` count."""
+        super().__init__(inner)
+        self._n = n
+        self._after = after
+        self._kill = kill
+        self._operations = frozenset(operations)
+        self._count = 0
+        self._dead = False
+        self._lock = threading.Lock()  # guards `_count` and `_dead`
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the `n`-th call came."""
+        return self._dead
+
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+        del names
+        with self._lock:
+            was_dead = self._dead
+            self._count += operation in self._operations
+            now = not was_dead and operation in self._operations and self._count == self._n
+            self._dead = was_dead or now
+        if now and self._after:
+            call()
+        if now and self._kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if was_dead or now:
+            msg = f"simulated crash at call {self._n} ({operation})"
+            raise SimulatedCrashError(msg)
+        return call()

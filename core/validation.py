@@ -1,0 +1,84 @@
+"""Says in readable lines why a mapping does not fit a pydantic model. Never shows values."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from penstock.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validated(model: type[_Model], values: Mapping[str, Any], /, *, what: str) -> _Model:
+    """An instance of `model` made from `values`.
+
+    Args:
+        model: A pydantic model.
+        values: Its fields by name.
+        what: How the message names the whole (`"the options of codec zstd"`).
+
+    Raises:
+        ConfigError: Lists every key that is wrong, and the nearest valid name of unknown ones.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise refusal(error, model, what=what) from None
+
+
+def refusal(error: ValidationError, model: type[BaseModel], /, *, what: str) -> ConfigError:
+    """What to raise, `from None`, for `error`: pydantic's own message may show credentials."""
+    problems = explain(error, model)
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return ConfigError("\n".join([f"{what}: {count}", *problems]))
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line per problem of `error`, which `model` raised; without the offending values."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        # Tags that tell the members of a union apart are written <so>; users do not know them.
+        place = [p for p in problem["loc"] if not str(p).startswith("<")]
+        text = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            text = f"unknown key{nearest(str(place[-1]), _names_at(model, place[:-1]))}"
+        lines.append(f"  {_shown(place)}: {text}" if place else f"  {text}")
+    return lines
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """A hint for a message: the nearest of `candidates`, else all of them; empty if none."""
+    names = sorted(candidates)
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; known are {', '.join(names)}" if names else ""
+
+
+def _shown(place: Sequence[int | str]) -> str:
+    shown = ""
+    for part in place:
+        shown += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return shown.removeprefix(".")
+
+
+def _names_at(model: type[BaseModel], place: Sequence[int | str]) -> set[str]:
+    models = [model]
+    for part in place:
+        fields = [m.model_fields[part] for m in models if part in m.model_fields]
+        if fields:  # else a number in a list, or a key of a mapping: still the same annotation
+            models = [found for field in fields for found in _models_in(field.annotation)]
+    return {name for m in models for name in m.model_fields}
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

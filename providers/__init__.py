@@ -1,0 +1,1 @@
+"""State providers that ship with Penstock."""

@@ -1,0 +1,41 @@
+"""Cutting a range of a row-major array into blocks that plain indexing can reach."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Index: TypeAlias = "tuple[int | slice, ...]"
+
+
+def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Index, int]]:
+    """Cut elements `[start, stop)` of an array of `shape`, counted row-major.
+
+    Yields `(index, position)`: the elements of `array[index]` stand at `position` of the range.
+    At most two blocks per dimension and one more, whatever the shape.
+    """
+    if start >= stop:
+        return
+    if start == 0 and stop == math.prod(shape):
+        yield (), 0
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        begin = last * row
+        for index, position in blocks(inner, start - begin, stop - begin):
+            yield (last, *index), position
+        return
+    if start % row:
+        begin = (first - 1) * row
+        for index, position in blocks(inner, start - begin, row):
+            yield (first - 1, *index), position
+    if first < last:
+        yield (slice(first, last),), first * row - start
+    if stop % row:
+        for index, position in blocks(inner, 0, stop - last * row):
+            yield (last, *index), last * row - start + position

@@ -1,0 +1,75 @@
+"""Asynchronous copies from CUDA tensors to pinned host memory, on a side stream per device."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.core.abc import PendingCopy
+from penstock.providers.memory import TensorSource, copy_range
+
+if TYPE_CHECKING:
+    from penstock.core.abc import MemoryKey
+
+_streams: dict[int, torch.cuda.Stream] = {}
+_lock = threading.Lock()  # guards making a stream
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which state leaves `device`."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _lock:
+        stream = _streams.get(index)
+        if stream is None:
+            stream = _streams[index] = torch.cuda.Stream(device=device)
+        return stream
+
+
+class CudaCopy(PendingCopy):
+    """A copy under way; holds what it reads and writes."""
+
+    __slots__ = ("_device", "_event", "_held")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, held: object) -> None:
+        self._event = event
+        self._device = device
+        self._held = held
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        self._held = None
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class CudaSource(TensorSource):
+    """The bytes of a CUDA tensor as of `moment`, an event on the describing thread's stream."""
+
+    __slots__ = ("_moment",)
+    memory: MemoryKey | None
+
+    def __init__(self, tensor: torch.Tensor, moment: torch.cuda.Event) -> None:
+        super().__init__(tensor)
+        self._moment = moment
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        if not out.nbytes:
+            return None
+        device = self.tensor.device
+        side = side_stream(device)
+        # Pageable memory cannot be copied to asynchronously; torch then blocks until it is done.
+        pinned = torch.frombuffer(out, dtype=torch.uint8).is_pinned()
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            side.wait_event(self._moment)
+            copy_range(self.tensor, start, out, non_blocking=pinned)
+            # The allocator must not hand the memory out before this stream is through with it.
+            self.tensor.record_stream(side)
+            if not pinned:
+                side.synchronize()
+                return None
+            event = torch.cuda.Event()
+            event.record(side)
+        return CudaCopy(event, device, (self.tensor, out))

@@ -1,0 +1,370 @@
+"""Putting stored optimizer state back: matched by name, whole per parameter, dtype as stored."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.core.abc import Placement
+from penstock.core.errors import FormatError
+from penstock.core.types import show_path
+from penstock.providers.memory import device_name
+from penstock.providers.optimizer_names import members
+from penstock.providers.tensor import same_kind, tensor_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.abc import Node, PlaceContext
+    from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer_names import Member
+
+FORM = "optimizer"
+PARAMETER_FORM = "optimizer.parameter"
+
+
+class Placer:
+    """Plans one optimizer's restore."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, path: ObjectPath, context: PlaceContext
+    ) -> None:
+        self._optimizer = optimizer
+        self._path = path
+        self._context = context
+        self._state = (*path, "state")
+        self._groups = (*path, "param_groups")
+        self._members = members(optimizer, context.parameter_names)
+        self._result = Placement(finish=self._finish)
+        self._finishes: list[Callable[[], object]] = []
+
+    def place(self) -> Placement:
+        """The plan; `finish` sets state and groups directly, never by `load_state_dict`."""
+        if not self._is_there():
+            return self._result
+        chosen = self._context.children(self._state)
+        matches = self._match(frozenset(chosen))
+        for member in self._members:
+            self._place_member(member, matches.get(member.name))
+        self._place_groups(matches)
+        for key in self._context.children((*self._path, "shared")):
+            placed = self._context.rebuild((*self._path, "shared", key))
+            self._later(placed, lambda new, key=key: self._optimizer.state.__setitem__(key, new))
+        return self._result
+
+    def _finish(self) -> object:
+        for call in self._finishes:
+            call()
+        return self._optimizer
+
+    def _later(self, placed: Placement, assign: Callable[[Any], object]) -> None:
+        self._result.absorb(placed)
+        make = placed.finish
+        if make is not None:
+            self._finishes.append(lambda: assign(make()))
+
+    def _problem(self, path: ObjectPath, text: str) -> None:
+        self._result.problems.append(f"{show_path(path)} {text}")
+
+    def _is_there(self) -> bool:
+        """Whether the checkpoint has an optimizer here at all."""
+        context = self._context
+        node = context.node(self._path)
+        below = context.children(self._path)
+        if context.stored(self._path) is not None or (node is not None and node.form != FORM):
+            if below or context.selected(self._path):
+                form = "one value" if node is None else f"a {node.form}"
+                self._problem(
+                    self._path, f"is stored as {form}, but is an optimizer in the template"
+                )
+            return False
+        if node is None and not below:
+            if self._wanted():
+                self._result.missing.append(self._path)
+            return False
+        return True
+
+    def _wanted(self) -> bool:
+        paths = [self._path]
+        paths += [(*self._state, m.name, key) for m in self._members for key in self._keys(m)]
+        for index, group in enumerate(self._optimizer.param_groups):
+            paths += [(*self._groups, str(index), str(key)) for key in group]
+        return any(map(self._context.selected, paths))
+
+    def _keys(self, member: Member) -> list[str]:
+        return [str(key) for key in self._optimizer.state.get(member.parameter, {})]
+
+    # Matching -----------------------------------------------------------------------------------
+
+    def _match(self, chosen: frozenset[str]) -> dict[str, Node]:
+        """Stored parameters by the names of the live ones they belong to."""
+        matches: dict[str, Node] = {}
+        taken: set[ObjectPath] = set()
+        waiting = []
+        for member in self._members:
+            node = self._node(member.name)
+            if node is not None and node.meta.get("named") is member.named:
+                matches[member.name] = node
+                taken.add(node.path)
+            else:
+                waiting.append(member)
+        uses: dict[str, int] = {}
+        for member in waiting:
+            for name in member.candidates:
+                uses[name] = uses.get(name, 0) + 1
+        for member in waiting:
+            nodes = [self._node(n) for n in self._forms(member) if uses.get(n, 0) <= 1]
+            free = [n for n in nodes if n is not None and n.path not in taken and n.meta["named"]]
+            if free and member.named:
+                matches[member.name] = free[0]
+                taken.add(free[0].path)
+        self._check_names(matches, chosen)
+        return {name: node for name, node in matches.items() if self._fits(name, node)}
+
+    def _forms(self, member: Member) -> list[str]:
+        return [name for name in member.candidates if name != member.name]
+
+    def _node(self, name: str) -> Node | None:
+        node = self._context.node((*self._state, name))
+        return node if node is not None and node.form == PARAMETER_FORM else None
+
+    def _check_names(self, matches: dict[str, Node], chosen: frozenset[str]) -> None:
+        stored = [node for node in map(self._node, sorted(chosen)) if node is not None]
+        nameless = [m for m in self._members if not m.named]
+        by_order = [m for m in nameless if m.name in matches]
+        if by_order and chosen:
+            here = [len(group["params"]) for group in self._optimizer.param_groups]
+            node = self._context.node(self._path)
+            there = here if node is None else node.meta.get("groups")
+            if here != there:
+                self._problem(
+                    self._path,
+                    f"has no parameter names, and the groups have {there} parameters in the "
+                    f"checkpoint but {here} in the template: put the modules into the tree",
+                )
+            self._result.notes["matched_by"] = "order"
+            warnings.warn(
+                f"{show_path(self._path)}: nobody names the parameters of this optimizer, so "
+                "they are matched by order; put the module into the state tree",
+                stacklevel=2,
+            )
+        if stored and nameless and all(node.meta.get("named") for node in stored):
+            self._problem(
+                self._path,
+                "is stored with parameter names, but the template has none: put the module into "
+                "the tree, or build the optimizer from named_parameters()",
+            )
+        elif stored and len(nameless) < len(self._members) and not any(
+            node.meta.get("named") for node in stored
+        ):
+            self._problem(
+                self._path,
+                "is stored without parameter names, but the template has names: restore it "
+                "without its module in the tree, to match by order",
+            )
+
+    def _fits(self, name: str, node: Node) -> bool:
+        member = next(m for m in self._members if m.name == name)
+        shape = list(member.parameter.shape)
+        if node.meta.get("shape") == shape:
+            return True
+        if self._leaves(node.path):
+            self._problem(
+                node.path,
+                f"is the state of a parameter of shape {node.meta.get('shape')}, which has "
+                f"{shape} in the template",
+            )
+        return False
+
+    # State --------------------------------------------------------------------------------------
+
+    def _place_member(self, member: Member, node: Node | None) -> None:
+        if node is None:
+            self._place_unknown(member)
+            return
+        found, whole = self._leaves(node.path), node.meta.get("objects")
+        if found == whole and (found or self._context.selected(node.path)):
+            self._place_state(member, node)
+        elif found != whole and found:
+            self._problem(
+                node.path,
+                f"comes whole or not at all, but only {found} of its {whole} objects are "
+                "selected",
+            )
+
+    def _place_unknown(self, member: Member) -> None:
+        """The checkpoint does not know this parameter: what is selected of it is missing."""
+        here = (*self._state, member.name)
+        chosen = [self._context.selected((*here, key)) for key in self._keys(member)]
+        if any(chosen) or (not chosen and self._context.selected(here)):
+            self._result.missing.append(here)
+            if all(chosen):
+                self._finishes.append(lambda: self._optimizer.state.pop(member.parameter, None))
+
+    def _place_state(self, member: Member, node: Node) -> None:
+        live: dict[Any, Any] = self._optimizer.state.get(member.parameter, {})
+        makers: dict[str, Callable[[], object]] = {}
+        for key in self._context.children(node.path):
+            placed = self._place_item(
+                live.get(key), (*node.path, key), self._device(member, node, key, live.get(key))
+            )
+            self._result.absorb(placed)
+            if placed.finish is not None:
+                makers[key] = placed.finish
+
+        def assign() -> None:
+            new = {key: make() for key, make in makers.items()}
+            if not new:
+                self._optimizer.state.pop(member.parameter, None)
+                return
+            # The same dict: compiled steps may hold on to it.
+            state = self._optimizer.state.setdefault(member.parameter, {})
+            state.clear()
+            state.update(new)
+
+        self._finishes.append(assign)
+
+    def _place_item(self, live: Any, path: ObjectPath, device: torch.device) -> Placement:
+        stored = self._context.stored(path)
+        if same_kind(live, stored, device):
+            return Placement([tensor_target(live, path)], finish=lambda: live)
+        return self._context.rebuild(path, device=device_name(device))
+
+    def _device(self, member: Member, node: Node, key: str, live: object) -> torch.device:
+        """Where torch itself would have made this piece of state."""
+        if isinstance(live, torch.Tensor):
+            return live.device
+        group = self._optimizer.param_groups[member.group]
+        on_device = group.get("capturable") or group.get("fused")
+        counts_on_host = key == "step" and not isinstance(self._optimizer, torch.optim.ASGD)
+        if not on_device and (counts_on_host or key in node.meta.get("host", ())):
+            return torch.device("cpu")
+        return member.parameter.device
+
+    def _leaves(self, path: ObjectPath) -> int:
+        """Selected stored objects at and below `path`."""
+        here = int(self._context.stored(path) is not None)
+        return here + sum(self._leaves((*path, name)) for name in self._context.children(path))
+
+    # Groups -------------------------------------------------------------------------------------
+
+    def _place_groups(self, matches: dict[str, Node]) -> None:
+        chosen = self._context.children(self._groups)
+        if not chosen:
+            return
+        groups = self._optimizer.param_groups
+        node = self._context.node(self._path)
+        count = None if node is None else len(node.meta.get("groups", ()))
+        if count is not None and count != len(groups):
+            self._problem(
+                self._groups, f"has {count} groups in the checkpoint, {len(groups)} in the template"
+            )
+            return
+        for member in self._members:
+            match = matches.get(member.name)
+            if match is not None and match.meta.get("group") != member.group:
+                self._problem(
+                    match.path,
+                    f"is in group {match.meta.get('group')} in the checkpoint, but in group "
+                    f"{member.group} in the template",
+                )
+        for index in chosen:
+            at = _index(index, (*self._groups, index))
+            if at < len(groups):
+                self._place_group(groups[at], (*self._groups, index))
+
+    def _place_group(self, group: dict[str, Any], path: ObjectPath) -> None:
+        for key in self._context.children(path):
+            here = (*path, key)
+            if key == "params":
+                self._result.values.append(here)
+                continue
+            live = group.get(key)
+            device = torch.device("cpu")
+            if isinstance(live, torch.Tensor):
+                device = live.device
+            elif group["params"] and group.get("capturable"):
+                device = group["params"][0].device
+            placed = self._place_item(live, here, device)
+            self._later(placed, lambda new, key=key: group.__setitem__(key, new))
+
+
+def rebuild_parameter(stored: Node, *, device: str | None, context: PlaceContext) -> Placement:
+    """The state of one parameter as a dict."""
+    result = Placement()
+    makers: dict[str, Callable[[], object]] = {}
+    for key in context.children(stored.path):
+        placed = context.rebuild((*stored.path, key), device=device)
+        result.absorb(placed)
+        if placed.finish is not None:
+            makers[key] = placed.finish
+    result.finish = lambda: {key: make() for key, make in makers.items()}
+    return result
+
+
+def rebuild_optimizer(stored: Node, *, device: str | None, context: PlaceContext) -> Placement:
+    """A state dict as torch makes it, parameters numbered in the order of their groups."""
+    result = Placement()
+    path = stored.path
+    counts = stored.meta.get("groups")
+    if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
+        raise _malformed(path)
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    state: list[tuple[int | str, Callable[[], object]]] = []
+    for name in context.children((*path, "state")):
+        here = (*path, "state", name)
+        number = _number(context.node(here), starts, here)
+        placed = context.rebuild(here, device=device)
+        result.absorb(placed)
+        if placed.finish is not None and context.children(here):
+            state.append((number, placed.finish))
+    for key in context.children((*path, "shared")):
+        placed = context.rebuild((*path, "shared", key), device=device)
+        result.absorb(placed)
+        if placed.finish is not None:
+            state.append((key, placed.finish))
+    groups: list[dict[str, Callable[[], object]]] = []
+    for index in context.children((*path, "param_groups")):
+        at = _index(index, path)
+        if at >= len(counts):
+            raise _malformed(path)
+        makers: dict[str, Callable[[], object]] = {}
+        for key in context.children((*path, "param_groups", index)):
+            placed = context.rebuild((*path, "param_groups", index, key), device=device)
+            result.absorb(placed)
+            if placed.finish is not None:
+                makers[key] = placed.finish
+        numbers = list(range(starts[at], starts[at] + counts[at]))
+        groups.append(makers | {"params": lambda numbers=numbers: numbers})
+
+    def finish() -> object:
+        made: dict[str, Any] = {"state": {number: make() for number, make in state}}
+        if groups:
+            made["param_groups"] = [{k: make() for k, make in g.items()} for g in groups]
+        return made
+
+    result.finish = finish
+    return result
+
+
+def _number(node: Node | None, starts: list[int], path: ObjectPath) -> int:
+    meta = {} if node is None else node.meta
+    group, position = meta.get("group"), meta.get("position")
+    if not isinstance(group, int) or not isinstance(position, int):
+        raise _malformed(path)
+    if not 0 <= group < len(starts):
+        raise _malformed(path)
+    return starts[group] + position
+
+
+def _index(text: str, path: ObjectPath) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise _malformed(path)
+    return int(text)
+
+
+def _malformed(path: ObjectPath) -> FormatError:
+    shown = show_path(path)
+    return FormatError(f"{shown} is not stored as an optimizer is", [shown])

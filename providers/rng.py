@@ -1,0 +1,173 @@
+"""Random state: of the process (`penstock.Rng`), and of single generators."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.core.abc import Node, Placement, StateProvider
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.markers import Rng
+from penstock.core.types import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.core.abc import DescribeContext, PlaceContext, StateObject, StoredObject
+    from penstock.core.types import ObjectPath
+
+PRIORITY = 50
+FORM = "rng"
+_KINDS = (Rng, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CUDA = "cuda."
+
+
+class RngProvider(StateProvider):
+    """State is taken when described and set after everything else is restored."""
+
+    name = "rng"
+    forms = (FORM,)
+
+    def claims(self, kind: type, /) -> int | None:
+        return PRIORITY if issubclass(kind, _KINDS) else None
+
+    def describe(
+        self, value: Any, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        yield Node(path, FORM, {"class": _class(value)})
+        for name, state in _states(value, path).items():
+            yield from context.describe(state, (*path, name))
+
+    def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
+        result = Placement(finish=lambda: value)
+        node = context.node(path)
+        chosen = context.children(path)
+        if node is None or node.form != FORM:
+            if chosen or context.stored(path) is not None:
+                result.problems.append(
+                    f"{show_path(path)} is a random generator in the template, but is not "
+                    "stored as one"
+                )
+            elif _wanted(value, path, context):
+                result.missing.append(path)
+            return result
+        if node.meta.get("class") != _class(value):
+            if chosen:
+                result.problems.append(
+                    f"{show_path(path)} is stored as a {node.meta.get('class')}, but is a "
+                    f"{_class(value)} in the template"
+                )
+            return result
+        setters = _setters(value)
+        for name in chosen:
+            setter = setters.get(name)
+            if setter is None:
+                continue  # a device that this machine lacks; reported as unexpected
+            placed = context.rebuild((*path, name))
+            result.absorb(placed)
+            if placed.finish is not None:
+                result.settle.append(_then(placed.finish, setter))
+        for name in setters:
+            here = (*path, name)
+            if name not in chosen and not name.startswith(_CUDA) and context.selected(here):
+                result.missing.append(here)
+        return result
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        """The states by name; on the CPU, where generators want them."""
+        del device
+        result = Placement()
+        makers: dict[str, Callable[[], object]] = {}
+        for name in context.children(stored.path):
+            placed = context.rebuild((*stored.path, name))
+            result.absorb(placed)
+            if placed.finish is not None:
+                makers[name] = placed.finish
+        result.finish = lambda: {name: make() for name, make in makers.items()}
+        return result
+
+
+def _class(value: Any) -> str:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, np.random.Generator):
+        return f"{name}/{type(value.bit_generator).__name__}"
+    if isinstance(value, torch.Generator):
+        return f"{name}/{value.device.type}"
+    return name
+
+
+def _states(value: Any, path: ObjectPath) -> dict[str, Any]:
+    if isinstance(value, Rng):
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": _plain(np.random.get_state(legacy=False)),
+            "torch": torch.get_rng_state(),
+        }
+        # Asking an unused CUDA for its state would start it.
+        if torch.cuda.is_initialized():
+            for index in range(torch.cuda.device_count()):
+                states[f"{_CUDA}{index}"] = torch.cuda.get_rng_state(index)
+        return states
+    if isinstance(value, torch.Generator):
+        return {"state": value.get_state()}
+    if isinstance(value, random.SystemRandom):
+        msg = f"{show_path(path)} is a SystemRandom, which has no state that could be stored"
+        raise UnsupportedStateError(msg)
+    if isinstance(value, random.Random):
+        return {"state": value.getstate()}
+    if isinstance(value, np.random.RandomState):
+        return {"state": _plain(value.get_state(legacy=False))}
+    return {"state": _plain(value.bit_generator.state)}
+
+
+def _setters(value: Any) -> dict[str, Callable[[Any], object]]:
+    if isinstance(value, Rng):
+        setters: dict[str, Callable[[Any], object]] = {
+            "python": random.setstate,
+            "numpy": lambda state: np.random.set_state(_arrays(state)),
+            "torch": torch.set_rng_state,
+        }
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                setters[f"{_CUDA}{index}"] = lambda state, index=index: torch.cuda.set_rng_state(
+                    state, index
+                )
+        return setters
+    if isinstance(value, torch.Generator):
+        return {"state": value.set_state}
+    if isinstance(value, random.Random):
+        return {"state": value.setstate}
+    if isinstance(value, np.random.RandomState):
+        return {"state": lambda state: value.set_state(_arrays(state))}
+    return {"state": lambda state: setattr(value.bit_generator, "state", _arrays(state))}
+
+
+def _wanted(value: Any, path: ObjectPath, context: PlaceContext) -> bool:
+    return context.selected(path) or any(context.selected((*path, name)) for name in _setters(value))
+
+
+def _plain(state: Any) -> Any:
+    """numpy's states hold small arrays; as plain data they are one value."""
+    if isinstance(state, dict):
+        return {key: _plain(item) for key, item in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"array": state.tolist(), "dtype": state.dtype.name}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"array", "dtype"}:
+        return np.array(state["array"], state["dtype"])
+    return {key: _arrays(item) for key, item in state.items()}
+
+
+def _then(make: Callable[[], object], setter: Callable[[Any], object]) -> Callable[[], object]:
+    return lambda: setter(make())

@@ -1,0 +1,145 @@
+"""Anything with `state_dict` and `load_state_dict`: whole, and only through these two."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import Node, Placement, StateObject, StateProvider
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
+    from penstock.core.types import ObjectPath
+
+PRIORITY = 10
+REFUSED = 15
+FORM = "stateful"
+
+_WHOLE = "state"  # the one child of a state that is no dict with string keys
+
+
+class StatefulProvider(StateProvider):
+    """Schedulers, gradient scalers, stateful data loaders, wrapped optimizers, and the like."""
+
+    name = "stateful"
+    forms = (FORM,)
+
+    def claims(self, kind: type, /) -> int | None:
+        saves = getattr(kind, "state_dict", None)
+        loads = getattr(kind, "load_state_dict", None)
+        if callable(saves) and callable(loads):
+            return PRIORITY
+        return REFUSED if _is_plain_loader(kind) else None
+
+    def describe(
+        self, value: Any, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        _refuse_loader(value, path)
+        state = value.state_dict()
+        whole = not _has_names(state)
+        children = {_WHOLE: state} if whole else state
+        entries = [
+            entry
+            for name, item in children.items()
+            for entry in context.describe(item, (*path, name))
+        ]
+        kind = type(value)
+        yield Node(
+            path,
+            FORM,
+            {
+                "class": f"{kind.__module__}.{kind.__qualname__}",
+                "ordered": type(state) is OrderedDict,
+                "whole": whole,
+                "objects": sum(isinstance(entry, StateObject) for entry in entries),
+            },
+        )
+        yield from entries
+
+    def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
+        _refuse_loader(value, path)
+        result = Placement(finish=lambda: value)
+        node = context.node(path)
+        found = _leaves(path, context)
+        kind = type(value).__name__
+        if node is None or node.form != FORM:
+            if found:
+                form = "dict" if node is None else node.form
+                if context.stored(path) is not None:
+                    form = "plain value"
+                result.problems.append(
+                    f"{show_path(path)} is stored as a {form}, but is a {kind} in the template, "
+                    "which takes only what its own state_dict gave"
+                )
+            elif context.selected(path):
+                result.missing.append(path)
+            return result
+        whole = node.meta.get("objects")
+        if found != whole:
+            if found:
+                result.problems.append(
+                    f"{show_path(path)} is a {kind} and comes whole or not at all, but only "
+                    f"{found} of its {whole} objects are selected"
+                )
+            return result
+        if not found and not context.selected(path):
+            return result
+        placed = self.rebuild(node, device=None, context=context)
+        result.absorb(placed)
+        make = placed.finish
+        assert make is not None
+
+        def finish() -> object:
+            value.load_state_dict(make())
+            return value
+
+        result.finish = finish
+        return result
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        """What `load_state_dict` takes."""
+        assert isinstance(stored, Node)
+        result = Placement()
+        makers: dict[str, Callable[[], object]] = {}
+        for name in context.children(stored.path):
+            placed = context.rebuild((*stored.path, name), device=device)
+            result.absorb(placed)
+            if placed.finish is not None:
+                makers[name] = placed.finish
+        if stored.meta.get("whole"):
+            result.finish = lambda: next((make() for make in makers.values()), None)
+        else:
+            kind = OrderedDict if stored.meta.get("ordered") else dict
+            result.finish = lambda: kind((name, make()) for name, make in makers.items())
+        return result
+
+
+def _has_names(state: object) -> bool:
+    return type(state) in (dict, OrderedDict) and all(type(key) is str for key in state)  # type: ignore[attr-defined]  # a dict by now
+
+
+def _leaves(path: ObjectPath, context: PlaceContext) -> int:
+    here = int(context.stored(path) is not None)
+    return here + sum(_leaves((*path, name), context) for name in context.children(path))
+
+
+def _is_plain_loader(kind: type) -> bool:
+    loader = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    return loader is not None and issubclass(kind, loader)
+
+
+def _refuse_loader(value: object, path: ObjectPath) -> None:
+    if callable(getattr(type(value), "load_state_dict", None)):
+        return
+    msg = (
+        f"{show_path(path)} is a {type(value).__name__}, which cannot say where it stands: use "
+        "torchdata.stateful_dataloader.StatefulDataLoader in its place"
+    )
+    raise UnsupportedStateError(msg)

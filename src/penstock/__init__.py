@@ -1,0 +1,142 @@
+"""Penstock saves and restores the state of PyTorch training jobs.
+
+```python
+import penstock
+
+state = {"model": model, "optimizer": optimizer, "rng": penstock.Rng(), "epoch": 0}
+with penstock.Checkpointer("runs/gpt") as ckpt:
+    ckpt.save(state, step=100)
+    ckpt.restore(state, step="latest")
+```
+
+Names are imported when they are first used, so that `import penstock` costs next to nothing and
+the command line never waits for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.core.checkpoint import Checkpoint
+    from penstock.core.checkpointer import Checkpointer
+    from penstock.core.config import BackendConfig, CheckpointerConfig
+    from penstock.core.errors import (
+        BlobExistsError,
+        BlobNotFoundError,
+        BlobTruncatedError,
+        BusyError,
+        CapabilityError,
+        CheckpointGoneError,
+        CheckpointNotFoundError,
+        CodecError,
+        CommitUnknownError,
+        ConfigError,
+        DamagedError,
+        FenceTimeoutError,
+        FormatError,
+        LostRaceError,
+        PenstockError,
+        PluginError,
+        RestoreError,
+        RestoreMismatchError,
+        SaveAbortedError,
+        SaveError,
+        SaverClosedError,
+        SaveSkippedError,
+        SelectionError,
+        StepExistsError,
+        StorageError,
+        StorageFullError,
+        StorageTimeoutError,
+        TornSnapshotError,
+        UnsupportedStateError,
+    )
+    from penstock.core.markers import Grads, Rng
+    from penstock.core.reports import (
+        CheckpointInfo,
+        Progress,
+        RestoreReport,
+        SaveHandle,
+        SaveReport,
+        VerifyReport,
+    )
+    from penstock.core.types import Region
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BackendConfig",
+    "BlobExistsError",
+    "BlobNotFoundError",
+    "BlobTruncatedError",
+    "BusyError",
+    "CapabilityError",
+    "Checkpoint",
+    "CheckpointGoneError",
+    "CheckpointInfo",
+    "CheckpointNotFoundError",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "CodecError",
+    "CommitUnknownError",
+    "ConfigError",
+    "DamagedError",
+    "FenceTimeoutError",
+    "FormatError",
+    "Grads",
+    "LostRaceError",
+    "PenstockError",
+    "PluginError",
+    "Progress",
+    "Region",
+    "RestoreError",
+    "RestoreMismatchError",
+    "RestoreReport",
+    "Rng",
+    "SaveAbortedError",
+    "SaveError",
+    "SaveHandle",
+    "SaveReport",
+    "SaveSkippedError",
+    "SaverClosedError",
+    "SelectionError",
+    "StepExistsError",
+    "StorageError",
+    "StorageFullError",
+    "StorageTimeoutError",
+    "TornSnapshotError",
+    "UnsupportedStateError",
+    "VerifyReport",
+]
+
+_HOME = {
+    "BackendConfig": "penstock.core.config",
+    "Checkpoint": "penstock.core.checkpoint",
+    "CheckpointInfo": "penstock.core.reports",
+    "Checkpointer": "penstock.core.checkpointer",
+    "CheckpointerConfig": "penstock.core.config",
+    "Grads": "penstock.core.markers",
+    "Progress": "penstock.core.reports",
+    "Region": "penstock.core.types",
+    "RestoreReport": "penstock.core.reports",
+    "Rng": "penstock.core.markers",
+    "SaveHandle": "penstock.core.reports",
+    "SaveReport": "penstock.core.reports",
+    "VerifyReport": "penstock.core.reports",
+}
+"""Where each public name lives; the others are errors."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value: object = getattr(importlib.import_module(_HOME.get(name, "penstock.core.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,317 @@
+"""The engines under short results, errors and overload, injected where the kernel answers."""
+
+import errno
+import os
+import random
+import threading
+
+import pytest
+from penstock.backends.local import ring as ring_module
+from penstock.backends.local.ring import Ring
+from penstock.backends.local.ring_engine import RingEngine
+from penstock.backends.local.threads import ThreadEngine
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.backends.uring import UringBackend, UringConfig
+from penstock.core.errors import CapabilityError, StorageError
+from penstock.core.testing.backends_blobs import at_phase, pattern
+from penstock.core.types import ReadRequest, WriteRequest
+
+MIB = 1 << 20
+
+
+def shorten(views):
+    """A beginning of `views` that ends at a page, so that direct I/O accepts it."""
+    total = sum(view.nbytes for view in views)
+    keep = max(4096, random.Random(total).randrange(total) // 4096 * 4096)
+    left = []
+    for view in views:
+        part = view[:keep]
+        if part.nbytes:
+            left.append(part)
+        keep -= part.nbytes
+    return left
+
+
+class ShortRing(Ring):
+    """The kernel is asked for less than the engine wanted, so its results are really short."""
+
+    shortened = 0
+
+    def _vector(self, views):
+        if sum(view.nbytes for view in views) > 4096:
+            self.shortened += 1
+            views = shorten(views)
+        return super()._vector(views)
+
+
+class FailingRing(Ring):
+    """Completions whose numbers are in `errors` report that error instead of success."""
+
+    def __init__(self, entries, errors):
+        super().__init__(entries)
+        self.errors, self.reaped, self.threads = errors, 0, set()
+
+    def prepare(self, token, flight):
+        self.threads.add(threading.get_ident())
+        return super().prepare(token, flight)
+
+    def completions(self):
+        for token, result in super().completions():
+            self.reaped += 1
+            yield token, -self.errors[self.reaped] if self.reaped in self.errors else result
+
+
+class BrokenRing(Ring):
+    def submit(self):
+        if self._lib.io_uring_sq_ready(self._ring):
+            raise OSError(errno.EBADF, "broken")
+        return True
+
+
+def uring(tmp_path, make_ring, depth=4, mode="auto"):
+    backend = UringBackend(UringConfig(path=str(tmp_path / "root"), depth=depth, direct_io=mode))
+    backend._engine.close()
+    backend._engine = RingEngine(make_ring(depth), depth)
+    return backend
+
+
+def posix(tmp_path, mode="auto", **calls):
+    backend = PosixBackend(PosixConfig(path=str(tmp_path / "root"), direct_io=mode))
+    backend._engine = ThreadEngine(4, **calls)
+    return backend
+
+
+def round_trip(backend, name="data/a.raw"):
+    data = pattern(MIB) * 6
+    requests = [
+        WriteRequest(n * 8 * MIB + 64, (at_phase(data[n:], phase), memoryview(b"tail")))
+        for n, phase in enumerate((64, 3, 64))
+    ]
+    writer = backend.create(name)
+    writer.write(requests)
+    writer.seal(24 * MIB)
+    with open(os.path.join(backend._names.root, name), "rb") as file:
+        content = file.read()
+    assert len(content) == 24 * MIB
+    for request in requests:
+        expected = b"".join(request.buffers)
+        assert content[request.offset : request.offset + request.length] == expected
+        target = at_phase(bytes(request.length), 64)
+        backend.read([ReadRequest(name, request.offset, target)])
+        assert target == expected
+
+
+@pytest.mark.uring
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_ring_resumes_short_results_at_the_right_offset(mode, tmp_path, needs_uring):
+    backend = uring(tmp_path, ShortRing, mode=mode)
+    round_trip(backend)
+    assert backend._engine._ring.shortened > 20
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_threads_resume_short_results_at_the_right_offset(mode, tmp_path):
+    short = []
+
+    def pwritev(fd, views, offset):
+        short.append(offset)
+        return os.pwritev(fd, shorten(views), offset)
+
+    def preadv(fd, views, offset):
+        return os.preadv(fd, shorten(views), offset)
+
+    backend = posix(tmp_path, mode, writev=pwritev, readv=preadv)
+    round_trip(backend)
+    assert len(short) > 20
+    backend.close()
+
+
+@pytest.mark.uring
+def test_ring_tries_again_when_the_kernel_says_so(tmp_path, needs_uring):
+    again = {1: errno.EAGAIN, 2: errno.EINTR, 4: errno.EAGAIN}
+    backend = uring(tmp_path, lambda depth: FailingRing(depth, again))
+    round_trip(backend)
+    assert backend._engine._ring.reaped > len(again)
+    backend.close()
+
+
+def test_threads_try_again_when_the_kernel_says_so(tmp_path):
+    answers = [errno.EINTR, errno.EAGAIN]
+
+    def pwritev(fd, views, offset):
+        if answers:
+            number = answers.pop()
+            raise OSError(number, os.strerror(number))
+        return os.pwritev(fd, views, offset)
+
+    backend = posix(tmp_path, writev=pwritev)
+    round_trip(backend)
+    assert not answers
+    backend.close()
+
+
+@pytest.mark.uring
+def test_ring_with_fewer_entries_than_lanes_does_not_overflow(tmp_path, needs_uring):
+    backend = uring(tmp_path, lambda _depth: Ring(2), depth=32)
+    round_trip(backend)
+    backend.close()
+
+
+@pytest.mark.uring
+@pytest.mark.parametrize("depth", [1, 3, 64])
+def test_any_depth_carries_more_requests_than_lanes(depth, tmp_path, needs_uring):
+    backend = UringBackend(UringConfig(path=str(tmp_path), depth=depth))
+    writer = backend.create("a.raw")
+    # Two pages apart, so that they cannot share a call.
+    writer.write([WriteRequest(n * 8192, (memoryview(b"%04d" % n),)) for n in range(600)])
+    writer.seal(600 * 8192)
+    content = (tmp_path / "a.raw").read_bytes()
+    assert [content[n * 8192 : n * 8192 + 4] for n in range(600)] == [
+        b"%04d" % n for n in range(600)
+    ]
+    backend.close()
+
+
+@pytest.mark.uring
+def test_only_one_thread_touches_the_submission_queue(tmp_path, needs_uring):
+    backend = uring(tmp_path, lambda depth: FailingRing(depth, {}))
+    writer = backend.create("a.raw")
+
+    def write(first):
+        for n in range(first, first + 20):
+            writer.write([WriteRequest(n * 8192, (memoryview(b"x" * 5000),))])
+
+    threads = [threading.Thread(target=write, args=(n * 100,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = backend._engine._ring.threads
+    assert len(seen) == 1
+    assert not seen & {thread.ident for thread in [*threads, threading.main_thread()]}
+    backend.close()
+
+
+@pytest.mark.uring
+def test_ring_reaps_everything_before_a_failed_write_returns(tmp_path, needs_uring):
+    backend = uring(tmp_path, lambda depth: FailingRing(depth, {2: errno.EIO}), depth=8)
+    writer = backend.create("a.raw")
+    requests = [WriteRequest(n * MIB, (at_phase(pattern(300_000), 0),)) for n in range(40)]
+    with pytest.raises(StorageError, match=r"cannot write a\.raw .*EIO.*kernel log"):
+        writer.write(requests)
+    assert not backend._engine._flights
+    assert not backend._engine._ring._kept
+    assert backend._engine._ring.reaped < 40, "what had not begun was not dropped"
+    with pytest.raises(StorageError, match="dead since an earlier failure"):
+        writer.write([WriteRequest(99 * MIB, (memoryview(b"x"),))])
+    with pytest.raises(StorageError, match="dead since an earlier failure"):
+        writer.seal(5)
+    writer.abort()
+    assert backend.list("") == []
+    round_trip(backend)
+    backend.close()
+
+
+def test_threads_finish_everything_before_a_failed_write_returns(tmp_path):
+    busy, lock, calls = [], threading.Lock(), []
+
+    def pwritev(fd, views, offset):
+        with lock:
+            busy.append(offset)
+            calls.append(offset)
+        try:
+            if offset == 2 * MIB:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return os.pwritev(fd, views, offset)
+        finally:
+            with lock:
+                busy.remove(offset)
+
+    backend = posix(tmp_path, writev=pwritev)
+    writer = backend.create("a.raw")
+    requests = [WriteRequest(n * MIB, (at_phase(pattern(300_000), 0),)) for n in range(40)]
+    with pytest.raises(StorageError, match=r"cannot write a\.raw .*EIO"):
+        writer.write(requests)
+    assert not busy
+    assert len(calls) < 40
+    with pytest.raises(StorageError, match="dead"):
+        writer.seal(5)
+    writer.abort()
+    backend.close()
+
+
+def test_a_device_that_takes_nothing_is_an_error(tmp_path):
+    backend = posix(tmp_path, writev=lambda fd, views, offset: 0)
+    writer = backend.create("a.raw")
+    with pytest.raises(StorageError, match="EIO"):
+        writer.write([WriteRequest(0, (memoryview(bytes(9000)),))])
+    writer.abort()
+    backend.close()
+
+
+@pytest.mark.uring
+def test_a_ring_that_breaks_down_tells_everyone(tmp_path, needs_uring):
+    backend = uring(tmp_path, BrokenRing)
+    writer = backend.create("a.raw")
+    with pytest.raises(StorageError, match="EBADF"):
+        writer.write([WriteRequest(n * MIB, (memoryview(b"x"),)) for n in range(20)])
+    writer.abort()
+    second = backend.create("b.raw")
+    with pytest.raises(StorageError, match="broke down"):
+        second.write([WriteRequest(0, (memoryview(b"x"),))])
+    backend.close()
+
+
+@pytest.mark.parametrize(("value", "says"), [("EPERM", "EPERM"), ("ENOSYS", "ENOSYS"), ("1", "EPERM")])
+def test_forbidden_ring_says_why(value, says, tmp_path, monkeypatch):
+    monkeypatch.setenv(ring_module.DISABLE_VARIABLE, value)
+    with pytest.raises(CapabilityError, match=f"io_uring_queue_init says {says}"):
+        UringBackend(UringConfig(path=str(tmp_path)))
+
+
+@pytest.mark.uring
+@pytest.mark.parametrize("value", ["", "0"])
+def test_switch_that_is_off_changes_nothing(value, tmp_path, monkeypatch, needs_uring):
+    monkeypatch.setenv(ring_module.DISABLE_VARIABLE, value)
+    UringBackend(UringConfig(path=str(tmp_path))).close()
+
+
+def test_missing_package_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "liburing", None)
+    with pytest.raises(CapabilityError, match="liburing cannot be imported"):
+        UringBackend(UringConfig(path=str(tmp_path)))
+
+
+def test_futures_cannot_be_cancelled_while_buffers_are_in_use(files):
+    writer = files.create("a.raw")
+    future = files.submit_write(writer, [WriteRequest(0, (memoryview(pattern(MIB)),))])
+    assert not future.cancel()
+    future.result(60)
+    writer.abort()
+
+
+def test_seal_and_abort_wait_for_what_was_submitted(files):
+    for finish in ("seal", "abort"):
+        writer = files.create(f"{finish}.raw")
+        data = pattern(MIB)
+        futures = [
+            files.submit_write(writer, [WriteRequest(n * MIB, (memoryview(data),))])
+            for n in range(12)
+        ]
+        writer.seal(12 * MIB) if finish == "seal" else writer.abort()
+        assert all(future.done() for future in futures)
+    target = bytearray(12 * MIB)
+    files.read([ReadRequest("seal.raw", 0, memoryview(target))])
+    assert target == data * 12
+    assert [info.name for info in files.list("")] == ["seal.raw"]
+
+
+def test_close_waits_for_what_was_submitted(files):
+    writer = files.create("a.raw")
+    futures = [
+        files.submit_write(writer, [WriteRequest(n * MIB, (memoryview(pattern(MIB)),))])
+        for n in range(12)
+    ]
+    files.close()
+    assert all(future.done() for future in futures)

@@ -1,0 +1,196 @@
+"""Names under a root: links, temporary files, foreign files, missing and forbidden roots."""
+
+import os
+
+import pytest
+from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.testing.backends_blobs import pattern
+from penstock.core.types import ReadRequest, WriteRequest
+
+DAY_S = 24 * 3600
+
+
+def names(backend, prefix=""):
+    return [info.name for info in backend.list(prefix)]
+
+
+def store(backend, name, data=b"data"):
+    writer = backend.create(name)
+    writer.write([WriteRequest(0, (memoryview(data),))])
+    writer.seal(len(data))
+
+
+def test_a_root_is_made_by_the_first_write_and_not_before(files, tmp_path):
+    root = tmp_path / "root"
+    assert files.list("") == []
+    assert files.list("commits/") == []
+    assert files.capabilities.local
+    with pytest.raises(BlobNotFoundError):
+        files.stat("commits/1.json")
+    with pytest.raises(BlobNotFoundError):
+        files.read([ReadRequest("commits/1.json", 0, memoryview(bytearray(1)))])
+    files.delete(["commits/1.json"])
+    assert not root.exists()
+    files.publish("commits/1.json", b"{}")
+    assert (root / "commits" / "1.json").read_bytes() == b"{}"
+
+
+def test_blobs_are_plain_files(files, tmp_path):
+    store(files, "data/u/0.raw", pattern(300_001))
+    assert (tmp_path / "root" / "data" / "u" / "0.raw").read_bytes() == pattern(300_001)
+
+
+def test_the_probe_leaves_nothing_behind(files, tmp_path):
+    (tmp_path / "root").mkdir()
+    assert files.capabilities
+    assert os.listdir(tmp_path / "root") == []
+    assert os.listdir(tmp_path) == ["root"]
+
+
+def test_links_are_neither_listed_nor_followed(files, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.raw").write_bytes(b"secret")
+    store(files, "data/real.raw")
+    root = tmp_path / "root"
+    (root / "data" / "link.raw").symlink_to(outside / "secret.raw")
+    (root / "data" / "inner.raw").symlink_to(root / "data" / "real.raw")
+    (root / "folder").symlink_to(outside)
+    assert names(files) == ["data/real.raw"]
+    assert names(files, "folder/") == []
+    target = memoryview(bytearray(6))
+    for name in ("data/link.raw", "data/inner.raw", "folder/secret.raw"):
+        with pytest.raises(StorageError, match=r"link|folder"):
+            files.read([ReadRequest(name, 0, target)])
+        with pytest.raises(StorageError):
+            files.read_record(name, limit_bytes=100)
+        with pytest.raises(StorageError):
+            files.stat(name)
+    for name in ("folder/new.raw", "folder/deep/new.raw"):
+        with pytest.raises(StorageError, match="link"):
+            files.create(name)
+        with pytest.raises(StorageError, match="link"):
+            files.publish(name, b"x")
+    files.delete(["folder/secret.raw"])
+    assert os.listdir(outside) == ["secret.raw"]
+
+
+def test_publish_replaces_a_link_instead_of_writing_through_it(files, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    files.publish("a.json", b"1")
+    (tmp_path / "root" / "b.json").symlink_to(outside)
+    files.publish("b.json", b"2")
+    assert outside.read_bytes() == b"mine"
+    assert names(files) == ["a.json", "b.json"]
+
+
+def test_the_root_itself_may_be_a_link(open_files, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    backend = open_files(tmp_path / "runs")
+    store(backend, "data/a.raw")
+    assert (tmp_path / "disk" / "data" / "a.raw").read_bytes() == b"data"
+
+
+def test_foreign_and_temporary_files_are_not_listed(files, tmp_path):
+    store(files, "data/a.raw")
+    folder = tmp_path / "root" / "data"
+    for name in ("~0123", "b.raw~", "notes for me.txt", "é"):
+        (folder / name).write_bytes(b"x")
+    os.mkfifo(folder / "pipe")
+    (folder / "lost+found").mkdir()
+    assert names(files) == ["data/a.raw"]
+    with pytest.raises(StorageError, match="not a regular file"):
+        files.read([ReadRequest("data/pipe", 0, memoryview(bytearray(1)))])
+
+
+def test_a_folder_is_not_a_blob(files):
+    files.publish("data/u/index", b"x")
+    with pytest.raises(BlobNotFoundError):
+        files.stat("data/u")
+    with pytest.raises(StorageError):
+        files.read([ReadRequest("data/u", 0, memoryview(bytearray(1)))])
+    with pytest.raises(StorageError):
+        files.publish("data/u", b"x")
+    with pytest.raises(StorageError):
+        files.delete(["data/u"])
+    assert names(files) == ["data/u/index"]
+
+
+def test_temporary_files_of_dead_publishers_are_swept_after_a_day(files, tmp_path):
+    for name in ("commits/1.json", "commits/2.json"):
+        files.publish(name, b"x")
+    folder = tmp_path / "root" / "commits"
+    for name, age in (("~old", DAY_S + 60), ("~young", DAY_S - 60)):
+        (folder / name).write_bytes(b"x")
+        then = (folder / "1.json").stat().st_mtime - age
+        os.utime(folder / name, (then, then))
+    files.delete(["commits/1.json"])
+    assert sorted(os.listdir(folder)) == ["2.json", "~young"]
+
+
+def test_delete_removes_empty_folders_but_never_the_root(files, tmp_path):
+    store(files, "a/b/c/d.raw")
+    files.publish("a/x", b"x")
+    files.delete(["a/b/c/d.raw"])
+    assert os.listdir(tmp_path / "root" / "a") == ["x"]
+    files.delete(["a/x"])
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_writing_goes_on_while_another_deletes_the_folder(open_files, tmp_path):
+    import threading
+
+    one, two = open_files(tmp_path / "root"), open_files(tmp_path / "root")
+    stop = threading.Event()
+
+    def delete():
+        while not stop.is_set():
+            two.delete(["data/gone"])
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    try:
+        for n in range(40):
+            one.publish("data/gone", b"x")
+            store(one, f"data/{n}.raw")
+            one.delete([f"data/{n}.raw"])
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop; root passes")
+def test_a_forbidden_root_says_so(open_files, tmp_path):
+    (tmp_path / "root").mkdir(mode=0o500)
+    with pytest.raises(StorageError, match="EACCES.*permissions"):
+        open_files(tmp_path / "root").publish("a.json", b"x")
+
+
+def test_a_file_in_the_way_of_the_root_says_so(open_files, tmp_path):
+    (tmp_path / "root").write_bytes(b"")
+    backend = open_files(tmp_path / "root")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        backend.publish("a.json", b"x")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        backend.create("a.raw")
+
+
+def test_relative_roots_are_fixed_when_opened(open_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    backend = open_files("runs/gpt")
+    monkeypatch.chdir("/")
+    backend.publish("a.json", b"x")
+    assert (tmp_path / "runs" / "gpt" / "a.json").exists()
+
+
+def test_reading_needs_no_right_to_write(open_files, tmp_path):
+    writer = open_files(tmp_path / "root")
+    store(writer, "data/a.raw", pattern(900_000))
+    os.chmod(tmp_path / "root" / "data" / "a.raw", 0o400)
+    reader = open_files(tmp_path / "root")
+    target = bytearray(900_000)
+    reader.read([ReadRequest("data/a.raw", 0, memoryview(target))])
+    assert target == pattern(900_000)
+    assert os.listdir(tmp_path / "root") == ["data"]

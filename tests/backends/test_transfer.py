@@ -1,0 +1,177 @@
+"""Cutting requests into direct transfers: whole pages, right bytes, no copy that is not needed."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.backends.local.batch import Batch
+from penstock.backends.local.kernel import address
+from penstock.backends.local.transfer import (
+    MAX_VECTOR,
+    SLACK_BYTES,
+    SLOT_BYTES,
+    TRANSFER_BYTES,
+    Bounce,
+    Flight,
+    OpenBlob,
+    Slot,
+    cut_read,
+    cut_writes,
+)
+from penstock.core.testing.backends_blobs import at_phase
+from penstock.core.types import PAGE_BYTES, align_down, align_up
+
+DIRECT = OpenBlob("blob", -1, direct=True)
+PLAIN = OpenBlob("blob", -1, direct=False)
+
+lengths = st.one_of(
+    st.integers(0, 9000), st.integers(16 << 10, 300_000), st.sampled_from([4096, 8192, 1 << 20])
+)
+phases = st.sampled_from([0, 1, 64, 4095])
+
+
+@st.composite
+def plans(draw):
+    """Requests on pages of their own, with buffers at odd addresses; and the file they make."""
+    rng = random.Random(draw(st.integers(0, 99)))
+    requests, end = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        offset = align_up(end, PAGE_BYTES) + draw(st.sampled_from([0, 0, 4096, 12288]))
+        offset += draw(phases)
+        parts = draw(st.lists(st.tuples(lengths, phases), min_size=1, max_size=5))
+        buffers = tuple(at_phase(rng.randbytes(n), phase) for n, phase in parts)
+        end = offset + sum(n for n, _ in parts)
+        requests.append((offset, buffers))
+    return requests
+
+
+def expected_file(requests):
+    content = bytearray()
+    for offset, buffers in requests:
+        content.extend(bytes(max(0, offset - len(content))))
+        for buffer in buffers:
+            content += buffer
+    return content
+
+
+@given(plans())
+def test_direct_writes_cover_whole_pages_with_the_right_bytes(requests):
+    content = expected_file(requests)
+    got = bytearray(align_up(len(content), PAGE_BYTES))
+    position = 0
+    for transfer in cut_writes(Batch("write", "/"), DIRECT, requests):
+        views = Flight(transfer, Slot()).views()
+        assert transfer.offset % PAGE_BYTES == 0
+        assert transfer.offset >= position, "transfers overlap or go back"
+        assert len(views) <= MAX_VECTOR
+        assert transfer.slot_bytes <= SLOT_BYTES
+        position = transfer.offset
+        for view in views:
+            assert view.nbytes % PAGE_BYTES == 0
+            assert address(view) % PAGE_BYTES == 0
+            got[position : position + view.nbytes] = view
+            position += view.nbytes
+        assert position == transfer.offset + transfer.needed
+    assert got.rstrip(b"\0") == content.rstrip(b"\0")
+
+
+@given(plans())
+def test_buffered_writes_move_exactly_the_requests(requests):
+    got = bytearray(len(expected_file(requests)))
+    total = 0
+    for transfer in cut_writes(Batch("write", "/"), PLAIN, requests):
+        at = transfer.offset
+        for view in Flight(transfer, Slot()).views():
+            got[at : at + view.nbytes] = view
+            at += view.nbytes
+            total += view.nbytes
+    assert got == expected_file(requests)
+    assert total == sum(b.nbytes for _, buffers in requests for b in buffers)
+
+
+def copied(transfers):
+    return sum(
+        view.nbytes
+        for transfer in transfers
+        for part in transfer.parts
+        if isinstance(part, Bounce)
+        for _, view in part.copies
+    )
+
+
+@given(st.integers(0, 4095), st.integers(100_000, 40_000_000), st.integers(0, 3))
+def test_only_edges_are_copied_where_memory_and_file_have_one_phase(phase, length, page):
+    memory = memoryview(bytearray(length + 2 * PAGE_BYTES))
+    start = (phase - address(memory)) % PAGE_BYTES
+    buffer = memory[start : start + length]
+    offset = page * PAGE_BYTES + phase
+    for transfers in (
+        cut_writes(Batch("write", "/"), DIRECT, [(offset, (buffer,))]),
+        cut_read(Batch("read", "/"), DIRECT, offset, buffer),
+    ):
+        assert copied(transfers) < 2 * PAGE_BYTES
+        assert len(transfers) <= -(-length // TRANSFER_BYTES)
+
+
+def test_a_chunk_of_16_mib_and_its_edges_is_one_call():
+    buffer = at_phase(bytes(16 << 20), 64)
+    assert len(cut_writes(Batch("write", "/"), DIRECT, [(64, (buffer,))])) == 1
+
+
+def test_memory_of_another_phase_goes_through_slots_of_bounded_size():
+    buffer = at_phase(bytes(5 << 20), 7)
+    transfers = cut_writes(Batch("write", "/"), DIRECT, [(64, (buffer,))])
+    assert copied(transfers) == 5 << 20
+    assert all(transfer.slot_bytes <= SLOT_BYTES for transfer in transfers)
+    assert len(transfers) <= 6
+
+
+def test_neighbouring_small_requests_share_one_call():
+    requests = [(n * 4096 + 64, (memoryview(bytes(3000)),)) for n in range(200)]
+    assert len(cut_writes(Batch("write", "/"), DIRECT, requests)) == 1
+
+
+@given(plans(), st.data())
+def test_short_results_are_resumed_where_they_stopped(requests, data):
+    content = expected_file(requests)
+    got = bytearray(align_up(len(content), PAGE_BYTES))
+    for blob in (DIRECT, PLAIN):
+        for transfer in cut_writes(Batch("write", "/"), blob, requests):
+            flight, complete, last = Flight(transfer, Slot()), False, 0
+            while not complete:
+                wire = b"".join(flight.views())
+                at = flight.offset
+                assert not blob.direct or at % PAGE_BYTES == 0
+                least = max(1, transfer.offset + last - at + 1)
+                count = data.draw(st.integers(min(least, len(wire)), len(wire)))
+                got[at : at + count] = wire[:count]
+                last = at + count - transfer.offset
+                complete = flight.moved(count)
+        assert got.rstrip(b"\0") == content.rstrip(b"\0")
+
+
+@given(plans())
+def test_reads_fill_the_targets_and_may_end_with_the_file(requests):
+    content = expected_file(requests)
+    for offset, buffers in requests:
+        for buffer in buffers:
+            buffer[:] = bytes(buffer.nbytes)
+            for transfer in cut_read(Batch("read", "/"), DIRECT, offset, buffer):
+                flight = Flight(transfer, Slot())
+                end = min(transfer.offset + transfer.length, len(content))
+                wire = memoryview(content)[transfer.offset : end]
+                assert len(wire) >= transfer.needed
+                rest = wire
+                for view in flight.views():
+                    view[: len(rest[: view.nbytes])] = rest[: view.nbytes]
+                    rest = rest[view.nbytes :]
+                assert flight.moved(len(wire))
+            assert buffer == content[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+
+
+def test_transfers_stay_within_their_limit():
+    buffers = tuple(at_phase(bytes(3 << 20), 0) for _ in range(20))
+    transfers = cut_writes(Batch("write", "/"), DIRECT, [(0, buffers)])
+    assert max(transfer.length for transfer in transfers) <= TRANSFER_BYTES + SLACK_BYTES
+    assert sum(transfer.length for transfer in transfers) == align_down(60 << 20, PAGE_BYTES)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+
+import pytest
+from pydantic import model_serializer
+
+from penstock.codecs.lz4 import Lz4Codec, Lz4Config
+from penstock.codecs.zstd import ZstdCodec, ZstdConfig
+from penstock.core.errors import CodecError
+from penstock.core.testing import codecs as checks
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+CODECS = {
+    "zstd": lambda: ZstdCodec(ZstdConfig()),
+    "zstd-fast": lambda: ZstdCodec(ZstdConfig(level=-50)),
+    "zstd-small": lambda: ZstdCodec(ZstdConfig(level=13)),
+    "lz4": lambda: Lz4Codec(Lz4Config()),
+    "lz4-accelerated": lambda: Lz4Codec(Lz4Config(acceleration=32)),
+    "lz4-small": lambda: Lz4Codec(Lz4Config(level=9)),
+}
+
+CHECKS = [name for name in vars(checks) if name.startswith("check_") and name != "check_codec"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_codec_conforms(codec, check):
+    getattr(checks, check)(CODECS[codec]())
+
+
+def test_check_codec_calls_every_check():
+    assert set(CHECKS) <= set(checks.check_codec.__code__.co_names)
+
+
+class _Broken(ZstdCodec):
+    """Right in all but one thing."""
+
+
+class _ChangesInput(_Broken):
+    def encode(self, chunk, out, /, *, context):
+        length = super().encode(chunk, out, context=context)
+        if chunk.nbytes:
+            chunk[0] ^= 1
+        return length
+
+
+class _Overruns(_Broken):
+    def encode(self, chunk, out, /, *, context):
+        length = super().encode(chunk, out, context=context)
+        if out.nbytes > length:
+            memoryview(out.obj)[-1] = 0  # behind `out`, where the memory is larger than that
+        return length
+
+
+class _BoundTooLow(_Broken):
+    def max_encoded_size(self, raw_length, /):
+        return raw_length // 2
+
+
+class _AcceptsTruncated(_Broken):
+    def decode(self, frame, out, /, *, context):
+        with contextlib.suppress(CodecError):
+            super().decode(frame, out, context=context)
+
+
+class _RaisesForeignErrors(_Broken):
+    def decode(self, frame, out, /, *, context):
+        try:
+            super().decode(frame, out, context=context)
+        except CodecError as error:
+            raise ValueError from error
+
+
+class _IgnoresTail(_Broken):
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame[: zstd.get_frame_size(frame)], out, context=context)
+
+
+class _WrongByte(_Broken):
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        if out.nbytes > 1:
+            out[-1] ^= 1
+
+
+class _SharedState(_Broken):
+    def encode(self, chunk, out, /, *, context):
+        self._chunk = chunk
+        time.sleep(0.001)
+        return super().encode(self._chunk, out, context=context)
+
+
+class _ForgetsItsLevel(_Broken):
+    class Config(ZstdConfig):
+        @model_serializer
+        def _nothing(self):
+            return {}
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "error"),
+    [
+        (_ChangesInput, "check_round_trips", AssertionError),
+        (_Overruns, "check_exact_output_suffices", AssertionError),
+        (_BoundTooLow, "check_round_trips", CodecError),
+        (_AcceptsTruncated, "check_truncated_frames_are_refused", AssertionError),
+        (_AcceptsTruncated, "check_wrong_length_is_refused", AssertionError),
+        (_AcceptsTruncated, "check_garbage_is_refused", AssertionError),
+        (_RaisesForeignErrors, "check_garbage_is_refused", ValueError),
+        (_IgnoresTail, "check_extended_frames_are_refused", AssertionError),
+        (_WrongByte, "check_large_chunk", AssertionError),
+        (_SharedState, "check_threads", AssertionError),
+    ],
+)
+def test_suite_finds_a_codec_that(broken, check, error):
+    with pytest.raises(error):
+        getattr(checks, check)(broken(ZstdConfig()))
+
+
+def test_suite_finds_a_config_that_does_not_survive_json():
+    codec = _ForgetsItsLevel(_ForgetsItsLevel.Config(level=7))
+    with pytest.raises(AssertionError, match="does not survive JSON"):
+        checks.check_config_round_trip(codec)

@@ -1,0 +1,149 @@
+"""What the stored frames are: bytes that stay readable, and claims in them that are not trusted."""
+
+from __future__ import annotations
+
+import struct
+import sys
+
+import lz4.block
+import pytest
+from pydantic import ValidationError
+
+from penstock.codecs import lz4 as lz4_codec
+from penstock.codecs.lz4 import Lz4Codec, Lz4Config
+from penstock.codecs.zstd import ZstdCodec, ZstdConfig
+from penstock.core.abc import CodecContext
+from penstock.core.errors import CodecError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+# Written by version 1 of each codec: readable for ever.
+GOLDEN = [
+    (ZstdCodec(ZstdConfig()), "28b52ffd2000010000", b""),
+    (ZstdCodec(ZstdConfig()), "28b52ffd20487500004070656e73746f636b01009d54b8", b"penstock" * 9),
+    (Lz4Codec(Lz4Config()), "", b""),
+    (Lz4Codec(Lz4Config()), "120000008f70656e73746f636b0800285073746f636b", b"penstock" * 9),
+]
+
+
+def _decode(codec, frame, length):
+    out = bytearray(length)
+    context = CodecContext("uint8", 1, (length,), 0, length)
+    codec.decode(memoryview(frame), memoryview(out), context=context)
+    return bytes(out)
+
+
+def _encode(codec, chunk):
+    out = bytearray(codec.max_encoded_size(len(chunk)))
+    context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk))
+    return bytes(out[: codec.encode(memoryview(chunk), memoryview(out), context=context)])
+
+
+@pytest.mark.parametrize(("codec", "frame", "chunk"), GOLDEN)
+def test_golden_frames_stay_readable(codec, frame, chunk):
+    assert _decode(codec, bytes.fromhex(frame), len(chunk)) == chunk
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, (4 << 20) + 1, 12 << 20])
+def test_zstd_frame_is_one_ordinary_frame_that_says_its_content_size(size):
+    chunk = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    frame = _encode(ZstdCodec(ZstdConfig()), chunk)
+    assert zstd.get_frame_info(frame).decompressed_size == size
+    assert zstd.get_frame_info(frame).dictionary_id == 0
+    assert zstd.get_frame_size(frame) == len(frame)
+    assert zstd.decompress(frame) == chunk
+
+
+@pytest.mark.parametrize("size", [4 << 20, 8 << 20, (8 << 20) + 1])
+def test_chunks_around_a_multiple_of_the_piece_come_back(size):
+    chunk = bytes(range(251)) * (size // 251) + bytes(size % 251)
+    for codec in (ZstdCodec(ZstdConfig()), Lz4Codec(Lz4Config())):
+        assert _decode(codec, _encode(codec, chunk), size) == chunk
+
+
+def test_zstd_level_changes_the_size():
+    chunk = " ".join(str(n * n) for n in range(20_000)).encode()
+    sizes = [len(_encode(ZstdCodec(ZstdConfig(level=level)), chunk)) for level in (-100, 1, 19)]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_lz4_level_and_acceleration_change_the_size():
+    chunk = " ".join(str(n * n) for n in range(20_000)).encode()
+    configs = [Lz4Config(acceleration=500), Lz4Config(), Lz4Config(level=9)]
+    sizes = [len(_encode(Lz4Codec(config), chunk)) for config in configs]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_lz4_takes_level_or_acceleration_but_not_both():
+    with pytest.raises(ValidationError, match="not both"):
+        Lz4Config(level=3, acceleration=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (ZstdConfig, {"level": 23}),
+        (ZstdConfig, {"level": -131073}),
+        (ZstdConfig, {"levle": 3}),
+        (Lz4Config, {"level": 13}),
+        (Lz4Config, {"level": 0}),
+        (Lz4Config, {"acceleration": 0}),
+    ],
+)
+def test_options_out_of_range_are_refused(config, options):
+    with pytest.raises(ValidationError):
+        config(**options)
+
+
+def test_zstd_frame_without_content_size_is_refused():
+    compressor = zstd.ZstdCompressor()  # fed in two calls, it cannot know the size
+    frame = compressor.compress(b"x" * 100) + compressor.flush()
+    with pytest.raises(CodecError, match="says it holds None bytes"):
+        _decode(ZstdCodec(ZstdConfig()), frame, 100)
+
+
+def test_zstd_frame_that_asks_for_a_large_window_is_refused():
+    # A header with window log 27 and content size 5 MiB, then 40 blocks that repeat one byte.
+    size = 5 << 20
+    header = b"\x28\xb5\x2f\xfd" + bytes([0b10000000, (27 - 10) << 3]) + struct.pack("<I", size)
+    block = struct.pack("<I", (128 << 10) << 3 | 0b010)[:3] + b"y"
+    last = struct.pack("<I", (128 << 10) << 3 | 0b011)[:3] + b"y"
+    frame = header + block * 39 + last
+    assert zstd.decompress(frame) == b"y" * size  # valid elsewhere
+    with pytest.raises(CodecError, match="too much memory"):
+        _decode(ZstdCodec(ZstdConfig()), frame, size)
+
+
+def test_zstd_frame_that_holds_more_than_it_says_is_refused():
+    # The header says 5 bytes; the one block holds 100.
+    header = b"\x28\xb5\x2f\xfd" + bytes([0b00100000, 5])
+    frame = header + struct.pack("<I", (100 << 3) | 1)[:3] + b"y" * 100
+    with pytest.raises(CodecError):
+        _decode(ZstdCodec(ZstdConfig()), frame, 5)
+
+
+def test_lz4_block_length_beyond_the_frame_is_refused():
+    frame = bytearray(_encode(Lz4Codec(Lz4Config()), b"penstock" * 9))
+    struct.pack_into("<I", frame, 0, 0xFFFFFFFF)
+    with pytest.raises(CodecError, match="cut off"):
+        _decode(Lz4Codec(Lz4Config()), frame, 72)
+
+
+def test_lz4_block_of_another_length_is_refused():
+    short = lz4.block.compress(b"z" * 71, store_size=False)
+    frame = struct.pack("<I", len(short)) + short
+    with pytest.raises(CodecError, match="holds 71 bytes where 72"):
+        _decode(Lz4Codec(Lz4Config()), frame, 72)
+
+
+def test_lz4_layout_is_a_length_and_a_block_for_each_4_mib():
+    chunk = bytes(lz4_codec.PIECE_BYTES) + b"tail"
+    frame = _encode(Lz4Codec(Lz4Config()), chunk)
+    (first,) = struct.unpack_from("<I", frame)
+    (second,) = struct.unpack_from("<I", frame, 4 + first)
+    assert len(frame) == 8 + first + second
+    tail = lz4.block.decompress(frame[8 + first :], uncompressed_size=4)
+    assert tail == b"tail"
