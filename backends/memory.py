@@ -129,7 +129,9 @@ class MemoryBackend(Backend):
         self._check(prefix, prefix=True)
         with self._store.lock:
             found = [(n, b) for n, b in self._store.blobs.items() if n.startswith(prefix)]
-        return [BlobInfo(n, len(b.data), b.modified_s) for n, b in sorted(found, key=lambda e: e[0])]
+        return [
+            BlobInfo(n, len(b.data), b.modified_s) for n, b in sorted(found, key=lambda e: e[0])
+        ]
 
     def stat(self, name: str, /) -> BlobInfo:
         """As the contract says."""

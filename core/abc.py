@@ -213,9 +213,7 @@ class Backend(ABC):
 
     # Slow-but-correct defaults -----------------------------------------------------------------
 
-    def submit_write(
-        self, writer: BlobWriter, requests: Sequence[WriteRequest], /
-    ) -> Future[None]:
+    def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
         """`writer.write(requests)` in the background; the buffers are in use until it is done."""
         return self._executor().submit(writer.write, requests)
 
@@ -556,7 +554,8 @@ class PlaceContext(ABC):
     @abstractmethod
     def children(self, path: ObjectPath, /) -> Sequence[str]:
         """Next segments of the *selected* stored objects and empty containers below `path`,
-        in stored order."""
+        in stored order.
+        """
 
     @abstractmethod
     def value(self, path: ObjectPath, /) -> object:

@@ -70,12 +70,14 @@ class CaptureRun:
         staging: Staging,
         *,
         deliver: Callable[[Captured], None],
+        need_writer: Callable[[], None],
         straight_first: bool,
     ) -> None:
         self._plan = plan
         self._subjects = subjects
         self._staging = staging
         self._deliver = deliver
+        self._need_writer = need_writer  # called before anything that only writing can end
         self._straight_first = straight_first  # blocking mode: no copies where memory allows
         self._now = [i for i, c in enumerate(plan.chunks) if c.capture is not Capture.DEFERRED]
         self._later = [i for i, c in enumerate(plan.chunks) if c.capture is Capture.DEFERRED]
@@ -183,6 +185,7 @@ class CaptureRun:
             return
         while (block := self._staging.acquire(chunk.length, chunk.phase)) is None:
             self._raise_if_cancelled()
+            self._need_writer()
             if lendable is not None and may_lend():
                 self._lend(index, lendable)
                 return
@@ -227,6 +230,7 @@ class CaptureRun:
         return None if view is None else view[piece.start : piece.stop]
 
     def _lend(self, index: int, view: memoryview) -> None:
+        self._need_writer()
         self._flush()
         with self._lock:
             self._straight_open += 1
@@ -292,8 +296,10 @@ class CaptureRun:
                     changed.append(show_path(subject.path))
         if changed:
             shown = ", ".join(changed[:8]) + (f" and {len(changed) - 8} more" * (len(changed) > 8))
-            when = "before the fence; call fence() before changing it" if deferred else (
-                "while save() captured it; another thread writes to it"
+            when = (
+                "before the fence; call fence() before changing it"
+                if deferred
+                else ("while save() captured it; another thread writes to it")
             )
             msg = f"{shown} changed {when}. This save is given up; nothing was committed."
             raise TornSnapshotError(msg)

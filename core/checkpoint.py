@@ -316,9 +316,7 @@ class ShiftedSink(ByteSink):
         self._out[at : at + data.nbytes] = data
 
 
-def _as_region(
-    region: Region | Sequence[slice], shape: tuple[int, ...], path: str
-) -> Region:
+def _as_region(region: Region | Sequence[slice], shape: tuple[int, ...], path: str) -> Region:
     if not isinstance(region, Region):
         slices = tuple(region) if isinstance(region, tuple | list) else (region,)
         if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
@@ -331,7 +329,7 @@ def _as_region(
             tuple(max(0, stop - start) for start, stop, _ in spans),
         )
     inside = len(region.sizes) == len(shape) and all(
-        0 <= o and 0 <= s and o + s <= n
+        o >= 0 and s >= 0 and o + s <= n
         for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
     )
     if not inside:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core import fence as fence_hook
 from penstock.core.abc import Backend
-from penstock.core.capture import Subject
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
 from penstock.core.config import CheckpointerConfig, load_config
@@ -22,27 +20,26 @@ from penstock.core.describe import describe_tree
 from penstock.core.errors import (
     BusyError,
     ConfigError,
-    DamagedError,
     FenceTimeoutError,
     PenstockError,
     SaverClosedError,
     SaveSkippedError,
     StepExistsError,
-    StorageTimeoutError,
 )
 from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
 from penstock.core.pipeline import Workers
+from penstock.core.record import check_metadata
 from penstock.core.registry import default_registry
 from penstock.core.reports import SaveHandle
 from penstock.core.restoring import build_new, restore_into, with_fallback, with_history
 from penstock.core.saving import SaveJob
-from penstock.core.staging import Staging, default_budget
 from penstock.core.select import Rename, Selection
+from penstock.core.staging import Staging, default_budget
 from penstock.core.states import ChainTable, plan_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -99,7 +96,7 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._job: SaveJob | None = None
         self._unseen: SaveHandle | None = None
-        self._protected: set[int] = set()
+        self._restored_from: int | None = None
         self._warned_straight = False
         self._closed = False
         self._pid = os.getpid()
@@ -159,7 +156,7 @@ class Checkpointer:
             msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
             raise ConfigError(msg)
         step = _valid_step(step)
-        metadata = _valid_metadata(metadata)
+        metadata = check_metadata(metadata or {})
         if not self._take_turn():
             return _skipped(step)
         earlier = self._unseen_error()
@@ -188,7 +185,6 @@ class Checkpointer:
         self._job, self._unseen = job, job.handle
         if job.deferred_bytes:
             fence_hook.arm(job, self._config.fence_timeout_s)
-        job.start()
         job.capture_now(on_captured=lambda: self._on_captured(job))
         if mode == "blocking":
             job.handle.result()
@@ -254,12 +250,13 @@ class Checkpointer:
             SelectionError: A pattern matches nothing.
         """
         self._check_open()
-        self.fence()
+        if self._job is not None:
+            self._job.fence(None)
         selection, renaming = Selection(include, exclude), Rename(rename)
         report, skipped = with_fallback(
-            self._openers(step, on_damage),
-            lambda checkpoint: restore_into(
-                checkpoint,
+            self._candidates(step, on_damage),
+            lambda number: restore_into(
+                self.open(number),
                 state,
                 selection=selection,
                 rename=renaming,
@@ -268,7 +265,7 @@ class Checkpointer:
                 allow_pickle=self._config.allow_pickle,
             ),
         )
-        self._protected.add(report.step)
+        self._restored_from = report.step
         log.info(
             "restored %d objects of step %d: %.1f MB in %.2f s",
             len(report.restored),
@@ -301,9 +298,9 @@ class Checkpointer:
         self._check_open()
         selection = Selection(include, exclude)
         tree, _ = with_fallback(
-            self._openers(step, on_damage),
-            lambda checkpoint: build_new(
-                checkpoint,
+            self._candidates(step, on_damage),
+            lambda number: build_new(
+                self.open(number),
                 selection=selection,
                 device=device,
                 registry=self._registry,
@@ -474,20 +471,19 @@ class Checkpointer:
 
     def _after_commit(self, report: SaveReport, *, overwrite: bool) -> None:
         """Clean-up on rank 0, outside of `durable`: its failure is logged, never the save's."""
-        self._protected.add(report.step)
+        protect = {report.step}
+        if self._restored_from is not None:
+            protect.add(self._restored_from)
+        keep = self._config.retention
         try:
             if overwrite:
                 self._catalog.delete_older_generations(report.step)
-            keep = self._config.retention
             if keep is not None:
                 self._catalog.apply_retention(
-                    keep_last=keep.keep_last,
-                    keep_every=keep.keep_every,
-                    protect=set(self._protected),
+                    keep_last=keep.keep_last, keep_every=keep.keep_every, protect=protect
                 )
-            self._protected = {report.step}
-        except PenstockError as error:
-            log.warning("cleaning up after step %d: %s", report.step, error)
+        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the log
+            log.warning("cleaning up after step %d failed: %s", report.step, error)
 
     def _unseen_error(self) -> BaseException | None:
         handle, self._unseen = self._unseen, None
@@ -506,18 +502,18 @@ class Checkpointer:
             return self._catalog.require_latest()
         return _valid_step(step)
 
-    def _openers(self, step: int | str, on_damage: str) -> Iterable[Callable[[], Checkpoint]]:
-        """Checkpoints to try, in order: one, or with fallback the newest whole one."""
+    def _candidates(self, step: int | str, on_damage: str) -> Sequence[int]:
+        """Steps to try, in order: one, or with fallback every older one as well."""
         if on_damage not in {"raise", "fallback"}:
             msg = f"on_damage={on_damage!r} is neither 'raise' nor 'fallback'"
             raise ConfigError(msg)
         if on_damage == "raise":
-            return [lambda: self.open(step)]
-        newest = self._catalog.steps()
-        wanted = newest[::-1] if step == "latest" else [s for s in newest[::-1] if s <= int(step)]
-        if not wanted:
-            return [lambda: self.open(step)]
-        return [lambda s=s: self.open(s) for s in wanted]  # type: ignore[misc]
+            return [self._resolve(step)]
+        newest_first = self._catalog.steps()[::-1]
+        if step != "latest":
+            number = _valid_step(step)
+            newest_first = [number, *(s for s in newest_first if s < number)]
+        return newest_first or [self._resolve(step)]
 
 
 def _valid_step(step: object) -> int:
@@ -529,14 +525,6 @@ def _valid_step(step: object) -> int:
         msg = f"step must be an integer of at least 0, not {number}"
         raise ConfigError(msg)
     return number
-
-
-def _valid_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        return dict(json.loads(json.dumps(dict(metadata or {}))))
-    except (TypeError, ValueError) as error:
-        msg = f"metadata must be JSON-like (tensors: pass .item()): {error}"
-        raise ConfigError(msg) from error
 
 
 def _skipped(step: int) -> SaveHandle:

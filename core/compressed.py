@@ -35,9 +35,8 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
         FormatError: It is no frame, or not of the declared size, or beyond `MAX_FRAME_BYTES`.
     """
     try:
-        size = zstd.get_frame_info(data).decompressed_size
-        declared = size if raw_length is None else raw_length
-        if size is None or size > MAX_FRAME_BYTES or size != declared:
+        size = _declared_size(data)
+        if size is None or size > MAX_FRAME_BYTES or raw_length not in {None, size}:
             refuse(name, f"declares {size} bytes once decompressed")
         decoder = zstd.ZstdDecompressor()
         content = decoder.decompress(data, max_length=size + 1)
@@ -46,6 +45,10 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
     if not decoder.eof or decoder.unused_data or len(content) != size:
         refuse(name, f"does not decompress to the {size} bytes that it declares")
     return content
+
+
+def _declared_size(data: bytes) -> int | None:
+    return zstd.get_frame_info(data).decompressed_size
 
 
 def digest(data: bytes | memoryview) -> str:

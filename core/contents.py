@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import CodecContext
+from penstock.core.chain import CodecChain
 from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, FormatError
 from penstock.core.index import IndexReader
 from penstock.core.loading import FrameJob, Use
 from penstock.core.part import decode_head, decode_section
 from penstock.core.paths import path_hash, show_path
-from penstock.core.chain import CodecChain
 from penstock.core.restore_plan import Wanted, plan_restore
 from penstock.core.types import ByteRange, ReadRequest
 
@@ -137,10 +137,10 @@ class Contents:
             context = typed.get((read.part, frame.blob, frame.offset)) or CodecContext(
                 "uint8", 1, (frame.raw_length,), 0, frame.raw_length
             )
-            uses = tuple(
-                Use(owners[u.wanted].sink, u.at, u.start, u.length) for u in read.uses
+            uses = tuple(Use(owners[u.wanted].sink, u.at, u.start, u.length) for u in read.uses)
+            names = dict.fromkeys(
+                show_path(owners[u.wanted].located.record.path) for u in read.uses
             )
-            names = dict.fromkeys(show_path(owners[u.wanted].located.record.path) for u in read.uses)
             jobs.append(
                 FrameJob(
                     frame,

@@ -147,9 +147,13 @@ class Loader:
                     if size >= BATCH_BYTES or len(batch) >= _BATCH_FRAMES:
                         submit()
             submit()
-        finally:
             while flights:
                 settle()
+        finally:
+            # After an error: nothing may be in flight into memory that the caller gets back.
+            for reads, future in flights:
+                future.exception()
+                self._release(reads)
             self._release(batch)
         return stats
 
@@ -213,9 +217,7 @@ class Loader:
             if read.block is not None:
                 self._staging.release(read.block)
 
-    def _verifier(
-        self, reads: list[_Read], *, decode: bool
-    ) -> Callable[[], list[tuple[str, str]]]:
+    def _verifier(self, reads: list[_Read], *, decode: bool) -> Callable[[], list[tuple[str, str]]]:
         def task() -> list[tuple[str, str]]:
             damaged = []
             for read in reads:

@@ -149,7 +149,7 @@ class FrameWriter:
         raw = [c for c in captured if self._chains[self._plan.chunks[c.index].chain] is None]
         encoded = [c for c in captured if self._chains[self._plan.chunks[c.index].chain]]
         if raw:
-            self._batches.append(self._start_raw(raw))
+            self._start_raw(raw)
         if encoded:
             if self._enc is None:
                 self._enc = EncodedStream(
@@ -209,7 +209,9 @@ class FrameWriter:
 
     # ------------------------------------------------------------------------------------------
 
-    def _start_raw(self, captured: list[Captured]) -> _Batch:
+    def _start_raw(self, captured: list[Captured]) -> None:
+        batch = _Batch(captured, [])
+        self._batches.append(batch)  # first, so that `abort` knows of whatever got under way
         if self._raw is None:
             self._raw = self._backend.create(self._raw_name, size_hint=self._plan.raw_blob_bytes)
         requests = []
@@ -217,8 +219,6 @@ class FrameWriter:
             offset = self._plan.chunks[item.index].offset
             assert offset is not None
             requests.append(WriteRequest(offset, (item.view,)))
-        self.write_clock.start()
-        write = self._backend.submit_write(self._raw, requests)
         total = sum(r.length for r in requests)
 
         def done(future: Future[None]) -> None:
@@ -226,13 +226,13 @@ class FrameWriter:
             if future.exception() is None:
                 self._tick(total)
 
+        write = self._backend.submit_write(self._raw, requests)
+        self.write_clock.start()
+        batch.futures.append(write)
         write.add_done_callback(done)
         share = -(-len(captured) // self._workers.count)
-        hashes = [
-            self._workers.submit(self._hasher(captured[at : at + share]))
-            for at in range(0, len(captured), share)
-        ]
-        return _Batch(captured, [*hashes, write])
+        for at in range(0, len(captured), share):
+            batch.futures.append(self._workers.submit(self._hasher(captured[at : at + share])))
 
     def _hasher(self, captured: list[Captured]) -> Callable[[], None]:
         def task() -> None:
@@ -362,8 +362,8 @@ class EncodedStream:
 
     def _submit(self, length: int) -> None:
         request = WriteRequest(self._base, (self._groups[self._current][:length],))
-        self._clock.start()
         flight = self._backend.submit_write(self._writer, [request])
+        self._clock.start()
 
         def done(future: Future[None]) -> None:
             self._clock.stop()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import Node, PlaceContext, Placement, Target
 from penstock.core.containers import key_from_segment, key_segment, make_dict, make_tuple
 from penstock.core.describe import NameTable, check_root, refuse_ranks
-from penstock.core.errors import UnsupportedStateError
+from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.tree import Scan
 from penstock.core.types import Kind, show_path
 
@@ -183,7 +183,7 @@ class _Placing(PlaceContext):
         result = Placement()
         if self._is_other_kind(value, path, result):
             return result
-        finishes: list[tuple[object, object, Callable[[], object]]] = []
+        finishes: list[tuple[Any, object, Callable[[], object]]] = []
         pairs: Iterable[tuple[Any, Any]] = (
             list(value.items()) if isinstance(value, dict) else enumerate(value)
         )
@@ -193,18 +193,20 @@ class _Placing(PlaceContext):
             result.absorb(placed)
             if placed.finish is None:
                 continue
-            if not isinstance(value, tuple):
-                finishes.append((key, child, placed.finish))
-            elif (*path, segment) in placed.values:
+            if isinstance(value, tuple) and (*path, segment) in placed.values:
                 result.problems += self._fixed(child, (*path, segment))
             else:
-                finishes.append((None, child, placed.finish))
+                finishes.append((key, child, placed.finish))
 
         def finish() -> object:
             for key, child, call in finishes:
                 new = call()
-                if new is not child and key is not None:
-                    value[key] = new
+                if new is child:
+                    continue
+                if isinstance(value, tuple):
+                    msg = f"{show_path((*path, str(key)))} stands in a tuple and cannot be replaced"
+                    raise RestoreError(msg)
+                value[key] = new
             return value
 
         result.finish = finish

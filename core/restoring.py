@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.contents import Wish
 from penstock.core.errors import (
     CheckpointGoneError,
+    CheckpointNotFoundError,
     DamagedError,
     PenstockError,
     RestoreError,
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from penstock.core.checkpoint import Checkpoint
     from penstock.core.contents import Located
     from penstock.core.registry import Registry
-    from penstock.core.select import RenameSpec
     from penstock.core.types import ObjectPath, TensorSpec
 
 log = logging.getLogger("penstock")
 
+T = TypeVar("T")
+
+_LISTED = 8
 _SHOWN = 50  # so many differences are spelled out in a message; the error holds all
 
 
@@ -77,25 +80,17 @@ class Stored:
     tally: _Tally
 
 
-def with_fallback(
-    openers: Iterable[Callable[[], Checkpoint]], use: Callable[[Checkpoint], Any]
-) -> tuple[Any, tuple[int, ...]]:
-    """Use the first checkpoint that is whole; also the steps that were not."""
-    skipped: list[int] = []
-    attempts = list(openers)
-    for number, opener in enumerate(attempts):
-        step = None
+def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tuple[int, ...]]:
+    """Use the first of `steps` that is whole; also returns those that were not."""
+    for number, step in enumerate(steps):
         try:
-            checkpoint = opener()
-            step = checkpoint.step
-            return use(checkpoint), tuple(skipped)
+            return use(step), tuple(steps[:number])
         except DamagedError as error:
-            if number == len(attempts) - 1:
+            if number == len(steps) - 1:
                 raise
-            log.warning("step %s is damaged, taking an older one: %s", step, error)
-            skipped.append(-1 if step is None else step)
-    msg = "no checkpoint to restore"
-    raise RestoreError(msg)
+            log.warning("step %d is damaged, taking an older one: %s", step, error)
+    msg = "there is no checkpoint to restore"
+    raise CheckpointNotFoundError(msg)
 
 
 def restore_into(
@@ -118,7 +113,9 @@ def restore_into(
         selected=selection.selects,
         allow_pickle=allow_pickle,
     )
-    missing, unexpected = _compare(placement, stored, selection, strict=strict, step=checkpoint.step)
+    missing, unexpected = _compare(
+        placement, stored, selection, strict=strict, step=checkpoint.step
+    )
     planned = time.monotonic()
     _fill_targets(checkpoint, placement, stored)
     read = time.monotonic()
@@ -309,7 +306,7 @@ def raise_damaged(
         msg = f"step {checkpoint.step} on {checkpoint.backend.url} was deleted while it was read"
         raise CheckpointGoneError(msg)
     names = list(dict.fromkeys(name for name, _ in damaged))
-    details = "; ".join(f"{name}: {detail}" for name, detail in damaged[:8])
+    details = "; ".join(f"{name}: {detail}" for name, detail in damaged[:_LISTED])
     msg = (
         f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in {len(names)} "
         f"object(s): {details}. Restore an older step, or pass on_damage='fallback'."
@@ -368,8 +365,9 @@ def _finish(placement: Placement, step: int) -> Any:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+    more = len(names) - _LISTED
+    shown = ", ".join(names[:_LISTED])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def with_history(report: RestoreReport, skipped: tuple[int, ...]) -> RestoreReport:

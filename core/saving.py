@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _RELEASE_S = 5.0
+_POLL_S = 0.2  # only bounds how late a failure is noticed while nothing is captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,10 @@ class SaveJob:
         self._staging = staging
         self._workers = workers
         self._queue: queue.SimpleQueue[Captured] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards `_error`, and resolving the handle
+        self._lock = threading.Lock()  # guards `_error` and `_started`, and resolving the handle
         self._error: BaseException | None = None
+        self._started = False
+        self._capture_over = threading.Event()  # no thread captures for this save any more
         self._phase = "capture"
         self._done_bytes = 0
         self._moved = time.monotonic()
@@ -119,6 +122,7 @@ class SaveJob:
             request.subjects,
             staging,
             deliver=self._queue.put,
+            need_writer=self.start,
             straight_first=request.mode == "blocking",
         )
         self._writer = FrameWriter(
@@ -137,16 +141,28 @@ class SaveJob:
     # -- the caller's thread --------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to write in the background."""
-        self._workers.spawn("save", self._run)
-        self._workers.spawn("watch", self._watch)
+        """Begin to write in the background, unless that has begun.
+
+        A save that blocks only for its capture starts when that is complete, or needs room:
+        writing at the same time takes memory bandwidth from the copies that training waits for.
+        """
+        with self._lock:
+            started, self._started = self._started, True
+        if not started:
+            self._moved = time.monotonic()
+            self._workers.spawn("save", self._run)
+            self._workers.spawn("watch", self._watch)
 
     def capture_now(self, *, on_captured: Callable[[], None]) -> None:
         """Capture all but what is deferred, and start the rest; failures go to the handle."""
         try:
+            if self.request.mode == "blocking":
+                self.start()
             self._capture.take_now()
         except BaseException as error:  # recorded in the handle; KeyboardInterrupt goes on
             self.fail(error)
+            self._capture_over.set()
+            self.start()  # it cleans up
             on_captured()
             if not isinstance(error, Exception):
                 raise
@@ -154,7 +170,9 @@ class SaveJob:
         if self.deferred_bytes:
             self._workers.spawn("capture", lambda: self._take_deferred(on_captured))
         else:
+            self._capture_over.set()
             self._captured()
+            self.start()
             on_captured()
 
     @property
@@ -232,6 +250,8 @@ class SaveJob:
         except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the handle
             self.fail(error)
         finally:
+            self._capture_over.set()
+            self.start()
             on_captured()
 
     def _captured(self) -> None:
@@ -278,14 +298,17 @@ class SaveJob:
         self._phase = "commit"
         manifest = self.request.manifest(self.uid, results, blobs)
         self._commit.feed(Event.SEALED)
-        for name, data in ((manifest.part_name, manifest.part), (manifest.index_name, manifest.index)):
-            self._raise_if_failed()
-            self._backend.publish(name, data)
-            self._tick(0)
+        self._publish(manifest.part_name, manifest.part)
+        self._publish(manifest.index_name, manifest.index)
         self._raise_if_failed()
         self._publisher.publish_commit(manifest.record)
         self._tick(0)
         return self._report(blobs)
+
+    def _publish(self, name: str, data: bytes) -> None:
+        self._raise_if_failed()
+        self._backend.publish(name, data)
+        self._tick(0)
 
     def _write_chunks(self) -> None:
         left = len(self.request.plan.chunks)
@@ -302,13 +325,11 @@ class SaveJob:
     def _next_batch(self) -> list[Captured]:
         """What is captured by now, up to a batch; waits a moment only when nothing is in flight."""
         batch: list[Captured] = []
-        size = 0
         try:
-            batch.append(self._queue.get(timeout=0.2) if self._writer.idle else self._queue.get(False))
-            size = batch[0].view.nbytes
-            while size < BATCH_BYTES:
+            if self._writer.idle:
+                batch.append(self._queue.get(timeout=_POLL_S))
+            while sum(c.view.nbytes for c in batch) < BATCH_BYTES:
                 batch.append(self._queue.get(block=False))
-                size += batch[-1].view.nbytes
         except queue.Empty:
             pass
         if not batch and self._writer.idle:
@@ -321,7 +342,7 @@ class SaveJob:
             self._writer.settle_oldest()
         while not self.handle.captured.done():
             self._moved = time.monotonic()
-            wait([self.handle.captured], timeout=0.2)  # does not count as seeing its error
+            wait([self.handle.captured], timeout=_POLL_S)  # does not count as seeing its error
         self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
@@ -342,6 +363,7 @@ class SaveJob:
     def _clean_up(self) -> None:
         """After a failure: nothing stays in flight, and data that nobody can need goes."""
         self._writer.abort()
+        self._capture_over.wait()
         self._capture.close()
         while True:
             try:
@@ -378,6 +400,7 @@ class SaveJob:
     def _report(self, blobs: Sequence[tuple[str, int]]) -> SaveReport:
         now = time.monotonic()
         clock = self._clock
+        blocking = self.request.mode == "blocking"
         capabilities = self._backend.capabilities
         return SaveReport(
             step=self.request.step,
@@ -393,7 +416,7 @@ class SaveJob:
             deferred_bytes=self.deferred_bytes,
             straight_bytes=self.straight_bytes,
             seconds={
-                "blocked": now - clock.started if self.request.mode == "blocking" else clock.blocked,
+                "blocked": now - clock.started if blocking else clock.blocked,
                 "capture": (clock.captured or now) - clock.started,
                 "encode": self._writer.encode_clock.seconds,
                 "write": self._writer.write_clock.seconds,
@@ -409,4 +432,3 @@ def _of_our_tree(error: Exception, step: int) -> Exception:
     wrapped = SaveError(f"step {step}: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-

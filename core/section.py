@@ -189,13 +189,15 @@ class _ShardReader:
 
     def read(self, rows: object, spec: TensorSpec, name: str) -> tuple[ShardRecord, ...]:
         rows = check_list(rows, name)
-        if not rows or (self._alone and (len(rows) != 1 or len(rows[0]) != 1)):
-            refuse(name, "is not stored as one whole shard" if self._alone else "has no shard")
+        if not rows or (self._alone and len(rows) != 1):
+            refuse(name, f"has {len(rows)} shards")
         return tuple([self._shard(row, spec, name) for row in rows])
 
     def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
         refs, *bounds = check_list(row, name) or [None]
         region = self._region(bounds, spec, name) if bounds else Region.whole(spec.shape)
+        if self._alone and bounds:
+            refuse(name, "is not stored whole")
         numbers = check_ints(refs, name)
         if len(numbers) % 3:
             refuse(name, "has an odd list of chunks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ SECTION_OBJECTS = 2048
 
 SECTION_WEIGHT = 4 << 20
 """Rough bytes of JSON after which a section ends (long paths, many checksums)."""
+
+_ONE_REF = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def build_sections(
     Raises:
         SaveError: The plan does not hold every byte of every object once: a bug.
     """
-    refs = _refs_by_item(plan)
+    refs = _refs_by_item(plan, len(entries))
     frames = [
         Frame(
             blobs["enc" if chunk.chain else "raw"],
@@ -97,7 +100,7 @@ def build_sections(
         if isinstance(entry, NodeRecord):
             writer.add_node(entry)
         else:
-            writer.add_object(entry, () if entry.item is None else refs.get(entry.item, ()))
+            writer.add_object(entry, () if entry.item is None else refs[entry.item])
         if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
             drafts.append(writer.draft)
             writer = _SectionWriter(frames)
@@ -106,34 +109,38 @@ def build_sections(
     return drafts
 
 
-def _refs_by_item(plan: SavePlan) -> dict[int, list[int]]:
-    # Flat lists of (chunk, at, length): a third of the time of records for a million objects.
-    refs: dict[int, list[int]] = {}
+def _refs_by_item(plan: SavePlan, count: int) -> list[Sequence[int]]:
+    # Flat runs of (chunk, at, length). Tuples where one will do: the collector forgets tuples of
+    # integers, so a million objects take half the time.
+    refs: list[Sequence[int]] = [()] * count
+    longer: dict[int, list[int]] = {}
     ends: dict[int, int] = {}
     for number, chunk in enumerate(plan.chunks):
         for piece in chunk.pieces:
-            item, start, stop = piece.item, piece.start, piece.stop
-            if start != ends.get(item, 0):
-                msg = f"the plan does not go on at byte {start} of item {item}"
+            item, length = piece.item, piece.stop - piece.start
+            if not piece.start and not refs[item]:
+                refs[item] = (number, piece.at, length)
+                continue
+            if item not in longer:
+                refs[item] = longer[item] = list(refs[item])
+                ends[item] = sum(longer[item][2:])
+            if not piece.start or piece.start != ends[item]:
+                msg = f"the plan does not go on at byte {piece.start} of item {item}"
                 raise SaveError(msg)
-            ends[item] = stop
-            if start:
-                refs[item] += (number, piece.at, stop - start)
-            else:
-                refs[item] = [number, piece.at, stop]
+            longer[item] += (number, piece.at, length)
+            ends[item] = piece.stop
     return refs
 
 
 def _storage_order(
-    entries: Sequence[ObjectEntry | NodeRecord], refs: Mapping[int, list[int]]
+    entries: Sequence[ObjectEntry | NodeRecord], refs: Sequence[Sequence[int]]
 ) -> list[int]:
     # What has no bytes goes with the entry that was described before it.
     keys: list[int] = []
     chunk = 0
     for entry in entries:
-        item = None if isinstance(entry, NodeRecord) else entry.item
-        if item is not None and item in refs:
-            chunk = refs[item][0]
+        if not isinstance(entry, NodeRecord) and entry.item is not None and refs[entry.item]:
+            chunk = refs[entry.item][0]
         keys.append(chunk)
     return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -146,6 +153,8 @@ class _SectionWriter:
         self._frames = frames
         self._local: dict[int, int] = {}
         self._types: dict[tuple[Any, ...], int] = {}
+        self._last: ObjectEntry | None = None
+        self._last_type = 0
 
     def add_node(self, node: NodeRecord) -> None:
         self.draft.node_rows.append([node.ordinal, node.path, node.form, node.meta])
@@ -153,42 +162,58 @@ class _SectionWriter:
         self.weight += sum(map(len, node.path)) + len(repr(node.meta))
 
     def add_object(self, entry: ObjectEntry, refs: Sequence[int]) -> None:
-        spec = entry.spec
+        spec, region = entry.spec, entry.region
         columns = self.draft.columns
-        shards: list[list[Any]] = []
+        shards: tuple[tuple[Any, ...], ...] = ()
         if entry.same_as is not None:
             columns["same_as"].append([len(columns["path"]), entry.same_as])
         else:
-            whole = entry.region.sizes == spec.shape
-            stored = sum(refs[2::3])
-            if stored != spec.itemsize * entry.region.numel:
+            stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
+            if stored != spec.itemsize * math.prod(region.sizes):
                 msg = f"the plan holds {stored} bytes of {entry.path}"
                 raise SaveError(msg)
-            row: list[Any] = [self._local_refs(refs)]
-            shards = [row if whole else [*row, entry.region.offsets, entry.region.sizes]]
+            local = self._local_refs(refs)
+            whole = region.sizes == spec.shape
+            shards = ((local,) if whole else (local, region.offsets, region.sizes),)
         columns["ordinal"].append(entry.ordinal)
         columns["path"].append(entry.path)
         columns["type"].append(self._type(entry))
         columns["shape"].append(spec.shape)
         columns["shards"].append(shards)
         self.count += 1
-        self.weight += sum(map(len, entry.path)) + 8 * len(refs)
+        self.weight += len(refs) + sum(map(len, entry.path))
 
-    def _local_refs(self, refs: Sequence[int]) -> list[int]:
+    def _local_refs(self, refs: Sequence[int]) -> tuple[int, ...]:
+        if len(refs) == _ONE_REF:
+            number, at, length = refs
+            return self._local_frame(number), at, length
         local = list(refs)
-        for at in range(0, len(local), 3):
-            number = local[at]
-            if number not in self._local:
-                self._local[number] = len(self._local)
-                self.draft.frames.append(self._frames[number])
-                self.weight += 20 * len(self._frames[number].checksums)
-            local[at] = self._local[number]
+        local[::3] = map(self._local_frame, refs[::3])
+        return tuple(local)
+
+    def _local_frame(self, number: int) -> int:
+        local = self._local.get(number)
+        if local is None:
+            local = self._local[number] = len(self._local)
+            self.draft.frames.append(self._frames[number])
+            self.weight += 20 * len(self._frames[number].checksums)
         return local
 
     def _type(self, entry: ObjectEntry) -> int:
-        key = (entry.kind, entry.spec.dtype, entry.spec.itemsize, entry.role, entry.form)
+        spec, last = entry.spec, self._last
+        if (
+            last is not None
+            and entry.kind is last.kind
+            and entry.role is last.role
+            and entry.form == last.form
+            and spec.dtype == last.spec.dtype
+            and spec.itemsize == last.spec.itemsize
+        ):
+            return self._last_type  # hashing two enum members a million times takes a second
+        key = (entry.kind, spec.dtype, spec.itemsize, entry.role, entry.form)
         number = self._types.get(key)
         if number is None:
             number = self._types[key] = len(self._types)
             self.draft.types.append(list(key))
+        self._last, self._last_type = entry, number
         return number

@@ -265,6 +265,9 @@ def _compile_segment(part: str) -> str | re.Pattern[str] | None:
         elif char == "%":
             char = parse_segment(part[at - 1 : at + 2])
             at += 2
+            if not char:
+                msg = "%00 stands for an empty segment, and only alone"
+                raise SelectionError(msg)
         literal.append(char)
         pattern.append(re.escape(char))
     return re.compile("".join(pattern), re.DOTALL) if wild else "".join(literal)

@@ -169,7 +169,8 @@ def _pin(arena: Arena) -> None:
     import torch  # noqa: PLC0415 - only where a CUDA tensor was seen
 
     if torch.cuda.is_available():
-        status = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size, 0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(arena.address, arena.size, 0)
         arena.pinned = int(status) == 0
 
 

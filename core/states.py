@@ -196,7 +196,8 @@ def _capture(
 def _staging_need(plan: SavePlan, subjects: Sequence[Subject], *, blocking: bool) -> int:
     total = 0
     for chunk in plan.chunks:
-        if blocking and not chunk.slab and subjects[chunk.pieces[0].item].source.address is not None:
+        lent = blocking and not chunk.slab
+        if lent and subjects[chunk.pieces[0].item].source.address is not None:
             continue
         total += align_up(chunk.phase + chunk.length, PAGE_BYTES)
     return total

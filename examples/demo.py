@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from train_gpt import GPT, build
+from train_gpt import build
 
 import penstock
 
@@ -40,6 +40,7 @@ class Trainer:
             [sys.executable, TRAINER, run, f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # as fast when other work is about
         )
 
     def follow(self, bar: Progress, task: int, kill_in_save: int | None = None) -> str:
@@ -51,6 +52,7 @@ class Trainer:
                 self.losses[fact["step"]] = fact["loss"]
                 bar.update(task, completed=fact["step"])
             if fact["event"] == "save" and fact["step"] == kill_in_save:
+                bar.stop_task(task)
                 return self.kill()
         if self.process.wait() != 0:
             sys.exit(f"the trainer failed with status {self.process.returncode}")
@@ -148,12 +150,11 @@ def restore_optimizer(run: Path, proofs: Table) -> None:
         fresh = build(STEPS, seed=99)
         before = [p.clone() for p in fresh["model"].parameters()]
         report = ckpt.restore(fresh, include="optimizer")
-        stored = ckpt.load(include="optimizer/state/**")["optimizer"]["state"]
-        names = dict(fresh["model"].named_parameters())
+        stored = ckpt.open()
         exact = all(
-            torch.equal(fresh["optimizer"].state[names[name]][key], value)
-            for name, entry in stored.items()
-            for key, value in entry.items()
+            torch.equal(value, stored[f"optimizer/state/{name}/{key}"])
+            for name, parameter in fresh["model"].named_parameters()
+            for key, value in fresh["optimizer"].state[parameter].items()
         )
         kept = all(map(torch.equal, before, fresh["model"].parameters()))
         total = ckpt.info().bytes_raw

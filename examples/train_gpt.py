@@ -54,6 +54,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout=0.1) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of shape (batch, time, 256) for bytes of shape (batch, time)."""

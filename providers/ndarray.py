@@ -106,7 +106,7 @@ class ArraySink(ByteSink):
             raise RestoreMismatchError(msg, [msg])
 
 
-class ArrayProvider(StateProvider):
+class NdarrayProvider(StateProvider):
     """Arrays of fixed-size elements; Python objects and records are refused."""
 
     name = "ndarray"
@@ -134,10 +134,7 @@ class ArrayProvider(StateProvider):
             return Placement(finish=lambda: value)
         refuse_unsupported(value, path)
         array = value if value.flags.writeable else np.empty(value.shape, value.dtype)
-        result = Placement([_target(array, path)], finish=lambda: array)
-        if array is not value:
-            result.values.append(path)  # assigned anew, as values are
-        return result
+        return Placement([_target(array, path)], finish=lambda: array)
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext

@@ -74,12 +74,13 @@ def decode_value(data: bytes, path: ObjectPath) -> object:
         msg = f"{show_path(path)}: {error}"
         raise UnsupportedStateError(msg) from None
     except (
-        RecursionError,
+        RuntimeError,  # too deep, or torch does not know a device
         ValueError,
         TypeError,
         KeyError,
         AttributeError,
         OverflowError,
+        struct.error,
     ) as error:
         msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
         raise FormatError(msg, [show_path(path)]) from error
@@ -210,7 +211,8 @@ class _Encoder:
         text = dtype.str
         if dtype.kind not in _NUMPY_KINDS or np.dtype(text) != dtype:
             raise self.refuse(f"is a numpy scalar of dtype {dtype}, which cannot be stored")
-        return {TAG: "numpy", "dtype": text, "v": value.tobytes().hex()}
+        # An empty string has no bytes, but numpy shows it as one character.
+        return {TAG: "numpy", "dtype": text, "v": value.tobytes()[: dtype.itemsize].hex()}
 
     def _torch(self, value: Any, kind: type) -> Any:
         if kind.__name__ == "Size":

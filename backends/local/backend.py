@@ -9,7 +9,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
-from penstock.backends.local.batch import Batch, settle
+from penstock.backends.local.batch import Batch, failed, settle
 from penstock.backends.local.blob import Ahead, FileWriter
 from penstock.backends.local.config import LocalConfig, local_options
 from penstock.backends.local.direct import DirectAccess
@@ -103,12 +103,13 @@ class LocalBackend(Backend):
             self._writers.add(writer)
         return writer
 
-    def submit_write(
-        self, writer: BlobWriter, requests: Sequence[WriteRequest], /
-    ) -> Future[None]:
+    def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
         """Natively: returns at once; callbacks of the future run in the engine's thread."""
         if isinstance(writer, FileWriter):
-            return writer.submit(requests)
+            try:
+                return writer.submit(requests)
+            except StorageError as error:
+                return failed(error)
         return super().submit_write(writer, requests)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
@@ -117,7 +118,10 @@ class LocalBackend(Backend):
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Natively: returns at once; callbacks of the future run in the engine's thread."""
-        return self._begin_read(requests, inline=False)
+        try:
+            return self._begin_read(requests, inline=False)
+        except StorageError as error:
+            return failed(error)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """As the contract says, and of one version even while the record is replaced."""

@@ -89,6 +89,13 @@ class Engine(Protocol):
         """Wait for what is in flight and release everything; idempotent."""
 
 
+def failed(error: StorageError) -> Future[None]:
+    """A future of something that could not even begin."""
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
 def settle(future: Future[None]) -> None:
     """The result of `future`; even when interrupted, only once no buffer is in use any more."""
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from penstock.backends.local.batch import Engine
-    from penstock.backends.local.namespace import Folders
+    from penstock.backends.local.folders import Folders
     from penstock.core.types import WriteRequest
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.backends.local.failures import storage_error
+from penstock.backends.local.folders import FOLDER_FLAGS, Folders, make_folder
 from penstock.core.abc import check_blob_name
 from penstock.core.errors import BlobNotFoundError, CapabilityError, StorageError
 from penstock.core.types import BlobInfo
@@ -23,44 +24,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 TEMPORARY = "~"
 STALE_TEMPORARY_S = 24 * 3600.0  # like the grace time of prune: no publish takes that long
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 _ATTEMPTS = 8  # a folder found empty may be removed by a delete while we walk into it
-
-
-class Folders:
-    """Open folders from the root down to the one that holds a name."""
-
-    def __init__(self, root: str, fds: list[int]) -> None:
-        self._root = root
-        self._fds = fds
-
-    @property
-    def last(self) -> int:
-        """The folder that holds the name, as a file descriptor."""
-        return self._fds[-1]
-
-    def sync(self) -> None:
-        """Make every entry on the way durable, from the innermost up to the root's own.
-
-        All of them, not only those that we made: another process may have made one and not yet
-        synced it.
-        """
-        for fd in reversed(self._fds):
-            os.fsync(fd)
-        try:
-            parent = os.open(os.path.dirname(self._root), _FOLDER)
-        except PermissionError:  # so the root was not made by us: making it syncs its parent
-            return
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-
-    def close(self) -> None:
-        """Close all; idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
 
 
 class Namespace:
@@ -212,7 +177,7 @@ class Namespace:
                 if create:
                     with suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fds[-1])
-                fds.append(os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fds[-1]))
+                fds.append(os.open(part, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=fds[-1]))
         except BaseException:
             Folders(self.root, fds).close()
             raise
@@ -220,18 +185,16 @@ class Namespace:
 
     def _open_root(self, *, create: bool) -> int:
         try:
-            return os.open(self.root, _FOLDER)
+            return os.open(self.root, FOLDER_FLAGS)
         except FileNotFoundError:
             if not create:
                 raise
         make_folder(self.root)
-        return os.open(self.root, _FOLDER)
+        return os.open(self.root, FOLDER_FLAGS)
 
     def _link(self, temporary: str, leaf: str, folder: int, name: str) -> None:
         try:
-            os.link(
-                temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
-            )
+            os.link(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
             # On a network file system the answer to a link that was made may be lost.
             if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1:
@@ -289,21 +252,6 @@ def _temporary(folder: int, data: bytes) -> str:
     return temporary
 
 
-def make_folder(path: str) -> None:
-    """Make `path` and what is missing above it, each entry durable before the next is made."""
-    if os.path.isdir(path):
-        return
-    parent = os.path.dirname(path)
-    make_folder(parent)
-    with suppress(FileExistsError):
-        os.mkdir(path)
-    fd = os.open(parent, _FOLDER)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -316,7 +264,7 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
                 continue
             try:
                 if entry.is_dir(follow_symlinks=False):
-                    inner = os.open(entry.name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    inner = os.open(entry.name, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
                     try:
                         _scan(inner, name + "/", prefix, found)
                     finally:
@@ -329,8 +277,9 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
 
 
 def _sweep(folder: int) -> None:
-    """Remove temporary files that a crash left long ago; `folder` was just changed, so its own
-    time is now by the store's clock.
+    """Remove temporary files that a crash left long ago.
+
+    The folder was just changed, so its own time is now by the store's clock.
     """
     now = os.fstat(folder).st_mtime
     with os.scandir(folder) as entries, suppress(OSError):

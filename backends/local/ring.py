@@ -26,7 +26,7 @@ _AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
 
 def _load() -> Any:
     try:
-        import liburing  # noqa: PLC0415 - optional, and not on the path of other backends
+        import liburing  # type: ignore[import-untyped]  # noqa: PLC0415 - optional; it has no types
     except ImportError as error:
         msg = f"io_uring cannot be used: the package liburing cannot be imported ({error})"
         raise CapabilityError(msg) from error

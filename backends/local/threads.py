@@ -27,7 +27,9 @@ RETRY_LIMIT: Final = 10_000  # of 1 ms each: a device that says "again" for 10 s
 class ThreadEngine:
     """At most `parallel` threads, made when there is work for them."""
 
-    def __init__(self, parallel: int, *, readv: Call = os.preadv, writev: Call = os.pwritev) -> None:
+    def __init__(
+        self, parallel: int, *, readv: Call = os.preadv, writev: Call = os.pwritev
+    ) -> None:
         self._parallel = parallel
         self._readv, self._writev = readv, writev
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()

@@ -86,8 +86,9 @@ def part_bytes(part: memoryview | Bounce) -> int:
 
 
 class Slot:
-    """Page-aligned memory of one lane, made at its first use; shared, so that a fork while the
-    device writes to it copies nothing.
+    """Page-aligned memory of one lane, made at its first use.
+
+    It is a shared mapping, so that a fork while the device writes to it copies nothing.
     """
 
     def __init__(self) -> None:

@@ -66,47 +66,49 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]])
     if not sys.stdout.isatty():
         _print_plain(columns, rows)
         return
-    from rich import box  # noqa: PLC0415 - importing it is a tenth of the time that `ls` takes
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415 - a tenth of the time that `ls` takes
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     console = Console()
-    shown = fitting(columns, rows, console.width)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for number in shown:
+    widths = fitting(columns, rows, console.width)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for number, width in widths.items():
         column = columns[number]
         table.add_column(
             Text(column.title),
             justify="right" if column.right else "left",
             no_wrap=True,
             overflow="ellipsis",
+            width=width,
         )
     for row in rows:
-        cells = [row[number] for number in shown]
+        cells = [row[number] for number in widths]
         table.add_row(
             *(Text(_plain(c), style=c.style if isinstance(c, Cell) else "") for c in cells)
         )
     console.print(table)
-    left_out = [columns[n].title for n in range(len(columns)) if n not in shown]
+    left_out = [column.title for n, column in enumerate(columns) if n not in widths]
     if left_out:
         console.print(Text(f"(too narrow for {', '.join(left_out)})", style="dim"))
 
 
 def fitting(
     columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]], width: int
-) -> list[int]:
-    """Numbers of the columns to show in `width` cells, flexible ones cut as far as they may be."""
-    shown = list(range(len(columns)))
-    needs = [
-        min(need, _FLEXIBLE_MIN_WIDTH) if column.flexible else need
-        for need, column in zip(_widths(columns, rows), columns, strict=True)
-    ]
-    while sum(needs[n] + _GAP for n in shown) - _GAP > width:
+) -> dict[int, int]:
+    """Which columns to show in `width` cells, by number, and how wide each."""
+    wanted = dict(enumerate(_widths(columns, rows)))
+    shown = {
+        n: min(want, _FLEXIBLE_MIN_WIDTH) if columns[n].flexible else want
+        for n, want in wanted.items()
+    }
+    while _total(shown) > width:
         droppable = [n for n in shown if columns[n].keep]
         if not droppable:
             break
-        shown.remove(min(droppable, key=lambda n: (columns[n].keep, -n)))
+        del shown[min(droppable, key=lambda n: (columns[n].keep, -n))]
+    for n, least in list(shown.items()):  # what is left: to flexible ones, the first one first
+        shown[n] = least + max(0, min(wanted[n] - least, width - _total(shown)))
     return shown
 
 
@@ -143,7 +145,8 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
     """Short form of user metadata: `loss=2.1 lr=0.1`."""
     parts = []
     for key, value in metadata.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        short = float(f"{value:.6g}") if isinstance(value, float) else value
+        text = value if isinstance(value, str) else json.dumps(short, ensure_ascii=False)
         parts.append(f"{key}={text}")
     return visible(" ".join(parts))
 
@@ -169,6 +172,10 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> 
         max([_cells(column.title), *(_cells(_plain(row[n])) for row in rows)])
         for n, column in enumerate(columns)
     ]
+
+
+def _total(widths: Mapping[int, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
 def _plain(cell: str | Cell) -> str:

@@ -15,13 +15,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.core.testing.backends_access import ACCESS_CHECKS
 from penstock.core.testing.backends_blobs import BLOB_CHECKS
 from penstock.core.testing.backends_records import RECORD_CHECKS
 
 if TYPE_CHECKING:
-    from penstock.core.testing.backends_blobs import BackendCheck, OpenRoot
+    from penstock.core.testing.expectations import BackendCheck, OpenRoot
 
-BACKEND_CHECKS: tuple[BackendCheck, ...] = (*BLOB_CHECKS, *RECORD_CHECKS)
+BACKEND_CHECKS: tuple[BackendCheck, ...] = (
+    *BLOB_CHECKS,
+    *ACCESS_CHECKS,
+    *RECORD_CHECKS,
+)
 """Every check; each takes the function that opens a root, and raises AssertionError."""
 
 

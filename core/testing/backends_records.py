@@ -1,5 +1,7 @@
 """Checks of records and names: publish, list, stat, delete, close."""
 
+# ruff: noqa: D103 - checks explain themselves by their names
+
 from __future__ import annotations
 
 import threading
@@ -8,14 +10,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import BlobExistsError, BlobNotFoundError, FormatError, StorageError
-from penstock.core.testing.backends_blobs import expect_equal, pattern, raises, read_all
+from penstock.core.testing.expectations import expect_equal, pattern, raises, read_all
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.abc import Backend
-    from penstock.core.testing.backends_blobs import BackendCheck, OpenRoot
+    from penstock.core.testing.expectations import BackendCheck, OpenRoot
 
 PUBLISHERS = 8
 BAD_NAMES = ("", "/abs", "../up", "a/../b", "a//b", "a/", "./a", "a b", "a\x00b", "ä", "a~b", "..")
@@ -118,7 +120,7 @@ def list_is_by_prefix_sorted_and_at_any_depth(open_root: OpenRoot) -> None:
         assert _names(backend, "b/x") == ["b/x"]
         assert _names(backend, "c") == []
         for info in backend.list(""):
-            assert info.size_bytes == 4 - names.index(info.name)  # noqa: PLR2004
+            assert info.size_bytes == 4 - names.index(info.name)
             assert info == backend.stat(info.name)
 
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from penstock.core.abc import BlobWriter
 from penstock.core.errors import StorageError
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.testing.wrapper import Operation
     from penstock.core.types import ReadRequest, WriteRequest
+
+
+_T = TypeVar("_T")
+
 
 class SimulatedCrashError(BaseException):
     """The process is dead from here on; not an `Exception`, so nothing handles it by accident."""
@@ -122,7 +126,7 @@ class FaultyBackend(WrapperBackend):
         """Hold matching calls from the `nth` on until the event is set; see `Fault.reached`."""
         return self.add(Fault(operation, nth, None, match, until=until))
 
-    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], _T]) -> _T:
         with self._lock:
             self._calls.append((operation, names))
             hits = [fault for fault in self._faults if fault.applies(operation, names)]
@@ -173,7 +177,8 @@ class LatencyBackend(WrapperBackend):
         if self._bytes_per_s:
             time.sleep(count / self._bytes_per_s)
 
-    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], _T]) -> _T:
+        del names
         latency = self._latency_s
         time.sleep(latency if isinstance(latency, int | float) else latency.get(operation, 0.0))
         return call()
@@ -229,7 +234,7 @@ class CrashAt(WrapperBackend):
         """Whether the `n`-th call came."""
         return self._dead
 
-    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], _T]) -> _T:
         del names
         with self._lock:
             was_dead = self._dead

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args
 
 from penstock.core.abc import Backend, BlobWriter
 from penstock.core.errors import StorageError
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 Operation = Literal["create", "write", "seal", "abort", "read", "publish", "list", "stat", "delete"]
 
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+_T = TypeVar("_T")
 
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 class WrapperBackend(Backend):
@@ -79,7 +80,7 @@ class WrapperBackend(Backend):
         super().close()
         self.inner.close()
 
-    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], Any]) -> Any:
+    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], _T]) -> _T:
         del operation, names
         return call()
 

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from penstock.backends.local.ring import DISABLE_VARIABLE, Ring
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig

@@ -3,9 +3,10 @@
 import inspect
 
 import pytest
+
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.errors import StorageError
-from penstock.core.testing import backends_blobs, backends_records
+from penstock.core.testing import backends_access, backends_blobs, backends_records
 from penstock.core.testing.backends import BACKEND_CHECKS, check_backend
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import ReadRequest
@@ -20,13 +21,15 @@ def test_backend_conforms(check, open_root):
 
 
 def test_wrapper_conforms(tmp_path):
-    check_backend(lambda root: WrapperBackend(MemoryBackend(MemoryConfig(name=f"{tmp_path}{root}"))))
+    check_backend(
+        lambda root: WrapperBackend(MemoryBackend(MemoryConfig(name=f"{tmp_path}{root}")))
+    )
 
 
 def test_no_check_is_forgotten():
     written = {
         function
-        for module in (backends_blobs, backends_records)
+        for module in (backends_access, backends_blobs, backends_records)
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if list(inspect.signature(function).parameters) == ["open_root"]
     }

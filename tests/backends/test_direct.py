@@ -1,5 +1,7 @@
 """Direct I/O is used where it is proved, and what is said of it is true."""
 
+# ruff: noqa: PTH103, PTH112, PTH123, PTH208 - descriptors, flags and links are what is tested
+
 import ctypes
 import errno
 import fcntl
@@ -8,11 +10,12 @@ import os
 import subprocess
 
 import pytest
+
 from penstock.backends.local import direct as direct_module
 from penstock.backends.local.direct import DirectAccess
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.errors import CapabilityError
-from penstock.core.testing.backends_blobs import pattern
+from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
 MIB = 1 << 20
@@ -130,7 +133,9 @@ def test_a_refusal_is_told_and_the_page_cache_used(open_files, tmp_path, monkeyp
     capabilities = backend.capabilities
     monkeypatch.undo()
     assert not capabilities.direct_io
-    assert "Invalid argument" in capabilities.notes[0] or "direct_io is off" in capabilities.notes[0]
+    assert (
+        "Invalid argument" in capabilities.notes[0] or "direct_io is off" in capabilities.notes[0]
+    )
     used, data = write(backend)
     assert not used
     assert (tmp_path / "root" / "data" / "a.raw").read_bytes()[65:] == data[1:]

@@ -1,12 +1,15 @@
 """What is made durable, in which order, and what a failure leaves behind."""
 
+# ruff: noqa: PTH115, PTH208 - descriptors, flags and links are what is tested
+
 import errno
 import os
 import stat
 
 import pytest
+
 from penstock.core.errors import StorageError, StorageFullError
-from penstock.core.testing.backends_blobs import pattern
+from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
 MIB = 1 << 20
@@ -195,9 +198,9 @@ def test_two_requests_in_one_page_are_refused_before_either_is_damaged(files):
     writer.write([WriteRequest(64, (memoryview(b"first"),))])
     with pytest.raises(StorageError, match="two requests touch one unit"):
         writer.write([WriteRequest(4000, (memoryview(bytes(200)),))])
+    both = [WriteRequest(at, (memoryview(b"x"),)) for at in (8192, 8200)]
     with pytest.raises(StorageError, match="two requests touch one unit"):
-        both = [(8192, b"a"), (8200, b"b")]
-        writer.write([WriteRequest(at, (memoryview(data),)) for at, data in both])
+        writer.write(both)
     writer.seal(69)
     target = bytearray(5)
     files.read([ReadRequest("a.raw", 64, memoryview(target))])
@@ -226,6 +229,8 @@ def test_a_full_disk_says_how_much_is_free(files, monkeypatch, tmp_path):
     writer.write([WriteRequest(0, (memoryview(b"x"),))])
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(StorageFullError, match=r"a\.raw under .*ENOSPC.*GB are free; make room"):
+        with pytest.raises(
+            StorageFullError, match=r"a\.raw under .*ENOSPC.*GB are free; make room"
+        ):
             writer.seal(1)
     writer.abort()

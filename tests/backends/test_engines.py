@@ -1,11 +1,14 @@
 """The engines under short results, errors and overload, injected where the kernel answers."""
 
+# ruff: noqa: PTH118, PTH123 - descriptors, flags and links are what is tested
+
 import errno
 import os
 import random
 import threading
 
 import pytest
+
 from penstock.backends.local import ring as ring_module
 from penstock.backends.local.ring import Ring
 from penstock.backends.local.ring_engine import RingEngine
@@ -13,7 +16,7 @@ from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.uring import UringBackend, UringConfig
 from penstock.core.errors import CapabilityError, StorageError
-from penstock.core.testing.backends_blobs import at_phase, pattern
+from penstock.core.testing.expectations import at_phase, pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
 MIB = 1 << 20
@@ -263,7 +266,9 @@ def test_a_ring_that_breaks_down_tells_everyone(tmp_path, needs_uring):
     backend.close()
 
 
-@pytest.mark.parametrize(("value", "says"), [("EPERM", "EPERM"), ("ENOSYS", "ENOSYS"), ("1", "EPERM")])
+@pytest.mark.parametrize(
+    ("value", "says"), [("EPERM", "EPERM"), ("ENOSYS", "ENOSYS"), ("1", "EPERM")]
+)
 def test_forbidden_ring_says_why(value, says, tmp_path, monkeypatch):
     monkeypatch.setenv(ring_module.DISABLE_VARIABLE, value)
     with pytest.raises(CapabilityError, match=f"io_uring_queue_init says {says}"):

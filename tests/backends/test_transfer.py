@@ -4,6 +4,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.backends.local.batch import Batch
 from penstock.backends.local.kernel import address
 from penstock.backends.local.transfer import (
@@ -18,7 +19,7 @@ from penstock.backends.local.transfer import (
     cut_read,
     cut_writes,
 )
-from penstock.core.testing.backends_blobs import at_phase
+from penstock.core.testing.expectations import at_phase
 from penstock.core.types import PAGE_BYTES, align_down, align_up
 
 DIRECT = OpenBlob("blob", -1, direct=True)
@@ -153,7 +154,8 @@ def test_short_results_are_resumed_where_they_stopped(requests, data):
 @given(plans())
 def test_reads_fill_the_targets_and_may_end_with_the_file(requests):
     content = expected_file(requests)
-    for offset, buffers in requests:
+    for start, buffers in requests:
+        offset = start
         for buffer in buffers:
             buffer[:] = bytes(buffer.nbytes)
             for transfer in cut_read(Batch("read", "/"), DIRECT, offset, buffer):

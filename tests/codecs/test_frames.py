@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import sys
 
@@ -62,6 +63,17 @@ def test_chunks_around_a_multiple_of_the_piece_come_back(size):
     chunk = bytes(range(251)) * (size // 251) + bytes(size % 251)
     for codec in (ZstdCodec(ZstdConfig()), Lz4Codec(Lz4Config())):
         assert _decode(codec, _encode(codec, chunk), size) == chunk
+
+
+@pytest.mark.parametrize("codec", [ZstdCodec(ZstdConfig()), Lz4Codec(Lz4Config())])
+def test_failure_in_mid_chunk_leaves_nothing_behind(codec):
+    size = 9 << 20
+    chunk = random.Random(5).randbytes(size)
+    context = CodecContext("uint8", 1, (size,), 0, size)
+    _encode(codec, b"makes what the codec keeps for later")
+    with pytest.raises(CodecError, match="do not fit"):
+        codec.encode(memoryview(chunk), memoryview(bytearray(5 << 20)), context=context)
+    assert _decode(codec, _encode(codec, b"penstock"), 8) == b"penstock"
 
 
 def test_zstd_level_changes_the_size():

@@ -145,8 +145,10 @@ def test_codec_cannot_change_the_chunk():
         chunk[0] = 1
         return 1
 
+    chunk = bytearray(10)
     with pytest.raises(CodecError, match="recording failed"):
-        _encode(CodecChain([_Faulty(scribble)]), bytes(10))
+        _encode(CodecChain([_Faulty(scribble)]), chunk)
+    assert chunk == bytes(10)
 
 
 def test_foreign_error_of_a_codec_becomes_a_codec_error():

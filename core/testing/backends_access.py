@@ -1,0 +1,190 @@
+"""Checks of reads, of the life of a writer, and of what an instance says of itself."""
+
+# ruff: noqa: D103, S311 - checks explain themselves by their names; nothing here is secret
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    BlobTruncatedError,
+    StorageError,
+)
+from penstock.core.testing.expectations import (
+    MIB,
+    Model,
+    at_phase,
+    expect_equal,
+    pattern,
+    raises,
+    read_all,
+    store,
+)
+from penstock.core.types import ReadRequest, WriteRequest
+
+if TYPE_CHECKING:
+    from penstock.core.abc import Backend, BlobWriter
+    from penstock.core.testing.expectations import BackendCheck, OpenRoot
+
+
+def reads_fill_many_targets_from_several_blobs(open_root: OpenRoot) -> None:
+    rng = random.Random(22)
+    with closing(open_root("reads")) as backend:
+        blobs = {f"data/{n}.raw": pattern(3 * MIB + n, n) for n in range(3)}
+        for name, data in blobs.items():
+            writer = backend.create(name)
+            writer.write([WriteRequest(0, (memoryview(data),))])
+            writer.seal(len(data))
+        requests = []
+        for _ in range(60):
+            name = rng.choice(sorted(blobs))
+            length = rng.choice([0, 1, 5000, 300_000, 2 * MIB])
+            offset = rng.randrange(len(blobs[name]) - length + 1)
+            phase = rng.choice([offset % 4096, rng.randrange(4096)])
+            requests.append(ReadRequest(name, offset, at_phase(bytes(length), phase)))
+        size = len(blobs["data/0.raw"])
+        requests.append(ReadRequest("data/0.raw", size - 1, memoryview(bytearray(1))))
+        backend.read(requests)
+        for request in requests:
+            stop = request.offset + request.target.nbytes
+            expect_equal(bytes(request.target), blobs[request.name][request.offset : stop])
+
+
+def reads_touch_nothing_around_the_target(open_root: OpenRoot) -> None:
+    with closing(open_root("around")) as backend:
+        data = pattern(MIB)
+        writer = backend.create("data/a.raw")
+        writer.write([WriteRequest(0, (memoryview(data),))])
+        writer.seal(len(data))
+        for phase, start, length in ((64, 64, 700_001), (5, 100, 600_000)):
+            memory = at_phase(b"\xaa" * (length + 200), phase - 100 & 4095)
+            backend.read([ReadRequest("data/a.raw", start, memory[100:-100])])
+            expect_equal(bytes(memory[100:-100]), data[start : start + length])
+            expect_equal(bytes(memory[:100]) + bytes(memory[-100:]), b"\xaa" * 200)
+
+
+def reading_what_is_not_there_says_so(open_root: OpenRoot) -> None:
+    with closing(open_root("missing")) as backend:
+        target = memoryview(bytearray(MIB))
+        with raises(BlobNotFoundError):
+            backend.read([ReadRequest("data/none.raw", 0, target)])
+        future = backend.submit_read([ReadRequest("none", 0, target[:9])])
+        with raises(BlobNotFoundError):
+            future.result(60)
+        with raises(BlobNotFoundError):
+            backend.read_record("data/none.json", limit_bytes=100)
+        writer = backend.create("data/short.raw")
+        writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
+        writer.seal(MIB)
+        for offset, length in ((1, MIB), (MIB - 5, 6), (MIB + 1, 1), (10 * MIB, 4096)):
+            with raises(BlobTruncatedError):
+                backend.read([ReadRequest("data/short.raw", offset, target[:length])])
+        with raises(BlobTruncatedError):
+            backend.read(
+                [
+                    ReadRequest("data/short.raw", 0, target[:10]),
+                    ReadRequest("data/short.raw", MIB, target[10:20]),
+                ]
+            )
+        backend.read([ReadRequest("data/short.raw", 0, target)])
+        expect_equal(bytes(target), pattern(MIB))
+
+
+def create_never_takes_an_existing_name(open_root: OpenRoot) -> None:
+    with closing(open_root("taken")) as backend:
+        writer = backend.create("data/x.raw")
+        with raises(BlobExistsError):
+            backend.create("data/x.raw")
+        writer.write([WriteRequest(0, (memoryview(b"first"),))])
+        writer.seal(5)
+        with raises(BlobExistsError):
+            backend.create("data/x.raw")
+        backend.publish("data/y.json", b"{}")
+        with raises(BlobExistsError):
+            backend.create("data/y.json")
+        expect_equal(read_all(backend, "data/x.raw", 5), b"first")
+
+
+def a_finished_writer_takes_no_more(open_root: OpenRoot) -> None:
+    request = WriteRequest(0, (memoryview(b"12345"),))
+    later = WriteRequest(1 << 16, (memoryview(b"12345"),))
+    with closing(open_root("finished")) as backend:
+        sealed = backend.create("data/sealed.raw")
+        sealed.write([request])
+        sealed.seal(5)
+        aborted = backend.create("data/aborted.raw")
+        aborted.write([request])
+        aborted.abort()
+        for writer in (sealed, aborted):
+            _refuses_everything(backend, writer, later)
+        sealed.abort()
+        expect_equal(read_all(backend, "data/sealed.raw", 5), b"12345")
+
+
+def _refuses_everything(backend: Backend, writer: BlobWriter, request: WriteRequest) -> None:
+    with raises(StorageError):
+        writer.write([request])
+    future = backend.submit_write(writer, [request])
+    with raises(StorageError):
+        future.result(60)
+    with raises(StorageError):
+        writer.seal(5)
+
+
+def an_aborted_blob_can_be_deleted_and_made_again(open_root: OpenRoot) -> None:
+    with closing(open_root("abort")) as backend:
+        writer = backend.create("data/a.raw", size_hint=10 * MIB)
+        writes = [
+            backend.submit_write(writer, [WriteRequest(n * MIB, (memoryview(pattern(MIB)),))])
+            for n in range(4)
+        ]
+        writer.abort()
+        writer.abort()
+        for write in writes:
+            write.exception(60)
+        backend.delete(["data/a.raw"])
+        with raises(BlobNotFoundError):
+            backend.stat("data/a.raw")
+        again = backend.create("data/a.raw")
+        again.write([WriteRequest(0, (memoryview(b"again"),))])
+        again.seal(5)
+        expect_equal(read_all(backend, "data/a.raw", 5), b"again")
+
+
+def another_instance_sees_sealed_blobs(open_root: OpenRoot) -> None:
+    with closing(open_root("shared")) as backend, closing(open_root("shared")) as other:
+        writer = backend.create("data/s.raw")
+        writer.write([WriteRequest(0, (memoryview(b"hello"),))])
+        writer.seal(5)
+        expect_equal(read_all(other, "data/s.raw", 5), b"hello")
+        assert [info.name for info in other.list("")] == ["data/s.raw"]
+
+
+def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
+    with closing(open_root("capabilities")) as backend:
+        before = backend.capabilities
+        for value in (before.memory_alignment, before.offset_alignment):
+            assert value >= 1
+            assert value & (value - 1) == 0
+        assert before.preferred_io_bytes > 0
+        assert before.preferred_parallel > 0
+        model = Model(backend.capabilities.offset_alignment)
+        model.put(memoryview(pattern(MIB)))
+        store(backend, "data/c.raw", model)
+        assert backend.capabilities == before
+
+
+ACCESS_CHECKS: tuple[BackendCheck, ...] = (
+    reads_fill_many_targets_from_several_blobs,
+    reads_touch_nothing_around_the_target,
+    reading_what_is_not_there_says_so,
+    create_never_takes_an_existing_name,
+    a_finished_writer_takes_no_more,
+    an_aborted_blob_can_be_deleted_and_made_again,
+    another_instance_sees_sealed_blobs,
+    capabilities_are_sane_and_steady,
+)

@@ -1,0 +1,95 @@
+"""Data, models and expectations that conformance checks share."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.core.types import ReadRequest, WriteRequest, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.core.abc import Backend
+
+    OpenRoot: TypeAlias = Callable[[str], Backend]
+    BackendCheck: TypeAlias = Callable[[OpenRoot], None]
+
+MIB = 1 << 20
+
+
+@contextmanager
+def raises(*errors: type[Exception]) -> Iterator[None]:
+    """Fail unless the block raises one of `errors`."""
+    try:
+        yield
+    except errors:
+        return
+    names = ", ".join(error.__name__ for error in errors)
+    msg = f"expected {names}, but nothing was raised"
+    raise AssertionError(msg)
+
+
+def pattern(length: int, seed: int = 0) -> bytes:
+    """Reproducible bytes in which no two stretches are alike."""
+    return random.Random(seed).randbytes(length)  # noqa: S311 - for comparing, not for secrets
+
+
+def at_phase(data: bytes, phase: int) -> memoryview:
+    """`data` in writable memory whose address has `phase` modulo 4096, if the machine tells."""
+    import ctypes  # noqa: PLC0415 - only the checks need it
+
+    memory = bytearray(len(data) + 2 * 4096)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    start = -base % 4096 + phase
+    view = memoryview(memory)[start : start + len(data)]
+    view[:] = data
+    return view
+
+
+@dataclass(slots=True)
+class Model:
+    """What a blob should hold, beside what was sent to it."""
+
+    align: int
+    expected: bytearray = field(default_factory=bytearray)
+    requests: list[WriteRequest] = field(default_factory=list)
+    end: int = 0
+
+    def put(self, *parts: memoryview, gap: int = 0, phase: int | None = None) -> None:
+        """Plan a request behind the last one, on a unit of its own."""
+        offset = align_up(self.end, self.align) + gap * self.align
+        offset += phase if phase is not None and self.align > 1 else 0
+        data = b"".join(parts)
+        self.expected.extend(bytes(offset - len(self.expected)))
+        self.expected += data
+        self.requests.append(WriteRequest(offset, parts))
+        self.end = offset + len(data)
+
+
+def read_all(backend: Backend, name: str, length: int) -> bytes:
+    """The first `length` bytes of a blob."""
+    target = bytearray(length)
+    backend.read([ReadRequest(name, 0, memoryview(target))])
+    return bytes(target)
+
+
+def expect_equal(got: bytes, expected: bytes | bytearray) -> None:
+    """Compare without printing megabytes."""
+    if got == expected:
+        return
+    pairs = enumerate(zip(got, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
+    msg = f"read {len(got)} bytes, expected {len(expected)}; the first difference is at {first}"
+    raise AssertionError(msg)
+
+
+def store(backend: Backend, name: str, model: Model) -> None:
+    """Write and seal all that `model` plans, and compare what reads back."""
+    writer = backend.create(name, size_hint=model.end)
+    writer.write(model.requests)
+    writer.seal(model.end)
+    expect_equal(read_all(backend, name, model.end), model.expected)
+    assert backend.stat(name).size_bytes == model.end

@@ -1,0 +1,555 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.backends.posix import PosixBackend
+from penstock.core.cli.render import (
+    Cell,
+    Column,
+    age_text,
+    fitting,
+    metadata_text,
+    ratio_text,
+    size_text,
+    visible,
+)
+from penstock.core.manifest import (
+    CommitRecord,
+    IndexEntry,
+    PartEntry,
+    commit_name,
+    index_name,
+    part_name,
+)
+from penstock.core.record import encode_commit
+
+ROOT = Path(__file__).resolve().parents[2]
+EVIL = "\x1b[31mred\x07 [bold]not bold[/] \u202egnorw"
+
+
+@pytest.fixture
+def environment(plugin_site):
+    """Of a process that finds Penstock's own plugins, and those of the test."""
+    plugin_site.add_penstock()
+    path = [str(plugin_site.folder), str(ROOT / "src"), *filter(None, sys.path)]
+    kept = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path), "TERM": "xterm"}
+
+
+@pytest.fixture
+def penstock(environment):
+    """Runs the command with its output in pipes."""
+
+    def run(*arguments, before=""):
+        code = f"import sys\n{before}\nfrom penstock.core.cli.main import main\nmain()"
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    return run
+
+
+@pytest.fixture
+def terminal(environment):
+    """Runs the command in a terminal of some width; gives its lines without colours."""
+
+    def run(*arguments, width=120):
+        main_fd, terminal_fd = pty.openpty()
+        fcntl.ioctl(terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        code = "from penstock.core.cli.main import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=terminal_fd,
+            stderr=subprocess.DEVNULL,
+        )
+        output = b""
+        ended = False
+        while True:
+            ready, _, _ = select.select([main_fd], [], [], 0.02)
+            if ready:
+                output += os.read(main_fd, 65536)
+            elif ended:  # and nothing has come since
+                break
+            ended = process.poll() is not None
+        os.close(terminal_fd)  # only now: what is in the terminal may be lost with its last user
+        os.close(main_fd)
+        assert process.wait(60) == 0
+        return output.decode()
+
+    return run
+
+
+def _lines(output):
+    return re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()
+
+
+def _record(step, *, generation=0, created=None, **changes):
+    uid = f"{step:032x}"
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 7300))
+    return CommitRecord(
+        uid=uid,
+        step=step,
+        generation=generation,
+        created=created or now,
+        world_size=1,
+        index=IndexEntry(index_name(uid), 10, "0" * 64),
+        parts=(PartEntry(part_name(uid, 0), 10, 5, "0" * 64),),
+        objects=12,
+        bytes_raw=3 << 30,
+        bytes_stored=2 << 30,
+        **changes,
+    )
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run of which `ls` can read all there is to read."""
+    root = tmp_path / "run"
+    backend = PosixBackend(PosixBackend.Config(path=str(root)))
+    for record in (
+        _record(5, metadata={"loss": 2.5, "note": "ok"}),
+        _record(100, metadata={"note": EVIL}),
+        _record(100, generation=1, metadata={"note": EVIL, "lr": [0.1, None]}),
+    ):
+        name = commit_name(record.step, record.generation)
+        backend.publish(name, encode_commit(record))
+    backend.publish(commit_name(70, 0), b"nonsense\n")
+    backend.close()
+    return root
+
+
+# -- ls -----------------------------------------------------------------------------------------
+
+
+def test_ls_lists_every_step_with_its_newest_generation_and_state(penstock, run_folder):
+    done = penstock("ls", run_folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    header, five, seventy, hundred, *rest = done.stdout.splitlines()
+    titles = ["STEP", "GEN", "AGE", "OBJECTS", "RAW", "STORED", "RATIO", "STATE", "METADATA"]
+    assert header.split() == titles
+    assert five.split(maxsplit=11)[:2] == ["5", "0"]
+    assert "2 h" in five
+    assert re.search(r"12  3\.0 GiB  2\.0 GiB  1\.50x  ok +loss=2\.5 note=ok$", five)
+    assert seventy.split() == ["70", *"-" * 6, "damaged"]
+    assert hundred.split()[:2] == ["100", "1"]
+    assert "lr=[0.1, null]" in hundred
+    assert len(rest) == 1
+    assert rest[0].startswith("step 70: ")
+    assert "is not a record of Penstock" in rest[0] or "commits/00000070-0.json" in rest[0]
+
+
+def test_ls_json_says_the_same(penstock, run_folder):
+    done = penstock("ls", run_folder, "--json")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    listing = json.loads(done.stdout)
+    assert listing["url"] == f"posix://{run_folder}"
+    five, seventy, hundred = listing["checkpoints"]
+    assert (five["step"], five["state"], five["bytes_raw"]) == (5, "ok", 3 << 30)
+    assert five["metadata"] == {"loss": 2.5, "note": "ok"}
+    assert (seventy["step"], seventy["state"]) == (70, "damaged")
+    assert seventy["error"]
+    assert (hundred["generation"], hundred["metadata"]["note"]) == (1, EVIL)
+
+
+def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
+    (tmp_path / "run").mkdir()
+    done = penstock("ls", tmp_path / "run")
+    assert (done.returncode, done.stdout) == (0, f"no checkpoints under posix://{tmp_path}/run\n")
+    assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, command):
+    done = penstock(command, tmp_path / "absent")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"penstock: there is no folder {tmp_path}/absent\n"
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("show", "--step", "5"), ("plugins",)])
+def test_looking_changes_nothing(penstock, run_folder, arguments):
+    before = {p: p.stat().st_mtime_ns for p in run_folder.rglob("*")}
+    command, *options = arguments
+    penstock(command, *([] if command == "plugins" else [run_folder]), *options)
+    assert {p: p.stat().st_mtime_ns for p in run_folder.rglob("*")} == before
+
+
+# -- rendering ----------------------------------------------------------------------------------
+
+
+def test_control_characters_and_markup_never_reach_the_terminal_as_such(
+    penstock, terminal, run_folder
+):
+    for output in (penstock("ls", run_folder).stdout, terminal("ls", run_folder, width=200)):
+        assert r"note=\x1b[31mred\x07 [bold]not bold[/] \u202egnorw" in output
+        assert "\x1b[31mred" not in output
+        assert "\x07" not in output
+        assert "\u202e" not in output
+
+
+def test_error_messages_are_made_harmless_too(penstock, tmp_path):
+    done = penstock("ls", f"{tmp_path}/\x1b[2Jabsent\u202e")
+    assert done.returncode == 1
+    assert done.stderr == f"penstock: there is no folder {tmp_path}/\\x1b[2Jabsent\\u202e\n"
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 200])
+def test_table_fits_the_terminal_and_keeps_step_and_state(terminal, run_folder, width):
+    lines = _lines(terminal("ls", run_folder, width=width))
+    table = [line for line in lines if re.match(r"\s*(STEP|5|70|100)\b", line)]
+    assert len(table) == 4
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert "STEP" in table[0]
+    assert "STATE" in table[0]
+    assert "damaged" in table[2]
+    left_out = any("too narrow for" in line for line in lines)
+    assert left_out == (width < 80)
+
+
+def test_pipe_gets_whole_lines_without_colours(penstock, run_folder):
+    output = penstock("ls", run_folder).stdout
+    assert "\x1b[" not in output
+    assert "gnorw lr=[0.1, null]" in output
+    assert all(line == line.rstrip() for line in output.splitlines())
+
+
+def test_reader_that_goes_away_is_no_error_message(environment, run_folder):
+    code = "from penstock.core.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "ls", str(run_folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+    assert errors == ""
+
+
+def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
+    columns = [Column("A"), Column("BB", keep=2), Column("CCC", keep=1), Column("D", flexible=True)]
+    rows = [["aaaa", "bbbb", Cell("cccc", "red"), "d" * 50]]
+    assert fitting(columns, rows, 100) == {0: 4, 1: 4, 2: 4, 3: 50}
+    assert fitting(columns, rows, 40) == {0: 4, 1: 4, 2: 4, 3: 22}
+    assert fitting(columns, rows, 30) == {0: 4, 1: 4, 2: 4, 3: 12}
+    assert fitting(columns, rows, 29) == {0: 4, 1: 4, 3: 17}
+    assert fitting(columns, rows, 23) == {0: 4, 3: 17}
+    assert fitting(columns, rows, 1) == {0: 4, 3: 12}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (3 << 40, "3.0 TiB"),
+        (1 << 80, "1048576.0 EiB"),
+    ],
+)
+def test_sizes_are_shown_in_binary_units(size, text):
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "now"), (0.4, "now"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (200_000, "2 d")],
+)
+def test_ages_are_shown_in_their_largest_unit(seconds, text):
+    assert age_text(seconds) == text
+
+
+def test_ratio_of_nothing_is_a_dash():
+    assert ratio_text(30, 20) == "1.50x"
+    assert ratio_text(0, 0) == ratio_text(1, 0) == ratio_text(0, 1) == "-"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain", "plain"),
+        ("ünï 文字", "ünï 文字"),
+        ("a\nb\tc\0", r"a\nb\tc\x00"),
+        ("\x9b31m", r"\x9b31m"),
+        ("\u202e\u200b", r"\u202e\u200b"),
+        ("\ud800", r"\ud800"),
+        ("a\u00a0b", "a b"),
+        ("\U000e0001", r"\U000e0001"),
+    ],
+)
+def test_invisible_characters_become_escapes(text, shown):
+    assert visible(text) == shown
+
+
+def test_metadata_is_shown_short():
+    assert metadata_text({"loss": 2.1 / 3, "nan": float("nan")}) == "loss=0.7 nan=NaN"
+    shown = metadata_text({"loss": 2.5, "name": "a\nb", "deep": {"x": [1, None]}, "ü": "ü"})
+    assert shown == r'loss=2.5 name=a\nb deep={"x": [1, null]} ü=ü'
+    assert metadata_text({}) == ""
+
+
+# -- plugins ------------------------------------------------------------------------------------
+
+
+def test_plugins_lists_ours_and_theirs_without_importing_them(penstock, plugin_site):
+    plugin_site.add(
+        "acme-store",
+        {"penstock.backends": {"acme": "acme_store:Store"}},
+        acme_store="raise SystemExit('imported')",
+    )
+    done = penstock("plugins")
+    assert re.search(
+        r"^backend +acme +found +acme-store +1\.0 +acme_store:Store$", done.stdout, re.MULTILINE
+    )
+    assert re.search(
+        r"^codec +zstd +found +penstock +0\.0 +penstock\.codecs\.zstd", done.stdout, re.MULTILINE
+    )
+    assert "imported" not in done.stderr
+
+
+def test_plugins_check_finds_what_is_broken_and_exits_with_1(penstock, plugin_site):
+    plugin_site.add(
+        "acme-store",
+        {"penstock.backends": {"acme": "acme_store:Store"}},
+        acme_store="raise RuntimeError('no licence')",
+    )
+    done = penstock("plugins", "--check", "--json")
+    assert done.returncode == 1
+    found = {(p["kind"], p["name"]): p for p in json.loads(done.stdout)["plugins"]}
+    acme = found["backend", "acme"]
+    assert (acme["state"], acme["distribution"]) == ("failed", "acme-store")
+    assert acme["error"].endswith("RuntimeError: no licence")
+    assert found["codec", "zstd"]["state"] == "ok"
+    text = penstock("plugins", "--check")
+    assert "\nbackend 'acme' of acme-store 1.0 cannot be loaded: RuntimeError" in text.stdout
+
+
+def test_plugins_shows_a_conflict_for_both(penstock, plugin_site):
+    plugin_site.add("acme-zstd", {"penstock.codecs": {"zstd": "acme_zstd:Zstd"}})
+    done = penstock("plugins")
+    assert done.returncode == 1
+    assert len(re.findall(r"^codec +zstd +conflict ", done.stdout, re.MULTILINE)) == 2
+    assert done.stdout.count("codec 'zstd' is claimed by") == 1
+
+
+# -- show and verify, of a real run -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    import torch
+
+    import penstock as package
+
+    root = tmp_path_factory.mktemp("saved") / "run"
+    weight = torch.arange(3000, dtype=torch.float32).reshape(50, 60)
+    state = {
+        "model": {"weight": weight, "tied": weight, "half": torch.ones(7, dtype=torch.bfloat16)},
+        "zeros": {"a": torch.zeros(40_000), "b": torch.zeros(10), "c": torch.zeros(10)},
+        EVIL: torch.zeros(()),
+        "epoch": 7,
+    }
+    rules = [{"match": "zeros", "codecs": ["lz4", "zstd"]}]
+    with package.Checkpointer(f"posix://{root}", rules=rules) as ckpt:
+        ckpt.save(state, step=3, mode="blocking")
+        ckpt.save(state, step=8, mode="blocking", metadata={"loss": 2.5})
+    return root
+
+
+@pytest.fixture
+def damaged_run(saved_run, tmp_path):
+    """A copy whose newest checkpoint has a flipped bit in every byte of its raw frames."""
+    root = shutil.copytree(saved_run, tmp_path / "run")
+    newest = max(root.glob("data/*"), key=lambda folder: _step_of(root, folder.name))
+    (blob,) = newest.glob("blobs/*.raw")
+    data = bytearray(blob.read_bytes())
+    for at in range(len(data)):
+        data[at] ^= 1
+    blob.write_bytes(data)
+    return root
+
+
+def _step_of(root, uid):
+    names = [p for p in root.glob("commits/*") if uid in p.read_text()]
+    return int(names[0].name.split("-")[0])
+
+
+def test_show_lists_the_objects_of_the_newest_step_in_tree_order(penstock, saved_run):
+    done = penstock("show", saved_run)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, metadata, _, header, *table, _, total = done.stdout.splitlines()
+    assert first.startswith("step 8, generation 0, of 20")
+    assert metadata == "loss=2.5"
+    assert header.split() == ["PATH", "TYPE", "SHAPE", "BYTES", "STORED", "CODECS", "ROLE"]
+    rows = [re.split(r"  +", line) for line in table]
+    assert rows[0] == ["model/weight", "float32", "50x60", "11.7 KiB", "11.7 KiB", "raw", "other"]
+    assert rows[1] == [
+        "model/tied = model/weight", "float32", "50x60", "0 B", "0 B", "raw", "other",
+    ]  # fmt: skip
+    assert rows[2][:4] == ["model/half", "bfloat16", "7", "14 B"]
+    assert (rows[3][0], rows[3][5]) == ("zeros/a", "lz4+zstd")
+    assert rows[-2][0] == r"\x1b[31mred\x07 [bold]not bold[%2F] \u202egnorw"
+    assert rows[-1][:2] == ["epoch", "json"]
+    assert total.startswith("8 of 8 objects, 168.1 KiB, ")
+
+
+def test_show_json_says_the_same_and_shares_out_stored_bytes(penstock, saved_run):
+    shown = json.loads(penstock("show", saved_run, "--step", "3", "--json").stdout)
+    assert shown["checkpoint"]["step"] == 3
+    objects = {tuple(o["segments"]): o for o in shown["objects"]}
+    assert objects[(EVIL,)]["shape"] == []
+    assert objects["model", "tied"]["same_as"] == "model/weight"
+    zeros = objects["zeros", "a"]
+    assert (zeros["codecs"], zeros["bytes_raw"]) == (["lz4", "zstd"], 160_000)
+    assert 0 < zeros["bytes_stored"] < 1000
+    stored = sum(o["bytes_stored"] for o in shown["objects"])
+    assert 12_000 < stored <= shown["checkpoint"]["bytes_stored"]  # which has padding too
+
+
+def test_show_takes_patterns(penstock, saved_run):
+    done = penstock(
+        "show", saved_run, "--include", "model", "--include", "epoch", "--exclude", "**/tied",
+        "--json",
+    )  # fmt: skip
+    paths = [o["path"] for o in json.loads(done.stdout)["objects"]]
+    assert paths == ["model/weight", "model/half", "epoch"]
+    wrong = penstock("show", saved_run, "--include", "modle/weight")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "matches nothing; nearest: model/weight" in wrong.stderr
+
+
+@pytest.mark.parametrize("width", [20, 50, 100])
+def test_show_fits_the_terminal(terminal, saved_run, width):
+    lines = _lines(terminal("show", saved_run, width=width))
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert any(line.startswith("model/") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_step_that_is_not_there_says_which_are(penstock, saved_run, command):
+    done = penstock(command, saved_run, "--step", "4")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "steps there: 3, 8" in done.stderr
+
+
+def test_verify_finds_a_run_whole(penstock, saved_run):
+    done = penstock("verify", saved_run)
+    assert done.returncode == 0
+    assert done.stdout.startswith("step 8 is whole: ")
+    report = json.loads(penstock("verify", saved_run, "--step", "3", "--json").stdout)
+    assert (report["step"], report["ok"], report["damaged"]) == (3, True, [])
+    assert report["deep"] is True
+    assert report["bytes_read"] > 12_000
+
+
+def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
+    done = penstock("verify", damaged_run)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "\nmodel/weight  " in done.stdout
+    assert re.search(r"step 8 is damaged: \d+ found", done.stdout)
+    report = json.loads(penstock("verify", damaged_run, "--json").stdout)
+    assert report["ok"] is False
+    assert "model/weight" in {d["what"] for d in report["damaged"]}
+    assert penstock("verify", damaged_run, "--step", "3").returncode == 0
+
+
+def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):
+    assert penstock("verify", damaged_run, "--quick").returncode == 0
+    for blob in damaged_run.glob("data/*/blobs/*.raw"):
+        os.truncate(blob, blob.stat().st_size - 1)
+    done = penstock("verify", damaged_run, "--quick")
+    assert done.returncode == 1
+    assert ".raw" in done.stdout
+
+
+def test_verify_shows_progress_only_where_somebody_watches(terminal, penstock, saved_run):
+    assert "step 8 is whole" in terminal("verify", saved_run)
+    assert penstock("verify", saved_run).stderr == ""
+
+
+# -- the whole ----------------------------------------------------------------------------------
+
+
+def test_version_is_that_of_the_package(penstock):
+    import penstock as package
+
+    assert penstock("--version").stdout == f"penstock {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("lss",), ("ls",), ("show", "x", "--step", "-1"), ("show", "x", "--step", "y")]
+)
+def test_wrong_calls_exit_with_2(penstock, arguments):
+    done = penstock(*arguments)
+    assert done.returncode == 2
+    assert "Usage: penstock" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_every_command(penstock):
+    done = penstock("--help")
+    assert done.returncode == 0
+    for command in ("ls", "show", "verify", "plugins"):
+        assert f"\n  {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ls",), ("ls", "--json"), ("show",), ("verify", "--quick"), ("verify",)]
+)
+def test_wrong_url_is_one_message_without_traceback(penstock, arguments):
+    command, *options = arguments
+    done = penstock(command, "s3://user:s3cret@bucket/run", *options)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("penstock: s3://bucket/run: no installed backend serves s3://")
+    assert "s3cret" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("verify",), ("verify", "--quick")])
+def test_show_and_verify_do_not_import_torch(penstock, saved_run, arguments):
+    report = (
+        "import atexit\natexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    )
+    done = penstock(*arguments, saved_run, before=report)
+    assert (done.returncode, done.stderr) == (0, "False\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("ls",), ("ls", "--json"), ("plugins",)])
+def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_folder, arguments):
+    report = (
+        "import atexit\n"
+        "heavy = {'torch', 'numpy', 'liburing', 'rich'}\n"
+        "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))"
+    )
+    run = [run_folder] if arguments[0] == "ls" else []
+    done = penstock(*arguments, *run, before=report)
+    assert done.stderr.splitlines()[-1] == "[]"

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.abc import Node
+from penstock.core.errors import FormatError, PluginError, UnsupportedStateError
+from penstock.core.place import StoredTree, place_tree, rebuild_tree, stored_value
+from penstock.core.testing.providers import store
+from penstock.core.tree import StaticProviders
+from penstock.providers.module import ModuleProvider
+from penstock.providers.optimizer import OptimizerProvider
+from penstock.providers.tensor import TensorProvider
+from penstock.providers.value import ValueProvider
+
+PROVIDERS = StaticProviders(
+    [TensorProvider(), ValueProvider(), ModuleProvider(), OptimizerProvider()]
+)
+Pair = namedtuple("Pair", "left right")
+Pair.__module__ = "penstock_test_tree"
+sys.modules["penstock_test_tree"] = type(sys)("penstock_test_tree")
+sys.modules["penstock_test_tree"].Pair = Pair
+
+
+def save(state, **options):
+    return store(state, providers=PROVIDERS, **options)
+
+
+def t(*values):
+    return torch.tensor(values)
+
+
+def same(one, other):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=False)
+        return len(one) == len(other) and all(
+            same(a, c) and same(b, d) for (a, b), (c, d) in pairs
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+TREES = {
+    "nested": {"a": {"b": [t(1), {"c": (t(2), 3)}]}, "x": 1},
+    "odd keys": {"a/b": t(1), "a%2Fb": t(2), "..": t(3), "": t(4), "é": {"": {"%00": t(5)}}, "%": 1},
+    "integer keys": {0: t(1), 1: {2: t(3), -5: "x"}},
+    "mixed keys": {"m": {1: t(1), "a": t(2), None: 3, True: 4, 2.5: t(5), "1.5": 6}},
+    "ordered": {"o": OrderedDict(b=t(1), a=2)},
+    "default": {"d": defaultdict(list, {"a": [t(1)]})},
+    "named": {"p": Pair(t(1), [t(2)])},
+    "empties": {"a": {}, "b": [], "c": (), "d": None, "t": {"x": t(1), "e": {}}},
+    "deep": {"a": {"a": {"a": {"a": {"a": t(1)}}}}},
+    "values only": {"epoch": 7, "info": {"a": [1, {2: (3,)}]}, "c": Counter("aab")},
+    "nothing": {},
+    "long keys": {"k" * 5000: t(1), ("é" * 300): {"x" * 1000: 2}},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree_is_built_again_as_it_was(name):
+    assert same(save(TREES[name]).load(), TREES[name])
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree_is_restored_into_itself_without_a_difference(name):
+    stored = save(TREES[name])
+    stored.restore(TREES[name])
+    assert save(TREES[name]).data == stored.data
+
+
+@pytest.mark.parametrize("root", [OrderedDict(a=t(1)), defaultdict(list, {"a": [t(1)]}), {1: t(1)}])
+def test_the_kind_of_the_root_is_recorded(root):
+    assert same(save(root).load(), root)
+
+
+@pytest.mark.parametrize("root", [[t(1)], t(1), torch.nn.Linear(1, 1), None])
+def test_a_root_that_is_no_dict_is_refused(root):
+    with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
+        save(root)
+    with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
+        save({"a": 1}).plan(root)
+
+
+def test_what_holds_no_object_is_one_value():
+    paths = [o.path for o in save({"info": {"a": [1, 2], "b": {}}, "c": {"d": [1, t(1)]}}).tree.objects]
+    assert paths == [("info",), ("c", "d", "0"), ("c", "d", "1")]
+
+
+def test_dicts_with_string_keys_need_no_node_and_everything_else_has_one():
+    nodes = save(TREES["nested"] | TREES["ordered"] | {"n": TREES["integer keys"]}).tree.nodes
+    assert nodes == [
+        Node(("a", "b"), "list", {"length": 2}),
+        Node(("a", "b", "1", "c"), "tuple", {"length": 2}),
+        Node(("o",), "dict", {"class": "OrderedDict"}),
+        Node(("n",), "dict", {"keys": "int"}),
+        Node(("n", "1"), "dict", {"keys": "int"}),
+    ]
+
+
+keys = st.one_of(
+    st.sampled_from(["a/b", "a%2Fb", "..", ".", "", "%", "%00", "0", "a", "$", "a.b"]),
+    st.text(st.characters(codec=None), max_size=4), st.integers(-3, 3), st.booleans(), st.none(),
+)  # fmt: skip
+leaves = st.one_of(
+    st.integers(0, 9).map(t), st.integers(), st.text(max_size=3), st.none(),
+    st.lists(st.integers(-9, 9), max_size=3).map(torch.tensor),
+)  # fmt: skip
+
+
+def unambiguous(mapping):
+    return len({k if isinstance(k, str) else repr(k) for k in mapping}) == len(mapping)
+
+
+def dicts(inner, kind=dict):
+    return st.dictionaries(keys, inner, max_size=4).filter(unambiguous).map(kind)
+
+
+trees = dicts(
+    st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            dicts(inner), dicts(inner, OrderedDict), st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple), st.tuples(inner, inner).map(Pair._make),
+        ),
+        max_leaves=15,
+    )
+)  # fmt: skip
+
+
+@given(trees)
+def test_random_trees_come_back(tree):
+    stored = save(tree)
+    assert same(stored.load(), tree)
+    stored.restore(tree)
+    assert save(tree).data == stored.data
+
+
+@given(trees, st.data())
+def test_any_part_of_a_random_tree_can_be_restored_alone(tree, data):
+    stored = save(tree)
+    before = dict(stored.data)
+    for tensor in [o for o in flat_tensors(tree)]:
+        tensor.add_(1)
+    changed = dict(save(tree).data)
+    paths = [o.path for o in stored.tree.objects]
+    chosen = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
+    placement = place_tree(
+        tree, providers=PROVIDERS, stored=stored.tree, selected=chosen.__contains__,
+        allow_pickle=False,
+    )  # fmt: skip
+    assert not placement.missing
+    assert not placement.problems
+    stored.fill(placement)
+    placement.finish()
+    after = save(tree).data
+    assert after == {p: (before if p in chosen else changed)[p] for p in paths}
+
+
+def flat_tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from flat_tensors(item)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({1: t(1), "1": t(2)}, "the state has two keys that are both written '1'"),
+        ({"a": {None: t(1), "None": 1}}, "a has two keys that are both written 'None'"),
+        ({"a": {(1, 2): t(1)}}, r"a has the key \(1, 2\) of type tuple"),
+        ({"a": {b"x": t(1)}}, "a has the key b'x' of type bytes"),
+        ({"a": defaultdict(lambda: 1, x=t(1))}, "a is a defaultdict of"),
+        ({"a": type("D", (dict,), {})(x=t(1))}, "a is a .*D that holds tensors"),
+        ({"a": type("L", (list,), {})([t(1)])}, "a is a .*L that holds tensors"),
+        ({"a": type("T", (tuple,), {})([t(1)])}, "a is a .*T: only plain tuples"),
+        ({"a": namedtuple("Local", "x")(t(1))}, "a is a .*Local: only plain tuples"),
+        ({"a": {"b": {t(1)}}}, r"a/b\{\} is a torch.Tensor"),
+    ],
+)
+def test_trees_that_cannot_be_built_again_are_refused(state, reason):
+    with pytest.raises(UnsupportedStateError, match=reason):
+        save(state)
+
+
+def test_cycles_are_refused_with_the_path():
+    state = {"a": {"x": t(1)}}
+    state["a"]["b"] = [state["a"]]
+    with pytest.raises(UnsupportedStateError, match="^a/b/0 holds itself"):
+        save(state)
+    with pytest.raises(UnsupportedStateError, match="holds itself"):
+        save({"a": {"x": t(1)}}).plan(state)
+
+
+def test_deep_trees_are_refused_not_crashed():
+    state = {"x": t(1)}
+    for _ in range(5000):
+        state = {"d": state}
+    with pytest.raises(UnsupportedStateError, match="too deeply"):
+        save(state)
+
+
+def test_one_container_in_two_places_is_stored_twice_and_its_tensors_once():
+    shared = {"t": t(1)}
+    stored = save({"a": shared, "b": [shared]})
+    assert stored.tree.aliases == {("b", "0", "t"): ("a", "t")}
+    loaded = stored.load()
+    assert loaded["a"]["t"] is loaded["b"][0]["t"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "template", "problem"),
+    [
+        ({"a": {"t": t(1), "x": t(2)}}, {"a": {"t": 5, "x": t(2)}}, "a/t is stored as a tensor, but is a int"),
+        ({"a": {"t": 5}}, {"a": {"t": t(1)}}, "a is stored as one value, but is a dict of objects"),
+        ({"a": {"t": t(1)}}, {"a": 5}, "a is stored as a dict of objects, but is a plain int"),
+        ({"a": [t(1)]}, {"a": {"0": t(1)}}, "a is stored as a list, but is a dict in"),
+        ({"a": (t(1),)}, {"a": [t(1)]}, "a is stored as a tuple, but is a list in"),
+        ({"a": {"b": t(1)}}, {"a": t(1)}, "a is stored as a container, but is a tensor"),
+        ({"a": 5}, {"a": t(1)}, "a is stored as a value, but is a tensor in"),
+    ],
+)
+def test_other_kinds_are_problems(stored, template, problem):
+    (found,) = save(stored).plan(template).problems
+    assert found.startswith(problem)
+
+
+def test_all_that_is_missing_is_listed_and_only_within_the_selection():
+    stored = save({"a": t(1), "l": [t(1)]})
+    template = {"a": t(0), "b": t(1), "c": 5, "l": [t(0), t(0), "x"], "d": {"e": t(1)}}
+    placement = stored.plan(template)
+    assert placement.missing == [("c",), ("l", "2"), ("b",), ("l", "1"), ("d", "e")]
+    assert [target.path for target in placement.targets] == [("a",), ("l", "0")]
+    assert not stored.plan(template, include="a").missing
+
+
+def test_what_the_checkpoint_has_beyond_the_template_is_left_alone():
+    placement = save({"a": t(1), "b": t(2), "c": 3}).restore({"a": t(0)})
+    assert [target.path for target in placement.targets] == [("a",)]
+    assert not placement.values
+
+
+def test_nothing_changes_before_finish():
+    stored = save({"epoch": 5, "l": [1, t(1)]})
+    state = {"epoch": 0, "l": [0, t(0)]}
+    placement = stored.plan(state)
+    assert state["epoch"] == state["l"][0] == 0
+    stored.fill(placement)
+    assert state["epoch"] == state["l"][0] == 0
+    assert placement.finish() is state
+    assert state["epoch"] == 5
+    assert state["l"][0] == 1
+
+
+def test_parts_of_lists_are_loaded_by_index():
+    stored = save({"l": [t(0), t(1), 2], "p": Pair(t(1), t(2))})
+    assert same(stored.load(include="l/[12]"), {"l": {1: t(1), 2: 2}})
+    assert same(stored.load(include=["l/0", "p/1"]), {"l": {0: t(0)}, "p": {1: t(2)}})
+
+
+def test_a_stored_value_can_be_decoded_alone():
+    stored = save({"a": {"b": (1, 2)}, "t": t(1)})
+    options = {"providers": PROVIDERS, "stored": stored.tree, "allow_pickle": False}
+    assert stored_value(("a",), **options) == {"b": (1, 2)}
+    for path in [("t",), ("nothing",)]:
+        with pytest.raises(KeyError):
+            stored_value(path, **options)
+
+
+def test_named_tuples_are_not_imported_on_loading():
+    stored = save({"p": Pair(t(1), t(2))})
+    node = Node(("p",), "tuple", {"length": 2, "class": "antigravity:X"})
+    tree = StoredTree(stored.tree.objects, [node])
+    placement = rebuild_tree(
+        providers=PROVIDERS, stored=tree, selected=lambda _: True, device=None, allow_pickle=False
+    )
+    with pytest.raises(UnsupportedStateError, match="antigravity:X, which is not loaded"):
+        placement.finish()
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node(("p",), "dict", {"class": "Evil"}),
+        Node(("p",), "dict", {"class": "defaultdict", "factory": "eval"}),
+        Node(("p",), "dict", {"keys": "int"}),
+        Node(("p",), "dict", {"keys": "what"}),
+        Node(("p",), "list", {"length": 1}),
+    ],
+)
+def test_nodes_that_do_not_fit_are_a_format_error(node):
+    stored = save({"p": {"x": t(1)}})
+    tree = StoredTree(stored.tree.objects, [node])
+    placement = rebuild_tree(
+        providers=PROVIDERS, stored=tree, selected=lambda _: True, device=None, allow_pickle=False
+    )
+    with pytest.raises(FormatError, match="p "):
+        placement.finish()
+
+
+def test_several_ranks_are_refused(monkeypatch):
+    # One process cannot be two ranks; what torch would answer then is put in its place.
+    distributed = torch.distributed
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedStateError, match=r"2 ranks.*several.*process of its own"):
+        save({"a": t(1)})
+
+
+class TwiceThere(TensorProvider):
+    """Puts two objects at one place."""
+
+    def describe(self, value, path, *, context):
+        yield from super().describe(value, path, context=context)
+        yield from super().describe(value + 1, path, context=context)
+
+
+class Below(TensorProvider):
+    """Puts an object below an object."""
+
+    def describe(self, value, path, *, context):
+        yield from super().describe(value, path, context=context)
+        yield from super().describe(value + 1, (*path, "more"), context=context)
+
+
+@pytest.mark.parametrize(
+    ("provider", "reason"),
+    [(TwiceThere, "two parts of the state have the path a/b"), (Below, "a/b is an object, but")],
+)
+def test_collisions_that_a_provider_makes_are_refused(provider, reason):
+    providers = StaticProviders([provider(), ValueProvider()])
+    with pytest.raises(UnsupportedStateError, match=reason):
+        store({"a": {"b": t(1)}}, providers=providers)
+
+
+class Rival(TensorProvider):
+    name = "rival"
+
+
+def test_a_tie_between_providers_is_an_error_that_names_both():
+    providers = StaticProviders([TensorProvider(), Rival(), ValueProvider()])
+    with pytest.raises(PluginError, match="'tensor' and 'rival' both claim Tensor"):
+        store({"a": t(1)}, providers=providers)
+
+
+def test_an_unknown_form_is_an_error():
+    stored = save({"a": t(1)})
+    with pytest.raises(PluginError, match="form 'tensor'"):
+        rebuild_tree(
+            providers=StaticProviders([ValueProvider()]), stored=stored.tree,
+            selected=lambda _: True, device=None, allow_pickle=False,
+        )  # fmt: skip
+
+
+def test_description_names_the_providers_that_took_part():
+    used = save({"m": torch.nn.Linear(1, 1), "x": 1}).description.providers_used
+    assert used == (("module", 1), ("tensor", 1), ("value", 1))

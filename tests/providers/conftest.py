@@ -1,0 +1,34 @@
+"""Every provider, and a checkpoint in memory to send state through."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.testing.providers import store
+from penstock.core.tree import StaticProviders
+from penstock.providers.grads import GradsProvider
+from penstock.providers.module import ModuleProvider
+from penstock.providers.ndarray import NdarrayProvider
+from penstock.providers.optimizer import OptimizerProvider
+from penstock.providers.rng import RngProvider
+from penstock.providers.stateful import StatefulProvider
+from penstock.providers.tensor import TensorProvider
+from penstock.providers.value import ValueProvider
+
+
+@pytest.fixture(scope="session")
+def providers():
+    return StaticProviders(
+        [
+            GradsProvider(), ModuleProvider(), NdarrayProvider(), OptimizerProvider(),
+            RngProvider(), StatefulProvider(), TensorProvider(), ValueProvider(),
+        ]
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def save(providers):
+    def save(state, **options):
+        return store(state, providers=providers, **options)
+
+    return save

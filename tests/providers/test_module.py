@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.core.abc import Node
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.testing.providers import check_provider
+from penstock.core.types import Role
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.emb = nn.Embedding(7, 6)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 6, bias=False))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("keep", torch.randn(3))
+        self.register_buffer("drop", torch.randn(3), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.body(self.emb(x)))
+
+
+def equal(one, other):
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == c and torch.equal(b, d) for (a, b), (c, d) in pairs)
+
+
+def scramble(module):
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.copy_(torch.ones_like(tensor))
+
+
+def names(stored):
+    return ["/".join(o.path[1:]) for o in stored.tree.objects]
+
+
+def test_module_keeps_the_contract(providers):
+    check_provider(Net, scramble, equal, providers=providers)
+
+
+def test_parameters_and_persistent_buffers_by_state_dict_names(save):
+    net = Net()
+    stored = save({"model": net})
+    assert names(stored) == list(net.state_dict())
+    roles = {o.path[1]: o.role for o in stored.tree.objects}
+    assert roles["body.0.weight"] is Role.PARAMETER
+    assert roles["body.1.running_mean"] is Role.BUFFER
+    assert stored.tree.aliases == {("model", "head.weight"): ("model", "emb.weight")}
+
+
+def test_restored_in_place_and_still_tied(save):
+    stored = save({"model": Net()})
+    net = Net(1)
+    before = {name: t.data_ptr() for name, t in net.state_dict().items()}
+    drop = net.drop.clone()
+    net.body.requires_grad_(False)
+    stored.restore({"model": net})
+    assert equal(net, Net())
+    assert {name: t.data_ptr() for name, t in net.state_dict().items()} == before
+    assert net.head.weight is net.emb.weight
+    assert torch.equal(net.drop, drop)
+    assert not any(p.requires_grad for p in net.body.parameters())
+    assert net.emb.weight.requires_grad
+
+
+def test_load_gives_what_load_state_dict_takes(save):
+    stored = save({"model": Net()})
+    tree = stored.load()
+    assert tree["model"]["head.weight"] is tree["model"]["emb.weight"]
+    net = Net(1)
+    net.load_state_dict(tree["model"])
+    assert equal(net, Net())
+
+
+def test_part_of_a_module(save):
+    stored = save({"model": Net()})
+    net, old = Net(1), Net(1)
+    placement = stored.restore({"model": net}, include="model/body")
+    assert len(placement.targets) == 8
+    assert torch.equal(net.body[0].weight, Net().body[0].weight)
+    assert torch.equal(net.emb.weight, old.emb.weight)
+
+
+def test_differences_are_all_listed(save):
+    stored = save({"model": Net(), "x": 1})
+    net = Net(1)
+    net.body[0] = nn.Linear(3, 5)
+    net.body[2].double()
+    net.extra = nn.Linear(2, 2)
+    placement = stored.plan({"model": net, "x": torch.ones(1)})
+    assert placement.missing == [("model", "extra.weight"), ("model", "extra.bias")]
+    assert placement.problems == [
+        "model/body.0.weight: shape [5, 6] is stored, the template has [5, 3]",
+        "model/body.2.weight: dtype float32 is stored, the template has float64",
+        "x is stored as a value, but is a tensor in the template",
+    ]
+    assert all(t.path not in placement.missing for t in placement.targets)
+    unselected = stored.plan({"model": net}, include="model/emb")
+    assert not unselected.missing
+    assert not unselected.problems
+
+
+def test_renamed_module_finds_its_parameters(save):
+    stored = save({"net": nn.ModuleDict({"old": nn.Linear(2, 3)})})
+    target = nn.ModuleDict({"new": nn.Linear(2, 3)})
+    renamed = stored.renamed({"net/old": "model/new"})
+    renamed.restore({"model": target})
+    assert torch.equal(target["new"].weight, stored.load()["net"]["old.weight"])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrap, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = wrap(nn.Linear(3, 3))
+        self.rest = nn.Sequential(wrap(wrap(nn.Linear(3, 3))), nn.Linear(3, 3))
+
+
+def wrappers(tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def compile_once(module):
+        # torch does not compile twice; another wrapper around a compiled module is just as good.
+        compiled = type(module).__name__ == "OptimizedModule"
+        return nn.DataParallel(module) if compiled else torch.compile(module)
+
+    return {
+        "compile": compile_once,
+        "data parallel": nn.DataParallel,
+        "checkpoint": checkpoint_wrapper,
+        "ddp": nn.parallel.DistributedDataParallel,
+    }
+
+
+@pytest.fixture
+def wrap(request, tmp_path):
+    kind = request.param
+    if kind == "ddp":
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+        )
+    yield wrappers(tmp_path)[kind]
+    if kind == "ddp":
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, on compiling and on DDP without gradients
+@pytest.mark.parametrize("wrap", ["compile", "data parallel", "checkpoint", "ddp"], indirect=True)
+def test_wrappers_leave_no_trace_in_names(save, wrap):
+    bare = Wrapped(lambda m: m)
+    stored = save({"model": bare})
+    for module in (wrap(bare), wrap(wrap(bare)), Wrapped(wrap), wrap(Wrapped(wrap))):
+        assert names(save({"model": module})) == names(stored)
+        target = module
+        scramble(module)
+        stored.restore({"model": target})
+        assert save({"model": module}).data == stored.data
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", ["compile", "data parallel", "checkpoint", "ddp"], indirect=True)
+def test_optimizer_over_a_wrapped_module_has_bare_names(save, wrap):
+    module = wrap(Wrapped(wrap))
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stored = save({"model": module, "optimizer": optimizer})
+    assert ("optimizer", "state", "rest.0.weight", "momentum_buffer") in stored.data
+
+
+def test_averaged_model_keeps_its_own_names(save):
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    averaged.update_parameters(nn.Linear(2, 2))
+    stored = save({"ema": averaged})
+    assert names(stored) == ["n_averaged", "module.weight", "module.bias"]
+    target = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    stored.restore({"ema": target})
+    assert target.n_averaged == 1
+    assert equal(target, averaged)
+
+
+class Extra(nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"step": 3, "when": (1, 2)}, {"t": torch.arange(3), "n": {1: torch.ones(1)}}, 5, torch.ones(2)],
+    ids=["values", "tensors", "number", "tensor"],
+)
+def test_extra_state_goes_through_the_module(save, state):
+    net = nn.Sequential(nn.Linear(1, 1), Extra(state))
+    stored = save({"model": net})
+    target = nn.Sequential(nn.Linear(1, 1), Extra(None))
+    old = target[1].state
+    placement = stored.plan({"model": target})
+    stored.fill(placement)
+    assert target[1].state is old
+    placement.finish()
+    torch.testing.assert_close(target[1].state, state, rtol=0, atol=0)
+    loaded = nn.Sequential(nn.Linear(1, 1), Extra(None))
+    loaded.load_state_dict(stored.load()["model"])
+    torch.testing.assert_close(loaded[1].state, state, rtol=0, atol=0)
+
+
+def test_extra_state_that_is_lacking_is_missing(save):
+    plain = nn.Sequential(nn.Linear(1, 1), nn.ParameterDict({"weight": torch.zeros(2)}))
+    placement = save({"model": plain}).plan({"model": nn.Sequential(nn.Linear(1, 1), Extra(1))})
+    assert placement.missing == [("model", "1._extra_state")]
+    assert not placement.problems
+
+
+class Hooked(nn.Linear):
+    """Shows its weight under another name, and a copy of its bias beside it."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(self._change)
+
+    @staticmethod
+    def _change(module, state, prefix, metadata):
+        state[f"{prefix}renamed"] = state.pop(f"{prefix}weight")
+        state[f"{prefix}copy"] = module.bias.detach() * 2
+
+
+def test_state_dict_hooks_are_respected_and_copies_are_a_problem_on_restore(save):
+    stored = save({"model": Hooked()})
+    assert names(stored) == ["bias", "renamed", "copy"]
+    target = Hooked()
+    placement = stored.plan({"model": target})
+    assert len(placement.problems) == 1
+    assert placement.problems[0].startswith("model/copy is made by a state-dict hook")
+    stored.restore({"model": target}, exclude="model/copy")
+    assert torch.equal(target.weight, stored.load()["model"]["renamed"])
+
+
+class LiveAttribute(nn.Module):
+    """Keeps state beside parameters and buffers, as metrics libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(2)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}total"] = self.total
+
+
+def test_live_tensors_that_only_the_state_dict_knows_are_restored_in_place(save):
+    one, other = LiveAttribute(), LiveAttribute()
+    one.total += 3
+    save({"m": one}).restore({"m": other})
+    assert other.total.tolist() == [3, 3]
+
+
+def test_parametrized_modules_round_trip(save):
+    def make():
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+
+    check_provider_of(make, save)
+
+
+def check_provider_of(make, save):
+    torch.manual_seed(0)
+    one = make()
+    target = make()
+    save({"m": one}).restore({"m": target})
+    assert equal(one, target)
+
+
+def test_lazy_modules_are_refused_until_they_have_run(save):
+    with pytest.raises(UnsupportedStateError, match=r"model/0.weight .*one forward"):
+        save({"model": nn.Sequential(nn.LazyLinear(3))})
+
+
+def test_modules_without_state_round_trip(save):
+    stored = save({"act": nn.ReLU(), "x": 1})
+    assert stored.tree.nodes == [Node(("act",), "module", {"class": "torch.nn.modules.activation.ReLU"})]
+    stored.restore({"act": nn.ReLU(), "x": 1})
+    assert stored.load() == {"x": 1, "act": {}}
+
+
+def test_plain_state_dicts_and_modules_are_interchangeable(save):
+    stored = save({"model": Net().state_dict()})
+    net = Net(1)
+    stored.restore({"model": net})
+    assert equal(net, Net())
+    state = OrderedDict(Net(1).state_dict())
+    save({"model": Net()}).restore({"model": state})
+    assert torch.equal(state["keep"], Net().keep)
+
+
+def test_tensors_written_in_forward_are_never_deferred(save):
+    net = nn.ModuleList([nn.Embedding(4, 2, max_norm=1.0), nn.EmbeddingBag(4, 2, max_norm=1.0)])
+    net.append(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters())
+    stored = save({"m": net, "o": optimizer})
+    deferred = {key.storage for key in stored.description.deferrable}
+    assert net[2].weight.data_ptr() in deferred
+    assert net[0].weight.data_ptr() not in deferred
+    assert net[1].weight.data_ptr() not in deferred
+
+
+def test_a_value_in_place_of_a_module_is_a_problem(save):
+    placement = save({"m": 1}).plan({"m": nn.Linear(1, 1)})
+    assert placement.problems == ["m is stored as one object, but is a module in the template"]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
+from penstock.core.testing.providers import check_provider, check_source
+from penstock.providers.ndarray import ArraySource
+
+ARRAYS = {
+    "float32": lambda: np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+    "0-dim": lambda: np.array(3.5),
+    "empty": lambda: np.zeros((0, 3)),
+    "fortran": lambda: np.asfortranarray(np.arange(24).reshape(4, 6)),
+    "strided": lambda: np.arange(100).reshape(10, 10)[::3, 1::2],
+    "reversed": lambda: np.arange(10)[::-1],
+    "bool": lambda: np.array([True, False]),
+    "big endian": lambda: np.arange(5, dtype=">f8"),
+    "datetime": lambda: np.array(["2024-01-02", "NaT"], "datetime64[ms]"),
+    "timedelta": lambda: np.array([1, 2], "timedelta64[3s]"),
+    "text": lambda: np.array(["é", "abc"]),
+    "bytes": lambda: np.array([b"a", b"bc\x00d"]),
+    "void": lambda: np.array([b"ab", b"cd"], "V2"),
+    "complex": lambda: np.array([1j, np.nan]),
+    "longdouble": lambda: np.arange(3, dtype=np.longdouble)[::2],
+    "uint64": lambda: np.array([2**64 - 1], np.uint64),
+}
+
+
+def equal(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def wipe(array):
+    if not array.size:
+        return np.zeros((0, 3), np.int8)
+    array[...] = np.zeros(array.shape, f"V{array.itemsize}").view(array.dtype)
+    return None
+
+
+@pytest.mark.parametrize("kind", [k for k in ARRAYS if k != "empty"])
+def test_arrays_keep_the_contract(providers, kind):
+    check_provider(ARRAYS[kind], wipe, equal, providers=providers)
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_come_back_equal_and_in_place(save, kind):
+    stored = save({"a": ARRAYS[kind]()})
+    assert equal(stored.load()["a"], ARRAYS[kind]())
+    target = ARRAYS[kind]()
+    wipe(target)
+    state = {"a": target}
+    stored.restore(state)
+    assert state["a"] is target
+    assert equal(target, ARRAYS[kind]())
+    check_source(ArraySource(ARRAYS[kind]()), target.itemsize)
+
+
+def test_read_only_arrays_are_replaced(save):
+    stored = save({"a": np.arange(4), "t": (np.arange(3), 1)})
+    frozen = np.zeros(4, int)
+    frozen.flags.writeable = False
+    state = {"a": frozen, "t": (np.zeros(3, int), 1)}
+    stored.restore(state)
+    assert state["a"].tolist() == [0, 1, 2, 3]
+    assert not frozen.any()
+    assert state["t"][0].tolist() == [0, 1, 2]
+
+
+def test_broadcast_arrays_are_restored_where_the_values_agree(save):
+    row = np.arange(4.0)
+    stored = save({"a": np.broadcast_to(row, (3, 4)), "b": np.arange(12.0).reshape(3, 4)})
+    memory = np.zeros(4)
+    target = np.lib.stride_tricks.as_strided(memory, (3, 4), (0, 8))
+    stored.restore({"a": target}, include="a")
+    assert memory.tolist() == row.tolist()
+    with pytest.raises(RestoreMismatchError, match="b is a broadcast array"):
+        stored.restore({"b": target}, include="b")
+
+
+def test_the_same_array_twice_is_stored_once(save):
+    array = np.arange(4)
+    stored = save({"a": array, "b": array, "c": torch.from_numpy(array)})
+    assert stored.tree.aliases == {("b",): ("a",)}
+    loaded = stored.load()
+    assert loaded["a"] is loaded["b"]
+    assert isinstance(loaded["c"], torch.Tensor)
+
+
+def test_memory_maps_are_arrays(save, tmp_path):
+    np.arange(5).tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", dtype=int, mode="r+", shape=5)
+    stored = save({"a": mapped})
+    mapped[:] = 0
+    stored.restore({"a": mapped})
+    assert mapped.tolist() == [0, 1, 2, 3, 4]
+
+
+class Sub(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: np.array([1, "a"], object), "Python objects"),
+        (lambda: np.zeros(2, [("a", int)]), "dict of its fields"),
+        (lambda: np.zeros(2).view(Sub), "array subclass"),
+        (lambda: np.ma.masked_array([1, 2], [0, 1]), "array subclass"),
+    ],
+)
+def test_what_is_more_than_its_bytes_is_refused_with_its_path(save, make, reason):
+    with pytest.raises(UnsupportedStateError, match=f"^x/a is a.*{reason}"):
+        save({"x": {"a": make()}})
+
+
+def test_differences_are_problems(save):
+    stored = save({"a": np.arange(4), "b": np.arange(3.0)})
+    placement = stored.plan({"a": np.arange(5), "b": np.arange(3, dtype=np.float32)})
+    assert placement.problems == [
+        "a: shape [4] is stored, the template has [5]",
+        "b: dtype float64 is stored, the template has float32",
+    ]

@@ -1,0 +1,550 @@
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.core.testing.providers import check_provider
+from penstock.core.types import Role
+
+CASES = {
+    "Adam": {},
+    "Adam amsgrad": {"amsgrad": True},
+    "Adam foreach": {"foreach": True},
+    "Adam fused": {"fused": True},
+    "Adam capturable": {"capturable": True},
+    "Adam tensor lr": {"lr": torch.tensor(0.01), "foreach": False},
+    "AdamW": {"weight_decay": 0.1},
+    "AdamW fused": {"fused": True, "amsgrad": True},
+    "SGD": {"lr": 0.1},
+    "SGD momentum": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "SGD foreach": {"lr": 0.1, "momentum": 0.9, "foreach": True},
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adamax": {},
+    "ASGD": {"t0": 2},
+    "LBFGS": {"max_iter": 3, "history_size": 3},
+    "LBFGS wolfe": {"max_iter": 3, "history_size": 3, "line_search_fn": "strong_wolfe"},
+    "Muon": {},
+    "NAdam": {"decoupled_weight_decay": True},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+    "SparseAdam": {},
+}
+CAPTURABLE_ON_CPU = {"Adam capturable"}
+
+
+def test_every_optimizer_of_torch_is_among_the_cases():
+    names = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+    }
+    assert names - {"Optimizer"} <= {case.split()[0] for case in CASES}
+
+
+class Job:
+    """A model, its optimizer, and training that is the same each time."""
+
+    def __init__(self, case, steps=0, seed=0, dtype=torch.float32):
+        kind, options = case.split()[0], dict(CASES[case])
+        if not hasattr(torch.optim, kind):
+            pytest.skip(f"torch {torch.__version__} has no {kind}")
+        options = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        torch.manual_seed(seed)
+        self.sparse = kind == "SparseAdam"
+        if self.sparse:
+            self.model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+        elif kind == "Muon":
+            self.model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
+        else:
+            self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.model.to(dtype)
+        self.dtype = dtype
+        self.capturable = options.pop("capturable", False)
+        self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), **options)
+        if self.capturable:
+            self.optimizer.param_groups[0]["capturable"] = True
+        self.done = 0
+        self.train(steps)
+
+    @property
+    def state(self):
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, steps):
+        for _ in range(steps):
+            self.done += 1
+            maker = torch.Generator().manual_seed(self.done)
+            if self.sparse:
+                x = torch.randint(0, 9, (5,), generator=maker)
+            else:
+                x = torch.randn(5, 4, generator=maker).to(self.dtype)
+
+            def closure(x=x):
+                self.optimizer.zero_grad()
+                loss = (self.model(x).float() ** 2).mean()
+                loss.backward()
+                return loss
+
+            if self.capturable:
+                closure()
+                # torch steps capturable optimizers on accelerators only.
+                self.optimizer.param_groups[0]["capturable"] = False
+                self.optimizer.step()
+                self.optimizer.param_groups[0]["capturable"] = True
+            else:
+                self.optimizer.step(closure)
+
+    def snapshot(self):
+        return flat([list(self.model.state_dict().items()), self.optimizer.state_dict()])
+
+
+def flat(value):
+    """Everything in a state, tensors with dtype, device and bits."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), str(value.device), tuple(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return {k: flat(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(flat, value)]
+    return (type(value).__name__, value)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stepped", [0, 2], ids=["fresh target", "stepped target"])
+def test_training_goes_on_bit_by_bit(save, case, stepped):
+    job = Job(case, steps=3)
+    stored = save(job.state)
+    other = Job(case, steps=stepped, seed=7)
+    placement = stored.restore(other.state)
+    assert placement.notes["matched_by"] == "name"
+    assert other.snapshot() == job.snapshot()
+    other.done = job.done
+    job.train(2)
+    other.train(2)
+    assert other.snapshot() == job.snapshot()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_never_stepped_optimizers_round_trip_and_drop_what_the_target_had(save, case):
+    job = Job(case)
+    stored = save(job.state)
+    other = Job(case, steps=2, seed=7)
+    stored.restore(other.state)
+    assert other.snapshot() == job.snapshot()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load_gives_what_torch_takes(save, case):
+    job = Job(case, steps=2)
+    loaded = save(job.state).load()
+    assert flat(loaded["optimizer"]) == flat(job.optimizer.state_dict())
+    other = Job(case, seed=7)
+    other.model.load_state_dict(loaded["model"])
+    other.optimizer.load_state_dict(loaded["optimizer"])
+    assert other.snapshot() == job.snapshot()
+
+
+@pytest.mark.parametrize("case", ["Adam", "SGD momentum", "LBFGS", "Adafactor"])
+def test_optimizers_keep_the_contract(providers, case):
+    def make():
+        return Job(case, steps=2).optimizer
+
+    def change(optimizer):
+        return Job(case, steps=3, seed=1).optimizer
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*matched by order.*")
+        check_provider(
+            make, change, lambda a, b: flat(a.state_dict()) == flat(b.state_dict()),
+            providers=providers,
+        )  # fmt: skip
+
+
+def test_paths_roles_and_in_place(save):
+    job = Job("AdamW", steps=2)
+    stored = save(job.state)
+    paths = {o.path[1:]: o for o in stored.tree.objects if o.path[0] == "optimizer"}
+    assert paths["state", "0.weight", "exp_avg"].role is Role.OPTIMIZER
+    assert ("param_groups", "0", "lr") in paths
+    assert {o.role for o in paths.values()} == {Role.OPTIMIZER}
+    assert stored.load()["optimizer"]["param_groups"][0]["params"] == [0, 1, 2, 3]
+
+    other = Job("AdamW", steps=1, seed=3)
+    weight = other.model[0].weight
+    live, moment = other.optimizer.state[weight], other.optimizer.state[weight]["exp_avg"]
+    stored.restore(other.state)
+    assert other.optimizer.state[weight] is live
+    assert live["exp_avg"] is moment
+    assert other.optimizer.param_groups[0]["params"][0] is weight
+
+
+def test_state_keeps_its_dtype_under_low_precision_parameters(save):
+    job = Job("SGD momentum", dtype=torch.bfloat16)
+    for parameter in job.model.parameters():
+        job.optimizer.state[parameter]["master"] = parameter.detach().float() + 1e-4
+        job.optimizer.state[parameter]["count"] = 3
+    stored = save(job.state)
+    other = Job("SGD momentum", steps=1, seed=2, dtype=torch.bfloat16)
+    stored.restore(other.state)
+    for one, two in zip(job.model.parameters(), other.model.parameters(), strict=True):
+        state = other.optimizer.state[two]
+        assert state["master"].dtype is torch.float32
+        assert torch.equal(state["master"], job.optimizer.state[one]["master"])
+        assert state["count"] == 3
+        assert "momentum_buffer" not in state
+
+
+def test_state_of_another_dtype_than_the_targets_replaces_it(save):
+    job = Job("SGD momentum", steps=2)
+    for state in job.optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].double()
+    other = Job("SGD momentum", steps=1, seed=2)
+    save(job.state).restore(other.state)
+    assert {s["momentum_buffer"].dtype for s in other.optimizer.state.values()} == {torch.float64}
+
+
+def groups(model, swapped=False):
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    both = [{"params": decay, "weight_decay": 0.1, "lr": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(both[::-1] if swapped else both)
+
+
+def step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    optimizer.step()
+
+
+def test_groups_are_restored_by_index_and_may_be_left_out(save):
+    model = nn.Linear(3, 3)
+    optimizer = groups(model)
+    step(model, optimizer)
+    optimizer.param_groups[1]["initial_lr"] = 0.25
+    stored = save({"model": model, "optimizer": optimizer})
+
+    target = nn.Linear(3, 3)
+    other = groups(target)
+    for group in other.param_groups:
+        group["lr"] = 9.0
+    stored.restore({"model": target, "optimizer": other}, exclude="optimizer/param_groups/**")
+    assert [g["lr"] for g in other.param_groups] == [9.0, 9.0]
+    assert torch.equal(other.state[target.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+    stored.restore({"model": target, "optimizer": other}, include="optimizer/param_groups")
+    assert [g["lr"] for g in other.param_groups] == [0.5, 1e-3]
+    assert other.param_groups[1]["initial_lr"] == 0.25
+
+
+def test_groups_in_another_order_are_a_problem_and_not_mixed_up(save):
+    model = nn.Linear(3, 3)
+    optimizer = groups(model)
+    step(model, optimizer)
+    stored = save({"model": model, "optimizer": optimizer})
+    target = nn.Linear(3, 3)
+    state = {"model": target, "optimizer": groups(target, swapped=True)}
+    problems = stored.plan(state).problems
+    assert len(problems) == 2
+    assert "is in group 0 in the checkpoint, but in group 1 in the template" in problems[1]
+    assert not stored.plan(state, exclude="optimizer/param_groups").problems
+    one = {"model": target, "optimizer": torch.optim.AdamW(target.parameters())}
+    (problem,) = stored.plan(one).problems
+    assert problem == "optimizer/param_groups has 2 groups in the checkpoint, 1 in the template"
+
+
+def test_tensor_learning_rates_are_restored_in_place(save):
+    job = Job("Adam tensor lr", steps=1)
+    job.optimizer.param_groups[0]["lr"].fill_(0.125)
+    other = Job("Adam tensor lr", seed=1)
+    live = other.optimizer.param_groups[0]["lr"]
+    save(job.state).restore(other.state)
+    assert other.optimizer.param_groups[0]["lr"] is live
+    assert live == 0.125
+
+
+def test_several_optimizers_over_one_module(save):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        both = [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[1].parameters(), momentum=1)]
+        for optimizer in both:
+            step(model, optimizer)
+        return model, both
+
+    model, both = make(0)
+    stored = save({"model": model, "opts": both})
+    assert ("opts", "1", "state", "1.bias", "momentum_buffer") in stored.data
+    target, others = make(1)
+    stored.restore({"model": target, "opts": others})
+    assert flat([o.state_dict() for o in others]) == flat([o.state_dict() for o in both])
+
+
+def two_modules(seed=0):
+    torch.manual_seed(seed)
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
+    for parameter in (*one.parameters(), *two.parameters()):
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return one, two, optimizer
+
+
+def test_names_that_clash_get_the_tree_key_in_front(save):
+    one, two, optimizer = two_modules()
+    stored = save({"gen": one, "disc": two, "opt": optimizer})
+    names = {o.path[2] for o in stored.tree.objects if o.path[:2] == ("opt", "state")}
+    assert names == {"gen.weight", "gen.bias", "disc.weight", "disc.bias"}
+    a, b, other = two_modules(1)
+    # The order of parameters is another one, too.
+    shuffled = torch.optim.Adam([*b.parameters(), *a.parameters()])
+    for parameter in (*a.parameters(), *b.parameters()):
+        shuffled.state[parameter] = other.state[parameter]
+    stored.restore({"disc": b, "gen": a, "opt": shuffled})
+    assert torch.equal(shuffled.state[a.weight]["exp_avg"], optimizer.state[one.weight]["exp_avg"])
+    assert torch.equal(shuffled.state[b.bias]["exp_avg"], optimizer.state[two.bias]["exp_avg"])
+
+
+def test_a_copy_of_the_module_in_the_tree_changes_no_names(save):
+    one, two, _ = two_modules()
+    optimizer = torch.optim.SGD(one.parameters(), momentum=0.9)
+    step(one, optimizer)
+    stored = save({"model": one, "ema": two, "opt": optimizer})
+    assert ("opt", "state", "weight", "momentum_buffer") in stored.data
+
+
+def test_matching_takes_names_with_and_without_the_tree_key(save):
+    one, two, optimizer = two_modules()
+    stored = save({"gen": one, "disc": two, "opt": optimizer})
+    a = nn.Linear(2, 2)
+    alone = torch.optim.Adam(a.parameters())
+    placement = stored.plan({"gen": a, "opt": alone}, include=["gen", "opt/state/gen"])
+    assert not placement.problems
+    assert not placement.missing
+    stored.fill(placement)
+    placement.finish()
+    assert torch.equal(alone.state[a.weight]["exp_avg"], optimizer.state[one.weight]["exp_avg"])
+
+    bare = torch.optim.Adam(one.parameters())
+    step(one, bare)
+    stored = save({"gen": one, "opt": bare})
+    assert ("opt", "state", "weight", "exp_avg") in stored.data
+    c, d, wide = two_modules(3)
+    placement = stored.plan({"gen": c, "disc": d, "opt": wide}, include="opt/state")
+    assert placement.missing  # `weight` could be either module's
+    assert not any("gen" in t.path[2] for t in placement.targets)
+
+
+def test_names_from_the_optimizer_itself(save):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.named_parameters())
+    step(model, optimizer)
+    stored = save({"opt": optimizer})
+    assert ("opt", "state", "weight", "exp_avg") in stored.data
+    target = nn.Linear(2, 2)
+    other = torch.optim.Adam(target.named_parameters())
+    assert stored.restore({"opt": other}).notes["matched_by"] == "name"
+    assert flat(other.state_dict()) == flat(optimizer.state_dict())
+    with_module = torch.optim.Adam(target.parameters())
+    stored.restore({"model": target, "opt": with_module}, include="opt/state")
+    assert torch.equal(with_module.state[target.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+
+
+def test_names_of_loose_parameters_are_their_places_in_the_tree(save):
+    leaf = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([leaf], momentum=0.9)
+    leaf.grad = torch.ones(3)
+    optimizer.step()
+    stored = save({"x": {"leaf": leaf}, "opt": optimizer})
+    assert ("opt", "state", "x.leaf", "momentum_buffer") in stored.data
+
+
+def nameless(seed=0, sizes=(2, 2), steps=1):
+    torch.manual_seed(seed)
+    model = nn.Linear(*sizes)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def test_without_names_parameters_are_matched_by_order_with_a_warning(save):
+    _, optimizer = nameless()
+    stored = save({"opt": optimizer})
+    _, other = nameless(1, steps=0)
+    with pytest.warns(UserWarning, match="opt: nobody names the parameters.*by order"):
+        placement = stored.restore({"opt": other})
+    assert placement.notes["matched_by"] == "order"
+    assert flat(other.state_dict()) == flat(optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*by order.*")
+def test_order_needs_equal_counts_and_shapes(save):
+    stored = save({"opt": nameless()[1]})
+    problem = stored.plan({"opt": nameless(sizes=(3, 2))[1]}).problems[0]
+    assert problem.startswith("opt/state/0.0 is the state of a parameter of shape [2, 2]")
+    _, more = nameless()
+    more.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    assert any("has no parameter names" in p for p in stored.plan({"opt": more}).problems)
+
+
+def test_names_on_one_side_only_are_a_problem(save):
+    model, optimizer = nameless()
+    named, unnamed = save({"model": model, "opt": optimizer}), save({"opt": optimizer})
+    target, other = nameless(1)
+    assert any("the template has none" in p for p in named.plan({"opt": other}).problems)
+    state = {"model": target, "opt": other}
+    assert any("the template has names" in p for p in unnamed.plan(state, include="opt").problems)
+
+
+def test_shapes_that_differ_are_a_problem(save):
+    model, optimizer = nameless()
+    stored = save({"model": model, "opt": optimizer})
+    target, other = nameless(sizes=(3, 2))
+    problems = stored.plan({"model": target, "opt": other}, include="opt").problems
+    assert problems == [
+        "opt/state/weight is the state of a parameter of shape [2, 2], which has [2, 3] in the "
+        "template"
+    ]
+
+
+def test_a_parameters_state_comes_whole_or_not_at_all(save):
+    job = Job("Adam", steps=1)
+    stored = save(job.state)
+    problems = stored.plan(job.state, include="optimizer/state/*/exp_avg").problems
+    assert len(problems) == 4
+    assert "comes whole or not at all, but only 1 of its 3 objects" in problems[0]
+    other = Job("Adam", steps=2, seed=1)
+    before = flat(other.optimizer.state[other.model[0].weight])
+    stored.restore(other.state, include="optimizer/state/2.bias")
+    assert flat(other.optimizer.state[other.model[0].weight]) == before
+    assert flat(other.optimizer.state[other.model[2].bias]) == flat(
+        job.optimizer.state[job.model[2].bias]
+    )
+
+
+def test_parameters_that_the_checkpoint_does_not_know_are_missing(save):
+    model, optimizer = nameless()
+    stored = save({"model": model, "opt": optimizer})
+    target = nn.Linear(2, 2)
+    target.extra = nn.Parameter(torch.zeros(1))
+    other = torch.optim.Adam(target.parameters())
+    placement = stored.plan({"model": target, "opt": other}, include="opt")
+    assert placement.missing == [("opt", "state", "extra")]
+    step(target, other)
+    placement = stored.plan({"model": target, "opt": other}, include="opt/state")
+    assert placement.missing == [("opt", "state", "extra")]
+    stored.fill(placement)
+    placement.finish()
+    assert set(other.state) == {target.weight, target.bias}
+
+
+def test_parameters_without_state_beside_those_with(save):
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    stored = save({"model": model, "opt": optimizer})
+    target, other = nameless(1)
+    stored.restore({"model": target, "opt": other})
+    assert set(other.state) == {target.weight}
+
+
+def test_renamed_parameters_take_their_state_along(save):
+    old = nn.ModuleDict({"old": nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam(old.parameters())
+    step(old, optimizer)
+    stored = save({"model": old, "opt": optimizer})
+    new = nn.ModuleDict({"new": nn.Linear(2, 2)})
+    other = torch.optim.Adam(new.parameters())
+    renamed = stored.renamed({"model/old": "model/new", "opt/state/old": "opt/state/new"})
+    renamed.restore({"model": new, "opt": other})
+    assert flat(other.state_dict()) == flat(optimizer.state_dict())
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_is_missing(save):
+    model, optimizer = nameless()
+    stored = save({"model": model})
+    assert stored.plan({"model": model, "opt": optimizer}).missing == [("opt",)]
+    assert not stored.plan({"model": model, "opt": optimizer}, include="model").missing
+    placement = save({"opt": 3}).plan({"opt": optimizer})
+    assert placement.problems == ["opt is stored as one value, but is an optimizer in the template"]
+
+
+class OwnStateDict(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+    def load_state_dict(self, state):
+        self.more = state.pop("more")
+        super().load_state_dict(state)
+
+
+def test_optimizers_with_a_state_dict_of_their_own_come_through_it(save):
+    model = nn.Linear(2, 2)
+    optimizer = OwnStateDict(model.parameters(), momentum=0.9)
+    step(model, optimizer)
+    stored = save({"model": model, "opt": optimizer})
+    target = OwnStateDict(nn.Linear(2, 2).parameters(), momentum=0.9)
+    stored.restore({"opt": target})
+    assert target.more == 1
+    assert flat(target.state_dict()) == flat(optimizer.state_dict())
+    assert not stored.description.deferrable
+
+
+def test_state_that_belongs_to_no_parameter_is_kept(save):
+    model, optimizer = nameless()
+    optimizer.state["global"] = {"count": 3, "t": torch.ones(2)}
+    target, other = nameless(1)
+    save({"m": model, "o": optimizer}).restore({"m": target, "o": other})
+    assert flat(other.state["global"]) == flat(optimizer.state["global"])
+
+
+def storages(stored):
+    return {key.storage for key in stored.description.deferrable}
+
+
+def test_an_optimizer_claims_its_parameters_and_state_and_nothing_else(save):
+    job = Job("Adam tensor lr", steps=1)
+    job.model.register_buffer("other", torch.ones(3))
+    stored = save({**job.state, "loose": torch.ones(4)})
+    expected = {p.data_ptr() for p in job.model.parameters()}
+    expected |= {t.data_ptr() for s in job.optimizer.state.values() for t in s.values()}
+    assert storages(stored) == expected
+    assert job.optimizer.param_groups[0]["lr"].data_ptr() not in storages(stored)
+
+
+def test_lbfgs_claims_its_lists(save):
+    job = Job("LBFGS", steps=2)
+    state = job.optimizer.state[job.model[0].weight]
+    claimed = storages(save(job.state))
+    assert {t.data_ptr() for t in state["old_dirs"]} <= claimed
+
+
+def test_nothing_of_a_capturable_optimizer_is_claimed(save):
+    assert not storages(save(Job("Adam capturable", steps=1).state))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
+def test_step_counts_go_where_torch_wants_them(save, options):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3, device="cuda")
+        return model, torch.optim.Adam(model.parameters(), **options)
+
+    model, optimizer = make()
+    step(model, optimizer)
+    target, other = make()
+    save({"m": model, "o": optimizer}).restore({"m": target, "o": other})
+    assert flat(other.state_dict()) == flat(optimizer.state_dict())
+    step(model, optimizer)
+    step(target, other)
+    assert torch.equal(model.weight, target.weight)

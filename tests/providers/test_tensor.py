@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
+from penstock.core.testing.providers import check_provider, check_source, read_source
+from penstock.providers.blocks import blocks
+from penstock.providers.memory import TensorSource, make_sink, may_overlap, memory_key
+
+DTYPES = sorted(
+    {
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+    },
+    key=str,
+)
+
+
+def raw(*shape, dtype=torch.float32, seed=0):
+    """Random bits as a tensor of any dtype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some dtypes call themselves experimental
+        tensor = torch.empty(shape, dtype=dtype)
+    data = np.random.default_rng(seed).bytes(tensor.numel() * dtype.itemsize)
+    if data:
+        bits = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if dtype is torch.bool:
+            bits = bits & 1
+        tensor.untyped_storage().copy_(bits.untyped_storage())
+    return tensor
+
+
+def bits(tensor):
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype.itemsize == 1:
+        plain = plain.view(torch.uint8)  # some of these dtypes cannot be copied
+    plain = plain.clone(memory_format=torch.contiguous_format)
+    return bytes(torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage()).numpy())
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, 2),
+    "every other": lambda t: t[::2, 1:, ::3],
+    "channels last": lambda t: t[None].contiguous(memory_format=torch.channels_last),
+    "one element": lambda t: t[1, 2, 3],
+    "column": lambda t: t[:, 0, 0],
+    "empty": lambda t: t[:, 3:3],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_by_bit(save, dtype):
+    tensor = raw(3, 5, dtype=dtype)
+    stored = save({"t": tensor, "scalar": tensor[0, 0]})
+    loaded = stored.load()
+    assert loaded["t"].dtype is dtype
+    assert bits(loaded["t"]) == bits(tensor)
+    assert loaded["scalar"].shape == ()
+    target = {"t": raw(3, 5, dtype=dtype, seed=1), "scalar": raw(dtype=dtype, seed=2)}
+    live = target["t"]
+    stored.restore(target)
+    assert target["t"] is live
+    assert bits(live) == bits(tensor)
+    assert bits(target["scalar"]) == bits(tensor[0, 0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool], ids=str)
+def test_every_layout_is_stored_row_major_and_restored_in_place(save, layout, dtype):
+    tensor = LAYOUTS[layout](raw(4, 6, 8, dtype=dtype))
+    stored = save({"t": tensor})
+    assert stored.data["t",] == bits(tensor)
+    base = raw(4, 6, 8, dtype=dtype, seed=1)
+    target = LAYOUTS[layout](base)
+    stored.restore({"t": target})
+    assert bits(target) == bits(tensor)
+    assert target.stride() == LAYOUTS[layout](raw(4, 6, 8, dtype=dtype)).stride()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_source_gives_any_piece(layout):
+    source = TensorSource(LAYOUTS[layout](raw(4, 6, 8)))
+    check_source(source, 4)
+
+
+def test_contiguous_cpu_memory_is_offered_without_a_copy():
+    tensor = raw(64, 64)
+    source = TensorSource(tensor)
+    assert source.address == tensor.data_ptr()
+    view = source.view()
+    tensor[0, 0] = 7.0
+    assert bytes(view[:4]) == np.float32(7).tobytes()
+    part = TensorSource(tensor[3:])
+    assert part.address == tensor.data_ptr() + 3 * 64 * 4
+    assert part.nbytes == 61 * 64 * 4
+
+
+@pytest.mark.parametrize("view", ["conj", "neg", "conj neg"])
+def test_conjugate_and_negative_views_store_what_they_show(save, view):
+    tensor = raw(3, 4, dtype=torch.complex64)
+    shown = {
+        "conj": lambda t: t.conj(),
+        "neg": lambda t: torch._neg_view(t),
+        "conj neg": lambda t: torch._neg_view(t.conj()),
+    }[view]
+    source = TensorSource(shown(tensor))
+    assert source.address is None
+    assert read_source(source) == bits(shown(tensor))
+    target = raw(3, 4, dtype=torch.complex64, seed=1)
+    save({"t": shown(tensor)}).restore({"t": shown(target)})
+    torch.testing.assert_close(target, tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_view_that_only_differs_by_its_conjugate_bit_is_not_tied(save):
+    tensor = raw(3, dtype=torch.complex64)
+    stored = save({"a": tensor, "b": tensor.conj(), "c": tensor.imag, "d": torch._neg_view(tensor)})
+    assert not stored.tree.aliases
+    assert memory_key(tensor) != memory_key(tensor.conj())
+
+
+def test_parameter_is_restored_in_place_and_keeps_requires_grad(save):
+    stored = save({"w": raw(5)})
+    for wanted in (True, False):
+        weight = torch.nn.Parameter(torch.zeros(5), requires_grad=wanted)
+        version = weight._version
+        stored.restore({"w": weight})
+        assert bits(weight) == bits(raw(5))
+        assert weight.requires_grad is wanted
+        assert weight._version > version
+        assert weight.is_leaf
+
+
+def test_version_follows_changes_of_the_tensor():
+    tensor = raw(5)
+    source = TensorSource(tensor)
+    before = source.version()
+    tensor.detach().add_(1)
+    assert source.version() > before
+
+
+def test_source_keeps_the_memory_it_described_when_data_is_assigned(save):
+    weight = torch.nn.Parameter(raw(5))
+    source = TensorSource(weight)
+    weight.data = torch.zeros(5)
+    assert read_source(source) == bits(raw(5))
+
+
+def test_inference_tensors_have_no_version_and_can_be_written_anywhere(save):
+    with torch.inference_mode():
+        tensor = torch.zeros(4, 5)
+        strided = torch.zeros(5, 4).t()
+    stored = save({"t": raw(4, 5), "s": raw(4, 5, seed=2)})
+    assert TensorSource(tensor).version() is None
+    stored.restore({"t": tensor, "s": strided})
+    assert bits(tensor) == bits(raw(4, 5))
+    assert torch.equal(strided.clone().view(torch.int32), raw(4, 5, seed=2).view(torch.int32))
+
+
+def test_restoring_inside_inference_mode_leaves_ordinary_tensors_ordinary(save):
+    stored = save({"t": raw(4, 5)})
+    target = torch.zeros(4, 5)
+    with torch.inference_mode():
+        placement = stored.plan({"t": target})
+    stored.fill(placement)  # as the engine's threads do, outside of inference mode
+    assert bits(target) == bits(raw(4, 5))
+    assert not target.is_inference()
+
+
+def test_another_default_device_or_dtype_changes_nothing(save):
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        stored = save({"t": RAW})
+        loaded = stored.load()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert loaded["t"].device.type == "cpu"
+    assert bits(loaded["t"]) == bits(RAW)
+
+
+RAW = raw(3, 4)
+
+
+def test_expanded_tensor_is_stored_as_it_looks_and_restored_where_values_agree(save):
+    row = raw(1, 4)
+    stored = save({"t": row.expand(3, 4)})
+    assert len(stored.data["t",]) == 48
+    memory = torch.zeros(1, 4)
+    version = memory._version
+    stored.restore({"t": memory.expand(3, 4)})
+    assert bits(memory) == bits(row)
+    assert memory._version > version
+    contiguous = torch.zeros(3, 4)
+    stored.restore({"t": contiguous})
+    assert bits(contiguous) == bits(row.expand(3, 4))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [lambda: torch.zeros(1, 4).expand(3, 4), lambda: torch.zeros(6).as_strided((3, 4), (1, 1))],
+    ids=["expanded", "overlapping"],
+)
+def test_values_that_disagree_about_one_place_are_an_error_with_the_path(save, target):
+    stored = save({"x": {"t": raw(3, 4)}})
+    with pytest.raises(RestoreMismatchError, match="x/t"):
+        stored.restore({"x": {"t": target()}})
+
+
+def test_overlapping_views_are_known_as_such():
+    base = torch.zeros(100)
+    assert may_overlap(base.expand(3, 100))
+    assert may_overlap(base.as_strided((3, 4), (1, 1)))
+    assert not may_overlap(base.view(10, 10).t())
+    assert not may_overlap(base[::2])
+    assert not may_overlap(base[:0].expand(3, 0))
+    assert not may_overlap(base[:1].expand(1, 1))
+
+
+def test_tied_tensors_are_stored_once_and_still_tied_after(save):
+    weight = raw(4, 4)
+    state = {"a": weight, "view": weight[:2], "b": weight.view(4, 4)}
+    stored = save(state)
+    assert stored.tree.aliases == {("b",): ("a",)}
+    loaded = stored.load()
+    assert loaded["a"] is loaded["b"]
+    other = torch.zeros(4, 4)
+    placement = stored.restore({"a": other, "b": other, "view": torch.zeros(2, 4)})
+    sinks = {t.path: t.sink for t in placement.targets}
+    assert sinks["a",] is sinks["b",]
+    assert bits(other) == bits(weight)
+
+
+def test_tied_tensors_can_be_restored_into_two_and_either_alone(save):
+    weight = raw(4, 4)
+    stored = save({"a": weight, "b": weight})
+    target = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}
+    stored.restore(target)
+    assert bits(target["a"]) == bits(target["b"]) == bits(weight)
+    target = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}
+    stored.restore(target, include="b")
+    assert bits(target["b"]) == bits(weight)
+    assert not target["a"].any()
+    assert bits(stored.load(include="b")["b"]) == bits(weight)
+
+
+def test_two_stored_tensors_do_not_go_into_one_memory(save):
+    stored = save({"a": raw(4), "b": raw(4, seed=1)})
+    memory = torch.zeros(4)
+    placement = stored.plan({"a": memory, "b": memory})
+    assert len(placement.problems) == 1
+    assert "share memory" in placement.problems[0]
+    assert not stored.plan({"a": memory, "b": memory}, include="a").problems
+
+
+def test_loaded_tensors_go_to_the_device_asked_for(save):
+    assert save({"t": raw(2, 0)}).load(device="meta")["t"].device.type == "meta"
+
+
+REFUSED = {
+    "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "to_dense"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "int_repr",
+    ),
+    "lazy": (lambda: torch.nn.UninitializedParameter(), "one forward"),
+    "subclass": (lambda: torch.ones(3).as_subclass(Strange), "does not know"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "does not know",
+    ),
+}
+
+
+class Strange(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_plain_memory_is_refused_with_its_path(save, what):
+    make, reason = REFUSED[what]
+    with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
+        save({"a": {"list": [make()]}})
+    with pytest.raises(UnsupportedStateError, match="^a/list/0 "):
+        save({"a": {"list": [torch.ones(3)]}}).plan({"a": {"list": [make()]}})
+
+
+def test_dtensor_is_refused_with_what_to_do(save, tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import distribute_tensor
+
+        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedStateError, match=r"a is a DTensor.*full_tensor"):
+            save({"a": tensor})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_buffers_and_plain_tensors_keep_the_contract(providers):
+    check_provider(lambda: raw(5, 7), lambda t: t.zero_(), torch_equal, providers=providers)
+    check_provider(
+        lambda: torch.nn.Buffer(raw(7, 5)).t(), lambda t: t.zero_(), torch_equal, providers=providers
+    )
+
+
+def torch_equal(one, other):
+    return bits(one) == bits(other)
+
+
+@given(
+    st.lists(st.integers(1, 5), max_size=4).map(tuple), st.integers(0, 700), st.integers(0, 700)
+)
+def test_blocks_cover_exactly_the_range_in_order(shape, one, other):
+    array = np.arange(int(np.prod(shape))).reshape(shape)
+    start, stop = sorted((min(one, array.size), min(other, array.size)))
+    out = np.full(stop - start, -1)
+    cuts = list(blocks(shape, start, stop))
+    for index, position in cuts:
+        block = array[index]
+        assert (out[position : position + block.size] == -1).all()
+        out[position : position + block.size] = block.ravel()
+    assert (out == np.arange(start, stop)).all()
+    assert len(cuts) <= 2 * len(shape) + 1
+
+
+@given(st.data())
+def test_random_strided_views_round_trip_in_random_pieces(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    order = data.draw(st.permutations(range(len(shape))))
+    steps = [data.draw(st.integers(1, 3)) for _ in shape]
+    cut = tuple(slice(None, None, step) for step in steps)
+    tensor = raw(*shape).permute(*order)[cut]
+    target = raw(*shape, seed=1).permute(*order)[cut]
+    source, sink = TensorSource(tensor), make_sink(target, ("t",))
+    at = 0
+    while at < source.nbytes:
+        size = min(4 * data.draw(st.integers(1, 9)), source.nbytes - at)
+        piece = bytearray(size)
+        source.copy_out(at, memoryview(piece))
+        sink.copy_in(at, memoryview(bytes(piece)))
+        at += size
+    sink.written()
+    assert bits(target) == bits(tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, layout):
+    from penstock.core.describe import describe_tree
+
+    base = raw(4, 6, 8)
+    tensor = LAYOUTS[layout](base.cuda())
+    expected = bits(tensor.cpu())
+    entry = describe_tree({"t": tensor}, providers=providers, allow_pickle=False).entries[0]
+    out = torch.empty(max(entry.source.nbytes, 1), dtype=torch.uint8, pin_memory=True)
+    view = memoryview(out.numpy())[: entry.source.nbytes]
+    pending = entry.source.copy_out(0, view)
+    if pending is not None:
+        pending.order()
+        tensor.zero_()  # ordered behind the copy
+        pending.wait()
+    assert bytes(view) == expected
+
+
+@pytest.mark.gpu
+def test_cuda_copy_waits_for_what_the_describing_stream_had_queued(providers):
+    from penstock.core.describe import describe_tree
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(1 << 20, device="cuda")
+        torch.cuda._sleep(50_000_000)
+        tensor += 1
+        entry = describe_tree({"t": tensor}, providers=providers, allow_pickle=False).entries[0]
+    out = torch.empty(entry.source.nbytes, dtype=torch.uint8, pin_memory=True)
+    entry.source.copy_out(0, memoryview(out.numpy())).wait()
+    assert (out.view(torch.float32) == 1).all()
+
+
+@pytest.mark.gpu
+def test_cuda_copies_into_pageable_memory_are_complete_on_return(providers):
+    from penstock.core.describe import describe_tree
+
+    tensor = raw(1 << 18).cuda()
+    entry = describe_tree({"t": tensor}, providers=providers, allow_pickle=False).entries[0]
+    out = bytearray(entry.source.nbytes)
+    assert entry.source.copy_out(0, memoryview(out)) is None
+    assert bytes(out) == bits(raw(1 << 18))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuda_targets_are_filled_in_place(save, layout):
+    stored = save({"t": LAYOUTS[layout](raw(4, 6, 8))})
+    target = LAYOUTS[layout](torch.zeros(4, 6, 8, device="cuda"))
+    stored.restore({"t": target})
+    assert bits(target.cpu()) == stored.data["t",]
+    assert stored.load(device="cuda")["t"].is_cuda

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import json
+import math
+import pathlib
+import struct
+import subprocess
+import sys
+import types
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.testing.providers import check_provider
+from penstock.providers.values import decode_value, encode_value
+
+# A module of the test's own, loaded under a name that a checkpoint can find again.
+HOME = types.ModuleType("penstock_test_home")
+sys.modules[HOME.__name__] = HOME
+
+
+class Phase(enum.Enum):
+    WARM = "w"
+    COLD = ("c", 1)
+
+
+class Space:
+    class Inner(enum.IntEnum):
+        ONE = 1
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+Point = namedtuple("Point", "x y")
+for kind in (Phase, Flags, Point, Space, Space.Inner):
+    kind.__module__ = HOME.__name__
+    setattr(HOME, kind.__qualname__.split(".")[0], getattr(HOME, kind.__qualname__.split(".")[0], kind))
+
+
+def same(one, other):
+    """Equal in type, order and every bit, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        if getattr(one, "default_factory", 0) is not getattr(other, "default_factory", 0):
+            return False
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(same(a, b) for a, b in pairs)
+    if isinstance(one, list | tuple | deque):
+        if getattr(one, "maxlen", 0) != getattr(other, "maxlen", 0) or len(one) != len(other):
+            return False
+        return all(map(same, one, other))
+    if isinstance(one, float | complex) and not isinstance(one, np.generic):
+        packed = [struct.pack("<dd", v.real, v.imag) for v in (one, other)]
+        return packed[0] == packed[1]
+    if isinstance(one, np.generic):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, dt.datetime | dt.time):
+        zones = [None if v.tzinfo is None else (repr(v.tzinfo), v.tzname()) for v in (one, other)]
+        return one == other and zones[0] == zones[1] and one.fold == other.fold
+    if isinstance(one, set | frozenset):
+        return {*map(repr, one)} == {*map(repr, other)}
+    return one == other
+
+
+def trip(value):
+    data = encode_value(value, ("v",))
+    json.loads(data)
+    return decode_value(data, ("v",))
+
+
+PAYLOAD_NAN = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
+
+VALUES = [
+    None, True, False, 0, -1, 2**63, -(2**63), 2**5000, 1.5, -0.0, 0.1, 5e-324, math.inf, -math.inf,
+    math.nan, PAYLOAD_NAN, "", "text", "é\u2028\U0001f600", "\ud800", "\ud83d\ude00", "\x00", b"",
+    b"\x00\xff", bytearray(b"ab"), 1 + 2j, complex(-0.0, math.inf), [], (), {}, set(), frozenset(),
+    [1, [2, (3,)]], {"a": {"b": [1]}}, {"$": 1}, {"$": "tuple", "v": [1]}, {1: "a", "1": "b"},
+    {(1, "x"): 2, None: 3, 1.5: 4, True: 5, b"k": 6, frozenset({1}): 7}, {"\ud800": 1},
+    {1, "a", (2,)}, frozenset({1.5}), OrderedDict(b=1, a=2), Counter("abca"), Counter({8: 2, 4: 1}),
+    defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), deque([1, 2], 5), deque(),
+    defaultdict(Counter), dt.date(2024, 2, 29), dt.datetime(2024, 1, 2, 3, 4, 5, 678901),
+    dt.datetime(2024, 1, 2, tzinfo=dt.UTC),
+    dt.datetime(2024, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=-3, microseconds=5), "hey")),
+    dt.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    dt.time(1, 2, 3, fold=1), dt.time(5, tzinfo=dt.UTC), dt.timedelta(-5, 3, 2),
+    np.float32(1.1), np.float64(-0.0), np.bool_(True), np.int8(-3), np.uint64(2**64 - 1),
+    np.complex64(1j), np.float16(np.inf), np.str_("é"), np.str_(""), np.bytes_(b"x"),
+    np.datetime64("2024-01-02T03:04:05.678901"), np.timedelta64(5, "s"), np.longdouble(1) / 3,
+    torch.Size([1, 2]), torch.bfloat16, torch.device("cuda", 1), torch.device("cpu"),
+    pathlib.Path("/a/b"), pathlib.PurePosixPath("x"), pathlib.PureWindowsPath("c:\\x"),
+    pathlib.Path("\udcff"), Phase.WARM, Phase.COLD, Space.Inner.ONE, Flags.A | Flags.B,
+    Flags(0), Point(1, [2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__} {v!r}"[:40])
+def test_value_comes_back_equal_in_type_and_every_bit(value):
+    assert same(trip(value), value)
+    assert same(trip({"k": [value]}), {"k": [value]})
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_subnormal=True), st.complex_numbers(),
+    st.text(st.characters(codec=None), max_size=6), st.binary(max_size=5), st.dates(),
+    st.datetimes(), st.timedeltas(), st.sampled_from([Phase.WARM, torch.int8, np.int16(3)]),
+)  # fmt: skip
+keys = st.one_of(
+    st.text(st.characters(codec=None), max_size=4), st.integers(), st.booleans(), st.none(),
+    st.tuples(st.integers(), st.text(max_size=2)), st.sampled_from(["$", "v", "a/b", "%2F", ".."]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+        st.lists(inner, max_size=3).map(lambda v: deque(v, 3)),
+        st.dictionaries(keys, inner, max_size=3).map(lambda v: defaultdict(dict, v)),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(values)
+def test_random_values_come_back_equal(value):
+    assert same(trip(value), value)
+
+
+@given(st.sets(st.one_of(st.integers(), st.text(max_size=3)), max_size=6))
+def test_equal_sets_have_equal_bytes(members):
+    one = encode_value(set(members), ())
+    assert one == encode_value(set(sorted(members, key=repr, reverse=True)), ())
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"list": [1, 2, 3, {"x": Thing()}]}, r"info/list\[3\]/x is a .*Thing"),
+        ([[Thing()]], r"info\[0\]\[0\] is a"),
+        ({"a/b": Thing()}, "info/a%2Fb is a"),
+        ({(1, 2): Thing()}, r"info/\(1, 2\) is a"),
+        ({Thing(): 1}, "info/key .*Thing"),
+        ((deque([Thing()]),), r"info\[0\]\[0\]"),
+        ({"f": len}, "info/f is a builtins.builtin_function_or_method"),
+        ({"f": defaultdict(lambda: 1)}, "info/f is a defaultdict of"),
+        ({1, torch.zeros(())}, r"info\{\} is a torch.Tensor"),
+        ({"a": int}, "info/a is a builtins.type"),
+        (np.void(b"abc"), "info is a numpy scalar"),
+        (torch.strided, "info is a torch.layout"),
+        (dt.datetime(2024, 1, 1, tzinfo=type("Z", (dt.tzinfo,), {})()), "info has the time zone"),
+        (enum.Enum("Local", "A").A, "info is of the Enum Local, which cannot be imported"),
+        (type("S", (str,), {})("x"), "info is a .*S"),
+        (range(3), "info is a builtins.range"),
+        (memoryview(b"x"), "info is a builtins.memoryview"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_the_path_inside_the_value(save, value, where):
+    with pytest.raises(UnsupportedStateError, match=f"^{where}"):
+        save({"info": value})
+
+
+def test_cycles_are_refused(save):
+    loop = [1]
+    loop.append({"x": loop})
+    with pytest.raises(UnsupportedStateError, match="holds itself"):
+        save({"info": loop})
+    with pytest.raises(UnsupportedStateError, match="holds itself"):
+        save({"info": [loop, torch.zeros(1)]})
+
+
+def test_the_same_list_twice_is_no_cycle(save):
+    shared = [1]
+    assert save({"info": [shared, shared]}).load() == {"info": [[1], [1]]}
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"k": v}, lambda v: {1: (v,)}])
+def test_depth_bombs_are_refused_and_what_is_accepted_can_be_read(save, wrap):
+    value = 0
+    for depth in range(1, 20_000):
+        value = wrap(value)
+        if depth in (10, 45):
+            assert same(trip(value), value)
+    with pytest.raises(UnsupportedStateError, match="deep"):
+        save({"info": value})
+    with pytest.raises(UnsupportedStateError, match="deep"):
+        save({"info": [value, torch.zeros(1)]})
+
+
+DAMAGED = [
+    b"", b"{", b"\xff", b'{"$":"nothing","v":1}', b'{"$":"tuple"}', b'{"$":["tuple"],"v":[]}',
+    b'{"$":"float","v":"zz"}', b'{"$":"float","v":"00"}', b'{"$":"int","v":5}', b'{"$":"bytes","v":"*"}',
+    b'{"$":"dict","v":[[1]]}', b'{"$":"dict","v":[[[],1]]}', b'{"$":"set","v":[[]]}',
+    b'{"$":"numpy","dtype":"O","v":"00"}', b'{"$":"numpy","dtype":"<f4","v":"00"}',
+    b'{"$":"numpy","dtype":"what","v":"00"}', b'{"$":"deque","v":[1,2],"maxlen":1}',
+    b'{"$":"defaultdict","factory":"eval","v":[]}', b'{"$":"path","class":"x","v":"y"}',
+    b'{"$":"date","v":"2024-13-01"}', b'{"$":"datetime","v":"2024-01-01","tz":"No/Where","fold":0}',
+    b'{"$":"torch.dtype","v":"nn"}', b'{"$":"torch.dtype","v":"zzz"}', b'{"$":"torch.device","v":"x"}',
+    b'{"$":"enum","class":"builtins:dict","v":"A"}',
+    b'{"$":"enum","class":"penstock_test_home:Phase","v":"HOT"}',
+    b'{"$":"namedtuple","class":"builtins:tuple","v":[1]}',
+    b'{"$":"namedtuple","class":"penstock_test_home:Point","v":[1]}',
+    b"[" * 100_000, b'{"$":"tuple","v":' * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", DAMAGED, ids=lambda d: d[:40].decode("latin-1"))
+def test_damaged_values_are_a_format_error_with_the_path(data):
+    with pytest.raises(FormatError, match="^a/b ") as caught:
+        decode_value(data, ("a", "b"))
+    assert caught.value.damaged == ("a/b",)
+
+
+@given(st.binary(max_size=60), st.integers(0, len(VALUES) - 1), st.data())
+def test_mangled_bytes_decode_to_something_or_a_clear_error(noise, which, data):
+    good = encode_value(VALUES[which], ())
+    at = data.draw(st.integers(0, len(good)))
+    for bad in (noise, good[:at], good[:at] + noise + good[at + len(noise) :]):
+        try:
+            decode_value(bad, ("v",))
+        except (FormatError, UnsupportedStateError):
+            pass
+
+
+@pytest.mark.parametrize("tag", ["enum", "flag", "namedtuple"])
+def test_reading_never_imports_what_a_checkpoint_names(tag):
+    assert "antigravity" not in sys.modules
+    data = json.dumps({"$": tag, "class": "antigravity:X", "v": "A"}).encode()
+    with pytest.raises(UnsupportedStateError, match="antigravity:X is not loaded: import"):
+        decode_value(data, ("v",))
+    assert "antigravity" not in sys.modules
+
+
+def test_values_are_frozen_when_described_and_fresh_when_read(save):
+    history = [1, 2]
+    stored = save({"h": history})
+    history.append(3)
+    first = stored.load()["h"]
+    assert first == [1, 2]
+    first.append(9)
+    assert stored.load()["h"] == [1, 2]
+
+
+def test_values_are_assigned_back_into_dicts_and_lists(save):
+    stored = save({"epoch": 7, "deep": {"list": [torch.ones(1), "new", {"k": 1}]}})
+    inner = [torch.zeros(1), "old", None]
+    state = {"epoch": 0, "deep": {"list": inner}}
+    placement = stored.restore(state)
+    assert state["epoch"] == 7
+    assert state["deep"]["list"] is inner
+    assert inner[1:] == ["new", {"k": 1}]
+    assert inner[0] == 1
+    assert sorted(placement.values) == [("deep", "list", "1"), ("deep", "list", "2"), ("epoch",)]
+
+
+def test_a_value_in_a_tuple_can_stay_but_not_change(save):
+    stored = save({"pair": (torch.ones(2), 3)})
+    state = {"pair": (torch.zeros(2), 3)}
+    stored.restore(state)
+    assert state["pair"][0].all()
+    placement = stored.plan({"pair": (torch.zeros(2), 4)})
+    assert placement.problems == [
+        "pair/1 stands in a tuple and differs from what is stored: make it a list"
+    ]
+    assert not stored.plan({"pair": (torch.zeros(2), 4)}, include="pair/0").problems
+
+
+def test_pickles_need_permission_at_both_ends(save):
+    state = {"cfg": {"when": complex, "n": 1}, "t": torch.ones(1)}
+    stored = save(state, allow_pickle=True)
+    forms = {o.path: o.form for o in stored.tree.objects}
+    assert forms == {("cfg",): "pickle", ("t",): "tensor"}
+    with pytest.raises(UnsupportedStateError, match="cfg was saved as a pickle.*allow_pickle=True"):
+        stored.load()
+    with pytest.raises(UnsupportedStateError, match="cfg was saved as a pickle"):
+        stored.plan({"cfg": None, "t": torch.zeros(1)})
+    target = {"cfg": None, "t": torch.zeros(1)}
+    stored.restore(target, allow_pickle=True)
+    assert target["cfg"] == {"when": complex, "n": 1}
+    assert stored.load(exclude="cfg").keys() == {"t"}
+    with pytest.raises(UnsupportedStateError, match="cannot be pickled either"):
+        save({"f": lambda: 1}, allow_pickle=True)
+
+
+def test_plain_values_are_not_pickled_even_where_it_is_allowed(save):
+    assert {o.form for o in save({"a": {1, 2}}, allow_pickle=True).tree.objects} == {"json"}
+
+
+def test_damaged_pickle_is_a_format_error(save):
+    stored = save({"cfg": complex}, allow_pickle=True)
+    stored.tree.values["cfg",] = b"\x80\x04."
+    with pytest.raises(FormatError, match="cfg cannot be unpickled"):
+        stored.load(allow_pickle=True)
+
+
+def test_values_need_neither_torch_nor_pickle():
+    code = (
+        "import sys\n"
+        "from penstock.providers.values import decode_value, encode_value\n"
+        "before = set(sys.modules)\n"
+        "from penstock.providers.value import ValueProvider\n"
+        "assert ValueProvider().claims(dict)\n"
+        "assert decode_value(encode_value({'a': (1, 2.5)}, ()), ()) == {'a': (1, 2.5)}\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'pickle' not in set(sys.modules) - before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_values_keep_the_contract(providers):
+    check_provider(
+        lambda: {"a": [1, {2: (3, None)}]},
+        lambda v: v["a"].append(4),
+        same,
+        providers=providers,
+    )
