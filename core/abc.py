@@ -408,7 +408,7 @@ class ByteSink(ABC):
         `start` and the length are multiples of the itemsize.
         """
 
-    def written(self) -> None:
+    def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once, after all bytes are in place and verified (bump versions, free scratch)."""
 
 
@@ -553,8 +553,9 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def children(self, path: ObjectPath, /) -> Sequence[str]:
-        """Next segments of the *selected* stored objects and empty containers below `path`,
-        in stored order.
+        """Next segments of what is *selected* below `path`, in stored order.
+
+        That is: stored objects and empty containers.
         """
 
     @abstractmethod

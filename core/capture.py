@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.core.staging import Block, Staging
     from penstock.core.types import ObjectPath
 
+_LISTED = 8
 _POLL_S = 0.05  # only bounds how late an abort is noticed while waiting for staging
 
 
@@ -295,11 +296,12 @@ class CaptureRun:
                 if subject.version is not None and subject.source.version() != subject.version:
                     changed.append(show_path(subject.path))
         if changed:
-            shown = ", ".join(changed[:8]) + (f" and {len(changed) - 8} more" * (len(changed) > 8))
+            more = len(changed) - _LISTED
+            shown = ", ".join(changed[:_LISTED]) + (f" and {more} more" if more > 0 else "")
             when = (
                 "before the fence; call fence() before changing it"
                 if deferred
-                else ("while save() captured it; another thread writes to it")
+                else "while save() captured it: another thread writes to it"
             )
             msg = f"{shown} changed {when}. This save is given up; nothing was committed."
             raise TornSnapshotError(msg)

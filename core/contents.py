@@ -138,9 +138,7 @@ class Contents:
                 "uint8", 1, (frame.raw_length,), 0, frame.raw_length
             )
             uses = tuple(Use(owners[u.wanted].sink, u.at, u.start, u.length) for u in read.uses)
-            names = dict.fromkeys(
-                show_path(owners[u.wanted].located.record.path) for u in read.uses
-            )
+            paths = dict.fromkeys(owners[u.wanted].located.record.path for u in read.uses)
             jobs.append(
                 FrameJob(
                     frame,
@@ -150,7 +148,7 @@ class Contents:
                     uses,
                     self._chain(read.part, frame.chain) if frame.chain else None,
                     context,
-                    tuple(names),
+                    tuple(map(show_path, paths)),
                 )
             )
         return jobs, plan.bytes_needed

@@ -113,51 +113,23 @@ class Loader:
         Raises:
             StorageError: The store failed in another way than by missing or short blobs.
         """
-        stats = LoadStats()
-        flights: deque[tuple[list[_Read], Future[None]]] = deque()
-        batch: list[_Read] = []
-        size = 0
-
-        def settle() -> None:
-            reads, future = flights.popleft()
-            self._settle(reads, future, stats, decode=decode)
-            if progress is not None:
-                progress(sum(r.span.length for r in reads))
-
-        def submit() -> None:
-            nonlocal batch, size
-            if batch:
-                flights.append((batch, self._backend.submit_read([r.request for r in batch])))
-                batch, size = [], 0
-            while len(flights) >= _BATCHES_IN_FLIGHT:
-                settle()
-
+        session = _Session(self, decode=decode, progress=progress)
         try:
             for job in jobs:
-                stats.frames += 1
+                session.stats.frames += 1
                 for span in job.ranges:
-                    while (read := self._prepare(job, span, may_allocate=not flights)) is None:
-                        # Scratch is full. Nothing waits while holding what only it can free.
-                        submit()
-                        if flights:
-                            settle()
-                    batch.append(read)
-                    size += span.length
-                    stats.bytes_read += span.length
-                    if size >= BATCH_BYTES or len(batch) >= _BATCH_FRAMES:
-                        submit()
-            submit()
-            while flights:
-                settle()
+                    session.add(job, span)
+            session.finish()
         finally:
-            # After an error: nothing may be in flight into memory that the caller gets back.
-            for reads, future in flights:
-                future.exception()
-                self._release(reads)
-            self._release(batch)
-        return stats
+            session.close()
+        return session.stats
 
-    def _prepare(self, job: FrameJob, span: ByteRange, *, may_allocate: bool) -> _Read | None:
+    def submit(self, reads: list[_Read]) -> Future[None]:
+        """Start a batch."""
+        return self._backend.submit_read([read.request for read in reads])
+
+    def prepare(self, job: FrameJob, span: ByteRange, *, may_allocate: bool) -> _Read | None:
+        """Decide where `span` is read to; None: scratch is full for now."""
         offset = job.frame.offset + span.start
         target = self._direct_target(job, span)
         if target is not None:
@@ -181,9 +153,10 @@ class Loader:
         view = use.sink.view()
         return None if view is None else view[use.start : use.start + use.length]
 
-    def _settle(
+    def settle(
         self, reads: list[_Read], future: Future[None], stats: LoadStats, *, decode: bool
     ) -> None:
+        """Wait for a batch, verify and place it, and give its scratch back."""
         try:
             error = future.exception()
             if isinstance(error, BlobNotFoundError | BlobTruncatedError):
@@ -202,7 +175,7 @@ class Loader:
                 stats.damaged += outcome
             stats.missing_blob |= any(isinstance(r.error, BlobNotFoundError) for r in reads)
         finally:
-            self._release(reads)
+            self.release(reads)
 
     def _read_singly(self, reads: list[_Read]) -> None:
         """A batch failed: find out which of its frames are missing or cut off."""
@@ -212,7 +185,8 @@ class Loader:
             except (BlobNotFoundError, BlobTruncatedError) as error:
                 read.error = error
 
-    def _release(self, reads: list[_Read]) -> None:
+    def release(self, reads: list[_Read]) -> None:
+        """Give scratch back."""
         for read in reads:
             if read.block is not None:
                 self._staging.release(read.block)
@@ -270,6 +244,66 @@ class Loader:
         if held is None or held.nbytes < length:
             held = self._scratch.view = memoryview(mmap.mmap(-1, max(length, 1)))
         return held[:length]
+
+
+class _Session:
+    """The batches of one `Loader.run`."""
+
+    def __init__(
+        self, loader: Loader, *, decode: bool, progress: Callable[[int], None] | None
+    ) -> None:
+        self.stats = LoadStats()
+        self._loader = loader
+        self._decode = decode
+        self._progress = progress
+        self._flights: deque[tuple[list[_Read], Future[None]]] = deque()
+        self._batch: list[_Read] = []
+        self._size = 0
+
+    def add(self, job: FrameJob, span: ByteRange) -> None:
+        """Put one range of a frame into the batch, and the batch under way when it is full."""
+        while (
+            read := self._loader.prepare(
+                job, span, may_allocate=not self._flights and not self._batch
+            )
+        ) is None:
+            # Scratch is full. Nobody waits while holding what only he can free.
+            self._submit()
+            self._settle_oldest()
+        self._batch.append(read)
+        self._size += span.length
+        self.stats.bytes_read += span.length
+        if self._size >= BATCH_BYTES or len(self._batch) >= _BATCH_FRAMES:
+            self._submit()
+
+    def finish(self) -> None:
+        """Read, verify and place what is left."""
+        self._submit()
+        while self._flights:
+            self._settle_oldest()
+
+    def close(self) -> None:
+        """After an error: nothing may be in flight into memory that the caller gets back."""
+        for reads, future in self._flights:
+            future.exception()
+            self._loader.release(reads)
+        self._flights.clear()
+        self._loader.release(self._batch)
+        self._batch = []
+
+    def _submit(self) -> None:
+        if self._batch:
+            self._flights.append((self._batch, self._loader.submit(self._batch)))
+            self._batch, self._size = [], 0
+        while len(self._flights) >= _BATCHES_IN_FLIGHT:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        if self._flights:
+            reads, future = self._flights.popleft()
+            self._loader.settle(reads, future, self.stats, decode=self._decode)
+            if self._progress is not None:
+                self._progress(sum(r.span.length for r in reads))
 
 
 def _verify_blocks(job: FrameJob, span: ByteRange, data: memoryview) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend, BlobWriter
-    from penstock.core.capture import Captured, Subject
+    from penstock.core.capture import Captured
     from penstock.core.chain import CodecChain
     from penstock.core.plan import Chunk, SavePlan
 
@@ -96,6 +96,26 @@ class _Batch:
     futures: list[Future[None]]
 
 
+class WriteJob(Protocol):
+    """What the writer needs to know of a save."""
+
+    @property
+    def plan(self) -> SavePlan:
+        """Its chunks."""
+
+    @property
+    def chains(self) -> Sequence[CodecChain | None]:
+        """Codec chains by number; None is raw."""
+
+    @property
+    def contexts(self) -> Callable[[int], tuple[str, int, tuple[int, ...]]]:
+        """Dtype, itemsize and region shape of an item."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Distance of the checksums in raw frames."""
+
+
 class FrameWriter:
     """Writes the chunks of one save into its `.raw` and `.enc` blob.
 
@@ -106,24 +126,19 @@ class FrameWriter:
     def __init__(
         self,
         backend: Backend,
-        plan: SavePlan,
-        subjects: Sequence[Subject],
+        job: WriteJob,
         *,
-        chains: Sequence[CodecChain | None],
-        contexts: Callable[[int], tuple[str, int, tuple[int, ...]]],
         workers: Workers,
         blob_prefix: str,
-        block_bytes: int,
         release: Callable[[Captured], None],
         tick: Callable[[int], None],
     ) -> None:
+        plan, chains = job.plan, job.chains
         self._backend = backend
+        self._job = job
         self._plan = plan
-        self._subjects = subjects
         self._chains = chains
-        self._contexts = contexts
         self._workers = workers
-        self._block_bytes = block_bytes
         self._release = release
         self._tick = tick
         self._raw_name = f"{blob_prefix}.raw"
@@ -241,7 +256,7 @@ class FrameWriter:
                     offset = self._plan.chunks[item.index].offset
                     assert offset is not None
                     length = item.view.nbytes
-                    ranges = frame_blocks(offset, length, self._block_bytes)
+                    ranges = frame_blocks(offset, length, self._job.block_bytes)
                     sums = checksum_blocks(item.view, ranges)
                     self.results[item.index] = ChunkResult(offset, length, tuple(sums))
 
@@ -278,7 +293,7 @@ class FrameWriter:
         if len(chunk.pieces) > 1:
             return CodecContext("uint8", 1, (chunk.length,), 0, chunk.length)
         piece = chunk.pieces[0]  # all of the chunk: a reader can tell from the chunk's references
-        dtype, itemsize, shape = self._contexts(piece.item)
+        dtype, itemsize, shape = self._job.contexts(piece.item)
         return CodecContext(dtype, itemsize, shape, piece.start, chunk.length)
 
     def _settle(self, batch: _Batch) -> None:

@@ -234,7 +234,9 @@ class _Placing(PlaceContext):
             return True
         if node is None or not path:
             return False
-        form = "dict" if isinstance(value, dict) else "tuple" if isinstance(value, tuple) else "list"
+        form = (
+            "dict" if isinstance(value, dict) else "tuple" if isinstance(value, tuple) else "list"
+        )
         if node.form in _CONTAINERS and node.form != form and path in self._children:
             result.problems.append(
                 f"{shown} is stored as a {node.form}, but is a {here} in the template"

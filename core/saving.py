@@ -127,13 +127,9 @@ class SaveJob:
         )
         self._writer = FrameWriter(
             backend,
-            request.plan,
-            request.subjects,
-            chains=request.chains,
-            contexts=request.contexts,
+            request,
             workers=workers,
             blob_prefix=f"data/{self.uid}/blobs/00000-0",
-            block_bytes=request.block_bytes,
             release=self._release,
             tick=self._tick,
         )

@@ -230,9 +230,7 @@ def writable_alias(tensor: torch.Tensor) -> torch.Tensor:
     # Inference tensors can only be written inside inference mode, which is a thread's own.
     with torch.inference_mode(mode=False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(
-            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
             alias = alias.conj()
         return torch._neg_view(alias) if tensor.is_neg() else alias
@@ -254,5 +252,3 @@ def may_overlap(tensor: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
-
-

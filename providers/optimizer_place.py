@@ -156,8 +156,10 @@ class Placer:
                 "is stored with parameter names, but the template has none: put the module into "
                 "the tree, or build the optimizer from named_parameters()",
             )
-        elif stored and len(nameless) < len(self._members) and not any(
-            node.meta.get("named") for node in stored
+        elif (
+            stored
+            and len(nameless) < len(self._members)
+            and not any(node.meta.get("named") for node in stored)
         ):
             self._problem(
                 self._path,
@@ -190,8 +192,7 @@ class Placer:
         elif found != whole and found:
             self._problem(
                 node.path,
-                f"comes whole or not at all, but only {found} of its {whole} objects are "
-                "selected",
+                f"comes whole or not at all, but only {found} of its {whole} objects are selected",
             )
 
     def _place_unknown(self, member: Member) -> None:

@@ -149,7 +149,9 @@ def _setters(value: Any) -> dict[str, Callable[[Any], object]]:
 
 
 def _wanted(value: Any, path: ObjectPath, context: PlaceContext) -> bool:
-    return context.selected(path) or any(context.selected((*path, name)) for name in _setters(value))
+    return context.selected(path) or any(
+        context.selected((*path, name)) for name in _setters(value)
+    )
 
 
 def _plain(state: Any) -> Any:

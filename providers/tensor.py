@@ -55,7 +55,9 @@ class TensorProvider(StateProvider):
             role, "tensor", source,
         )  # fmt: skip
 
-    def place(self, value: torch.Tensor, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
+    def place(
+        self, value: torch.Tensor, path: ObjectPath, /, *, context: PlaceContext
+    ) -> Placement:
         if not context.selected(path):
             return Placement(finish=lambda: value)
         refuse_unsupported(value, path)

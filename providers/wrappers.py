@@ -37,8 +37,11 @@ def _loaded() -> list[tuple[type, str]]:
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The bare module inside any number of wrappers."""
     wrappers = _loaded()
-    while (inner := _inner(module, wrappers)) is not None:
-        module = module._modules[inner] or module
+    while (attribute := _inner(module, wrappers)) is not None:
+        inner = module._modules[attribute]
+        if inner is None:
+            break
+        module = inner
     return module
 
 

@@ -1,9 +1,13 @@
 """The index against a plain dict, whole and by range reads."""
 
+import functools
+import operator
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.manifests import UID
 
 from penstock.core.errors import FormatError
 from penstock.core.fields import load_json
@@ -16,7 +20,6 @@ from penstock.core.index import (
     load_hashes,
     sort_hashes,
 )
-from tests.core.manifests import UID
 
 # Few values, so that hashes collide; and all over, edges included.
 hashes = st.integers(0, 40) | st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**64 - 1, 2**63])
@@ -123,7 +126,7 @@ def test_path_hashes_of_a_part_come_back(sections):
     table = sort_hashes(sections)
     count = sum(map(len, sections))
     again = load_hashes(dump_hashes(table), "x", count=count, sections=len(sections))
-    assert again.hashes.tolist() == table.hashes.tolist() == sorted(sum(sections, []))
+    assert again.hashes.tolist() == table.hashes.tolist() == sorted(functools.reduce(operator.iadd, sections, []))
     assert again.sections.tolist() == table.sections.tolist()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.core import manifests
 
 from penstock.core import compressed
 from penstock.core.compressed import compress, decompress, digest
@@ -33,7 +34,6 @@ from penstock.core.section import read_section
 from penstock.core.section_draft import draft_section
 from penstock.core.sections import build_sections
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
-from tests.core import manifests
 
 any_text = st.text(st.characters(), max_size=8)  # lone surrogates included
 paths = st.lists(any_text, max_size=4).map(tuple)

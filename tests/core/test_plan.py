@@ -1,5 +1,7 @@
 """The save plan: cuts, slabs, and places in the `.raw` blob."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,7 +211,7 @@ def test_covering_blocks_are_exactly_those_that_a_range_touches(data, offset, le
     for run in runs:
         span = blocks_span(offset, length, block_bytes, run)
         assert span == ByteRange(blocks[run[0]].start, blocks[run[-1]].stop)
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in itertools.pairwise(runs):
         assert before.stop < after.start
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core import manifests
 
 from penstock.core.compressed import digest
 from penstock.core.errors import ConfigError, FormatError
@@ -25,7 +26,6 @@ from penstock.core.record import (
     encode_commit,
     encode_intent,
 )
-from tests.core import manifests
 
 UID, OTHER = manifests.UID, manifests.OTHER
 NAME = commit_name(100, 0)

@@ -1,5 +1,6 @@
 """The restore plan and regions, against real bytes."""
 
+import itertools
 import math
 
 import numpy as np
@@ -157,7 +158,7 @@ def test_runs_are_exactly_the_bytes_of_a_region_with_small_gaps_joined(case, gap
     whole = tensor(shape, itemsize).tobytes()
     exact = region_runs(shape, region, itemsize)
     assert b"".join(whole[r.start : r.stop] for r in exact) == cut(tensor(shape, itemsize), region)
-    for before, after in zip(exact, exact[1:], strict=False):
+    for before, after in itertools.pairwise(exact):
         assert before.stop < after.start
     joined = []
     for run in exact:

@@ -80,7 +80,9 @@ def test_none_takes_everything_and_exclude_takes_away():
     assert not Selection([]).selects(MODEL)
 
 
-@pytest.mark.parametrize("pattern", ["", "/model", "a//b", "a[b", "100%", "%41", "a\\", "x[z-a]", "%00*"])
+@pytest.mark.parametrize(
+    "pattern", ["", "/model", "a//b", "a[b", "100%", "%41", "a\\", "x[z-a]", "%00*"]
+)
 def test_malformed_pattern_is_refused_with_its_text(pattern):
     with pytest.raises(SelectionError) as caught:
         Selection(pattern)

@@ -42,9 +42,7 @@ def same(one, other):
         return torch.equal(one, other)
     if isinstance(one, dict):
         pairs = zip(one.items(), other.items(), strict=False)
-        return len(one) == len(other) and all(
-            same(a, c) and same(b, d) for (a, b), (c, d) in pairs
-        )
+        return len(one) == len(other) and all(same(a, c) and same(b, d) for (a, b), (c, d) in pairs)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
@@ -52,7 +50,14 @@ def same(one, other):
 
 TREES = {
     "nested": {"a": {"b": [t(1), {"c": (t(2), 3)}]}, "x": 1},
-    "odd keys": {"a/b": t(1), "a%2Fb": t(2), "..": t(3), "": t(4), "é": {"": {"%00": t(5)}}, "%": 1},
+    "odd keys": {
+        "a/b": t(1),
+        "a%2Fb": t(2),
+        "..": t(3),
+        "": t(4),
+        "é": {"": {"%00": t(5)}},
+        "%": 1,
+    },
     "integer keys": {0: t(1), 1: {2: t(3), -5: "x"}},
     "mixed keys": {"m": {1: t(1), "a": t(2), None: 3, True: 4, 2.5: t(5), "1.5": 6}},
     "ordered": {"o": OrderedDict(b=t(1), a=2)},
@@ -92,7 +97,9 @@ def test_a_root_that_is_no_dict_is_refused(root):
 
 
 def test_what_holds_no_object_is_one_value():
-    paths = [o.path for o in save({"info": {"a": [1, 2], "b": {}}, "c": {"d": [1, t(1)]}}).tree.objects]
+    paths = [
+        o.path for o in save({"info": {"a": [1, 2], "b": {}}, "c": {"d": [1, t(1)]}}).tree.objects
+    ]
     assert paths == [("info",), ("c", "d", "0"), ("c", "d", "1")]
 
 
@@ -222,7 +229,11 @@ def test_one_container_in_two_places_is_stored_twice_and_its_tensors_once():
 @pytest.mark.parametrize(
     ("stored", "template", "problem"),
     [
-        ({"a": {"t": t(1), "x": t(2)}}, {"a": {"t": 5, "x": t(2)}}, "a/t is stored as a tensor, but is a int"),
+        (
+            {"a": {"t": t(1), "x": t(2)}},
+            {"a": {"t": 5, "x": t(2)}},
+            "a/t is stored as a tensor, but is a int",
+        ),
         ({"a": {"t": 5}}, {"a": {"t": t(1)}}, "a is stored as one value, but is a dict of objects"),
         ({"a": {"t": t(1)}}, {"a": 5}, "a is stored as a dict of objects, but is a plain int"),
         ({"a": [t(1)]}, {"a": {"0": t(1)}}, "a is stored as a list, but is a dict in"),

@@ -203,7 +203,12 @@ class Extra(nn.Module):
 
 @pytest.mark.parametrize(
     "state",
-    [{"step": 3, "when": (1, 2)}, {"t": torch.arange(3), "n": {1: torch.ones(1)}}, 5, torch.ones(2)],
+    [
+        {"step": 3, "when": (1, 2)},
+        {"t": torch.arange(3), "n": {1: torch.ones(1)}},
+        5,
+        torch.ones(2),
+    ],
     ids=["values", "tensors", "number", "tensor"],
 )
 def test_extra_state_goes_through_the_module(save, state):
@@ -292,7 +297,9 @@ def test_lazy_modules_are_refused_until_they_have_run(save):
 
 def test_modules_without_state_round_trip(save):
     stored = save({"act": nn.ReLU(), "x": 1})
-    assert stored.tree.nodes == [Node(("act",), "module", {"class": "torch.nn.modules.activation.ReLU"})]
+    assert stored.tree.nodes == [
+        Node(("act",), "module", {"class": "torch.nn.modules.activation.ReLU"})
+    ]
     stored.restore({"act": nn.ReLU(), "x": 1})
     assert stored.load() == {"x": 1, "act": {}}
 

@@ -213,7 +213,10 @@ def test_state_of_another_dtype_than_the_targets_replaces_it(save):
 def groups(model, swapped=False):
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() == 1]
-    both = [{"params": decay, "weight_decay": 0.1, "lr": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    both = [
+        {"params": decay, "weight_decay": 0.1, "lr": 0.5},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(both[::-1] if swapped else both)
 
 
@@ -236,7 +239,9 @@ def test_groups_are_restored_by_index_and_may_be_left_out(save):
         group["lr"] = 9.0
     stored.restore({"model": target, "optimizer": other}, exclude="optimizer/param_groups/**")
     assert [g["lr"] for g in other.param_groups] == [9.0, 9.0]
-    assert torch.equal(other.state[target.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        other.state[target.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
 
     stored.restore({"model": target, "optimizer": other}, include="optimizer/param_groups")
     assert [g["lr"] for g in other.param_groups] == [0.5, 1e-3]
@@ -273,7 +278,10 @@ def test_several_optimizers_over_one_module(save):
     def make(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        both = [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[1].parameters(), momentum=1)]
+        both = [
+            torch.optim.Adam(model[0].parameters()),
+            torch.optim.SGD(model[1].parameters(), momentum=1),
+        ]
         for optimizer in both:
             step(model, optimizer)
         return model, both
@@ -353,7 +361,9 @@ def test_names_from_the_optimizer_itself(save):
     assert flat(other.state_dict()) == flat(optimizer.state_dict())
     with_module = torch.optim.Adam(target.parameters())
     stored.restore({"model": target, "opt": with_module}, include="opt/state")
-    assert torch.equal(with_module.state[target.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+    assert torch.equal(
+        with_module.state[target.bias]["exp_avg"], optimizer.state[model.bias]["exp_avg"]
+    )
 
 
 def test_names_of_loose_parameters_are_their_places_in_the_tree(save):

@@ -124,7 +124,11 @@ class Keeper:
 
 STATES = {
     "values": {"a": 1, "b": [1, (2,)]},
-    "tensors": {"t": torch.arange(3), "deep": {"list": [torch.ones(1), 2]}, "n": {1: torch.ones(1)}},
+    "tensors": {
+        "t": torch.arange(3),
+        "deep": {"list": [torch.ones(1), 2]},
+        "n": {1: torch.ones(1)},
+    },
     "ordered": OrderedDict(b=1, a=2),
     "empty": {},
     "no strings": {1: "x", 2: torch.ones(2)},
@@ -144,8 +148,8 @@ def test_state_of_any_shape_goes_through_load_state_dict(save, kind):
         assert target.state is old
         placement.finish()
         assert type(target.state) is type(STATES[kind])
-        torch.testing.assert_close(target.state, STATES[kind], rtol=0, atol=0)
-    torch.testing.assert_close(stored.load()["keeper"], STATES[kind], rtol=0, atol=0)
+        assert repr(target.state) == repr(STATES[kind])
+    assert repr(stored.load()["keeper"]) == repr(STATES[kind])
 
 
 def test_stateful_objects_keep_the_contract(providers):
@@ -155,9 +159,7 @@ def test_stateful_objects_keep_the_contract(providers):
     def change(keeper):
         keeper.state = {"a": 5}
 
-    check_provider(
-        lambda: Keeper({"a": 1, "t": torch.ones(2)}), change, equal, providers=providers
-    )
+    check_provider(lambda: Keeper({"a": 1, "t": torch.ones(2)}), change, equal, providers=providers)
 
 
 def test_a_stateful_object_comes_whole_or_not_at_all(save):
@@ -185,7 +187,9 @@ def test_what_is_lacking_or_of_another_kind_is_told(save):
 
 def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):
     loader = torch.utils.data.DataLoader([1, 2, 3])
-    with pytest.raises(UnsupportedStateError, match="data/train is a DataLoader.*StatefulDataLoader"):
+    with pytest.raises(
+        UnsupportedStateError, match="data/train is a DataLoader.*StatefulDataLoader"
+    ):
         save({"data": {"train": loader}})
 
 
@@ -207,6 +211,7 @@ def test_a_data_loader_that_knows_its_state_is_taken(save):
     assert other.at == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*set_vital.*")
 @pytest.mark.parametrize("taken", [0, 2, 5])
 def test_torchdata_loaders_go_on_where_they_were(save, taken):
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is missing")

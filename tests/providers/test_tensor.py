@@ -73,7 +73,9 @@ def test_every_dtype_comes_back_bit_by_bit(save, dtype):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool], ids=str
+)
 def test_every_layout_is_stored_row_major_and_restored_in_place(save, layout, dtype):
     tensor = LAYOUTS[layout](raw(4, 6, 8, dtype=dtype))
     stored = save({"t": tensor})
@@ -299,7 +301,9 @@ def test_what_is_no_plain_memory_is_refused_with_its_path(save, what):
 
 def test_dtensor_is_refused_with_what_to_do(save, tmp_path):
     dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import distribute_tensor
@@ -314,7 +318,10 @@ def test_dtensor_is_refused_with_what_to_do(save, tmp_path):
 def test_buffers_and_plain_tensors_keep_the_contract(providers):
     check_provider(lambda: raw(5, 7), lambda t: t.zero_(), torch_equal, providers=providers)
     check_provider(
-        lambda: torch.nn.Buffer(raw(7, 5)).t(), lambda t: t.zero_(), torch_equal, providers=providers
+        lambda: torch.nn.Buffer(raw(7, 5)).t(),
+        lambda t: t.zero_(),
+        torch_equal,
+        providers=providers,
     )
 
 
@@ -322,9 +329,7 @@ def torch_equal(one, other):
     return bits(one) == bits(other)
 
 
-@given(
-    st.lists(st.integers(1, 5), max_size=4).map(tuple), st.integers(0, 700), st.integers(0, 700)
-)
+@given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.integers(0, 700), st.integers(0, 700))
 def test_blocks_cover_exactly_the_range_in_order(shape, one, other):
     array = np.arange(int(np.prod(shape))).reshape(shape)
     start, stop = sorted((min(one, array.size), min(other, array.size)))

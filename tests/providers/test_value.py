@@ -45,7 +45,9 @@ class Flags(enum.Flag):
 Point = namedtuple("Point", "x y")
 for kind in (Phase, Flags, Point, Space, Space.Inner):
     kind.__module__ = HOME.__name__
-    setattr(HOME, kind.__qualname__.split(".")[0], getattr(HOME, kind.__qualname__.split(".")[0], kind))
+    setattr(
+        HOME, kind.__qualname__.split(".")[0], getattr(HOME, kind.__qualname__.split(".")[0], kind)
+    )
 
 
 def same(one, other):
