@@ -9,12 +9,10 @@ import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
 from penstock.core.abc import Backend
-from penstock.core.catalog import Catalog
-from penstock.core.checkpoint import Checkpoint
 from penstock.core.config import CheckpointerConfig, load_config
 from penstock.core.describe import describe_tree
 from penstock.core.errors import (
@@ -22,43 +20,37 @@ from penstock.core.errors import (
     ConfigError,
     FenceTimeoutError,
     PenstockError,
-    SaverClosedError,
     SaveSkippedError,
     StepExistsError,
 )
-from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
 from penstock.core.pipeline import Workers
 from penstock.core.record import check_metadata
 from penstock.core.registry import default_registry
 from penstock.core.reports import SaveHandle
-from penstock.core.restoring import build_new, restore_into, with_fallback, with_history
+from penstock.core.run import Run, valid_step
 from penstock.core.saving import SaveJob
-from penstock.core.select import Rename, Selection
 from penstock.core.staging import Staging, default_budget
 from penstock.core.states import ChainTable, plan_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
 
-    from penstock.core.config import BackendConfig
+    from penstock.core.config import BackendConfig, CheckpointerOptions
+    from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
     from penstock.core.reports import (
-        CheckpointInfo,
-        RestoreReport,
         SaveReport,
-        VerifyReport,
     )
-    from penstock.core.select import RenameSpec
 
 log = logging.getLogger("penstock")
 
 _MODES = ("blocking", "async", "lazy")
 
 
-class Checkpointer:
+class Checkpointer(Run):
     """Saves and restores the state of one run under one storage root. A context manager.
 
     Use it from one thread (the training loop's); handles may be used from any.
@@ -69,7 +61,7 @@ class Checkpointer:
         backend: str | Path | Mapping[str, Any] | BackendConfig | Backend,
         *,
         registry: Registry | None = None,
-        **options: Any,
+        **options: Unpack[CheckpointerOptions],
     ) -> None:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
 
@@ -84,22 +76,22 @@ class Checkpointer:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.
             StorageError: The root cannot be used.
         """
-        self._registry = registry or default_registry()
-        self._config = load_config({**options, "backend": backend})
+        registry = registry or default_registry()
+        config = load_config({**options, "backend": backend})
+        count = config.workers or min(4, os.cpu_count() or 1)
+        super().__init__(
+            open_backend(config.backend, registry=registry),
+            config=config,
+            registry=registry,
+            workers=Workers(count),
+        )
         self._owns_backend = not isinstance(backend, Backend)
-        self._backend = open_backend(self._config.backend, registry=self._registry)
-        self._catalog = Catalog(self._backend)
-        count = self._config.workers or min(4, os.cpu_count() or 1)
-        self._workers = Workers(count)
-        self._table = ChainTable(self._config, self._registry)
-        self._loader = Loader(self._backend, self._workers)
+        self._table = ChainTable(config, registry)
         self._staging: Staging | None = None
         self._job: SaveJob | None = None
         self._unseen: SaveHandle | None = None
-        self._restored_from: int | None = None
+
         self._warned_straight = False
-        self._closed = False
-        self._pid = os.getpid()
         _open_checkpointers.add(self)
 
     @classmethod
@@ -112,8 +104,8 @@ class Checkpointer:
             ConfigError: The configuration is wrong.
         """
         config = load_config(source)
-        fields = {name: getattr(config, name) for name in config.model_fields_set}
-        return cls(fields.pop("backend"), **fields)
+        options = {n: getattr(config, n) for n in config.model_fields_set if n != "backend"}
+        return cls(config.backend, **cast("CheckpointerOptions", options))
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -155,7 +147,7 @@ class Checkpointer:
         if mode not in _MODES:
             msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
             raise ConfigError(msg)
-        step = _valid_step(step)
+        step = valid_step(step)
         metadata = check_metadata(metadata or {})
         if not self._take_turn():
             return _skipped(step)
@@ -219,146 +211,20 @@ class Checkpointer:
             raise TimeoutError(msg)
         self._raise_unseen()
 
-    # -- restoring ------------------------------------------------------------------------------
-
-    def restore(
-        self,
-        state: Mapping[str, Any],
-        step: int | str = "latest",
-        *,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] | None = None,
-        strict: bool = True,
-        rename: RenameSpec = None,
-        on_damage: str = "raise",
-    ) -> RestoreReport:
-        """Restore a checkpoint into the live objects of `state`, in place.
-
-        Args:
-            state: The template: what is to be restored, a dict.
-            step: A step, or `"latest"`.
-            include: Globs of paths to restore; default: all. Only what is selected is read.
-            exclude: Globs of paths to leave alone.
-            strict: Whether a path that the checkpoint lacks is an error.
-            rename: Stored prefix -> template prefix, or a function of shown paths.
-            on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
-
-        Raises:
-            CheckpointNotFoundError: No such step.
-            RestoreMismatchError: Template and checkpoint differ; lists every difference.
-            DamagedError: Stored bytes are not what was written; names the paths.
-            SelectionError: A pattern matches nothing.
-        """
-        self._check_open()
-        if self._job is not None:
-            self._job.fence(None)
-        selection, renaming = Selection(include, exclude), Rename(rename)
-        report, skipped = with_fallback(
-            self._candidates(step, on_damage),
-            lambda number: restore_into(
-                self.open(number),
-                state,
-                selection=selection,
-                rename=renaming,
-                strict=strict,
-                registry=self._registry,
-                allow_pickle=self._config.allow_pickle,
-            ),
-        )
-        self._restored_from = report.step
-        log.info(
-            "restored %d objects of step %d: %.1f MB in %.2f s",
-            len(report.restored),
-            report.step,
-            report.bytes_read / 1e6,
-            report.seconds["total"],
-        )
-        return with_history(report, skipped)
-
-    def load(
-        self,
-        step: int | str = "latest",
-        *,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] | None = None,
-        device: str | None = None,
-        on_damage: str = "raise",
-    ) -> Any:
-        """Load a checkpoint, or a part of it, without a template.
+    def rewind(self, step: int) -> list[int]:
+        """Forget every step after `step`, to go on from there.
 
         Returns:
-            The tree: dicts, lists, tensors (on `device`, default CPU) and values. A module comes
-            as its state dict.
+            The forgotten steps, ascending.
 
         Raises:
-            CheckpointNotFoundError: No such step.
-            DamagedError: Stored bytes are not what was written; names the paths.
-            SelectionError: A pattern matches nothing.
+            CheckpointNotFoundError: There is no checkpoint at `step`.
         """
-        self._check_open()
-        selection = Selection(include, exclude)
-        tree, _ = with_fallback(
-            self._candidates(step, on_damage),
-            lambda number: build_new(
-                self.open(number),
-                selection=selection,
-                device=device,
-                registry=self._registry,
-                allow_pickle=self._config.allow_pickle,
-            ),
-        )
-        return tree
-
-    # -- the run --------------------------------------------------------------------------------
-
-    def steps(self) -> list[int]:
-        """Committed steps, ascending; damaged ones included."""
-        return self._catalog.steps()
-
-    def latest(self) -> int | None:
-        """The newest committed step.
-
-        Raises:
-            DamagedError: Its commit record cannot be read.
-        """
-        return self._catalog.latest()
-
-    def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """What the commit record of `step` says."""
-        return self.open(step).info
-
-    def open(self, step: int | str = "latest") -> Checkpoint:
-        """A read-only view of one checkpoint; reads lazily."""
-        self._check_open()
-        return Checkpoint.open(
-            self._backend,
-            self._resolve(step),
-            registry=self._registry,
-            loader=self._loader,
-            allow_pickle=self._config.allow_pickle,
-        )
-
-    def verify(self, step: int | str = "latest", *, deep: bool = True) -> VerifyReport:
-        """Read a checkpoint and compare all checksums; reports all damage, not only the first.
-
-        Args:
-            step: A step, or `"latest"`.
-            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
-        """
-        return self.open(step).verify(deep=deep)
-
-    def rewind(self, step: int) -> list[int]:
-        """Forget every step after `step`, to go on from there; returns the forgotten ones."""
         self._check_open()
         self.wait()
-        return self._catalog.rewind(_valid_step(step))
+        return self._catalog.rewind(valid_step(step))
 
-    def delete(self, step: int) -> None:
-        """Delete one checkpoint: its record first, durably, then its data."""
-        self._check_open()
-        self._catalog.delete(_valid_step(step))
-
-    def prune(self, *, dry_run: bool = False) -> Any:
+    def prune(self, *, dry_run: bool = False) -> PruneReport:
         """Delete data that no checkpoint and no save under way can need any more."""
         self._check_open()
         own = [self._job.uid] if self._job is not None else []
@@ -397,21 +263,11 @@ class Checkpointer:
         with contextlib.suppress(PenstockError):
             self.close()
 
-    def __repr__(self) -> str:
-        return f"<Checkpointer {self._backend.url} ({self._backend.name})>"
-
     # ------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            msg = f"the checkpointer of {self._backend.url} is closed"
-            raise SaverClosedError(msg)
-        if self._pid != os.getpid():
-            msg = (
-                "a Checkpointer cannot be used in a forked child (its threads stayed behind); "
-                "open another one there, or start processes by spawn"
-            )
-            raise SaverClosedError(msg)
+    def _before_restore(self) -> None:
+        if self._job is not None:
+            self._job.fence(None)
 
     def _take_turn(self) -> bool:
         """One save at a time; False when this one shall be skipped."""
@@ -496,35 +352,6 @@ class Checkpointer:
         error = self._unseen_error()
         if error is not None:
             raise error
-
-    def _resolve(self, step: int | str) -> int:
-        if step == "latest":
-            return self._catalog.require_latest()
-        return _valid_step(step)
-
-    def _candidates(self, step: int | str, on_damage: str) -> Sequence[int]:
-        """Steps to try, in order: one, or with fallback every older one as well."""
-        if on_damage not in {"raise", "fallback"}:
-            msg = f"on_damage={on_damage!r} is neither 'raise' nor 'fallback'"
-            raise ConfigError(msg)
-        if on_damage == "raise":
-            return [self._resolve(step)]
-        newest_first = self._catalog.steps()[::-1]
-        if step != "latest":
-            number = _valid_step(step)
-            newest_first = [number, *(s for s in newest_first if s < number)]
-        return newest_first or [self._resolve(step)]
-
-
-def _valid_step(step: object) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        msg = f"step must be an integer of at least 0, not {step!r}"
-        raise ConfigError(msg)
-    number = int(step.__index__())
-    if number < 0:
-        msg = f"step must be an integer of at least 0, not {number}"
-        raise ConfigError(msg)
-    return number
 
 
 def _skipped(step: int) -> SaveHandle:

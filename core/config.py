@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypedDict, cast
 
 from pydantic import (
     BaseModel,
@@ -206,6 +206,24 @@ class CheckpointerConfig(_Model):
     block_bytes: PageBytes = 4 << 20
     workers: int | None = Field(default=None, ge=1)
     grace_s: float = Field(default=86400.0, ge=0)
+
+
+class CheckpointerOptions(TypedDict, total=False):
+    """The options of `Checkpointer(...)`, as plain values; meanings as in `CheckpointerConfig`."""
+
+    rules: Sequence[Rule | Mapping[str, Any]]
+    retention: Retention | Mapping[str, int] | None
+    staging_bytes: int | str | None
+    mode: Mode
+    on_busy: OnBusy
+    allow_pickle: bool
+    defer: str | Sequence[str]
+    fence_timeout_s: float
+    io_timeout_s: float
+    chunk_bytes: int | str
+    block_bytes: int | str
+    workers: int | None
+    grace_s: float
 
 
 def load_config(

@@ -12,6 +12,7 @@ from penstock.core.paths import show_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.core.abc import Node
     from penstock.core.types import ObjectPath
 
 _KEY_TYPES: dict[type, str] = {int: "int", bool: "bool", float: "float", type(None): "none"}
@@ -166,6 +167,28 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
         msg = f"{show_path(path)} does not fit the named tuple {name}: {error}"
         raise FormatError(msg, [show_path(path)]) from error
     return made
+
+
+def assemble(node: Node, items: dict[str, Any]) -> object:
+    """The container that `node` describes, of the items by their segments.
+
+    Raises:
+        FormatError: They do not fit.
+        UnsupportedStateError: Its class is not loaded.
+    """
+    path = node.path
+    if node.form == "dict":
+        kinds = node.meta.get("keys")
+        result = make_dict(node.meta, path)
+        for segment, value in items.items():
+            result[key_from_segment(segment, kinds, path)] = value
+        return result
+    by_index = {key_from_segment(s, "int", path): value for s, value in items.items()}
+    length = node.meta.get("length")
+    if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
+        return by_index  # only some items are selected
+    values = list(by_index.values())
+    return values if node.form == "list" else make_tuple(values, node.meta.get("class"), path)
 
 
 def _loaded_class(name: str) -> type | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Node, PlaceContext, Placement, Target
-from penstock.core.containers import key_from_segment, key_segment, make_dict, make_tuple
+from penstock.core.compare import compare
+from penstock.core.containers import assemble, key_segment
 from penstock.core.describe import NameTable, check_root, refuse_ranks
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.tree import Scan
@@ -15,7 +16,7 @@ from penstock.core.types import Kind, show_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import ByteSink, MemoryKey, StoredObject
+    from penstock.core.abc import StoredObject
     from penstock.core.tree import Providers
     from penstock.core.types import ObjectPath
 
@@ -256,7 +257,7 @@ class _Placing(PlaceContext):
                 finishes.append((segment, placed.finish))
 
         def finish() -> object:
-            return _assemble(node, {segment: call() for segment, call in finishes})
+            return assemble(node, {segment: call() for segment, call in finishes})
 
         result.finish = finish
         return result
@@ -277,54 +278,10 @@ class _Placing(PlaceContext):
         targets = [Target(stored.path, t.spec, t.region, t.sink) for t in first.targets]
         return Placement(targets, finish=first.finish)
 
-    # Comparing ----------------------------------------------------------------------------------
-
     def compared(self, placement: Placement) -> Placement:
         """Leave only targets that fit; list the rest."""
-        fitting: list[Target] = []
-        for target in placement.targets:
-            stored = self._chosen.get(target.path)
-            if stored is not None:
-                problem = _difference(target, stored)
-                if problem is None:
-                    fitting.append(target)
-                else:
-                    placement.problems.append(problem)
-            elif self._below(target.path):
-                placement.problems.append(
-                    f"{show_path(target.path)} is stored as a container, but is a tensor in the "
-                    "template"
-                )
-            else:
-                placement.missing.append(target.path)
-        placement.targets = self._tied(fitting, placement.problems)
-        placement.missing = list(dict.fromkeys(placement.missing))
-        return placement
-
-    def _tied(self, targets: list[Target], problems: list[str]) -> list[Target]:
-        """Give targets of the same memory one sink; they must be tied in the checkpoint too."""
-        result: list[Target] = []
-        sinks: dict[MemoryKey, tuple[ByteSink, ObjectPath]] = {}
-        for target in targets:
-            memory = target.sink.memory
-            if memory is None:
-                result.append(target)
-                continue
-            sink, first = sinks.setdefault(memory, (target.sink, target.path))
-            if self._primary(first) == self._primary(target.path):
-                result.append(Target(target.path, target.spec, target.region, sink))
-            else:
-                problems.append(
-                    f"{show_path(target.path)} and {show_path(first)} share memory in the "
-                    "template, but are stored as two tensors: untie them, or select one"
-                )
-        return result
-
-    def _primary(self, path: ObjectPath) -> ObjectPath:
-        return self._aliases.get(path, path)
-
-    def _below(self, path: ObjectPath) -> bool:
-        return path in self._children or path in self._nodes
+        known = frozenset(self._children) | frozenset(self._nodes)
+        return compare(placement, self._chosen, self._aliases, known)
 
     def _empty_nodes(self) -> list[ObjectPath]:
         """Selected nodes with no stored object at or below them."""
@@ -350,35 +307,6 @@ def _children(paths: Sequence[ObjectPath]) -> dict[ObjectPath, dict[str, None]]:
             known[last] = None
             here = parent
     return children
-
-
-def _assemble(node: Node, items: dict[str, Any]) -> object:
-    path = node.path
-    if node.form == "dict":
-        kinds = node.meta.get("keys")
-        result = make_dict(node.meta, path)
-        for segment, value in items.items():
-            result[key_from_segment(segment, kinds, path)] = value
-        return result
-    by_index = {key_from_segment(s, "int", path): value for s, value in items.items()}
-    length = node.meta.get("length")
-    if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
-        return by_index  # only some items are selected
-    values = list(by_index.values())
-    return values if node.form == "list" else make_tuple(values, node.meta.get("class"), path)
-
-
-def _difference(target: Target, stored: StoredObject) -> str | None:
-    shown = show_path(target.path)
-    if stored.kind is not Kind.TENSOR:
-        return f"{shown} is stored as a value, but is a tensor in the template"
-    here, there = target.spec, stored.spec
-    parts = []
-    if there.shape != here.shape:
-        parts.append(f"shape {list(there.shape)} is stored, the template has {list(here.shape)}")
-    if there.dtype != here.dtype:
-        parts.append(f"dtype {there.dtype} is stored, the template has {here.dtype}")
-    return f"{shown}: {'; '.join(parts)}" if parts else None
 
 
 def _once(call: Callable[[], object]) -> Callable[[], object]:

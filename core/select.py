@@ -13,22 +13,21 @@ Patterns are written over shown paths (`core.paths`) and compared segment by seg
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.errors import SelectionError
-from penstock.core.paths import parse_path, parse_segment, show_path
+from penstock.core.paths import parse_path, show_path
+from penstock.core.patterns import compile_all
 
 if TYPE_CHECKING:
+    from penstock.core.patterns import Glob, Prefix
     from penstock.core.types import ObjectPath
 
-Patterns: TypeAlias = "None | str | Iterable[str]"
-RenameSpec: TypeAlias = "None | Mapping[str, str] | Callable[[str], str]"
+Patterns: TypeAlias = "str | Iterable[str] | None"
+RenameSpec: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
 
 _NEAREST = 3
-_WILDCARDS = frozenset("*?[")
 
 
 class Selection:
@@ -43,8 +42,8 @@ class Selection:
     """
 
     def __init__(self, include: Patterns = None, exclude: Patterns = None) -> None:
-        self._include = None if include is None else _compile_all("include", include)
-        self._exclude = () if exclude is None else _compile_all("exclude", exclude)
+        self._include = None if include is None else compile_all("include", include)
+        self._exclude = () if exclude is None else compile_all("exclude", exclude)
 
     @property
     def everything(self) -> bool:
@@ -88,15 +87,17 @@ class Rename:
 
     def __init__(self, spec: RenameSpec = None) -> None:
         self._function = spec if callable(spec) else None
-        pairs = dict(spec) if isinstance(spec, Mapping) else {}
-        for pair in pairs.items():
-            if not all(isinstance(text, str) for text in pair):
-                msg = f"rename maps strings to strings, not {pair[0]!r} to {pair[1]!r}"
-                raise SelectionError(msg)
-        if spec is not None and not callable(spec) and not isinstance(spec, Mapping):
+        texts: list[tuple[str, str]] = []
+        pairs: dict[object, object] = dict(spec) if isinstance(spec, Mapping) else {}
+        if spec is not None and not isinstance(spec, Mapping) and self._function is None:
             msg = f"rename is a mapping or a callable, not {type(spec).__name__}"
             raise SelectionError(msg)
-        self._pairs = sorted(pairs.items(), key=lambda pair: -len(pair[0]))
+        for old, new in pairs.items():
+            if not isinstance(old, str) or not isinstance(new, str):
+                msg = f"rename maps strings to strings, not {old!r} to {new!r}"
+                raise SelectionError(msg)
+            texts.append((old, new))
+        self._pairs = sorted(texts, key=lambda pair: -len(pair[0]))
 
     @property
     def identity(self) -> bool:
@@ -113,10 +114,11 @@ class Rename:
             return path
         shown = show_path(path)
         if self._function is not None:
-            new = self._function(shown)
-            if not isinstance(new, str):
-                msg = f"rename returned {new!r} for {shown!r}: it must return a string"
+            made: object = self._function(shown)
+            if not isinstance(made, str):
+                msg = f"rename returned {made!r} for {shown!r}: it must return a string"
                 raise SelectionError(msg)
+            new = made
         else:
             new = self._replace(shown)
         return path if new == shown else parse_path(new)
@@ -153,148 +155,6 @@ class Rename:
         return shown
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    text: str
-    path: ObjectPath
-
-    def matches(self, path: ObjectPath) -> bool:
-        depth = len(self.path) - 1
-        if len(path) <= depth or path[:depth] != self.path[:depth]:
-            return False
-        last, mine = path[depth], self.path[depth]
-        return last == mine or (bool(mine) and last.startswith(mine + "."))
-
-
-@dataclass(frozen=True, slots=True)
-class _Glob:
-    text: str
-    segments: tuple[re.Pattern[str] | None, ...]  # None is `**`
-
-    def matches(self, path: ObjectPath) -> bool:
-        # Positions in `segments` that are reachable after each segment of the path.
-        reached = self._through_stars({0})
-        for part in path:
-            after: set[int] = set()
-            for at in reached:
-                if at == len(self.segments):
-                    continue
-                segment = self.segments[at]
-                if segment is None:
-                    after.add(at)
-                elif segment.fullmatch(part):
-                    after.add(at + 1)
-            if not after:
-                return False
-            reached = self._through_stars(after)
-        return len(self.segments) in reached
-
-    def _through_stars(self, reached: set[int]) -> set[int]:
-        for at in sorted(reached):
-            here = at
-            while here < len(self.segments) and self.segments[here] is None:
-                here += 1
-                reached.add(here)
-        return reached
-
-
-def _compile_all(option: str, patterns: str | Iterable[str]) -> tuple[_Prefix | _Glob, ...]:
-    texts = [patterns] if isinstance(patterns, str) else list(patterns)
-    for text in texts:
-        if not isinstance(text, str):
-            msg = f"{option} takes patterns as strings, not {text!r}"
-            raise SelectionError(msg)
-    return tuple(_compile(option, text) for text in texts)
-
-
-def _compile(option: str, text: str) -> _Prefix | _Glob:
-    try:
-        segments = [_compile_segment(part) for part in _split(text)]
-    except SelectionError as error:
-        msg = f"{option} pattern {text!r}: {error}"
-        raise SelectionError(msg) from None
-    literal = [segment for segment in segments if isinstance(segment, str)]
-    if len(literal) == len(segments):
-        return _Prefix(text, tuple(literal))
-    return _Glob(
-        text,
-        tuple(re.compile(re.escape(s), re.DOTALL) if isinstance(s, str) else s for s in segments),
-    )
-
-
-def _split(text: str) -> list[str]:
-    """Cut at every `/` that no backslash escapes; one at the very end is taken as decoration."""
-    segments = [""]
-    for piece in re.findall(r"\\.|[^\\]|\\$", text, re.DOTALL):
-        if piece == "/":
-            segments.append("")
-        else:
-            segments[-1] += piece
-    if len(segments) > 1 and not segments[-1]:
-        segments.pop()
-    if not all(segments):
-        msg = "it has an empty segment (an empty key is written %00)"
-        raise SelectionError(msg)
-    return segments
-
-
-def _compile_segment(part: str) -> str | re.Pattern[str] | None:
-    """A plain string, a compiled glob, or None for `**`."""
-    if part == "**":
-        return None
-    if not _WILDCARDS.intersection(part) and "\\" not in part:
-        return parse_segment(part)
-    literal: list[str] = []
-    pattern: list[str] = []
-    wild = False
-    at = 0
-    while at < len(part):
-        char = part[at]
-        at += 1
-        if char in _WILDCARDS:
-            wild = True
-            source, at = _wildcard(part, char, at)
-            pattern.append(source)
-            continue
-        if char == "\\":
-            if at == len(part):
-                msg = "it ends in a lone backslash"
-                raise SelectionError(msg)
-            char = part[at]
-            at += 1
-        elif char == "%":
-            char = parse_segment(part[at - 1 : at + 2])
-            at += 2
-            if not char:
-                msg = "%00 stands for an empty segment, and only alone"
-                raise SelectionError(msg)
-        literal.append(char)
-        pattern.append(re.escape(char))
-    return re.compile("".join(pattern), re.DOTALL) if wild else "".join(literal)
-
-
-def _wildcard(part: str, char: str, at: int) -> tuple[str, int]:
-    if char == "*":
-        return ".*", at
-    if char == "?":
-        return ".", at
-    negated = part.startswith("!", at)
-    begin = at + negated
-    end = part.find("]", begin + 1)  # a `]` in first place belongs to the set
-    if end < 0:
-        msg = "it has a [ without its ] (write \\[ for the character itself)"
-        raise SelectionError(msg)
-    body = part[begin:end].replace("%2F", "/").replace("%25", "%")
-    body = re.sub(r"([\\\[\]^&~|])", r"\\\1", body)
-    source = f"[{'^' if negated else ''}{body}]"
-    try:
-        re.compile(source)
-    except re.error as error:
-        msg = f"its set [{part[at:end]}] is malformed: {error}"
-        raise SelectionError(msg) from None
-    return source, end + 1
-
-
 def _has_prefix(shown: str, prefix: str) -> bool:
     if not shown.startswith(prefix):
         return False
@@ -303,7 +163,7 @@ def _has_prefix(shown: str, prefix: str) -> bool:
     return len(shown) == len(prefix) or shown[len(prefix)] in "/."
 
 
-def _nothing(pattern: _Prefix | _Glob, known: list[ObjectPath]) -> str:
+def _nothing(pattern: Prefix | Glob, known: list[ObjectPath]) -> str:
     shown = [show_path(path) for path in known]
     return f"pattern {pattern.text!r} matches nothing{_hint(pattern.text, shown)}"
 

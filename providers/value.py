@@ -13,7 +13,8 @@ import numpy as np
 from penstock.core.abc import ByteSource, Node, Placement, StateObject, StateProvider
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
-from penstock.providers.values import decode_value, encode_value
+from penstock.providers.decode import decode_value
+from penstock.providers.encode import encode_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """The index against a plain dict, whole and by range reads."""
 
-import functools
-import operator
+import itertools
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from tests.core.manifests import UID
 
 from penstock.core.errors import FormatError
-from penstock.core.fields import load_json
+from penstock.core.fields import dump_json, load_json
 from penstock.core.index import (
     ENTRY,
     HEADER,
@@ -126,7 +125,7 @@ def test_path_hashes_of_a_part_come_back(sections):
     table = sort_hashes(sections)
     count = sum(map(len, sections))
     again = load_hashes(dump_hashes(table), "x", count=count, sections=len(sections))
-    assert again.hashes.tolist() == table.hashes.tolist() == sorted(functools.reduce(operator.iadd, sections, []))
+    assert again.hashes.tolist() == table.hashes.tolist() == sorted(itertools.chain(*sections))
     assert again.sections.tolist() == table.sections.tolist()
 
 
@@ -142,7 +141,5 @@ def test_path_hashes_of_a_part_come_back(sections):
 )
 def test_path_hashes_that_lie_are_refused(change, complaint):
     body = load_json(dump_hashes(sort_hashes([[1, 2], [3]])), "x")
-    import json
-
     with pytest.raises(FormatError, match=complaint):
-        load_hashes(json.dumps({**body, **change}).encode(), "x", count=3, sections=2)
+        load_hashes(dump_json({**body, **change}), "x", count=3, sections=2)

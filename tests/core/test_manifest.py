@@ -213,8 +213,15 @@ def test_a_plan_that_misses_bytes_is_refused():
     results, _ = manifests.results_of(plan, PAGE_BYTES)
     for keep in (slice(0, -1), slice(1, None)):
         cut = replace(plan, chunks=plan.chunks[keep])
-        with pytest.raises(SaveError, match="item 0|bytes of"):
+        with pytest.raises(SaveError, match=r"item 0|bytes of"):
             build_sections(entries, cut, results[keep], blobs={"raw": 0})
+
+
+def read_all(made):
+    head = made.head()
+    made.sections()
+    info = head.hashes
+    decode_hashes(made.part.data[info.offset : info.offset + info.length], head)
 
 
 # -- damage -------------------------------------------------------------------------------------
@@ -229,10 +236,7 @@ def test_no_flipped_bit_of_a_part_goes_unseen(data):
     bad[at // 8] ^= 1 << at % 8
     made.part = replace(made.part, data=bytes(bad))
     with pytest.raises(FormatError, match=part_name(manifests.UID, 0)):
-        head = made.head()
-        made.sections()
-        info = head.hashes
-        decode_hashes(made.part.data[info.offset : info.offset + info.length], head)
+        read_all(made)
 
 
 @pytest.mark.parametrize("change", [{"uid": manifests.OTHER}, {"step": 99}, {"world_size": 2}])

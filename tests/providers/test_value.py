@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider
-from penstock.providers.values import decode_value, encode_value
+from penstock.providers.decode import decode_value
+from penstock.providers.encode import encode_value
 
 # A module of the test's own, loaded under a name that a checkpoint can find again.
 HOME = types.ModuleType("penstock_test_home")

@@ -1,8 +1,4 @@
-"""Plain Python values as JSON and back, bit by bit.
-
-JSON's own types stand for themselves; everything else is `{"$": tag, ...}`. Reading never
-imports a module because a checkpoint names it: classes (Enum, named tuple) must be loaded.
-"""
+"""Plain Python values as JSON, bit by bit; `decode.py` is the inverse."""
 
 from __future__ import annotations
 
@@ -11,44 +7,28 @@ import datetime as dt
 import enum
 import json
 import math
-import pathlib
 import struct
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from zoneinfo import ZoneInfo
 
 import numpy as np
 
-from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import show_path, show_segment
+from penstock.providers.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG, class_name
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Callable, Iterable
 
     from penstock.core.types import ObjectPath
 
-TAG = "$"
 MAX_DEPTH = 100
 """Deeper values are refused on saving: what was saved can be read within Python's own limits."""
 
 _JSON_INT = 1 << 63  # larger ones would meet Python's limit on decimal digits
 _CANONICAL_NAN = struct.pack("<d", math.nan)
-
-FACTORIES: dict[str, type] = {
-    t.__name__: t
-    for t in (list, dict, set, frozenset, tuple, int, float, str, bool, bytes, complex, Counter)
-}
-_PATHS: dict[str, type[pathlib.PurePath]] = {
-    t.__name__: t
-    for t in (
-        pathlib.PurePosixPath,
-        pathlib.PureWindowsPath,
-        pathlib.PosixPath,
-        pathlib.WindowsPath,
-    )
-}
-_NUMPY_KINDS = frozenset("biufcmMSU")
 
 
 def encode_value(value: object, path: ObjectPath) -> bytes:
@@ -59,37 +39,6 @@ def encode_value(value: object, path: ObjectPath) -> bytes:
     """
     encoder = _Encoder(path)
     return json.dumps(encoder.encode(value), separators=(",", ":")).encode("ascii")
-
-
-def decode_value(data: bytes, path: ObjectPath) -> object:
-    """The inverse of `encode_value`; trusts nothing.
-
-    Raises:
-        FormatError: `data` is not what `encode_value` makes.
-        UnsupportedStateError: A class in it is not loaded.
-    """
-    try:
-        return _decode(json.loads(data))
-    except UnsupportedStateError as error:
-        msg = f"{show_path(path)}: {error}"
-        raise UnsupportedStateError(msg) from None
-    except (
-        RuntimeError,  # too deep, or torch does not know a device
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        struct.error,
-    ) as error:
-        msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
-        raise FormatError(msg, [show_path(path)]) from error
-
-
-def class_name(kind: type) -> str | None:
-    """`module:qualified.name` of a class that can be found by it; None for any other."""
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    return name if _loaded_class(name) is kind else None
 
 
 class _Encoder:
@@ -117,9 +66,9 @@ class _Encoder:
             return self._container(value, kind)
         return self._by_base(value, kind)
 
-    def refuse(self, what: str) -> UnsupportedStateError:
-        where = show_path(self._path) + "".join(self._within)
-        return UnsupportedStateError(f"{where} {what}")
+    def refuse(self, what: str) -> NoReturn:
+        msg = f"{show_path(self._path)}{''.join(self._within)} {what}"
+        raise UnsupportedStateError(msg)
 
     def pairs(self, items: Iterable[tuple[Any, Any]]) -> list[Any]:
         return [[self._at(f"/key {key!r}", key), self._at(_step(key), v)] for key, v in items]
@@ -136,9 +85,9 @@ class _Encoder:
     def _container(self, value: Any, kind: type) -> Any:
         key = id(value)
         if key in self._active:
-            raise self.refuse("holds itself: a value must not have cycles")
+            self.refuse("holds itself: a value must not have cycles")
         if len(self._active) >= MAX_DEPTH:
-            raise self.refuse(f"is nested more than {MAX_DEPTH} levels deep")
+            self.refuse(f"is nested more than {MAX_DEPTH} levels deep")
         self._active.add(key)
         encoded = self._members(value, kind)
         self._active.discard(key)
@@ -173,7 +122,7 @@ class _Encoder:
         name = getattr(factory, "__name__", "")
         if FACTORIES.get(name) is factory:
             return str(name)
-        raise self.refuse(
+        self.refuse(
             f"is a defaultdict of {factory!r}: only of {', '.join(FACTORIES)} can one be stored"
         )
 
@@ -190,7 +139,7 @@ class _Encoder:
         if kind.__module__ == "torch":
             return self._torch(value, kind)
         shown = f"{kind.__module__}.{kind.__qualname__}"
-        raise self.refuse(
+        self.refuse(
             f"is a {shown}, which cannot be stored: save plain data of it, give its class "
             "state_dict and load_state_dict, or pass allow_pickle=True at both ends"
         )
@@ -198,7 +147,7 @@ class _Encoder:
     def _enum(self, value: enum.Enum, kind: type) -> Any:
         name = class_name(kind)
         if name is None:
-            raise self.refuse(
+            self.refuse(
                 f"is of the Enum {kind.__qualname__}, which cannot be imported by name: define "
                 "it at the top level of a module"
             )
@@ -209,8 +158,8 @@ class _Encoder:
     def _numpy(self, value: np.generic) -> Any:
         dtype = value.dtype
         text = dtype.str
-        if dtype.kind not in _NUMPY_KINDS or np.dtype(text) != dtype:
-            raise self.refuse(f"is a numpy scalar of dtype {dtype}, which cannot be stored")
+        if dtype.kind not in NUMPY_KINDS or np.dtype(text) != dtype:
+            self.refuse(f"is a numpy scalar of dtype {dtype}, which cannot be stored")
         # An empty string has no bytes, but numpy shows it as one character.
         return {TAG: "numpy", "dtype": text, "v": value.tobytes()[: dtype.itemsize].hex()}
 
@@ -219,7 +168,7 @@ class _Encoder:
             return {TAG: "torch.Size", "v": list(value)}
         if kind.__name__ in ("dtype", "device"):
             return {TAG: f"torch.{kind.__name__}", "v": str(value).removeprefix("torch.")}
-        raise self.refuse(f"is a torch.{kind.__name__}, which cannot be stored as a value")
+        self.refuse(f"is a torch.{kind.__name__}, which cannot be stored as a value")
 
 
 def _is_text(text: str) -> bool:
@@ -236,13 +185,6 @@ def _special(value: float) -> str:
     return bits.hex() if math.isnan(value) and bits != _CANONICAL_NAN else repr(value)
 
 
-def _float(text: str) -> float:
-    if text in ("inf", "-inf", "nan"):
-        return float(text)
-    (value,) = struct.unpack("<d", bytes.fromhex(text))
-    return float(value)
-
-
 def _step(key: object) -> str:
     return "/" + show_segment(key if isinstance(key, str) else str(key))
 
@@ -257,17 +199,7 @@ def _encode_zone(encoder: _Encoder, zone: dt.tzinfo | None) -> Any:
         return [_delta(offset), None if name == plain else encoder.encode(name)]
     if type(zone) is ZoneInfo and zone.key:
         return zone.key
-    raise encoder.refuse(f"has the time zone {zone!r}, which cannot be stored")
-
-
-def _decode_zone(zone: Any) -> dt.tzinfo | None:
-    if zone is None:
-        return None
-    if isinstance(zone, str):
-        return ZoneInfo(zone)
-    offset, name = zone
-    delta = dt.timedelta(*offset)
-    return dt.timezone(delta) if name is None else dt.timezone(delta, _decode(name))
+    encoder.refuse(f"has the time zone {zone!r}, which cannot be stored")
 
 
 def _delta(delta: dt.timedelta) -> list[int]:
@@ -308,141 +240,5 @@ _SIMPLE: dict[type, Callable[[_Encoder, Any], Any]] = {
     dt.time: _encode_time,
     dt.date: lambda _, v: {TAG: "date", "v": v.isoformat()},
     dt.timedelta: lambda _, v: {TAG: "timedelta", "v": _delta(v)},
-    **dict.fromkeys(_PATHS.values(), _encode_path),
-}
-
-
-def _decode(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_decode(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    if TAG not in data:
-        return {key: _decode(item) for key, item in data.items()}
-    tag = data[TAG]
-    return _TAGS[tag](data["v"], data)
-
-
-def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    return [(_decode(key), _decode(value)) for key, value in pairs]
-
-
-def _decode_defaultdict(pairs: Any, data: dict[str, Any]) -> Any:
-    name = data["factory"]
-    return defaultdict(None if name is None else FACTORIES[name], _decode_pairs(pairs))
-
-
-def _decode_deque(items: Any, data: dict[str, Any]) -> Any:
-    limit = data["maxlen"]
-    if limit is not None and len(items) > limit:
-        raise ValueError("deque")
-    return deque(_decode(items), limit)
-
-
-def _decode_path(text: Any, data: dict[str, Any]) -> Any:
-    kind = _PATHS[data["class"]]
-    if issubclass(kind, pathlib.Path) and not isinstance(pathlib.Path(), kind):
-        # A concrete path of the other system cannot be made here.
-        kind = kind.__bases__[1]
-    return kind(_decode(text))
-
-
-def _decode_numpy(text: Any, data: dict[str, Any]) -> Any:
-    dtype = np.dtype(data["dtype"])
-    if dtype.kind not in _NUMPY_KINDS or dtype.hasobject:
-        raise ValueError(str(dtype))
-    raw = bytes.fromhex(text)
-    if len(raw) != dtype.itemsize:
-        raise ValueError(text)
-    return np.ndarray((), dtype, raw)[()] if raw else dtype.type()
-
-
-def _decode_enum(name: Any, data: dict[str, Any]) -> Any:
-    return _find(data["class"], enum.Enum)[name]
-
-
-def _decode_flag(value: Any, data: dict[str, Any]) -> Any:
-    return _find(data["class"], enum.Flag)(_decode(value))
-
-
-def _decode_namedtuple(items: Any, data: dict[str, Any]) -> Any:
-    kind = _find(data["class"], tuple)
-    if not hasattr(kind, "_fields"):
-        raise ValueError(str(kind))
-    return kind._make(_decode(items))
-
-
-def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
-    def decode(value: Any, data: dict[str, Any]) -> Any:
-        del data
-        import torch  # noqa: PLC0415 - only values that came from torch need it
-
-        if name == "Size":
-            return torch.Size(value)
-        if name == "device":
-            return torch.device(value)
-        found = getattr(torch, value)
-        if not isinstance(found, torch.dtype):
-            raise TypeError(value)
-        return found
-
-    return decode
-
-
-def _find(name: str, base: type) -> Any:
-    kind = _loaded_class(name)
-    if kind is None:
-        msg = f"{name} is not loaded: import its module before reading this value"
-        raise UnsupportedStateError(msg)
-    if not issubclass(kind, base):
-        raise TypeError(name)
-    return kind
-
-
-def _loaded_class(name: str) -> type | None:
-    """Look a class up without importing anything, nor running a module's `__getattr__`."""
-    module_name, _, qualname = name.partition(":")
-    module = sys.modules.get(module_name)
-    found: object = None if module is None else vars(module)
-    for part in qualname.split("."):
-        members = found if isinstance(found, dict) else getattr(found, "__dict__", {})
-        found = members.get(part)
-    return found if isinstance(found, type) else None
-
-
-def _decode_date_time(kind: Any) -> Callable[[Any, dict[str, Any]], Any]:
-    def decode(text: Any, data: dict[str, Any]) -> Any:
-        value = kind.fromisoformat(text)
-        return value.replace(tzinfo=_decode_zone(data["tz"]), fold=data["fold"])
-
-    return decode
-
-
-_TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-    "str": lambda v, _: bytes.fromhex(v).decode("utf-8", "surrogatepass"),
-    "int": lambda v, _: int(v, 16),
-    "float": lambda v, _: _float(v),
-    "complex": lambda v, _: complex(*_decode(v)),
-    "bytes": lambda v, _: base64.b64decode(v, validate=True),
-    "bytearray": lambda v, _: bytearray(base64.b64decode(v, validate=True)),
-    "tuple": lambda v, _: tuple(_decode(v)),
-    "set": lambda v, _: set(_decode(v)),
-    "frozenset": lambda v, _: frozenset(_decode(v)),
-    "dict": lambda v, _: dict(_decode_pairs(v)),
-    "OrderedDict": lambda v, _: OrderedDict(_decode_pairs(v)),
-    "Counter": lambda v, _: Counter(dict(_decode_pairs(v))),
-    "defaultdict": _decode_defaultdict,
-    "deque": _decode_deque,
-    "namedtuple": _decode_namedtuple,
-    "enum": _decode_enum,
-    "flag": _decode_flag,
-    "numpy": _decode_numpy,
-    "path": _decode_path,
-    "date": lambda v, _: dt.date.fromisoformat(v),
-    "datetime": _decode_date_time(dt.datetime),
-    "time": _decode_date_time(dt.time),
-    "timedelta": lambda v, _: dt.timedelta(*v),
-    "torch.Size": _decode_torch("Size"),
-    "torch.dtype": _decode_torch("dtype"),
-    "torch.device": _decode_torch("device"),
+    **dict.fromkeys(PATHS.values(), _encode_path),
 }

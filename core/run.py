@@ -1,0 +1,229 @@
+"""The reading half of the facade: restores from the checkpoints of a run, lists, deletes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.catalog import Catalog
+from penstock.core.checkpoint import Checkpoint
+from penstock.core.errors import ConfigError, SaverClosedError
+from penstock.core.loading import Loader
+from penstock.core.restoring import build_new, restore_into, with_fallback, with_history
+from penstock.core.select import Rename, Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.config import CheckpointerConfig
+    from penstock.core.pipeline import Workers
+    from penstock.core.registry import Registry
+    from penstock.core.reports import CheckpointInfo, RestoreReport, VerifyReport
+    from penstock.core.select import RenameSpec
+
+log = logging.getLogger("penstock")
+
+
+class Run:
+    """All checkpoints under one storage root, without saving."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: CheckpointerConfig,
+        registry: Registry,
+        workers: Workers,
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._registry = registry
+        self._workers = workers
+        self._catalog = Catalog(backend)
+        self._loader = Loader(backend, workers)
+        self._restored_from: int | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | str = "latest",
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        strict: bool = True,
+        rename: RenameSpec = None,
+        on_damage: str = "raise",
+    ) -> RestoreReport:
+        """Restore a checkpoint into the live objects of `state`, in place.
+
+        Args:
+            state: The template: what is to be restored, a dict.
+            step: A step, or `"latest"`.
+            include: Globs of paths to restore; default: all. Only what is selected is read.
+            exclude: Globs of paths to leave alone.
+            strict: Whether a path that the checkpoint lacks is an error.
+            rename: Stored prefix -> template prefix, or a function of shown paths.
+            on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            RestoreMismatchError: Template and checkpoint differ; lists every difference.
+            DamagedError: Stored bytes are not what was written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        self._check_open()
+        self._before_restore()
+        selection, renaming = Selection(include, exclude), Rename(rename)
+        report, skipped = with_fallback(
+            self._candidates(step, on_damage),
+            lambda number: restore_into(
+                self.open(number),
+                state,
+                selection=selection,
+                rename=renaming,
+                strict=strict,
+                registry=self._registry,
+                allow_pickle=self._config.allow_pickle,
+            ),
+        )
+        self._restored_from = report.step
+        log.info(
+            "restored %d objects of step %d: %.1f MB in %.2f s",
+            len(report.restored),
+            report.step,
+            report.bytes_read / 1e6,
+            report.seconds["total"],
+        )
+        return with_history(report, skipped)
+
+    def load(
+        self,
+        step: int | str = "latest",
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        device: str | None = None,
+        on_damage: str = "raise",
+    ) -> Any:
+        """Load a checkpoint, or a part of it, without a template.
+
+        Returns:
+            The tree: dicts, lists, tensors (on `device`, default CPU) and values. A module comes
+            as its state dict.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            DamagedError: Stored bytes are not what was written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        self._check_open()
+        selection = Selection(include, exclude)
+        tree, _ = with_fallback(
+            self._candidates(step, on_damage),
+            lambda number: build_new(
+                self.open(number),
+                selection=selection,
+                device=device,
+                registry=self._registry,
+                allow_pickle=self._config.allow_pickle,
+            ),
+        )
+        return tree
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending; damaged ones included."""
+        return self._catalog.steps()
+
+    def latest(self) -> int | None:
+        """The newest committed step.
+
+        Raises:
+            DamagedError: Its commit record cannot be read.
+        """
+        return self._catalog.latest()
+
+    def info(self, step: int | str = "latest") -> CheckpointInfo:
+        """What the commit record of `step` says."""
+        return self.open(step).info
+
+    def open(self, step: int | str = "latest") -> Checkpoint:
+        """A read-only view of one checkpoint; reads lazily."""
+        self._check_open()
+        return Checkpoint.open(
+            self._backend,
+            self._resolve(step),
+            registry=self._registry,
+            loader=self._loader,
+            allow_pickle=self._config.allow_pickle,
+        )
+
+    def verify(self, step: int | str = "latest", *, deep: bool = True) -> VerifyReport:
+        """Read a checkpoint and compare all checksums; reports all damage, not only the first.
+
+        Args:
+            step: A step, or `"latest"`.
+            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+        """
+        return self.open(step).verify(deep=deep)
+
+    def delete(self, step: int) -> None:
+        """Delete one checkpoint: its record first, durably, then its data."""
+        self._check_open()
+        self._catalog.delete(valid_step(step))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._backend.url} ({self._backend.name})>"
+
+    # ------------------------------------------------------------------------------------------
+
+    def _before_restore(self) -> None:
+        """Live objects are about to change."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"the checkpointer of {self._backend.url} is closed"
+            raise SaverClosedError(msg)
+        if self._pid != os.getpid():
+            msg = (
+                "a Checkpointer cannot be used in a forked child (its threads stayed behind); "
+                "open another one there, or start processes by spawn"
+            )
+            raise SaverClosedError(msg)
+
+    def _resolve(self, step: int | str) -> int:
+        if step == "latest":
+            return self._catalog.require_latest()
+        return valid_step(step)
+
+    def _candidates(self, step: int | str, on_damage: str) -> Sequence[int]:
+        """Steps to try, in order: one, or with fallback every older one as well."""
+        if on_damage not in {"raise", "fallback"}:
+            msg = f"on_damage={on_damage!r} is neither 'raise' nor 'fallback'"
+            raise ConfigError(msg)
+        if on_damage == "raise":
+            return [self._resolve(step)]
+        newest_first = self._catalog.steps()[::-1]
+        if step != "latest":
+            number = valid_step(step)
+            newest_first = [number, *(s for s in newest_first if s < number)]
+        return newest_first or [self._resolve(step)]
+
+
+def valid_step(step: object) -> int:
+    """`step` as an integer of at least 0.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        msg = f"step must be an integer of at least 0, not {step!r}"
+        raise ConfigError(msg)
+    number = int(step.__index__())
+    if number < 0:
+        msg = f"step must be an integer of at least 0, not {number}"
+        raise ConfigError(msg)
+    return number

@@ -1,0 +1,191 @@
+"""Values from the JSON that `encode.py` makes; trusts nothing."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import enum
+import json
+import pathlib
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.types import show_path
+from penstock.providers.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG, loaded_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.types import ObjectPath
+
+
+def decode_value(data: bytes, path: ObjectPath) -> object:
+    """The inverse of `encode_value`; trusts nothing.
+
+    Raises:
+        FormatError: `data` is not what `encode_value` makes.
+        UnsupportedStateError: A class in it is not loaded.
+    """
+    try:
+        return _decode(json.loads(data))
+    except UnsupportedStateError as error:
+        msg = f"{show_path(path)}: {error}"
+        raise UnsupportedStateError(msg) from None
+    except (
+        RuntimeError,  # too deep, or torch does not know a device
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
+        raise FormatError(msg, [show_path(path)]) from error
+
+
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if TAG not in data:
+        return {key: _decode(item) for key, item in data.items()}
+    tag = data[TAG]
+    return _TAGS[tag](data["v"], data)
+
+
+def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    return [(_decode(key), _decode(value)) for key, value in pairs]
+
+
+def _decode_defaultdict(pairs: Any, data: dict[str, Any]) -> Any:
+    name = data["factory"]
+    return defaultdict(None if name is None else FACTORIES[name], _decode_pairs(pairs))
+
+
+def _decode_deque(items: Any, data: dict[str, Any]) -> Any:
+    limit = data["maxlen"]
+    if limit is not None and len(items) > limit:
+        raise ValueError(limit)
+    return deque(_decode(items), limit)
+
+
+def _decode_path(text: Any, data: dict[str, Any]) -> Any:
+    kind = PATHS[data["class"]]
+    if issubclass(kind, pathlib.Path) and not isinstance(pathlib.Path(), kind):
+        # A concrete path of the other system cannot be made here.
+        kind = kind.__bases__[1]
+    return kind(_decode(text))
+
+
+def _decode_numpy(text: Any, data: dict[str, Any]) -> Any:
+    dtype = np.dtype(data["dtype"])
+    if dtype.kind not in NUMPY_KINDS or dtype.hasobject:
+        raise ValueError(str(dtype))
+    raw = bytes.fromhex(text)
+    if len(raw) != dtype.itemsize:
+        raise ValueError(text)
+    return np.ndarray((), dtype, raw)[()] if raw else dtype.type()
+
+
+def _decode_enum(name: Any, data: dict[str, Any]) -> Any:
+    return _find(data["class"], enum.Enum)[name]
+
+
+def _decode_flag(value: Any, data: dict[str, Any]) -> Any:
+    return _find(data["class"], enum.Flag)(_decode(value))
+
+
+def _decode_namedtuple(items: Any, data: dict[str, Any]) -> Any:
+    kind = _find(data["class"], tuple)
+    if not hasattr(kind, "_fields"):
+        raise ValueError(str(kind))
+    return kind._make(_decode(items))
+
+
+def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def decode(value: Any, data: dict[str, Any]) -> Any:
+        del data
+        import torch  # noqa: PLC0415 - only values that came from torch need it
+
+        if name == "Size":
+            return torch.Size(value)
+        if name == "device":
+            return torch.device(value)
+        found = getattr(torch, value)
+        if not isinstance(found, torch.dtype):
+            raise TypeError(value)
+        return found
+
+    return decode
+
+
+def _find(name: str, base: type) -> Any:
+    kind = loaded_class(name)
+    if kind is None:
+        msg = f"{name} is not loaded: import its module before reading this value"
+        raise UnsupportedStateError(msg)
+    if not issubclass(kind, base):
+        raise TypeError(name)
+    return kind
+
+
+def _decode_date_time(kind: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    def decode(text: Any, data: dict[str, Any]) -> Any:
+        value = kind.fromisoformat(text)
+        return value.replace(tzinfo=_decode_zone(data["tz"]), fold=data["fold"])
+
+    return decode
+
+
+def _float(text: str) -> float:
+    if text in ("inf", "-inf", "nan"):
+        return float(text)
+    (value,) = struct.unpack("<d", bytes.fromhex(text))
+    return float(value)
+
+
+def _decode_zone(zone: Any) -> dt.tzinfo | None:
+    if zone is None:
+        return None
+    if isinstance(zone, str):
+        return ZoneInfo(zone)
+    offset, name = zone
+    delta = dt.timedelta(*offset)
+    return dt.timezone(delta) if name is None else dt.timezone(delta, _decode(name))
+
+
+_TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "str": lambda v, _: bytes.fromhex(v).decode("utf-8", "surrogatepass"),
+    "int": lambda v, _: int(v, 16),
+    "float": lambda v, _: _float(v),
+    "complex": lambda v, _: complex(*_decode(v)),
+    "bytes": lambda v, _: base64.b64decode(v, validate=True),
+    "bytearray": lambda v, _: bytearray(base64.b64decode(v, validate=True)),
+    "tuple": lambda v, _: tuple(_decode(v)),
+    "set": lambda v, _: set(_decode(v)),
+    "frozenset": lambda v, _: frozenset(_decode(v)),
+    "dict": lambda v, _: dict(_decode_pairs(v)),
+    "OrderedDict": lambda v, _: OrderedDict(_decode_pairs(v)),
+    "Counter": lambda v, _: Counter(dict(_decode_pairs(v))),
+    "defaultdict": _decode_defaultdict,
+    "deque": _decode_deque,
+    "namedtuple": _decode_namedtuple,
+    "enum": _decode_enum,
+    "flag": _decode_flag,
+    "numpy": _decode_numpy,
+    "path": _decode_path,
+    "date": lambda v, _: dt.date.fromisoformat(v),
+    "datetime": _decode_date_time(dt.datetime),
+    "time": _decode_date_time(dt.time),
+    "timedelta": lambda v, _: dt.timedelta(*v),
+    "torch.Size": _decode_torch("Size"),
+    "torch.dtype": _decode_torch("dtype"),
+    "torch.device": _decode_torch("device"),
+}
