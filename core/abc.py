@@ -105,7 +105,8 @@ class BlobWriter(ABC):
 class Backend(ABC):
     """Blobs and small records under one root. Thread-safe.
 
-    Names are relative, `/`-separated, validated by core (`[A-Za-z0-9._-]` segments, no `..`).
+    Names are relative and `/`-separated, with segments of `[A-Za-z0-9._-]` other than `.` and
+    `..`; every method refuses others with a StorageError, as does every method after `close`.
     Blocking methods over batches; how much runs in parallel inside a batch is the backend's own
     business. `name` is the entry-point name; `Config` its options.
     """
@@ -222,7 +223,10 @@ class Backend(ABC):
         return self._executor().submit(self.read, requests)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """A whole small record.
+        """A whole small record, as one publisher wrote it.
+
+        The default is right where a record that is replaced keeps its length or cannot be
+        replaced between `stat` and `read`; other stores override it with one read.
 
         Raises:
             FormatError: It is larger than `limit_bytes`.

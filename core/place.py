@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Node, PlaceContext, Placement, Target
@@ -10,34 +9,20 @@ from penstock.core.compare import compare
 from penstock.core.containers import assemble, key_segment
 from penstock.core.describe import NameTable, check_root, refuse_ranks
 from penstock.core.errors import RestoreError, UnsupportedStateError
+from penstock.core.stored_tree import StoredTree, children_of
 from penstock.core.tree import Scan
 from penstock.core.types import Kind, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.core.abc import StoredObject
     from penstock.core.tree import Providers
     from penstock.core.types import ObjectPath
 
+__all__ = ["StoredTree", "place_tree", "rebuild_tree", "stored_value"]
+
 _CONTAINERS = frozenset({"dict", "list", "tuple"})
-
-
-@dataclass(frozen=True)
-class StoredTree:
-    """A checkpoint in memory, after renaming.
-
-    Attributes:
-        objects: Every object, tied ones included, in stored order.
-        nodes: Every node.
-        values: Bytes of the selected value objects.
-        aliases: Path of a tied object -> path of the one whose bytes it shares.
-    """
-
-    objects: Sequence[StoredObject]
-    nodes: Sequence[Node] = ()
-    values: Mapping[ObjectPath, bytes] = field(default_factory=dict)
-    aliases: Mapping[ObjectPath, ObjectPath] = field(default_factory=dict)
 
 
 def place_tree(
@@ -128,7 +113,7 @@ class _Placing(PlaceContext):
         self._values = stored.values
         self._aliases = stored.aliases
         self._chosen = {p: o for p, o in self._all.items() if selected(p)}
-        self._children = _children([*self._chosen, *self._empty_nodes()])
+        self._children = children_of([*self._chosen, *self._empty_nodes()])
         self._built: dict[tuple[ObjectPath, str | None], Placement] = {}
 
     # What providers ask -------------------------------------------------------------------------
@@ -292,21 +277,6 @@ class _Placing(PlaceContext):
                 above.add(here)
                 here = here[:-1]
         return [p for p in self._nodes if p and p not in above and self._selected(p)]
-
-
-def _children(paths: Sequence[ObjectPath]) -> dict[ObjectPath, dict[str, None]]:
-    """Next segments below every path, in order."""
-    children: dict[ObjectPath, dict[str, None]] = {}
-    for path in paths:
-        here = path
-        while here:
-            parent, last = here[:-1], here[-1]
-            known = children.setdefault(parent, {})
-            if last in known:
-                break
-            known[last] = None
-            here = parent
-    return children
 
 
 def _once(call: Callable[[], object]) -> Callable[[], object]:

@@ -24,7 +24,7 @@ from penstock.core.select import Rename, Selection
 from penstock.core.types import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Placement
     from penstock.core.checkpoint import Checkpoint
@@ -77,6 +77,7 @@ class Stored:
 
     tree: StoredTree
     located: Mapping[ObjectPath, Located]
+    every_path: Collection[ObjectPath]
     tally: _Tally
 
 
@@ -160,7 +161,7 @@ def build_new(
 ) -> Any:
     """Build the selected part of `checkpoint` anew."""
     stored = read_stored(checkpoint, selection, Rename(None))
-    selection.check_used(o.record.path for o in checkpoint.contents.objects())
+    selection.check_used(stored.every_path)
     placement = rebuild_tree(
         providers=registry.providers,
         stored=stored.tree,
@@ -264,7 +265,7 @@ def read_stored(
         values={path: bytes(sink.data) for path, sink in sinks.items()},
         aliases=aliases,
     )
-    return Stored(tree, located, tally)
+    return Stored(tree, located, moved.values(), tally)
 
 
 def _fill_targets(checkpoint: Checkpoint, placement: Placement, stored: Stored) -> None:
@@ -319,7 +320,7 @@ def _compare(
 ) -> tuple[list[ObjectPath], list[ObjectPath]]:
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
-    selection.check_used([*stored.located, *used, *missing])
+    selection.check_used([*stored.every_path, *used, *missing])
     if problems or (strict and missing):
         raise _mismatch(problems, missing if strict else [], step)
     unexpected = [path for path in stored.located if path not in used]

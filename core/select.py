@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.errors import SelectionError
 from penstock.core.paths import parse_path, show_path
@@ -88,7 +88,7 @@ class Rename:
     def __init__(self, spec: RenameSpec = None) -> None:
         self._function = spec if callable(spec) else None
         texts: list[tuple[str, str]] = []
-        pairs: dict[object, object] = dict(spec) if isinstance(spec, Mapping) else {}
+        pairs: Mapping[Any, object] = spec if isinstance(spec, Mapping) else {}
         if spec is not None and not isinstance(spec, Mapping) and self._function is None:
             msg = f"rename is a mapping or a callable, not {type(spec).__name__}"
             raise SelectionError(msg)

@@ -33,6 +33,7 @@ class Providers(Protocol):
         Raises:
             PluginError: Two claim it with the same priority.
         """
+        ...
 
     def for_form(self, form: str, /) -> StateProvider:
         """The provider that rebuilds `form`.
@@ -40,9 +41,11 @@ class Providers(Protocol):
         Raises:
             PluginError: Nobody does.
         """
+        ...
 
     def all(self) -> Sequence[StateProvider]:
         """Every provider."""
+        ...
 
 
 class StaticProviders:

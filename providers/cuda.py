@@ -13,17 +13,16 @@ from penstock.providers.memory import TensorSource, copy_range
 if TYPE_CHECKING:
     from penstock.core.abc import MemoryKey
 
-_streams: dict[int, torch.cuda.Stream] = {}
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.Lock()  # guards making a stream
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which state leaves `device`."""
-    index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
-        stream = _streams.get(index)
+        stream = _streams.get(device)
         if stream is None:
-            stream = _streams[index] = torch.cuda.Stream(device=device)
+            stream = _streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]  # torch has no type for it
         return stream
 
 
@@ -70,6 +69,6 @@ class CudaSource(TensorSource):
             if not pinned:
                 side.synchronize()
                 return None
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
             event.record(side)
         return CudaCopy(event, device, (self.tensor, out))

@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -51,18 +51,10 @@ class _Encoder:
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
-        if value is None or kind is bool:
-            return value
-        if kind is str:
-            return value if _is_text(value) else {TAG: "str", "v": _surrogates(value)}
-        if kind is int:
-            return value if -_JSON_INT < value < _JSON_INT else {TAG: "int", "v": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {TAG: "float", "v": _special(value)}
         simple = _SIMPLE.get(kind)
         if simple is not None:
             return simple(self, value)
-        if kind in (list, tuple, dict, set, frozenset, OrderedDict, Counter, defaultdict, deque):
+        if kind in _MEMBERS:
             return self._container(value, kind)
         return self._by_base(value, kind)
 
@@ -71,16 +63,16 @@ class _Encoder:
         raise UnsupportedStateError(msg)
 
     def pairs(self, items: Iterable[tuple[Any, Any]]) -> list[Any]:
-        return [[self._at(f"/key {key!r}", key), self._at(_step(key), v)] for key, v in items]
+        return [[self.at(f"/key {key!r}", key), self.at(_step(key), v)] for key, v in items]
 
-    def _at(self, step: str, value: Any) -> Any:
+    def items(self, values: Iterable[Any]) -> list[Any]:
+        return [self.at(f"[{index}]", value) for index, value in enumerate(values)]
+
+    def at(self, step: str, value: Any) -> Any:
         self._within.append(step)
         encoded = self.encode(value)
         self._within.pop()
         return encoded
-
-    def _items(self, values: Iterable[Any]) -> list[Any]:
-        return [self._at(f"[{index}]", value) for index, value in enumerate(values)]
 
     def _container(self, value: Any, kind: type) -> Any:
         key = id(value)
@@ -89,40 +81,17 @@ class _Encoder:
         if len(self._active) >= MAX_DEPTH:
             self.refuse(f"is nested more than {MAX_DEPTH} levels deep")
         self._active.add(key)
-        encoded = self._members(value, kind)
+        encoded = _MEMBERS[kind](self, value)
         self._active.discard(key)
         return encoded
 
-    def _members(self, value: Any, kind: type) -> Any:
-        if kind is list:
-            return self._items(value)
-        if kind is dict:
-            if TAG not in value and all(type(k) is str and _is_text(k) for k in value):
-                return {k: self._at(_step(k), v) for k, v in value.items()}
-            return {TAG: "dict", "v": self.pairs(value.items())}
-        if kind in (set, frozenset):
-            # Sorted by their text, so that equal sets have equal bytes.
-            members = sorted((self._at("{}", v) for v in value), key=json.dumps)
-            return {TAG: kind.__name__, "v": members}
-        if kind is deque:
-            return {TAG: "deque", "v": self._items(value), "maxlen": value.maxlen}
-        if kind is defaultdict:
-            return {
-                TAG: "defaultdict",
-                "factory": self._factory(value.default_factory),
-                "v": self.pairs(value.items()),
-            }
-        if kind is tuple:
-            return {TAG: "tuple", "v": self._items(value)}
-        return {TAG: kind.__name__, "v": self.pairs(value.items())}
-
-    def _factory(self, factory: object) -> str | None:
+    def factory(self, factory: object) -> str | None:
         if factory is None:
             return None
         name = getattr(factory, "__name__", "")
         if FACTORIES.get(name) is factory:
             return str(name)
-        self.refuse(
+        return self.refuse(
             f"is a defaultdict of {factory!r}: only of {', '.join(FACTORIES)} can one be stored"
         )
 
@@ -139,7 +108,7 @@ class _Encoder:
         if kind.__module__ == "torch":
             return self._torch(value, kind)
         shown = f"{kind.__module__}.{kind.__qualname__}"
-        self.refuse(
+        return self.refuse(
             f"is a {shown}, which cannot be stored: save plain data of it, give its class "
             "state_dict and load_state_dict, or pass allow_pickle=True at both ends"
         )
@@ -168,7 +137,7 @@ class _Encoder:
             return {TAG: "torch.Size", "v": list(value)}
         if kind.__name__ in ("dtype", "device"):
             return {TAG: f"torch.{kind.__name__}", "v": str(value).removeprefix("torch.")}
-        self.refuse(f"is a torch.{kind.__name__}, which cannot be stored as a value")
+        return self.refuse(f"is a torch.{kind.__name__}, which cannot be stored as a value")
 
 
 def _is_text(text: str) -> bool:
@@ -199,7 +168,7 @@ def _encode_zone(encoder: _Encoder, zone: dt.tzinfo | None) -> Any:
         return [_delta(offset), None if name == plain else encoder.encode(name)]
     if type(zone) is ZoneInfo and zone.key:
         return zone.key
-    encoder.refuse(f"has the time zone {zone!r}, which cannot be stored")
+    return encoder.refuse(f"has the time zone {zone!r}, which cannot be stored")
 
 
 def _delta(delta: dt.timedelta) -> list[int]:
@@ -232,7 +201,66 @@ def _encode_path(encoder: _Encoder, value: pathlib.PurePath) -> Any:
     return {TAG: "path", "class": type(value).__name__, "v": encoder.encode(str(value))}
 
 
-_SIMPLE: dict[type, Callable[[_Encoder, Any], Any]] = {
+def _encode_str(_: _Encoder, value: str) -> Any:
+    return value if _is_text(value) else {TAG: "str", "v": _surrogates(value)}
+
+
+def _encode_int(_: _Encoder, value: int) -> Any:
+    return value if -_JSON_INT < value < _JSON_INT else {TAG: "int", "v": hex(value)}
+
+
+def _encode_float(_: _Encoder, value: float) -> Any:
+    return value if math.isfinite(value) else {TAG: "float", "v": _special(value)}
+
+
+def _encode_dict(encoder: _Encoder, value: dict[Any, Any]) -> Any:
+    if TAG not in value and all(type(key) is str and _is_text(key) for key in value):
+        return {key: encoder.at(_step(key), item) for key, item in value.items()}
+    return {TAG: "dict", "v": encoder.pairs(value.items())}
+
+
+def _encode_set(encoder: _Encoder, value: set[Any] | frozenset[Any]) -> Any:
+    # Sorted by their text, so that equal sets have equal bytes.
+    members = sorted((encoder.at("{}", item) for item in value), key=json.dumps)
+    return {TAG: type(value).__name__, "v": members}
+
+
+def _encode_deque(encoder: _Encoder, value: deque[Any]) -> Any:
+    return {TAG: "deque", "v": encoder.items(value), "maxlen": value.maxlen}
+
+
+def _encode_defaultdict(encoder: _Encoder, value: defaultdict[Any, Any]) -> Any:
+    return {
+        TAG: "defaultdict",
+        "factory": encoder.factory(value.default_factory),
+        "v": encoder.pairs(value.items()),
+    }
+
+
+def _encode_pairs(encoder: _Encoder, value: dict[Any, Any]) -> Any:
+    return {TAG: type(value).__name__, "v": encoder.pairs(value.items())}
+
+
+_Encode: TypeAlias = "Callable[[_Encoder, Any], Any]"
+
+_MEMBERS: dict[type, _Encode] = {
+    list: lambda encoder, value: encoder.items(value),
+    tuple: lambda encoder, value: {TAG: "tuple", "v": encoder.items(value)},
+    dict: _encode_dict,
+    set: _encode_set,
+    frozenset: _encode_set,
+    deque: _encode_deque,
+    defaultdict: _encode_defaultdict,
+    OrderedDict: _encode_pairs,
+    Counter: _encode_pairs,
+}
+
+_SIMPLE: dict[type, _Encode] = {
+    type(None): lambda _, v: v,
+    bool: lambda _, v: v,
+    str: _encode_str,
+    int: _encode_int,
+    float: _encode_float,
     bytes: lambda _, v: {TAG: "bytes", "v": base64.b64encode(v).decode("ascii")},
     bytearray: lambda _, v: {TAG: "bytearray", "v": base64.b64encode(v).decode("ascii")},
     complex: _encode_complex,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import Node, Placement, StateProvider
@@ -53,7 +54,7 @@ class GradsProvider(StateProvider):
             if context.stored(here) is not None:
                 _place_grad(parameter, here, context, result, assigns)
             elif context.selected(here):
-                assigns.append(lambda p=parameter: setattr(p, "grad", None))
+                assigns.append(partial(setattr, parameter, "grad", None))
 
         def finish() -> object:
             for assign in assigns:

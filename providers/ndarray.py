@@ -44,7 +44,7 @@ class ArraySource(ByteSource):
         self.memory = array_key(array)
 
     def view(self) -> memoryview | None:
-        return None if self.address is None else memoryview(_as_bytes(self._array))
+        return None if self.address is None else _as_bytes(self._array).data
 
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         if not out.nbytes:
@@ -79,7 +79,7 @@ class ArraySink(ByteSink):
         self.memory = array_key(array)
 
     def view(self) -> memoryview | None:
-        return None if self.address is None else memoryview(_as_bytes(self._array))
+        return None if self.address is None else _as_bytes(self._array).data
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
         if not data.nbytes:

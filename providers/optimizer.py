@@ -14,14 +14,10 @@ from penstock.core.abc import Node, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Role, show_path
 from penstock.providers.memory import memory_key
+from penstock.providers.optimizer_match import FORM, PARAMETER_FORM
 from penstock.providers.optimizer_names import members
-from penstock.providers.optimizer_place import (
-    FORM,
-    PARAMETER_FORM,
-    Placer,
-    rebuild_optimizer,
-    rebuild_parameter,
-)
+from penstock.providers.optimizer_place import Placer
+from penstock.providers.optimizer_rebuild import Rebuilder, rebuild_parameter
 from penstock.providers.tensor import is_plain
 
 if TYPE_CHECKING:
@@ -68,7 +64,8 @@ class OptimizerProvider(StateProvider):
                 here = (*path, "param_groups", str(index), _text(key, path))
                 what = names if key == "params" else item
                 yield from context.describe(what, here, role=Role.OPTIMIZER)
-        for key, item in value.state.items():
+        state: dict[Any, Any] = value.state  # some optimizers keep more than parameters in it
+        for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
                 yield from context.describe(item, here, role=Role.OPTIMIZER)
@@ -83,8 +80,9 @@ class OptimizerProvider(StateProvider):
     ) -> Placement:
         """The dict that torch's `load_state_dict` takes, parameters numbered in their order."""
         assert isinstance(stored, Node)
-        build = rebuild_parameter if stored.form == PARAMETER_FORM else rebuild_optimizer
-        return build(stored, device=device, context=context)
+        if stored.form == PARAMETER_FORM:
+            return rebuild_parameter(stored, device=device, context=context)
+        return Rebuilder(stored, device=device, context=context).rebuild()
 
     def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
         claimed: set[MemoryKey] = set()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.core.abc import Placement
-from penstock.core.errors import FormatError
 from penstock.core.types import show_path
 from penstock.providers.memory import device_name
+from penstock.providers.optimizer_match import FORM, Matcher, index_of, leaves
 from penstock.providers.optimizer_names import members
 from penstock.providers.tensor import same_kind, tensor_target
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Node, PlaceContext
     from penstock.core.types import ObjectPath
     from penstock.providers.optimizer_names import Member
-
-FORM = "optimizer"
-PARAMETER_FORM = "optimizer.parameter"
 
 
 class Placer:
@@ -44,14 +40,18 @@ class Placer:
         """The plan; `finish` sets state and groups directly, never by `load_state_dict`."""
         if not self._is_there():
             return self._result
-        chosen = self._context.children(self._state)
-        matches = self._match(frozenset(chosen))
+        matcher = Matcher(self._optimizer, self._path, self._context, self._result)
+        matches = matcher.match(self._members)
         for member in self._members:
-            self._place_member(member, matches.get(member.name))
+            node = matches.get(member.name)
+            if node is None:
+                self._place_unknown(member)
+            else:
+                self._place_known(member, node)
         self._place_groups(matches)
+        shared: dict[Any, Any] = self._optimizer.state
         for key in self._context.children((*self._path, "shared")):
-            placed = self._context.rebuild((*self._path, "shared", key))
-            self._later(placed, lambda new, key=key: self._optimizer.state.__setitem__(key, new))
+            self._assign(self._context.rebuild((*self._path, "shared", key)), shared, key)
         return self._result
 
     def _finish(self) -> object:
@@ -59,11 +59,12 @@ class Placer:
             call()
         return self._optimizer
 
-    def _later(self, placed: Placement, assign: Callable[[Any], object]) -> None:
+    def _assign(self, placed: Placement, owner: dict[Any, Any], key: str) -> None:
+        """Have `finish` put what `placed` gives into `owner`."""
         self._result.absorb(placed)
         make = placed.finish
         if make is not None:
-            self._finishes.append(lambda: assign(make()))
+            self._finishes.append(lambda: owner.__setitem__(key, make()))
 
     def _problem(self, path: ObjectPath, text: str) -> None:
         self._result.problems.append(f"{show_path(path)} {text}")
@@ -98,19 +99,6 @@ class Placer:
 
     # State --------------------------------------------------------------------------------------
 
-    def _place_member(self, member: Member, node: Node | None) -> None:
-        if node is None:
-            self._place_unknown(member)
-            return
-        found, whole = self._leaves(node.path), node.meta.get("objects")
-        if found == whole and (found or self._context.selected(node.path)):
-            self._place_state(member, node)
-        elif found != whole and found:
-            self._problem(
-                node.path,
-                f"comes whole or not at all, but only {found} of its {whole} objects are selected",
-            )
-
     def _place_unknown(self, member: Member) -> None:
         """The checkpoint does not know this parameter: what is selected of it is missing."""
         here = (*self._state, member.name)
@@ -120,13 +108,27 @@ class Placer:
             if all(chosen):
                 self._finishes.append(lambda: self._optimizer.state.pop(member.parameter, None))
 
+    def _place_known(self, member: Member, node: Node) -> None:
+        found, whole = leaves(self._context, node.path), node.meta.get("objects")
+        if found != whole:
+            if found:
+                self._problem(
+                    node.path,
+                    f"comes whole or not at all, but only {found} of its {whole} objects are "
+                    "selected",
+                )
+            return
+        # Without stored objects, what the target has is selected or not by its own paths.
+        wanted = [self._context.selected((*node.path, key)) for key in self._keys(member)]
+        if found or self._context.selected(node.path) or (wanted and all(wanted)):
+            self._place_state(member, node)
+
     def _place_state(self, member: Member, node: Node) -> None:
         live: dict[Any, Any] = self._optimizer.state.get(member.parameter, {})
         makers: dict[str, Callable[[], object]] = {}
         for key in self._context.children(node.path):
-            placed = self._place_item(
-                live.get(key), (*node.path, key), self._device(member, node, key, live.get(key))
-            )
+            device = self._device(member, node, key, live.get(key))
+            placed = self._place_item(live.get(key), (*node.path, key), device)
             self._result.absorb(placed)
             if placed.finish is not None:
                 makers[key] = placed.finish
@@ -160,11 +162,6 @@ class Placer:
             return torch.device("cpu")
         return member.parameter.device
 
-    def _leaves(self, path: ObjectPath) -> int:
-        """Selected stored objects at and below `path`."""
-        here = int(self._context.stored(path) is not None)
-        return here + sum(self._leaves((*path, name)) for name in self._context.children(path))
-
     # Groups -------------------------------------------------------------------------------------
 
     def _place_groups(self, matches: dict[str, Node]) -> None:
@@ -173,8 +170,8 @@ class Placer:
             return
         groups = self._optimizer.param_groups
         node = self._context.node(self._path)
-        count = None if node is None else len(node.meta.get("groups", ()))
-        if count is not None and count != len(groups):
+        count = len(groups) if node is None else len(node.meta.get("groups", ()))
+        if count != len(groups):
             self._problem(
                 self._groups, f"has {count} groups in the checkpoint, {len(groups)} in the template"
             )
@@ -188,7 +185,7 @@ class Placer:
                     f"{member.group} in the template",
                 )
         for index in chosen:
-            at = _index(index, (*self._groups, index))
+            at = index_of(index, (*self._groups, index))
             if at < len(groups):
                 self._place_group(groups[at], (*self._groups, index))
 
@@ -204,5 +201,4 @@ class Placer:
                 device = live.device
             elif group["params"] and group.get("capturable"):
                 device = group["params"][0].device
-            placed = self._place_item(live, here, device)
-            self._later(placed, lambda new, key=key: group.__setitem__(key, new))
+            self._assign(self._place_item(live, here, device), group, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.abc import Placement
 from penstock.providers.optimizer_match import index_of, malformed
@@ -13,11 +13,88 @@ if TYPE_CHECKING:
     from penstock.core.abc import Node, PlaceContext
     from penstock.core.types import ObjectPath
 
+Maker: TypeAlias = "Callable[[], object]"
+
+
+class Rebuilder:
+    """Builds one optimizer's state dict, parameters numbered in the order of their groups."""
+
+    def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
+        counts = stored.meta.get("groups")
+        if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise malformed(stored.path)
+        self._path = stored.path
+        self._counts: list[int] = counts
+        self._starts = [sum(counts[:index]) for index in range(len(counts))]
+        self._device = device
+        self._context = context
+        self._result = Placement()
+
+    def rebuild(self) -> Placement:
+        """The plan; `finish` returns the dict.
+
+        Raises:
+            FormatError: What is stored does not make an optimizer.
+        """
+        state = self._state()
+        groups = self._groups()
+
+        def finish() -> object:
+            made: dict[str, Any] = {"state": {number: make() for number, make in state}}
+            if groups:
+                made["param_groups"] = [{k: make() for k, make in g.items()} for g in groups]
+            return made
+
+        self._result.finish = finish
+        return self._result
+
+    def _state(self) -> list[tuple[int | str, Maker]]:
+        found: list[tuple[int | str, Maker]] = []
+        for name in self._context.children((*self._path, "state")):
+            here = (*self._path, "state", name)
+            number = self._number(here)
+            make = self._maker(here)
+            if make is not None and self._context.children(here):
+                found.append((number, make))
+        for key in self._context.children((*self._path, "shared")):
+            make = self._maker((*self._path, "shared", key))
+            if make is not None:
+                found.append((key, make))
+        return found
+
+    def _groups(self) -> list[dict[str, Maker]]:
+        found = []
+        for index in self._context.children((*self._path, "param_groups")):
+            here = (*self._path, "param_groups", index)
+            at = index_of(index, here)
+            if at >= len(self._counts):
+                raise malformed(here)
+            makers = {key: self._maker((*here, key)) for key in self._context.children(here)}
+            numbers = list(range(self._starts[at], self._starts[at] + self._counts[at]))
+            group: dict[str, Maker] = {k: m for k, m in makers.items() if m is not None}
+            found.append(group | {"params": _constant(numbers)})
+        return found
+
+    def _maker(self, path: ObjectPath) -> Maker | None:
+        placed = self._context.rebuild(path, device=self._device)
+        self._result.absorb(placed)
+        return placed.finish
+
+    def _number(self, path: ObjectPath) -> int:
+        node = self._context.node(path)
+        meta = {} if node is None else node.meta
+        group, position = meta.get("group"), meta.get("position")
+        if not isinstance(group, int) or not isinstance(position, int):
+            raise malformed(path)
+        if not 0 <= group < len(self._starts):
+            raise malformed(path)
+        return self._starts[group] + position
+
 
 def rebuild_parameter(stored: Node, *, device: str | None, context: PlaceContext) -> Placement:
     """The state of one parameter as a dict."""
     result = Placement()
-    makers: dict[str, Callable[[], object]] = {}
+    makers: dict[str, Maker] = {}
     for key in context.children(stored.path):
         placed = context.rebuild((*stored.path, key), device=device)
         result.absorb(placed)
@@ -27,56 +104,5 @@ def rebuild_parameter(stored: Node, *, device: str | None, context: PlaceContext
     return result
 
 
-def rebuild_optimizer(stored: Node, *, device: str | None, context: PlaceContext) -> Placement:
-    """A state dict as torch makes it, parameters numbered in the order of their groups."""
-    result = Placement()
-    path = stored.path
-    counts = stored.meta.get("groups")
-    if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
-        raise malformed(path)
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    state: list[tuple[int | str, Callable[[], object]]] = []
-    for name in context.children((*path, "state")):
-        here = (*path, "state", name)
-        number = _number(context.node(here), starts, here)
-        placed = context.rebuild(here, device=device)
-        result.absorb(placed)
-        if placed.finish is not None and context.children(here):
-            state.append((number, placed.finish))
-    for key in context.children((*path, "shared")):
-        placed = context.rebuild((*path, "shared", key), device=device)
-        result.absorb(placed)
-        if placed.finish is not None:
-            state.append((key, placed.finish))
-    groups: list[dict[str, Callable[[], object]]] = []
-    for index in context.children((*path, "param_groups")):
-        at = index_of(index, path)
-        if at >= len(counts):
-            raise malformed(path)
-        makers: dict[str, Callable[[], object]] = {}
-        for key in context.children((*path, "param_groups", index)):
-            placed = context.rebuild((*path, "param_groups", index, key), device=device)
-            result.absorb(placed)
-            if placed.finish is not None:
-                makers[key] = placed.finish
-        numbers = list(range(starts[at], starts[at] + counts[at]))
-        groups.append(makers | {"params": lambda numbers=numbers: numbers})
-
-    def finish() -> object:
-        made: dict[str, Any] = {"state": {number: make() for number, make in state}}
-        if groups:
-            made["param_groups"] = [{k: make() for k, make in g.items()} for g in groups]
-        return made
-
-    result.finish = finish
-    return result
-
-
-def _number(node: Node | None, starts: list[int], path: ObjectPath) -> int:
-    meta = {} if node is None else node.meta
-    group, position = meta.get("group"), meta.get("position")
-    if not isinstance(group, int) or not isinstance(position, int):
-        raise malformed(path)
-    if not 0 <= group < len(starts):
-        raise malformed(path)
-    return starts[group] + position
+def _constant(value: object) -> Maker:
+    return lambda: value

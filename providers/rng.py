@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,11 +107,11 @@ def _states(value: Any, path: ObjectPath) -> dict[str, Any]:
     if isinstance(value, Rng):
         states: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": _plain(np.random.get_state(legacy=False)),
+            "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - people use it
             "torch": torch.get_rng_state(),
         }
         # Asking an unused CUDA for its state would start it.
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
             for index in range(torch.cuda.device_count()):
                 states[f"{_CUDA}{index}"] = torch.cuda.get_rng_state(index)
         return states
@@ -130,14 +131,12 @@ def _setters(value: Any) -> dict[str, Callable[[Any], object]]:
     if isinstance(value, Rng):
         setters: dict[str, Callable[[Any], object]] = {
             "python": random.setstate,
-            "numpy": lambda state: np.random.set_state(_arrays(state)),
+            "numpy": lambda state: np.random.set_state(_arrays(state)),  # noqa: NPY002 - likewise
             "torch": torch.set_rng_state,
         }
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
-                setters[f"{_CUDA}{index}"] = lambda state, index=index: torch.cuda.set_rng_state(
-                    state, index
-                )
+                setters[f"{_CUDA}{index}"] = partial(torch.cuda.set_rng_state, device=index)
         return setters
     if isinstance(value, torch.Generator):
         return {"state": value.set_state}
@@ -155,7 +154,7 @@ def _wanted(value: Any, path: ObjectPath, context: PlaceContext) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """numpy's states hold small arrays; as plain data they are one value."""
+    """States of numpy hold small arrays; as plain data they are one value."""
     if isinstance(state, dict):
         return {key: _plain(item) for key, item in state.items()}
     if isinstance(state, np.ndarray):

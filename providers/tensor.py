@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.core.abc import Placement, StateObject, StateProvider, Target
 from penstock.core.errors import FormatError, UnsupportedStateError
@@ -77,7 +78,8 @@ class TensorProvider(StateProvider):
         moments = self._moments.setdefault(context, {})
         event = moments.get(tensor.device)
         if event is None:
-            event = moments[tensor.device] = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type for it
+            moments[tensor.device] = event
         event.record(torch.cuda.current_stream(tensor.device))
         return CudaSource(tensor, event)
 
@@ -155,7 +157,7 @@ def refuse_unsupported(tensor: torch.Tensor, path: ObjectPath) -> None:
 
 def _subclass_reason(kind: type) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if issubclass(kind, torch.nn.parameter.UninitializedTensorMixin):
+    if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         return f"is a {kind.__name__}: run one forward of the lazy module before saving it"
     if kind.__module__.startswith("torch.distributed"):
         return (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 # Where a wrapper's class lives, its name there, and the attribute that holds the wrapped module.
 # Looked up in loaded modules only: importing them is slow (torch._dynamo), and while one is not
@@ -38,7 +38,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The bare module inside any number of wrappers."""
     wrappers = _loaded()
     while (attribute := _inner(module, wrappers)) is not None:
-        inner = module._modules[attribute]
+        inner = module._modules[attribute]  # noqa: SLF001 - getattr may be the wrapper's own
         if inner is None:
             break
         module = inner
@@ -68,11 +68,11 @@ def _strip(root: torch.nn.Module, name: str, wrappers: list[tuple[type, str]]) -
     while at < len(parts) and module is not None:
         inner = _inner(module, wrappers)
         if inner is not None:
-            module = module._modules[inner]
+            module = module._modules[inner]  # noqa: SLF001 - as above
             # Some wrappers strip their own name in a state-dict hook.
             at += parts[at] == inner
             continue
         kept.append(parts[at])
-        module = module._modules.get(parts[at])
+        module = module._modules.get(parts[at])  # noqa: SLF001 - as above
         at += 1
     return ".".join(kept + parts[at:])

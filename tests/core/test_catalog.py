@@ -626,4 +626,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=30, stateful_step_count=25)
+TestRun.settings = settings(max_examples=80, stateful_step_count=40)

@@ -314,7 +314,8 @@ def test_damaged_pickle_is_a_format_error(save):
 def test_values_need_neither_torch_nor_pickle():
     code = (
         "import sys\n"
-        "from penstock.providers.values import decode_value, encode_value\n"
+        "from penstock.providers.decode import decode_value\n"
+        "from penstock.providers.encode import encode_value\n"
         "before = set(sys.modules)\n"
         "from penstock.providers.value import ValueProvider\n"
         "assert ValueProvider().claims(dict)\n"
