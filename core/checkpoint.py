@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.contents import Located
-    from penstock.core.manifest import CommitRecord, ObjectRecord
+    from penstock.core.manifest import CommitRecord, ObjectRecord, PartHead
     from penstock.core.registry import Registry
     from penstock.core.types import ByteRange
 
@@ -181,33 +181,32 @@ class Checkpoint:
         """
         began = time.monotonic()
         damaged: list[Damage] = []
-        missing_blob = False
-        self.contents.sweep(lambda what, detail: damaged.append(Damage(what, detail)))
+        heads, objects = self.contents.sweep(
+            lambda what, detail: damaged.append(Damage(what, detail))
+        )
+        missing_blob = self._verify_sizes(heads, damaged)
         frames = bytes_read = 0
-        if not damaged:
-            missing_blob = self._verify_sizes(damaged)
-            if deep:
-                done = 0
-                total = self._record.bytes_stored
+        if deep:
+            done = 0
+            total = self._record.bytes_stored
 
-                def advance(size: int) -> None:
-                    nonlocal done
-                    done += size
-                    if progress is not None:
-                        progress(done, total)
+            def advance(size: int) -> None:
+                nonlocal done
+                done += size
+                if progress is not None:
+                    progress(done, total)
 
-                objects = [o for o in self.contents.objects() if o.record.same_as is None]
-                jobs, _ = self.contents.jobs([Wish(o, None) for o in objects])
-                stats = self.loader.run(jobs, progress=advance)
-                frames, bytes_read = stats.frames, stats.bytes_read
-                damaged += [Damage(name, detail) for name, detail in stats.damaged]
-                missing_blob |= stats.missing_blob
+            jobs, _ = self.contents.jobs([Wish(o, None) for o in objects])
+            stats = self.loader.run(jobs, progress=advance)
+            frames, bytes_read = stats.frames, stats.bytes_read
+            damaged += [Damage(name, detail) for name, detail in stats.damaged]
+            missing_blob |= stats.missing_blob
         if missing_blob and not self.still_there():
             raise_damaged(self, [("", "")], missing_blob=True)
         return VerifyReport(
             step=self.step,
             ok=not damaged,
-            damaged=tuple(damaged),
+            damaged=tuple(dict.fromkeys(damaged)),
             objects=self._record.objects,
             frames=frames,
             bytes_read=bytes_read + self.contents.bytes_read,
@@ -229,19 +228,18 @@ class Checkpoint:
 
     # ------------------------------------------------------------------------------------------
 
-    def _verify_sizes(self, damaged: list[Damage]) -> bool:
+    def _verify_sizes(self, heads: Sequence[PartHead], damaged: list[Damage]) -> bool:
         missing = False
-        for part in range(len(self._record.parts)):
-            for blob in self.contents.head(part).blobs:
-                try:
-                    size = self.backend.stat(blob.name).size_bytes
-                except BlobNotFoundError as error:
-                    damaged.append(Damage(blob.name, str(error)))
-                    missing = True
-                    continue
-                if size != blob.length:
-                    detail = f"has {size} bytes, {blob.length} were written"
-                    damaged.append(Damage(blob.name, detail))
+        for blob in (blob for head in heads for blob in head.blobs):
+            try:
+                size = self.backend.stat(blob.name).size_bytes
+            except BlobNotFoundError as error:
+                damaged.append(Damage(blob.name, str(error)))
+                missing = True
+                continue
+            if size != blob.length:
+                detail = f"has {size} bytes, {blob.length} were written"
+                damaged.append(Damage(blob.name, detail))
         return missing
 
     def _locate(self, path: str) -> Located | None:

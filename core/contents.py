@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import CodecContext
+from penstock.core.catalog import Catalog
 from penstock.core.chain import CodecChain
 from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, FormatError
 from penstock.core.index import IndexReader
 from penstock.core.loading import FrameJob, Use
-from penstock.core.part import decode_head, decode_section
+from penstock.core.part import decode_hashes, decode_head, decode_section
 from penstock.core.paths import path_hash, show_path
 from penstock.core.restore_plan import Wanted, plan_restore
 from penstock.core.types import ByteRange, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.core.abc import Backend, ByteSink
+    from penstock.core.errors import PenstockError
     from penstock.core.manifest import (
         CommitRecord,
         NodeRecord,
@@ -89,13 +92,7 @@ class Contents:
 
     def find(self, path: ObjectPath) -> Located | None:
         """One object by its path, by way of the index: the rest is not read."""
-        index = self.record.index
-        reader = IndexReader(
-            lambda offset, length: self._fetch(index.name, offset, length),
-            size=index.length,
-            sha256=index.sha256,
-            name=index.name,
-        )
+        index, reader = self.record.index, self._index()
         for part, number in reader.find(path_hash(path)):
             if part >= len(self.record.parts) or number >= len(self.head(part).sections):
                 msg = f"{index.name}: an entry points to section {number} of part {part}"
@@ -153,19 +150,36 @@ class Contents:
             )
         return jobs, plan.bytes_needed
 
-    def sweep(self, damage: Callable[[str, str], None]) -> None:
-        """Read every record of the manifest; report damage of each instead of stopping."""
-        for part in range(len(self.record.parts)):
-            try:
-                head = self.head(part)
-            except (FormatError, BlobNotFoundError) as error:
-                damage(self.record.parts[part].name, str(error))
+    def sweep(self, damage: Callable[[str, str], None]) -> tuple[list[PartHead], list[Located]]:
+        """Read every record of the manifest; report damage of each instead of stopping.
+
+        Args:
+            damage: Called with the record's name and what is wrong with it.
+
+        Returns:
+            Heads and objects that can be read, those objects left out that are tied to another.
+        """
+        heads: list[PartHead] = []
+        objects: list[Located] = []
+        index = self.record.index
+        with _reported(index.name, damage):
+            self._check_size(index.name, index.length)
+            self._index().verify()
+        for part, entry in enumerate(self.record.parts):
+            with _reported(entry.name, damage):
+                self._check_size(entry.name, entry.length)
+            with _reported(entry.name, damage):
+                heads.append(self.head(part))
+            if part not in self._heads:
                 continue
+            head = self.head(part)
+            with _reported(entry.name, damage):
+                decode_hashes(self._fetch(entry.name, head.hashes.offset, head.hashes.length), head)
             for number in range(len(head.sections)):
-                try:
-                    self.section(part, number)
-                except FormatError as error:
-                    damage(f"{self.record.parts[part].name} section {number}", str(error))
+                with _reported(f"{entry.name} section {number}", damage):
+                    found = self.section(part, number).objects
+                    objects += [Located(o, part, number) for o in found if o.same_as is None]
+        return heads, objects
 
     # ------------------------------------------------------------------------------------------
 
@@ -192,8 +206,17 @@ class Contents:
             )
         return self._chains[key]
 
+    def _index(self) -> IndexReader:
+        index = self.record.index
+        return IndexReader(
+            lambda offset, length: self._fetch(index.name, offset, length),
+            size=index.length,
+            sha256=index.sha256,
+            name=index.name,
+        )
+
     def _fetch(self, name: str, offset: int, length: int) -> bytes:
-        size = self._backend.stat(name).size_bytes
+        size = self._size(name)
         if offset + length > size:
             msg = (
                 f"{name} on {self._backend.url} has {size} bytes, but {offset + length} are "
@@ -203,7 +226,35 @@ class Contents:
         data = bytearray(length)
         try:
             self._backend.read([ReadRequest(name, offset, memoryview(data))])
+        except BlobNotFoundError as error:
+            raise self._missing(name) from error
         except BlobTruncatedError as error:
             raise FormatError(str(error), [name]) from error
         self.bytes_read += length
         return bytes(data)
+
+    def _check_size(self, name: str, length: int) -> None:
+        size = self._size(name)
+        if size != length:
+            msg = f"{name} on {self._backend.url} has {size} bytes, {length} were written"
+            raise FormatError(msg, [name])
+
+    def _size(self, name: str) -> int:
+        try:
+            return self._backend.stat(name).size_bytes
+        except BlobNotFoundError as error:
+            raise self._missing(name) from error
+
+    def _missing(self, name: str) -> PenstockError:
+        """What it means that a record is not there: the checkpoint is gone by now, or damaged."""
+        error = FormatError(f"{name} on {self._backend.url} is missing", [name])
+        catalog = Catalog(self._backend)
+        return catalog.gone_or_damaged(self.record.step, self.record.uid, error)
+
+
+@contextmanager
+def _reported(name: str, damage: Callable[[str, str], None]) -> Iterator[None]:
+    try:
+        yield
+    except FormatError as error:
+        damage(name, str(error))

@@ -169,22 +169,30 @@ class IndexReader:
     def _search(self, wanted: int) -> list[tuple[int, int]]:
         # Hashes are uniform: entry i of n is off its place by at most sqrt(n) / 2 in one standard
         # deviation, so eight of these around the guess hold it in one read.
-        low, high = 0, self._count
+        low, high = 0, self._count  # the first entry that is not below `wanted` is within
         reach = 4 * math.isqrt(self._count) + 64
         guess = wanted * self._count // _SPAN
-        while low < high:
+        while True:
             start, stop = max(low, guess - reach), min(high, guess + reach)
+            if high - low <= 2 * reach:
+                start, stop = low, high
             window = self._entries(start, stop)
             if start > low and int(window["hash"][0]) >= wanted:
-                high = start + 1
-            elif stop < high and int(window["hash"][-1]) <= wanted:
-                low = stop - 1
+                high = start
+            elif stop < high and int(window["hash"][-1]) < wanted:
+                low = stop
             else:
-                return _matches(window, wanted)
-            if high - low <= 2 * reach:
-                return _matches(self._entries(low, high), wanted)
+                return self._run(window, stop, wanted)
             guess = (low + high) // 2
-        return []
+
+    def _run(self, window: NDArray[np.void], stop: int, wanted: int) -> list[tuple[int, int]]:
+        # Of a path that many ranks hold there are as many entries, perhaps beyond the window.
+        found = _matches(window, wanted)
+        while stop < self._count and (not len(window) or int(window["hash"][-1]) <= wanted):
+            start, stop = stop, min(self._count, stop + max(64, len(window)))
+            window = self._entries(start, stop)
+            found += _matches(window, wanted)
+        return found
 
     def _entries(self, start: int, stop: int) -> NDArray[np.void]:
         length = (stop - start) * ENTRY.itemsize

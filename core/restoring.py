@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.contents import Wish
 from penstock.core.errors import (
     CheckpointGoneError,
-    CheckpointNotFoundError,
     DamagedError,
     PenstockError,
     RestoreError,
@@ -24,17 +23,16 @@ from penstock.core.select import Rename, Selection
 from penstock.core.types import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Placement
     from penstock.core.checkpoint import Checkpoint
     from penstock.core.contents import Located
+    from penstock.core.fallback import Overwritten
     from penstock.core.registry import Registry
     from penstock.core.types import ObjectPath, TensorSpec
 
 log = logging.getLogger("penstock")
-
-T = TypeVar("T")
 
 _LISTED = 8
 _SHOWN = 50  # so many differences are spelled out in a message; the error holds all
@@ -81,19 +79,6 @@ class Stored:
     tally: _Tally
 
 
-def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tuple[int, ...]]:
-    """Use the first of `steps` that is whole; also returns those that were not."""
-    for number, step in enumerate(steps):
-        try:
-            return use(step), tuple(steps[:number])
-        except DamagedError as error:
-            if number == len(steps) - 1:
-                raise
-            log.warning("step %d is damaged, taking an older one: %s", step, error)
-    msg = "there is no checkpoint to restore"
-    raise CheckpointNotFoundError(msg)
-
-
 def restore_into(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
@@ -103,8 +88,12 @@ def restore_into(
     strict: bool,
     registry: Registry,
     allow_pickle: bool,
+    overwritten: Overwritten,
 ) -> RestoreReport:
-    """Restore `checkpoint` into the live objects of `state`."""
+    """Restore `checkpoint` into the live objects of `state`.
+
+    `overwritten` is what attempts at damaged checkpoints have left in them.
+    """
     began = time.monotonic()
     stored = read_stored(checkpoint, selection, rename)
     placement = place_tree(
@@ -114,13 +103,19 @@ def restore_into(
         selected=selection.selects,
         allow_pickle=allow_pickle,
     )
-    missing, unexpected = _compare(
-        placement, stored, selection, strict=strict, step=checkpoint.step
-    )
+    try:
+        missing, unexpected = _compare(
+            placement, stored, selection, strict=strict, step=checkpoint.step
+        )
+    except RestoreMismatchError as error:
+        overwritten.check_mismatch(error)
+        raise
     planned = time.monotonic()
+    earlier = overwritten.begin(placement.targets)
     _fill_targets(checkpoint, placement, stored)
     read = time.monotonic()
     _finish(placement, checkpoint.step)
+    overwritten.check_left(earlier, placement.targets, checkpoint.step)
     used = {t.path for t in placement.targets} | set(placement.values)
     order = [path for path in stored.located if path in used]
     now = time.monotonic()

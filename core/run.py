@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
 from penstock.core.errors import ConfigError, SaverClosedError
+from penstock.core.fallback import Overwritten, with_fallback
 from penstock.core.loading import Loader
-from penstock.core.restoring import build_new, restore_into, with_fallback, with_history
+from penstock.core.restoring import build_new, restore_into, with_history
 from penstock.core.select import Rename, Selection
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Run:
         self._check_open()
         self._before_restore()
         selection, renaming = Selection(include, exclude), Rename(rename)
+        overwritten = Overwritten(state, self._registry.providers)
         report, skipped = with_fallback(
             self._candidates(step, on_damage),
             lambda number: restore_into(
@@ -88,6 +90,7 @@ class Run:
                 strict=strict,
                 registry=self._registry,
                 allow_pickle=self._config.allow_pickle,
+                overwritten=overwritten,
             ),
         )
         self._restored_from = report.step

@@ -14,13 +14,8 @@ from penstock.core.types import show_path
 from penstock.providers.blocks import blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.core.abc import PendingCopy
     from penstock.core.types import ObjectPath
-
-# torch has no public name for it.
-neg_view: Callable[[torch.Tensor], torch.Tensor] = vars(torch)["_neg_view"]
 
 # Bits are moved as integers of the same size: exact for every dtype, and some dtypes have no copy.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -151,7 +146,8 @@ class TensorSink(ByteSink):
     __slots__ = ("address", "device", "memory", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        alias = writable_alias(tensor)
+        # An alias that any thread may write, whatever autograd or inference mode think of it.
+        alias = tensor.detach()
         self.tensor = alias
         self.nbytes = alias.numel() * alias.dtype.itemsize
         self.memory = memory_key(alias) if self.nbytes else None
@@ -198,7 +194,7 @@ class OverlapSink(TensorSink):
         with torch.inference_mode(mode=False):
             scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         super().__init__(scratch)
-        self._live = writable_alias(tensor)
+        self._live = tensor.detach()
         self._path = path
         self.memory = memory_key(tensor)
 
@@ -213,9 +209,7 @@ class OverlapSink(TensorSink):
                 "contiguous tensor"
             )
             raise RestoreMismatchError(msg, [msg])
-        if not self._live.is_inference():
-            torch.autograd.graph.increment_version(self._live)
-        self.tensor = self._live
+        self.tensor = self._live  # the scratch is free
 
 
 def _as(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -227,19 +221,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if plain.dtype.itemsize not in _CARRIERS:
         plain = torch.view_as_real(plain)
     return plain.view(_CARRIERS[plain.dtype.itemsize])
-
-
-def writable_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias that any thread may write, whatever autograd thinks of the tensor."""
-    if not tensor.is_inference():
-        return tensor.detach()
-    # Inference tensors can only be written inside inference mode, which is a thread's own.
-    with torch.inference_mode(mode=False):
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            alias = alias.conj()
-        return neg_view(alias) if tensor.is_neg() else alias
 
 
 def make_sink(tensor: torch.Tensor, path: ObjectPath) -> TensorSink:

@@ -71,10 +71,8 @@ class RngProvider(StateProvider):
             result.absorb(placed)
             if placed.finish is not None:
                 result.settle.append(_then(placed.finish, setter))
-        for name in setters:
-            here = (*path, name)
-            if name not in chosen and not name.startswith(_CUDA) and context.selected(here):
-                result.missing.append(here)
+        lacking = [(*path, name) for name in setters.keys() - set(chosen) if _CUDA not in name]
+        result.missing += sorted(filter(context.selected, lacking))
         return result
 
     def rebuild(

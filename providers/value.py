@@ -113,12 +113,10 @@ class ValueProvider(StateProvider):
         if context.children(path):
             node = context.node(path)
             form = "dict" if node is None else node.form
-            return Placement(
-                problems=[
-                    f"{shown} is stored as a {form} of objects, but is a plain {here} in the "
-                    "template"
-                ]
+            problem = (
+                f"{shown} is stored as a {form} of objects, but is a plain {here} in the template"
             )
+            return Placement(problems=[problem])
         return Placement(missing=[path] if context.selected(path) else [])
 
     def rebuild(

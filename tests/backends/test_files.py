@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
 from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -197,3 +197,9 @@ def test_reading_needs_no_right_to_write(open_files, tmp_path):
     reader.read([ReadRequest("data/a.raw", 0, memoryview(target))])
     assert target == pattern(900_000)
     assert os.listdir(tmp_path / "root") == ["data"]
+
+
+def test_a_read_beyond_the_end_says_how_long_the_blob_is(files):
+    store(files, "a.raw", b"12345")
+    with pytest.raises(BlobTruncatedError, match=r"bytes 3 to 6 of a\.raw under .*: it has 5"):
+        files.read([ReadRequest("a.raw", 3, memoryview(bytearray(3)))])

@@ -83,6 +83,20 @@ def test_uniform_hashes_are_found_with_one_small_read():
         assert reads.lengths[0] < 100_000
 
 
+def test_all_entries_of_a_path_that_thousands_of_ranks_hold_are_found():
+    per_part = [[[rank * 10 + n for n in range(3)], [2**63]] for rank in range(3000)]
+    encoded = encode_index(UID, [sort_hashes(sections) for sections in per_part])
+    expected = [(rank, 1) for rank in range(3000)]
+    assert Reads(encoded).reader(whole_bytes=0).find(2**63) == expected
+    per_part = [[[2**62], [7], [2**64 - 1]] for _ in range(3000)]
+    encoded = encode_index(UID, [sort_hashes(sections) for sections in per_part])
+    for section, value in enumerate([2**62, 7, 2**64 - 1]):
+        reads = Reads(encoded)
+        found = reads.reader(whole_bytes=0).find(value)
+        assert found == [(rank, section) for rank in range(3000)]
+        assert max(reads.lengths) < encoded.entry.length / 4
+
+
 def test_not_found_is_said_only_of_a_verified_index():
     encoded = encode_index(UID, [sort_hashes([list(range(5000))])])
     good = Reads(encoded)

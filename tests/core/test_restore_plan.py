@@ -169,6 +169,12 @@ def test_runs_are_exactly_the_bytes_of_a_region_with_small_gaps_joined(case, gap
     assert region_runs(shape, region, itemsize, merge_gap_bytes=gap) == joined
 
 
+def test_runs_are_joined_over_gaps_of_exactly_the_given_size():
+    region = Region((0, 0), (3, 4))
+    assert len(region_runs((3, 10), region, 2, merge_gap_bytes=11)) == 3
+    assert len(region_runs((3, 10), region, 2, merge_gap_bytes=12)) == 1
+
+
 @given(regions(), st.integers(1, 300))
 def test_a_region_read_in_batches_is_the_region(case, limit_bytes):
     shape, region, itemsize = case

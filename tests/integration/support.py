@@ -35,8 +35,8 @@ def make_state(seed=0):
         return torch.randn(*shape, generator=made)
 
     return {
-        "model": {"weight": random(100, 90), "bias": random(90), "scale": random(7)},
-        "optimizer": {"moment": random(100, 90), "step": random(1), "variance": random(90)},
+        "model": {"weight": random(100, 150), "bias": random(150), "scale": random(7)},
+        "optimizer": {"moment": random(100, 150), "step": random(1), "variance": random(150)},
         "table": random(6000),
         "epoch": seed,
     }
@@ -91,7 +91,7 @@ def leaves(tree, path=""):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an object's first frame is stored."""
+    """Where a frame is stored."""
 
     blob: str
     offset: int

@@ -328,3 +328,17 @@ def test_tensors_written_in_forward_are_never_deferred(save):
 def test_a_value_in_place_of_a_module_is_a_problem(save):
     placement = save({"m": 1}).plan({"m": nn.Linear(1, 1)})
     assert placement.problems == ["m is stored as one object, but is a module in the template"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp_is_refused_with_what_to_do(save, tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        sharded = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        with pytest.raises(UnsupportedStateError, match=r"a/b is sharded by FSDP.*full state dict"):
+            save({"a": {"b": nn.Sequential(sharded)}})
+    finally:
+        dist.destroy_process_group()

@@ -346,7 +346,7 @@ def test_matching_takes_names_with_and_without_the_tree_key(save):
     c, d, wide = two_modules(3)
     placement = stored.plan({"gen": c, "disc": d, "opt": wide}, include="opt/state")
     assert placement.missing  # `weight` could be either module's
-    assert not any("gen" in t.path[2] for t in placement.targets)
+    assert not placement.targets
 
 
 def test_names_from_the_optimizer_itself(save):
@@ -417,11 +417,8 @@ def test_shapes_that_differ_are_a_problem(save):
     model, optimizer = nameless()
     stored = save({"model": model, "opt": optimizer})
     target, other = nameless(sizes=(3, 2))
-    problems = stored.plan({"model": target, "opt": other}, include="opt").problems
-    assert problems == [
-        "opt/state/weight is the state of a parameter of shape [2, 2], which has [2, 3] in the "
-        "template"
-    ]
+    (problem,) = stored.plan({"model": target, "opt": other}, include="opt").problems
+    assert problem.startswith("opt/state/weight is the state of a parameter of shape [2, 2], which")
 
 
 def test_a_parameters_state_comes_whole_or_not_at_all(save):

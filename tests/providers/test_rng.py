@@ -76,11 +76,17 @@ def test_one_kind_alone(save):
 
 
 GENERATORS = {
-    "torch": (lambda: torch.Generator().manual_seed(5), lambda g: torch.rand(3, generator=g).tolist()),
+    "torch": (
+        lambda: torch.Generator().manual_seed(5),
+        lambda g: torch.rand(3, generator=g).tolist(),
+    ),
     "python": (lambda: random.Random(5), lambda g: [g.random(), g.gauss(0, 1)]),
     "pcg": (lambda: np.random.default_rng(5), lambda g: g.normal(size=3).tolist()),
     "mt": (lambda: np.random.Generator(np.random.MT19937(5)), lambda g: g.normal(size=3).tolist()),
-    "philox": (lambda: np.random.Generator(np.random.Philox(5)), lambda g: g.integers(9, size=3, dtype=np.int32).tolist()),
+    "philox": (
+        lambda: np.random.Generator(np.random.Philox(5)),
+        lambda g: g.integers(9, size=3, dtype=np.int32).tolist(),
+    ),
     "sfc": (lambda: np.random.Generator(np.random.SFC64(5)), lambda g: g.normal(size=3).tolist()),
     "random state": (lambda: np.random.RandomState(5), lambda g: [g.normal(), *g.rand(2)]),
 }  # fmt: skip

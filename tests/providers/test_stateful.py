@@ -188,7 +188,7 @@ def test_what_is_lacking_or_of_another_kind_is_told(save):
 def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):
     loader = torch.utils.data.DataLoader([1, 2, 3])
     with pytest.raises(
-        UnsupportedStateError, match="data/train is a DataLoader.*StatefulDataLoader"
+        UnsupportedStateError, match=r"data/train is a DataLoader.*StatefulDataLoader"
     ):
         save({"data": {"train": loader}})
 
@@ -233,5 +233,5 @@ def test_torchdata_loaders_go_on_where_they_were(save, taken):
 
 
 def test_unstorable_state_is_refused_with_its_whole_path(save):
-    with pytest.raises(UnsupportedStateError, match="^sched/lr_lambdas/f"):
+    with pytest.raises(UnsupportedStateError, match=r"^sched/lr_lambdas/f"):
         save({"sched": Keeper({"lr_lambdas": {"f": len}})})

@@ -110,7 +110,7 @@ def test_conjugate_and_negative_views_store_what_they_show(save, view):
     tensor = raw(3, 4, dtype=torch.complex64)
     shown = {
         "conj": lambda t: t.conj(),
-        "neg": lambda t: torch._neg_view(t),
+        "neg": torch._neg_view,
         "conj neg": lambda t: torch._neg_view(t.conj()),
     }[view]
     source = TensorSource(shown(tensor))
@@ -275,7 +275,7 @@ REFUSED = {
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "int_repr",
     ),
-    "lazy": (lambda: torch.nn.UninitializedParameter(), "one forward"),
+    "lazy": (torch.nn.UninitializedParameter, "one forward"),
     "subclass": (lambda: torch.ones(3).as_subclass(Strange), "does not know"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     "jagged": (
@@ -295,7 +295,7 @@ def test_what_is_no_plain_memory_is_refused_with_its_path(save, what):
     make, reason = REFUSED[what]
     with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
         save({"a": {"list": [make()]}})
-    with pytest.raises(UnsupportedStateError, match="^a/list/0 "):
+    with pytest.raises(UnsupportedStateError, match=r"^a/list/0 "):
         save({"a": {"list": [torch.ones(3)]}}).plan({"a": {"list": [make()]}})
 
 

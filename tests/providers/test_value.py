@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import enum
 import json
@@ -108,7 +109,9 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__} {v!r}"[:40])
+@pytest.mark.parametrize(
+    "value", VALUES, ids=[f"{i} {type(v).__name__}" for i, v in enumerate(VALUES)]
+)
 def test_value_comes_back_equal_in_type_and_every_bit(value):
     assert same(trip(value), value)
     assert same(trip({"k": [value]}), {"k": [value]})
@@ -143,8 +146,10 @@ def test_random_values_come_back_equal(value):
 
 @given(st.sets(st.one_of(st.integers(), st.text(max_size=3)), max_size=6))
 def test_equal_sets_have_equal_bytes(members):
-    one = encode_value(set(members), ())
-    assert one == encode_value(set(sorted(members, key=repr, reverse=True)), ())
+    other = set()
+    for member in sorted(members, key=repr, reverse=True):
+        other.add(member)
+    assert encode_value(members, ()) == encode_value(other, ())
 
 
 class Thing:
@@ -199,6 +204,11 @@ def test_depth_bombs_are_refused_and_what_is_accepted_can_be_read(save, wrap):
         value = wrap(value)
         if depth in (10, 45):
             assert same(trip(value), value)
+    bearable = 0
+    for _ in range(101):
+        bearable = [bearable]
+    with pytest.raises(UnsupportedStateError, match="more than 100 levels deep"):
+        save({"info": bearable})
     with pytest.raises(UnsupportedStateError, match="deep"):
         save({"info": value})
     with pytest.raises(UnsupportedStateError, match="deep"):
@@ -207,13 +217,15 @@ def test_depth_bombs_are_refused_and_what_is_accepted_can_be_read(save, wrap):
 
 DAMAGED = [
     b"", b"{", b"\xff", b'{"$":"nothing","v":1}', b'{"$":"tuple"}', b'{"$":["tuple"],"v":[]}',
-    b'{"$":"float","v":"zz"}', b'{"$":"float","v":"00"}', b'{"$":"int","v":5}', b'{"$":"bytes","v":"*"}',
+    b'{"$":"float","v":"zz"}',
+    b'{"$":"float","v":"00"}', b'{"$":"int","v":5}', b'{"$":"bytes","v":"*"}',
     b'{"$":"dict","v":[[1]]}', b'{"$":"dict","v":[[[],1]]}', b'{"$":"set","v":[[]]}',
     b'{"$":"numpy","dtype":"O","v":"00"}', b'{"$":"numpy","dtype":"<f4","v":"00"}',
     b'{"$":"numpy","dtype":"what","v":"00"}', b'{"$":"deque","v":[1,2],"maxlen":1}',
     b'{"$":"defaultdict","factory":"eval","v":[]}', b'{"$":"path","class":"x","v":"y"}',
     b'{"$":"date","v":"2024-13-01"}', b'{"$":"datetime","v":"2024-01-01","tz":"No/Where","fold":0}',
-    b'{"$":"torch.dtype","v":"nn"}', b'{"$":"torch.dtype","v":"zzz"}', b'{"$":"torch.device","v":"x"}',
+    b'{"$":"torch.dtype","v":"nn"}',
+    b'{"$":"torch.dtype","v":"zzz"}', b'{"$":"torch.device","v":"x"}',
     b'{"$":"enum","class":"builtins:dict","v":"A"}',
     b'{"$":"enum","class":"penstock_test_home:Phase","v":"HOT"}',
     b'{"$":"namedtuple","class":"builtins:tuple","v":[1]}',
@@ -224,7 +236,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("data", DAMAGED, ids=lambda d: d[:40].decode("latin-1"))
 def test_damaged_values_are_a_format_error_with_the_path(data):
-    with pytest.raises(FormatError, match="^a/b ") as caught:
+    with pytest.raises(FormatError, match=r"^a/b ") as caught:
         decode_value(data, ("a", "b"))
     assert caught.value.damaged == ("a/b",)
 
@@ -234,10 +246,8 @@ def test_mangled_bytes_decode_to_something_or_a_clear_error(noise, which, data):
     good = encode_value(VALUES[which], ())
     at = data.draw(st.integers(0, len(good)))
     for bad in (noise, good[:at], good[:at] + noise + good[at + len(noise) :]):
-        try:
+        with contextlib.suppress(FormatError, UnsupportedStateError):
             decode_value(bad, ("v",))
-        except (FormatError, UnsupportedStateError):
-            pass
 
 
 @pytest.mark.parametrize("tag", ["enum", "flag", "namedtuple"])
@@ -288,7 +298,9 @@ def test_pickles_need_permission_at_both_ends(save):
     stored = save(state, allow_pickle=True)
     forms = {o.path: o.form for o in stored.tree.objects}
     assert forms == {("cfg",): "pickle", ("t",): "tensor"}
-    with pytest.raises(UnsupportedStateError, match="cfg was saved as a pickle.*allow_pickle=True"):
+    with pytest.raises(
+        UnsupportedStateError, match=r"cfg was saved as a pickle.*allow_pickle=True"
+    ):
         stored.load()
     with pytest.raises(UnsupportedStateError, match="cfg was saved as a pickle"):
         stored.plan({"cfg": None, "t": torch.zeros(1)})
