@@ -18,7 +18,7 @@ from penstock.core.errors import (
 )
 from penstock.core.manifest import COMMIT_PREFIX, commit_name, data_prefix, parse_commit_name
 from penstock.core.prune import GRACE_S, PruneReport, prune
-from penstock.core.survey import delete_records, read_commit, survey_records
+from penstock.core.survey import delete_records, read_commit, survey_records, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.core.manifest import CommitRecord
 
 _SHOWN_STEPS = 20
+_TRIES = 5
 
 
 class Catalog:
@@ -61,7 +62,7 @@ class Catalog:
             try:
                 return self.record(steps[-1]).step
             except CheckpointNotFoundError:
-                continue  # deleted since it was listed
+                continue  # deleted since it was listed: the next listing lacks it
         return None
 
     def require_latest(self) -> int:
@@ -84,14 +85,16 @@ class Catalog:
             CheckpointNotFoundError: There is none; the message lists what there is.
             FormatError: It cannot be read, or is of an unknown version.
         """
-        while True:
+        for _ in range(_TRIES):
             entries = self.entries()
             if step not in entries:
                 raise self._not_found(step, list(entries))
+            name = entries[step][-1]
             try:
-                return read_commit(self._backend, entries[step][-1])
+                return read_commit(self._backend, name)
             except BlobNotFoundError:
                 continue  # deleted, or overwritten, since it was listed
+        raise unreadable(self._backend, name)
 
     def damaged(self) -> dict[int, DamagedError]:
         """Steps whose commit record cannot be read, and why; reads every record."""

@@ -144,7 +144,7 @@ class Checkpoint:
             value = value[next(k for k in keys if str(k) == segment)]
         return value
 
-    def read(self, path: str, region: Region | tuple[slice, ...] | None = None) -> Any:
+    def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
         """Read a tensor, or a region of it; only the blocks that hold it are read.
 
         Args:
@@ -314,9 +314,11 @@ class ShiftedSink(ByteSink):
         self._out[at : at + data.nbytes] = data
 
 
-def _as_region(region: Region | Sequence[slice], shape: tuple[int, ...], path: str) -> Region:
+def _as_region(
+    region: Region | slice | Sequence[slice], shape: tuple[int, ...], path: str
+) -> Region:
     if not isinstance(region, Region):
-        slices = tuple(region) if isinstance(region, tuple | list) else (region,)
+        slices = (region,) if isinstance(region, slice) else tuple(region)
         if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
             msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
             raise SelectionError(msg)

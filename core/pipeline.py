@@ -12,7 +12,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -96,24 +96,21 @@ class _Batch:
     futures: list[Future[None]]
 
 
-class WriteJob(Protocol):
-    """What the writer needs to know of a save."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteJob:
+    """What the writer needs to know of a save.
 
-    @property
-    def plan(self) -> SavePlan:
-        """Its chunks."""
+    Attributes:
+        plan: Its chunks.
+        chains: Codec chains by number; None is raw.
+        contexts: Dtype, itemsize and region shape of an item.
+        block_bytes: Distance of the checksums in raw frames.
+    """
 
-    @property
-    def chains(self) -> Sequence[CodecChain | None]:
-        """Codec chains by number; None is raw."""
-
-    @property
-    def contexts(self) -> Callable[[int], tuple[str, int, tuple[int, ...]]]:
-        """Dtype, itemsize and region shape of an item."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Distance of the checksums in raw frames."""
+    plan: SavePlan
+    chains: Sequence[CodecChain | None]
+    contexts: Callable[[int], tuple[str, int, tuple[int, ...]]]
+    block_bytes: int
 
 
 class FrameWriter:
@@ -290,9 +287,10 @@ class FrameWriter:
         return task
 
     def _context(self, chunk: Chunk) -> CodecContext:
-        if len(chunk.pieces) > 1:
+        piece, *others = chunk.pieces
+        if others:
             return CodecContext("uint8", 1, (chunk.length,), 0, chunk.length)
-        piece = chunk.pieces[0]  # all of the chunk: a reader can tell from the chunk's references
+        # The piece is all of the chunk: a reader can tell that from the object's references.
         dtype, itemsize, shape = self._job.contexts(piece.item)
         return CodecContext(dtype, itemsize, shape, piece.start, chunk.length)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.contents import Wish
@@ -25,10 +25,10 @@ from penstock.core.types import Kind
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Placement
-    from penstock.core.checkpoint import Checkpoint
-    from penstock.core.contents import Located
+    from penstock.core.abc import Backend, Placement
+    from penstock.core.contents import Contents, Located
     from penstock.core.fallback import Overwritten
+    from penstock.core.loading import Loader
     from penstock.core.registry import Registry
     from penstock.core.types import ObjectPath, TensorSpec
 
@@ -36,6 +36,23 @@ log = logging.getLogger("penstock")
 
 _LISTED = 8
 _SHOWN = 50  # so many differences are spelled out in a message; the error holds all
+
+
+class Opened(Protocol):
+    """A checkpoint that is open for reading; `core.checkpoint` has the class."""
+
+    backend: Backend
+    loader: Loader
+    contents: Contents
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        raise NotImplementedError
+
+    def still_there(self) -> bool:
+        """Whether the commit record still names it."""
+        raise NotImplementedError
 
 
 class BytesSink(ByteSink):
@@ -80,7 +97,7 @@ class Stored:
 
 
 def restore_into(
-    checkpoint: Checkpoint,
+    checkpoint: Opened,
     state: Mapping[str, Any],
     *,
     selection: Selection,
@@ -147,7 +164,7 @@ def restore_into(
 
 
 def build_new(
-    checkpoint: Checkpoint,
+    checkpoint: Opened,
     *,
     selection: Selection | Below,
     device: str | None,
@@ -185,7 +202,7 @@ class Below:
 
 
 def build_leaf(
-    checkpoint: Checkpoint,
+    checkpoint: Opened,
     located: Located,
     spec: TensorSpec,
     data: memoryview | None,
@@ -224,7 +241,7 @@ def build_leaf(
 
 
 def read_stored(
-    checkpoint: Checkpoint,
+    checkpoint: Opened,
     selection: Selection | Below,
     rename: Rename,
 ) -> Stored:
@@ -263,7 +280,7 @@ def read_stored(
     return Stored(tree, located, moved.values(), tally)
 
 
-def _fill_targets(checkpoint: Checkpoint, placement: Placement, stored: Stored) -> None:
+def _fill_targets(checkpoint: Opened, placement: Placement, stored: Stored) -> None:
     """Fill every target; tied ones share a sink, and are read once."""
     unique = {id(t.sink): t for t in placement.targets}.values()
     fill(checkpoint, [Wish(stored.located[t.path], t.sink) for t in unique], stored.tally)
@@ -271,7 +288,7 @@ def _fill_targets(checkpoint: Checkpoint, placement: Placement, stored: Stored) 
         target.sink.written()
 
 
-def fill(checkpoint: Checkpoint, wishes: Sequence[Wish], tally: _Tally) -> None:
+def fill(checkpoint: Opened, wishes: Sequence[Wish], tally: _Tally) -> None:
     """Read what is wished for.
 
     Raises:
@@ -295,7 +312,7 @@ def fill(checkpoint: Checkpoint, wishes: Sequence[Wish], tally: _Tally) -> None:
 
 
 def raise_damaged(
-    checkpoint: Checkpoint, damaged: Sequence[tuple[str, str]], *, missing_blob: bool
+    checkpoint: Opened, damaged: Sequence[tuple[str, str]], *, missing_blob: bool
 ) -> None:
     """Raise what `damaged` means: gone, if the record is gone by now, else damage."""
     if missing_blob and not checkpoint.still_there():

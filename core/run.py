@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
@@ -222,11 +223,10 @@ def valid_step(step: object) -> int:
     Raises:
         ConfigError: It is none.
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        msg = f"step must be an integer of at least 0, not {step!r}"
-        raise ConfigError(msg)
-    number = int(step.__index__())
+    number = -1
+    if isinstance(step, SupportsIndex) and not isinstance(step, bool):
+        number = operator.index(step)
     if number < 0:
-        msg = f"step must be an integer of at least 0, not {number}"
+        msg = f"step must be an integer of at least 0, not {step!r}"
         raise ConfigError(msg)
     return number

@@ -21,7 +21,7 @@ from penstock.core.errors import (
     SaveError,
     StorageTimeoutError,
 )
-from penstock.core.pipeline import BATCH_BYTES, FrameWriter
+from penstock.core.pipeline import BATCH_BYTES, FrameWriter, WriteJob
 from penstock.core.publishing import Publisher
 from penstock.core.reports import Progress, SaveHandle, SaveReport
 
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.chain import CodecChain
     from penstock.core.manifest import CommitRecord
     from penstock.core.pipeline import Workers
-    from penstock.core.plan import SavePlan
     from penstock.core.sections import ChunkResult
     from penstock.core.staging import Staging
 
@@ -42,19 +40,15 @@ _RELEASE_S = 5.0
 _POLL_S = 0.2  # only bounds how late a failure is noticed while nothing is captured
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest(WriteJob):
     """Everything that one save needs to know, fixed before it starts."""
 
     step: int
     generation: int
     mode: str
-    plan: SavePlan
     subjects: Sequence[Subject]
-    chains: Sequence[CodecChain | None]
-    contexts: Callable[[int], tuple[str, int, tuple[int, ...]]]
     manifest: Callable[[str, Sequence[ChunkResult], Sequence[tuple[str, int]]], EncodedManifest]
-    block_bytes: int
     grace_s: float
     io_timeout_s: float
     objects: int

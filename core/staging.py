@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -169,7 +169,7 @@ def _pin(arena: Arena) -> None:
     import torch  # noqa: PLC0415 - only where a CUDA tensor was seen
 
     if torch.cuda.is_available():
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = runtime.cudaHostRegister(arena.address, arena.size, 0)
         arena.pinned = int(status) == 0
 

@@ -59,6 +59,12 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
     return decode_commit(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
 
 
+def unreadable(backend: Backend, name: str) -> FormatError:
+    """The error for a record that the store lists, but says is not there."""
+    msg = f"{name} on {backend.url} is listed, but cannot be read: a dangling link?"
+    return FormatError(msg, [name])
+
+
 def survey_records(backend: Backend) -> Survey:
     """Read all commit records."""
     survey = Survey()
@@ -69,7 +75,9 @@ def survey_records(backend: Backend) -> Survey:
                 raise FormatError(msg, [info.name])
             record = survey.records[info.name] = read_commit(backend, info.name)
         except BlobNotFoundError:
-            continue
+            # Deleted since; unless the store goes on listing what it cannot read.
+            if any(again.name == info.name for again in backend.list(info.name)):
+                survey.unreadable[info.name] = unreadable(backend, info.name)
         except DamagedError as error:
             survey.unreadable[info.name] = error
         else:

@@ -86,10 +86,9 @@ def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
     """The bytes of a flat tensor (see `is_flat`) without copying; keeps its storage alive."""
-    with torch.inference_mode(mode=False):
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        offset = tensor.storage_offset() * tensor.dtype.itemsize
-        flat.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+    offset = tensor.storage_offset() * tensor.dtype.itemsize
+    flat.set_(tensor.untyped_storage(), offset, (nbytes,), (1,))
     data: memoryview = flat.numpy().data
     return data
 
@@ -191,9 +190,7 @@ class OverlapSink(TensorSink):
     __slots__ = ("_live", "_path")
 
     def __init__(self, tensor: torch.Tensor, path: ObjectPath) -> None:
-        with torch.inference_mode(mode=False):
-            scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        super().__init__(scratch)
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
         self._live = tensor.detach()
         self._path = path
         self.memory = memory_key(tensor)

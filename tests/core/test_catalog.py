@@ -202,6 +202,24 @@ def test_a_record_deleted_between_listing_and_reading_is_not_found(store):
     assert Catalog(Deleting(faulty)).latest() == 10
 
 
+def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(store):
+    commit(store, 10)
+    write_data(store, uid_of(1))
+    store.now_s += 2 * DAY
+
+    class Dangling(WrapperBackend):
+        def read_record(self, name, /, *, limit_bytes):
+            if name == commit_name(10, 0):
+                raise BlobNotFoundError(name)
+            return self.inner.read_record(name, limit_bytes=limit_bytes)
+
+    catalog = Catalog(Dangling(store))
+    for look in (lambda: catalog.record(10), catalog.latest):
+        with pytest.raises(FormatError, match="is listed"):
+            look()
+    assert "is listed" in catalog.prune().refused[0]
+
+
 def test_whether_a_uid_is_needed_is_said_of_names_and_references(store, catalog):
     commit(store, 10, uid_of(1), references=[uid_of(2)])
     assert catalog.has_uid(uid_of(1))

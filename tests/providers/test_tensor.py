@@ -168,12 +168,25 @@ def test_inference_tensors_have_no_version_and_can_be_written_anywhere(save):
 
 def test_restoring_inside_inference_mode_leaves_ordinary_tensors_ordinary(save):
     stored = save({"t": raw(4, 5)})
-    target = torch.zeros(4, 5)
+    target, strided = torch.zeros(4, 5), torch.zeros(5, 4).t()
     with torch.inference_mode():
-        placement = stored.plan({"t": target})
-    stored.fill(placement)  # as the engine's threads do, outside of inference mode
-    assert bits(target) == bits(raw(4, 5))
+        inner = torch.zeros(5, 4).t()
+        plans = [stored.plan({"t": t}) for t in (target, strided, inner, inner[:1].expand(4, 5))]
+        loading = stored.load()["t"]
+    for plan in plans[:3]:
+        stored.fill(plan)  # as the engine's threads do, outside of inference mode
+    with pytest.raises(RestoreMismatchError):
+        stored.fill(plans[3])
+    assert bits(target) == bits(strided) == bits(loading) == bits(raw(4, 5))
     assert not target.is_inference()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
+def test_strided_parameters_are_restored_in_place(save, dtype):
+    weight = torch.nn.Parameter(raw(4, 5, dtype=dtype, seed=1).t())
+    save({"w": raw(5, 4, dtype=dtype)}).restore({"w": weight})
+    assert bits(weight) == bits(raw(5, 4, dtype=dtype))
+    assert weight.requires_grad
 
 
 def test_another_default_device_or_dtype_changes_nothing(save):

@@ -1,0 +1,166 @@
+"""Processes really killed while they save: what is listed afterwards is whole, old or new."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.backends.local.ring import DISABLE_VARIABLE, Ring
+from penstock.core.errors import CapabilityError
+from tests.integration.killed_saver import STEP, make
+from tests.integration.support import checkpointer, same
+
+SCRIPT = Path(__file__).with_name("killed_saver.py")
+KEEP_LAST = 2
+
+
+def uring_missing():
+    if os.environ.get(DISABLE_VARIABLE):
+        return f"{DISABLE_VARIABLE} is set"
+    try:
+        Ring(2).close()
+    except CapabilityError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def killer():
+    """One process that forks savers and kills them; see `killed_saver`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+
+        def kill(**request):
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            assert answer["signal"] == signal.SIGKILL, "it ended by itself"
+            return answer
+
+        yield kill
+        process.stdin.close()
+
+
+@pytest.fixture(params=["posix", "uring"])
+def kind(request):
+    missing = uring_missing() if request.param == "uring" else None
+    if missing:
+        pytest.skip(f"needs io_uring: {missing}")
+    return request.param
+
+
+class Watch:
+    """A run, one saver after the other, and what it must hold after each was killed."""
+
+    def __init__(self, root, kind, *, overwrite):
+        self.url = f"{kind}://{root}"
+        self.root = root
+        self.overwrite = overwrite
+        self.number = 1
+        self.done = None
+        self.in_the_middle = 0
+        self.olds = self.news = 0
+
+    def kill(self, killer, **how):
+        request = {"commits": 0, "delay_s": 0.0, "crash": None, **how}
+        retention = None if self.overwrite else {"keep_last": KEEP_LAST}
+        answer = killer(
+            url=self.url, overwrite=self.overwrite, number=self.number, retention=retention,
+            **request,
+        )  # fmt: skip
+        self.done = answer["done"] or self.done
+        self.check(answer["started"])
+
+    def check(self, started):
+        """`started` is the number of the last save that began, None where none did."""
+        with checkpointer(f"posix://{self.root}") as ckpt:
+            steps = ckpt.steps()
+            for step in steps:
+                number = ckpt.info(step).metadata["number"]
+                assert same(ckpt.load(step), make(number)), f"step {step} is torn"
+                assert step == (STEP if self.overwrite else number)
+            if self.done is not None:
+                assert steps, "what was durable is gone"
+            if not steps:
+                return
+            report = ckpt.verify()
+            assert report.ok, report.damaged
+            target = make(0)
+            ckpt.restore(target)
+            latest = target["number"]
+            assert latest in {self.done, started}, "neither the old nor the new"
+            if not self.overwrite and self.done is not None and self.done > KEEP_LAST:
+                assert len(steps) >= KEEP_LAST, "retention took what is still needed"
+            if started is not None and started != self.done:
+                self.in_the_middle += 1
+                self.news += latest == started
+                self.olds += latest == self.done
+            self.done = latest
+            self.number = max(latest, started or 0) + 1
+
+    def save_on(self):
+        """A following process saves, and collects what the dead ones have left."""
+        with checkpointer(self.url, grace_s=0) as ckpt:
+            report = ckpt.prune()
+            assert not report.refused
+            latest = ckpt.latest()
+            assert same(ckpt.load(), make(ckpt.info().metadata["number"]))
+            needed = {ckpt.info(step).uid for step in ckpt.steps()}
+            assert {p.name for p in (Path(self.root) / "data").iterdir()} == needed
+            assert report.uids, "no saver was killed while it wrote"
+        with checkpointer(self.url) as ckpt:
+            ckpt.save(make(99), latest + 1, mode="blocking")
+            assert same(ckpt.load(), make(99))
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
+    overwrite, kind, killer, tmp_path
+):
+    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    watch.kill(killer, commits=3)
+    # Two saves make some fifty calls; every third of them, and another third in each variant.
+    shift = 2 * (kind == "uring") + overwrite
+    for call in range(1 + shift % 3, 45, 3):
+        watch.kill(killer, crash=[call, (call + shift) % 2 == 0])
+    assert watch.in_the_middle >= 10
+    assert watch.olds
+    assert watch.news
+    watch.save_on()
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(
+    overwrite, kind, killer, tmp_path
+):
+    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    chance = random.Random(f"{kind} {overwrite}")
+    for _ in range(14):
+        watch.kill(killer, commits=chance.randrange(3), delay_s=chance.random() * 0.02)
+    watch.save_on()
+
+
+def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
+    watch = Watch(tmp_path / "root", "posix", overwrite=False)
+    torn = make(4)
+    torn["raw"][1000:] = 5
+    with checkpointer(watch.url) as ckpt:
+        ckpt.save(torn, 4, mode="blocking", metadata={"number": 4})
+    with pytest.raises(AssertionError, match="torn"):
+        watch.check(4)
+    with checkpointer(watch.url) as ckpt:
+        ckpt.save(make(2), 9, mode="blocking", metadata={"number": 9})
+        assert isinstance(ckpt.load(9)["raw"], torch.Tensor)
+    with pytest.raises(AssertionError, match="torn"):
+        watch.check(9)
