@@ -66,9 +66,9 @@ def penstock(
 @app.command("ls")
 def ls(url: Url, *, as_json: Json = False) -> None:
     """List the checkpoints of a run."""
-    from penstock.core.cli import ls as command  # noqa: PLC0415
+    from penstock.core.cli.ls import run  # noqa: PLC0415
 
-    command.run(url, as_json=as_json)
+    run(url, as_json=as_json)
 
 
 @app.command("show")
@@ -87,9 +87,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the objects of one checkpoint."""
-    from penstock.core.cli import show as command  # noqa: PLC0415
+    from penstock.core.cli.show import run  # noqa: PLC0415
 
-    command.run(url, step=step, include=include, exclude=exclude, as_json=as_json)
+    run(url, step=step, include=include, exclude=exclude, as_json=as_json)
 
 
 @app.command("verify")
@@ -107,9 +107,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compare every checksum of one checkpoint; exits with 1 if it is damaged."""
-    from penstock.core.cli import verify as command  # noqa: PLC0415
+    from penstock.core.cli.verify import run  # noqa: PLC0415
 
-    if not command.run(url, step=step, deep=deep, as_json=as_json):
+    if not run(url, step=step, deep=deep, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -123,7 +123,7 @@ def plugins(
     as_json: Json = False,
 ) -> None:
     """List the installed providers, codecs and backends."""
-    from penstock.core.cli import plugins as command  # noqa: PLC0415
+    from penstock.core.cli.plugins import run  # noqa: PLC0415
 
-    if not command.run(check=check, as_json=as_json):
+    if not run(check=check, as_json=as_json):
         raise typer.Exit(1)
