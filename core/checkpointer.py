@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
@@ -27,14 +28,14 @@ from penstock.core.opening import open_backend
 from penstock.core.pipeline import Workers
 from penstock.core.record import check_metadata
 from penstock.core.registry import default_registry
-from penstock.core.reports import SaveHandle
+from penstock.core.reports import SaveEvent, SaveHandle
 from penstock.core.run import Run, valid_step
 from penstock.core.saving import SaveJob
 from penstock.core.staging import Staging, default_budget
 from penstock.core.states import ChainTable, plan_state
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
     from penstock.core.reports import (
+        Outcome,
         SaveReport,
     )
 
@@ -61,6 +63,7 @@ class Checkpointer(Run):
         backend: str | Path | Mapping[str, Any] | BackendConfig | Backend,
         *,
         registry: Registry | None = None,
+        on_event: Callable[[SaveEvent], None] | None = None,
         **options: Unpack[CheckpointerOptions],
     ) -> None:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
@@ -68,6 +71,8 @@ class Checkpointer(Run):
         Args:
             backend: Where checkpoints live. A `Backend` instance stays the caller's to close.
             registry: Where providers, codecs and backends are looked up; default: entry points.
+            on_event: Called with every `SaveEvent`, mostly on background threads; what it raises
+                is logged and goes no further.
             options: Any field of `CheckpointerConfig` but `backend`: `rules`, `retention`,
                 `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
                 `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`.
@@ -90,7 +95,7 @@ class Checkpointer(Run):
         self._staging: Staging | None = None
         self._job: SaveJob | None = None
         self._unseen: SaveHandle | None = None
-
+        self._on_event = on_event
         self._warned_straight = False
         _open_checkpointers.add(self)
 
@@ -151,7 +156,6 @@ class Checkpointer(Run):
         metadata = check_metadata(metadata or {})
         if not self._take_turn():
             return _skipped(step)
-        earlier = self._unseen_error()
         generation = self._claim(step, overwrite=overwrite)
         request = plan_state(
             describe_tree(
@@ -174,16 +178,21 @@ class Checkpointer(Run):
             workers=self._workers,
             after_commit=lambda report: self._after_commit(report, overwrite=overwrite),
         )
+        earlier = self._unseen_error()
         self._job, self._unseen = job, job.handle
+        self._announce(job)
         if job.deferred_bytes:
             fence_hook.arm(job, self._config.fence_timeout_s)
         job.capture_now(on_captured=lambda: self._on_captured(job))
+        job.add_blocked(time.monotonic() - began)
+        if mode == "blocking":
+            wait([job.handle.durable])
+        if earlier is not None:
+            how = "has failed too" if job.handle.failed else "has started"
+            earlier.add_note(f"This earlier save failed; the save of step {step} {how}.")
+            raise earlier
         if mode == "blocking":
             job.handle.result()
-        job.add_blocked(time.monotonic() - began)
-        if earlier is not None:
-            earlier.add_note(f"This earlier save failed; the save of step {step} has started.")
-            raise earlier
         return job.handle
 
     def fence(self, timeout: float | None = None) -> None:
@@ -313,6 +322,31 @@ class Checkpointer(Run):
         self._staging.budget_bytes = max(self._staging.budget_bytes, budget)
         self._staging.expect(need_bytes, pin=pin)
         return self._staging
+
+    def _announce(self, job: SaveJob) -> None:
+        """Tell `on_event` of everything that happens to this save."""
+        if self._on_event is None:
+            return
+        handle, step = job.handle, job.request.step
+
+        def tell(kind: str, future: Outcome[Any]) -> None:
+            error = future.peek_error()
+            if error is None:
+                self._emit(SaveEvent(kind, step, future.result(0), None))
+            elif kind == "durable":  # a failure is one event, not three
+                self._emit(SaveEvent("failed", step, None, error))
+
+        self._emit(SaveEvent("started", step, None, None))
+        handle.captured.add_done_callback(lambda _: tell("captured", handle.captured))
+        handle.committed.add_done_callback(lambda _: tell("committed", handle.committed))
+        handle.durable.add_done_callback(lambda _: tell("durable", handle.durable))
+
+    def _emit(self, event: SaveEvent) -> None:
+        try:
+            if self._on_event is not None:
+                self._on_event(event)
+        except Exception:
+            log.exception("on_event raised at %s of step %d", event.kind, event.step)
 
     def _on_captured(self, job: SaveJob) -> None:
         fence_hook.disarm(job)

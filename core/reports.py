@@ -148,12 +148,33 @@ class Outcome(Future[T]):
             self._on_error_seen()
         return super().result(timeout)
 
+    def peek_error(self) -> BaseException | None:
+        """The error of a future that is done, without counting as seeing it."""
+        return super().exception(0)
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`; an error that it returns counts as seen."""
         error = super().exception(timeout)
         if error is not None:
             self._on_error_seen()
         return error
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvent:
+    """Something that happened to a save.
+
+    Attributes:
+        kind: `started`, `captured`, `committed`, `durable` or `failed`.
+        step: Of the save.
+        report: With `committed` and `durable`.
+        error: With `failed`.
+    """
+
+    kind: str
+    step: int
+    report: SaveReport | None
+    error: BaseException | None
 
 
 class SaveHandle:
@@ -189,6 +210,11 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether it ended, well or badly."""
         return self.durable.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly; asking does not count as seeing the error."""
+        return self.durable.done() and self.durable.peek_error() is not None
 
     def _see(self) -> None:
         self.error_seen = True

@@ -1,0 +1,58 @@
+"""`on_event`: what a caller is told of its saves."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import penstock
+from penstock.backends.memory import MemoryBackend
+from penstock.core.errors import StorageError
+from penstock.core.testing.faults import FaultyBackend
+
+
+@pytest.fixture
+def backend():
+    store = FaultyBackend(MemoryBackend(MemoryBackend.Config()))
+    yield store
+    store.close()
+
+
+def test_a_save_is_told_step_by_step_and_in_order(backend):
+    events = []
+    with penstock.Checkpointer(backend, on_event=events.append) as ckpt:
+        report = ckpt.save({"w": torch.ones(3)}, step=4).result()
+    assert [(e.kind, e.step) for e in events] == [
+        ("started", 4),
+        ("captured", 4),
+        ("committed", 4),
+        ("durable", 4),
+    ]
+    assert events[-1].report is report
+
+
+def test_a_failure_is_one_event_and_still_counts_as_unseen(backend):
+    events = []
+    backend.fail("create", StorageError("no"))
+    ckpt = penstock.Checkpointer(backend, on_event=events.append)
+    handle = ckpt.save({"w": torch.ones(3)}, step=4)
+    with pytest.raises(StorageError):
+        ckpt.wait()
+    assert [e.kind for e in events if e.kind == "failed"] == ["failed"]
+    assert events[-1].error is handle.durable.exception()
+    ckpt.close()
+
+
+def test_what_the_callback_raises_goes_no_further_than_the_log(backend, caplog):
+    def angry(event):
+        raise RuntimeError(event.kind)
+
+    with (
+        caplog.at_level(logging.ERROR, "penstock"),
+        penstock.Checkpointer(backend, on_event=angry) as ckpt,
+    ):
+        ckpt.save({"w": torch.ones(3)}, step=4).result()
+        assert ckpt.steps() == [4]
+    assert "on_event raised at durable of step 4" in caplog.text
