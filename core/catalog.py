@@ -85,6 +85,7 @@ class Catalog:
             CheckpointNotFoundError: There is none; the message lists what there is.
             FormatError: It cannot be read, or is of an unknown version.
         """
+        name = ""
         for _ in range(_TRIES):
             entries = self.entries()
             if step not in entries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -86,10 +85,7 @@ class Publisher:
         if action is Action.RESOLVE:
             action = self._commit.feed(self._whose(name))
         if action is Action.DONE:
-            # Only now superfluous; where this fails, prune does it after the grace time.
-            with contextlib.suppress(StorageError):
-                self._backend.delete([intent_name(self._uid)])
-            return
+            return  # the intent stays with the data: prune may be reading both at this moment
         if action is Action.FAIL_LOST_RACE:
             msg = (
                 f"step {record.step} (generation {record.generation}) on {self._backend.url} was "

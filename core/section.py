@@ -108,7 +108,7 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, name: str) -> Frame:
         raw_length=raw_length,
         chain=chain,
         checksums=struct.unpack(f">{blocks}Q", bytes.fromhex(checksums)),
-        raw_checksum=int(raw_checksum, 16) if chain else None,
+        raw_checksum=None if raw_checksum is None else int(raw_checksum, 16),
         lengths=tuple(
             check_ints(lengths, f"{name}: lengths", count=links - 1, high=2 * MAX_CHUNK_BYTES)
         ),

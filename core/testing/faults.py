@@ -241,6 +241,8 @@ class CrashAt(WrapperBackend):
             self._count += operation in self._operations
             now = not was_dead and operation in self._operations and self._count == self._n
             self._dead = was_dead or now
+        if was_dead and self._kill:
+            threading.Event().wait()  # another thread is about to kill the process
         if now and self._after:
             call()
         if now and self._kill:
