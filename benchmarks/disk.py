@@ -24,7 +24,7 @@ def sync_tree(root: Path) -> None:
     for folder, _, files in os.walk(root):
         folders.append(folder)
         for name in files:
-            _fsync(os.path.join(folder, name))
+            _fsync(f"{folder}/{name}")
     for folder in reversed(folders):
         _fsync(folder)
     _fsync(str(root.parent))

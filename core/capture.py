@@ -91,11 +91,7 @@ class CaptureRun:
         self._check_lock = threading.Lock()  # nobody passes the fence while versions are compared
         self._checked = False
         self.straight_bytes = 0
-
-    @property
-    def deferred_bytes(self) -> int:
-        """Raw bytes that are captured behind the fence."""
-        return sum(self._plan.chunks[i].length for i in self._later)
+        self.deferred_bytes = sum(plan.chunks[i].length for i in self._later)  # behind the fence
 
     def take_now(self) -> None:
         """Capture all that is not deferred; on return that memory may change.

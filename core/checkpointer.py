@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
@@ -186,7 +185,7 @@ class Checkpointer(Run):
         job.capture_now(on_captured=lambda: self._on_captured(job))
         job.add_blocked(time.monotonic() - began)
         if mode == "blocking":
-            wait([job.handle.durable])
+            job.wait_durable()
         if earlier is not None:
             how = "has failed too" if job.handle.failed else "has started"
             earlier.add_note(f"This earlier save failed; the save of step {step} {how}.")

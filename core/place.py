@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import Node, PlaceContext, Placement, Target
+from penstock.core.abc import Node, PlaceContext, Placement, StateObject, Target
 from penstock.core.compare import compare
 from penstock.core.containers import assemble, key_segment
-from penstock.core.describe import NameTable, check_root, refuse_ranks
+from penstock.core.describe import NameTable, check_root, describe_tree, refuse_ranks
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.stored_tree import StoredTree, children_of
 from penstock.core.tree import Scan
@@ -200,12 +200,26 @@ class _Placing(PlaceContext):
 
     def _fixed(self, child: object, path: ObjectPath) -> list[str]:
         """A value in a tuple cannot be assigned; it may well be what is stored."""
-        new = self.value(path)
-        if type(new) is type(child) and new == child:
+        if self._is_stored(child, path):
             return []
         return [
             f"{show_path(path)} stands in a tuple and differs from what is stored: make it a list"
         ]
+
+    def _is_stored(self, value: object, path: ObjectPath) -> bool:
+        """Whether `value` is the stored one: by its bytes, for `nan == nan` and `1 != True`."""
+        stored = self._chosen[path]
+        try:
+            tree = {"": value}
+            described = describe_tree(
+                tree, providers=self._providers, allow_pickle=self.allow_pickle
+            )
+        except UnsupportedStateError:
+            return False
+        (entry,) = described.entries
+        assert isinstance(entry, StateObject)
+        frozen = bytes(entry.source.view() or b"")
+        return entry.form == stored.form and frozen == self.value_bytes(path)
 
     def _is_other_kind(self, value: object, path: ObjectPath, result: Placement) -> bool:
         """Note it where the checkpoint has something that is no such container."""

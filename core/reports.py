@@ -148,6 +148,10 @@ class Outcome(Future[T]):
             self._on_error_seen()
         return super().result(timeout)
 
+    def cancel(self) -> bool:
+        """False: a save is not called off by a future, which others may be waiting for."""
+        return False
+
     def peek_error(self) -> BaseException | None:
         """The error of a future that is done, without counting as seeing it."""
         return super().exception(0)

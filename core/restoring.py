@@ -270,8 +270,8 @@ def read_stored(
     fill(checkpoint, wishes, tally)
     tree = StoredTree(
         objects=[
-            StoredObject(path, o.record.kind, o.record.spec, o.record.role, o.record.form)
-            for path, o in located.items()
+            StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form)
+            for r in (o.record for o in everything)
         ],
         nodes=[Node(rename(n.path), n.form, n.meta) for n in contents.nodes()],
         values={path: bytes(sink.data) for path, sink in sinks.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -144,26 +145,34 @@ class SaveJob:
             self._workers.spawn("watch", self._watch)
 
     def capture_now(self, *, on_captured: Callable[[], None]) -> None:
-        """Capture all but what is deferred, and start the rest; failures go to the handle."""
+        """Capture all but what is deferred, and start the rest; failures go to the handle.
+
+        The work is on a thread of its own, and a bare lock is waited for, so that Ctrl-C cannot
+        come between taking one of the engine's locks and giving it back.
+
+        Args:
+            on_captured: Called once, when the capture ended, well or badly; on any thread.
+
+        Raises:
+            KeyboardInterrupt: The save is given up then.
+        """
+        gate = threading.Lock()
+        gate.acquire()
+        capturing = False
         try:
             if self.request.mode == "blocking":
                 self.start()
-            self._capture.take_now()
-        except BaseException as error:  # recorded in the handle; KeyboardInterrupt goes on
-            self.fail(error)
-            self._capture_over.set()
-            self.start()  # it cleans up
-            on_captured()
-            if not isinstance(error, Exception):
-                raise
-            return
-        if self.deferred_bytes:
-            self._workers.spawn("capture", lambda: self._take_deferred(on_captured))
-        else:
-            self._capture_over.set()
-            self._captured()
-            self.start()
-            on_captured()
+            self._workers.spawn("capture", lambda: self._take_all(gate.release, on_captured))
+            capturing = True
+            _pass(gate)
+        except BaseException as error:
+            if not capturing:
+                self._capture_over.set()
+            interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
+            interrupted.__cause__ = error
+            self.handle.error_seen = True
+            self.fail(interrupted)
+            raise
 
     @property
     def deferred_bytes(self) -> int:
@@ -174,6 +183,13 @@ class SaveJob:
     def straight_bytes(self) -> int:
         """Bytes written straight from live memory."""
         return self._capture.straight_bytes
+
+    def wait_durable(self) -> None:
+        """Wait until the save ended, well or badly; by a bare lock, as in `capture_now`."""
+        gate = threading.Lock()
+        gate.acquire()
+        self.handle.durable.add_done_callback(lambda _: gate.release())
+        _pass(gate)
 
     def add_blocked(self, seconds: float) -> None:
         """Count time for which training stood still."""
@@ -233,16 +249,22 @@ class SaveJob:
 
     # -- background -----------------------------------------------------------------------------
 
-    def _take_deferred(self, on_captured: Callable[[], None]) -> None:
+    def _take_all(self, let_go: Callable[[], None], on_captured: Callable[[], None]) -> None:
+        """The capture thread: `let_go` once the caller may change what is not deferred."""
         try:
-            self._capture.take_deferred()
+            self._capture.take_now()
+            if self.deferred_bytes:
+                let_go()
+                self._capture.take_deferred()
             self._captured()
         except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the handle
             self.fail(error)
         finally:
             self._capture_over.set()
-            self.start()
+            self.start()  # after a failure: it cleans up
             on_captured()
+            with contextlib.suppress(RuntimeError):  # let go already
+                let_go()
 
     def _captured(self) -> None:
         with self._lock:
@@ -414,6 +436,12 @@ class SaveJob:
                 "total": now - clock.started,
             },
         )
+
+
+def _pass(gate: threading.Lock) -> None:
+    """Wait for a bare lock; looks up now and then, for a signal just before the wait is lost."""
+    while not gate.acquire(timeout=_POLL_S):
+        pass
 
 
 def _of_our_tree(error: Exception, step: int) -> Exception:

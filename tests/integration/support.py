@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,25 @@ import numpy as np
 import torch
 
 from penstock import Checkpointer
+from penstock.backends.local.ring import DISABLE_VARIABLE, Ring
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.errors import CapabilityError
 from penstock.core.paths import parse_path
 
 # So small that a few kilobytes of state have slabs, several chunks and several blocks.
 TINY = {"chunk_bytes": 16384, "block_bytes": 4096, "workers": 1}
 ENCODED = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
+
+
+def uring_missing():
+    """Why io_uring cannot be used here, or None."""
+    if os.environ.get(DISABLE_VARIABLE):
+        return f"{DISABLE_VARIABLE} is set"
+    try:
+        Ring(2).close()
+    except CapabilityError as error:
+        return str(error)
+    return None
 
 
 def memory():

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.integration.forked_savers import STEP, Forker, make
+from tests.integration.support import checkpointer, same, uring_missing
 
-from penstock.backends.local.ring import DISABLE_VARIABLE, Ring
-from penstock.core.errors import CapabilityError
 from penstock.core.survey import survey_records
-from tests.integration.killed_saver import STEP, make
-from tests.integration.support import checkpointer, same
 
-SCRIPT = Path(__file__).with_name("killed_saver.py")
 KEEP_LAST = 2
-
-
-def uring_missing():
-    if os.environ.get(DISABLE_VARIABLE):
-        return f"{DISABLE_VARIABLE} is set"
-    try:
-        Ring(2).close()
-    except CapabilityError as error:
-        return str(error)
-    return None
 
 
 @pytest.fixture(scope="module")
 def killer():
-    """One process that forks savers and kills them; see `killed_saver`."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    with Forker() as forker:
 
         def kill(**request):
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
+            answer = forker.ask("kill", **request)
             assert answer["signal"] == signal.SIGKILL, "it ended by itself"
             return answer
 
         yield kill
-        process.stdin.close()
 
 
 @pytest.fixture(params=["posix", "uring"])
@@ -148,7 +122,7 @@ def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(
 ):
     watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
     chance = random.Random(f"{kind} {overwrite}")
-    for _ in range(14):
+    for _ in range(9):
         watch.kill(killer, commits=chance.randrange(3), delay_s=chance.random() * 0.02)
     watch.save_on()
 

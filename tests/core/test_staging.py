@@ -1,0 +1,112 @@
+"""Staging: blocks never overlap, phases are kept, and everything comes back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.staging import Staging, default_budget
+from penstock.core.types import PAGE_BYTES
+
+MIB = 1 << 20
+
+requests = st.tuples(st.integers(1, 300_000), st.integers(0, PAGE_BYTES - 1))
+steps = st.lists(st.one_of(requests, st.integers(0, 50)), max_size=60)
+
+
+@given(steps=steps, budget=st.integers(1, 40).map(lambda n: n * 64 * 1024))
+def test_blocks_never_overlap_keep_their_phase_and_stay_in_the_budget(steps, budget):
+    staging = Staging(budget)
+    held = []
+    for step in steps:
+        if isinstance(step, int):
+            if held:
+                staging.release(held.pop(step % len(held)))
+        else:
+            length, phase = step
+            block = staging.acquire(length, phase)
+            if block is None:
+                continue
+            assert block.view.nbytes == length
+            assert block.address % PAGE_BYTES == phase
+            held.append(block)
+        spans = sorted((b.address - b.address % PAGE_BYTES, b.reserved) for b in held)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        assert staging.used_bytes == sum(b.reserved for b in held)
+        assert staging.allocated_bytes <= staging.budget_bytes
+    for block in held:
+        staging.release(block)
+    assert staging.used_bytes == 0
+
+
+@given(order=st.permutations(range(6)))
+def test_released_neighbours_become_one_piece_again(order):
+    staging = Staging(6 * 64 * 1024)
+    staging.expect(6 * 64 * 1024, pin=False)
+    blocks = [staging.acquire(64 * 1024, 0) for _ in range(6)]
+    assert staging.acquire(1, 0) is None
+    for index in order:
+        staging.release(blocks[index])
+    whole = staging.acquire(6 * 64 * 1024, 0)
+    assert whole is not None
+
+
+def test_memory_is_reused_instead_of_allocated():
+    staging = Staging(8 * MIB)
+    staging.expect(3 * MIB, pin=False)
+    addresses = set()
+    for _ in range(5):
+        block = staging.acquire(3 * MIB, 0)
+        addresses.add(block.address)
+        staging.release(block)
+    assert len(addresses) == 1
+    assert staging.allocated_bytes == 3 * MIB
+
+
+def test_a_request_that_can_never_fit_is_told_apart_from_one_that_must_wait():
+    staging = Staging(1 * MIB)
+    block = staging.acquire(MIB, 0)
+    assert staging.acquire(PAGE_BYTES, 0) is None
+    assert staging.fits(MIB, 0)
+    assert not staging.fits(MIB, 1)
+    staging.release(block)
+
+
+def test_what_is_written_into_a_block_is_seen_through_its_view_only():
+    staging = Staging(MIB)
+    first, second = staging.acquire(5000, 64), staging.acquire(5000, 64)
+    first.view[:] = b"a" * 5000
+    second.view[:] = b"b" * 5000
+    assert bytes(first.view) == b"a" * 5000
+
+
+def test_a_release_wakes_who_waits_for_room():
+    staging = Staging(MIB)
+    block = staging.acquire(MIB, 0)
+    waiting, seen = threading.Event(), []
+
+    def wait() -> None:
+        waiting.set()
+        while (other := staging.acquire(MIB, 0)) is None:
+            staging.wait(lambda: False, 30.0)
+        seen.append(other)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait()
+    staging.release(block)
+    thread.join(30)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("state", "ranks"), [(10, 1), (1 << 60, 1), (1 << 60, 8)])
+def test_the_default_budget_is_the_state_or_a_rank_s_share_of_half_the_memory(state, ranks):
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    total = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemTotal"))
+    budget = default_budget(state, ranks)
+    assert 0 < budget <= min(state, total // 2 // ranks)

@@ -1,0 +1,512 @@
+"""Any part of a checkpoint alone: only what it needs is read, only what it names is touched."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tests.integration.support import checkpointer, memory, same
+from torch import nn
+
+from penstock import Region, RestoreMismatchError, SelectionError
+from penstock.core.testing.wrapper import WrapperBackend
+
+DEFAULTS = {"chunk_bytes": 16 << 20, "block_bytes": 4 << 20}
+BLOCK = 65536
+
+
+class Counting(WrapperBackend):
+    """Counts bytes that are read of blobs, and of everything else."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.reset()
+
+    def reset(self):
+        self.blobs = self.records = 0
+
+    def read(self, requests, /):
+        for request in requests:
+            if "/blobs/" in request.name:
+                self.blobs += request.target.nbytes
+            else:
+                self.records += request.target.nbytes
+        super().read(requests)
+
+
+class Model(nn.Module):
+    """A language model in small: tied embedding, two layers, a norm with statistics."""
+
+    def __init__(self, width=160, words=2000):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+
+def make(seed, *, steps=0, **sizes):
+    torch.manual_seed(seed)
+    model = Model(**sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (seed + 1))
+    state = {"model": model, "optimizer": optimizer, "epoch": seed, "log": {"losses": [1.5, seed]}}
+    for number in range(steps):
+        train(state, number)
+    return state
+
+
+def train(state, number):
+    tokens = torch.arange(7) * (number + 1) % 2000
+    state["model"](tokens).square().mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def weights(state):
+    return {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
+
+
+def moments(state):
+    found = state["optimizer"].state_dict()["state"]
+    return {
+        (number, key): tensor.clone() for number, d in found.items() for key, tensor in d.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """A store with step 1, and the state that was saved: three steps trained."""
+    store, state = memory(), make(0, steps=3)
+    with checkpointer(store, **DEFAULTS) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+    return store, state
+
+
+@pytest.fixture
+def backend(saved):
+    return Counting(saved[0])
+
+
+@pytest.fixture
+def ckpt(backend):
+    with checkpointer(backend, **DEFAULTS) as ckpt:
+        yield ckpt
+
+
+# -- how much is read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codecs", [[], ["zstd"]], ids=["raw", "zstd"])
+@pytest.mark.parametrize("part", ["optimizer", "model"])
+def test_only_the_needed_bytes_are_read(part, codecs, saved):
+    store, state = memory(), saved[1]
+    backend = Counting(store)
+    with checkpointer(backend, **DEFAULTS, rules=[{"match": "**", "codecs": codecs}]) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        backend.reset()
+        report = ckpt.restore(make(5, steps=1), include=part)
+        assert backend.blobs == report.bytes_read
+        assert report.bytes_read <= 1.02 * report.bytes_needed
+        tensors = [state["model"].state_dict(keep_vars=True), moments(state)][part == "optimizer"]
+        size = sum(t.nbytes for t in {id(t): t for t in tensors.values()}.values())
+        if codecs:
+            assert 0 < report.bytes_needed < size + 65536
+        else:
+            assert size <= report.bytes_needed <= size + 4096  # and its values
+        assert 0 < backend.records == report.bytes_metadata
+        backend.reset()
+        whole = ckpt.restore(make(5, steps=1))
+        assert backend.blobs == whole.bytes_read > 1.2 * report.bytes_read
+
+
+def test_nothing_at_all_is_read_of_what_is_not_selected(ckpt, backend):
+    report = ckpt.restore({"epoch": None}, include="epoch")
+    assert backend.blobs == report.bytes_read
+    assert report.bytes_needed == len(b"0")
+    assert report.restored == ("epoch",)
+
+
+def test_the_part_of_a_tied_tensor_is_read_once(ckpt, backend, saved):
+    target = make(5)
+    report = ckpt.restore({"model": target["model"]}, include=["model/embed", "model/head"])
+    assert report.restored == ("model/embed.weight", "model/head.weight")
+    assert report.bytes_needed == saved[1]["model"].embed.weight.nbytes
+    assert torch.equal(target["model"].head.weight, saved[1]["model"].embed.weight)
+
+
+@pytest.fixture
+def large():
+    """`(backend, checkpoint, tensor)`: a raw tensor of many blocks in several chunks."""
+    tensor = torch.randn(1500, 700)
+    backend = Counting(memory())
+    with checkpointer(backend, chunk_bytes=16 * BLOCK, block_bytes=BLOCK) as ckpt:
+        ckpt.save({"w": tensor, "other": torch.ones(9)}, 1, mode="blocking")
+        checkpoint = ckpt.open()
+        assert "w" in checkpoint
+        backend.reset()
+        yield backend, checkpoint, tensor
+
+
+@pytest.mark.parametrize(
+    "rows", [(0, 1), (0, 1500), (1, 2), (370, 380), (374, 375), (1000, 1499), (1499, 1500), (7, 7)]
+)
+def test_of_a_region_at_most_one_block_more_at_each_end_is_read(rows, large):
+    backend, checkpoint, tensor = large
+    part = checkpoint.read("w", (slice(*rows),))
+    assert same(part, tensor[slice(*rows)].clone())
+    assert part.nbytes <= backend.blobs <= part.nbytes + 2 * BLOCK or not part.numel()
+    assert part.numel() or not backend.blobs
+
+
+def test_a_region_of_columns_reads_the_blocks_that_hold_them_once(large):
+    backend, checkpoint, tensor = large
+    region = Region((10, 650), (300, 50))
+    assert same(checkpoint.read("w", region), tensor[10:310, 650:].clone())
+    assert backend.blobs <= 300 * 700 * 4 + 2 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        (slice(0, 3), slice(0, 3), slice(0, 3)),
+        (slice(0, 10, 2),),
+        Region((0,), (5,)),
+        Region((0, 0), (1501, 1)),
+        Region((-1, 0), (1, 1)),
+    ],
+)
+def test_a_region_that_does_not_lie_within_the_tensor_is_refused(region, large):
+    backend, checkpoint, _ = large
+    with pytest.raises(SelectionError, match="w"):
+        checkpoint.read("w", region)
+    assert not backend.blobs
+
+
+def test_open_reads_lazily(ckpt, backend, saved):
+    checkpoint = ckpt.open()
+    assert backend.blobs == 0
+    before = backend.records
+    assert len(checkpoint) == len(checkpoint.keys())
+    assert backend.records > before
+    assert backend.blobs == 0
+    assert same(checkpoint["model/layers.0.bias"], saved[1]["model"].layers[0].bias.detach())
+    assert backend.blobs
+    assert checkpoint["epoch"] == 0
+    assert checkpoint["log"] == {"losses": [1.5, 0]}
+    assert sorted(checkpoint["model"]) == sorted(saved[1]["model"].state_dict())
+    assert "model/nothing" not in checkpoint
+    for read in (checkpoint.__getitem__, checkpoint.read):
+        with pytest.raises(KeyError, match="nothing"):
+            read("model/nothing")
+
+
+# -- what is selected ------------------------------------------------------------------------------
+
+EVERYTHING = {
+    "model/embed.weight", "model/layers.0.weight", "model/layers.0.bias", "model/layers.1.weight",
+    "model/layers.1.bias", "model/norm.weight", "model/norm.bias", "model/norm.running_mean",
+    "model/norm.running_var", "model/norm.num_batches_tracked", "model/head.weight",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "restored"),
+    [
+        ("model", None, EVERYTHING),
+        ("model/layers", None, {k for k in EVERYTHING if "layers" in k}),
+        ("model/layers.1", None, {k for k in EVERYTHING if "layers.1" in k}),
+        ("model/layer", None, None),
+        ("model/*.bias", None, {k for k in EVERYTHING if k.endswith(".bias")}),
+        ("model/layers.?.weight", None, {"model/layers.0.weight", "model/layers.1.weight"}),
+        ("model/layers.[1-9].*", None, {"model/layers.1.weight", "model/layers.1.bias"}),
+        ("**/norm.*", "**/running_*", None),
+        ("**/norm.*", "**/*running_*", {
+            "model/norm.weight", "model/norm.bias", "model/norm.num_batches_tracked",
+        }),
+        (["model/embed", "model/head.weight"], None, {"model/embed.weight", "model/head.weight"}),
+        ("model", ["model/layers", "model/norm"], {"model/embed.weight", "model/head.weight"}),
+    ],
+)  # fmt: skip
+def test_include_and_exclude_select_objects(include, exclude, restored, ckpt, saved):
+    target = make(5)
+    before = weights(target)
+    if restored is None:
+        with pytest.raises(SelectionError, match="matches nothing; nearest: "):
+            ckpt.restore(target, include=include, exclude=exclude)
+        assert same(weights(target), before)
+        return
+    report = ckpt.restore(target, include=include, exclude=exclude)
+    assert set(report.restored) == restored
+    touched = {k.removeprefix("model/") for k in restored}
+    tied = {"embed.weight", "head.weight"}
+    touched |= tied if tied & touched else set()
+    for name, tensor in weights(target).items():
+        expected = saved[1]["model"].state_dict() if name in touched else before
+        assert torch.equal(tensor, expected[name]), name
+    tree = ckpt.load(include=include, exclude=exclude)
+    assert {f"model/{k}" for k in tree.pop("model")} == restored
+    assert tree == {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("modle", "model"), ("optimiser/**", "optimizer"), ("model/emded", "model/embed.weight")],
+)
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(
+    option, pattern, near, ckpt, backend
+):
+    for read in (ckpt.load, lambda **o: ckpt.restore(make(5), **o)):
+        with pytest.raises(SelectionError) as caught:
+            read(**{option: pattern})
+        assert pattern in str(caught.value)
+        assert near in str(caught.value).split("nearest")[1]
+
+
+def test_the_new_learning_rate_stays_where_param_groups_are_excluded(ckpt, saved):
+    target = make(5)
+    ckpt.restore(target, include="optimizer", exclude="optimizer/param_groups/**")
+    assert target["optimizer"].param_groups[0]["lr"] == 1e-3 * 6
+    assert same(moments(target), moments(saved[1]))
+    ckpt.restore(target, include="optimizer")
+    assert target["optimizer"].param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_only_the_optimizer_into_a_fresh_or_a_used_one_goes_on_exactly(steps, ckpt, saved):
+    original, target = make(0, steps=3), make(5, steps=steps)
+    target["model"].load_state_dict(original["model"].state_dict())
+    report = ckpt.restore(target, include="optimizer")
+    assert report.matched_by == "name"
+    assert same(moments(target), moments(saved[1]))
+    for number in range(3):
+        train(original, number)
+        train(target, number)
+    assert same(weights(target), weights(original))
+    assert same(moments(target), moments(original))
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+def test_all_differences_are_listed_in_one_error_before_anything_is_read(ckpt, backend):
+    target = make(5)
+    target["model"].layers[0] = nn.Linear(160, 161, dtype=torch.float64)
+    target["model"].extra = nn.Linear(2, 2)
+    target["model"].norm.weight = nn.Parameter(torch.ones(160, dtype=torch.bfloat16))
+    target["epoch"] = torch.zeros(1)
+    target["new"] = 7
+    before = weights(target)
+    with pytest.raises(RestoreMismatchError) as caught:
+        ckpt.restore(target, include=["model", "epoch", "new"])
+    named = " ".join(caught.value.problems)
+    for path in (
+        "model/layers.0.weight", "model/layers.0.bias", "model/extra.weight", "model/extra.bias",
+        "model/norm.weight", "epoch", "new",
+    ):  # fmt: skip
+        assert path in named
+        assert path in str(caught.value)
+    for word in ("float64", "float32", "bfloat16", "[160, 160]", "[161, 160]"):
+        assert word in named.replace("(", "[").replace(")", "]")
+    assert len(caught.value.problems) == 7
+    assert same(weights(target), before)
+    assert backend.blobs < 4096 + (4 << 20)  # values at most, never weights
+    assert not any(t._version > 1 for t in target["model"].buffers())
+
+
+def test_strict_looks_inside_the_selection_only(ckpt):
+    target = make(5)
+    target["model"].extra = nn.Linear(2, 2)
+    ckpt.restore(target, include="model/layers")
+    with pytest.raises(RestoreMismatchError, match=r"extra\.weight"):
+        ckpt.restore(target, include="model")
+
+
+def test_without_strict_what_is_missing_is_reported_and_left_alone(ckpt, saved):
+    target = make(5)
+    target["model"].extra = nn.Linear(2, 2)
+    target["new"] = "mine"
+    kept = target["model"].extra.weight.detach().clone()
+    report = ckpt.restore(target, include=["model", "new"], strict=False)
+    assert set(report.missing) == {"model/extra.weight", "model/extra.bias", "new"}
+    assert torch.equal(target["model"].extra.weight, kept)
+    assert target["new"] == "mine"
+    assert torch.equal(target["model"].embed.weight, saved[1]["model"].embed.weight)
+
+
+def test_shapes_that_differ_are_an_error_without_strict_too(ckpt):
+    with pytest.raises(RestoreMismatchError, match="shape"):
+        ckpt.restore(make(5, words=1999), include="model", strict=False)
+
+
+def test_what_the_template_lacks_is_reported_and_warned_of(ckpt, caplog):
+    target = {"model": make(5)["model"]}
+    del target["model"].norm
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        report = ckpt.restore(target, include=["model", "epoch"])
+    assert set(report.unexpected) == {"epoch", *(k for k in EVERYTHING if "norm" in k)}
+    assert report.missing == ()
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "model/norm.bias" in warning
+
+
+# -- renamed ---------------------------------------------------------------------------------------
+
+
+def test_keys_that_moved_are_found_by_rename(ckpt, saved):
+    target = {"net": nn.Module()}
+    target["net"].blocks = nn.ModuleList(nn.Linear(160, 160) for _ in range(2))
+    for rename in (
+        {"model/layers": "net/blocks"},
+        {"model": "net", "model/layers.0": "net/blocks.0", "model/layers.1": "net/blocks.1"},
+        lambda path: path.replace("model/layers", "net/blocks"),
+    ):
+        for parameter in target["net"].parameters():
+            nn.init.zeros_(parameter)
+        report = ckpt.restore(target, include="net/blocks", rename=rename)
+        assert set(report.restored) == {
+            f"net/blocks.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")
+        }
+        for mine, theirs in zip(target["net"].blocks, saved[1]["model"].layers, strict=True):
+            assert torch.equal(mine.weight, theirs.weight)
+            assert torch.equal(mine.bias, theirs.bias)
+
+
+def test_a_rename_that_matches_nothing_or_collides_is_an_error(ckpt):
+    with pytest.raises(SelectionError, match=r"nearest: .*model/layers"):
+        ckpt.restore(make(5), rename={"model/leyers": "model/blocks"})
+    with pytest.raises(SelectionError, match="both"):
+        ckpt.restore(make(5), rename={"model/layers.0": "model/layers.1"})
+
+
+# -- without a template ----------------------------------------------------------------------------
+
+
+def test_load_gives_what_torch_itself_takes(ckpt, saved):
+    tree = ckpt.load()
+    assert (tree["epoch"], tree["log"]) == (0, {"losses": [1.5, 0]})
+    target, original = make(5), make(0, steps=3)
+    target["model"].load_state_dict(tree["model"])
+    target["optimizer"].load_state_dict(tree["optimizer"])
+    assert same(weights(target), weights(saved[1]))
+    for number in range(2):
+        train(original, number)
+        train(target, number)
+    assert same(weights(target), weights(original))
+
+
+def test_load_takes_a_device(ckpt):
+    tree = ckpt.load(include="model/norm", device="cpu")
+    assert {tensor.device.type for tensor in tree["model"].values()} == {"cpu"}
+
+
+# -- tied weights ----------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_stored_once_and_still_tied(ckpt, saved):
+    record = {r.path[-1]: r for r in ckpt.open().objects() if r.path[0] == "model"}
+    assert record["head.weight"].same_as == ("model", "embed.weight")
+    assert not record["head.weight"].shards
+    target = make(5)
+    ckpt.restore(target)
+    assert target["model"].head.weight is target["model"].embed.weight
+    tree = ckpt.load(include="model")
+    assert tree["model"]["head.weight"] is tree["model"]["embed.weight"]
+    assert same(ckpt.open()["model/head.weight"], saved[1]["model"].embed.weight.detach())
+    part = ckpt.open().read("model/head.weight", (slice(5, 6),))
+    assert same(part, saved[1]["model"].embed.weight[5:6].detach().clone())
+
+
+def test_a_template_that_is_not_tied_gets_both(ckpt, saved):
+    target = make(5)
+    target["model"].head.weight = nn.Parameter(torch.zeros(2000, 160))
+    ckpt.restore(target, include="model")
+    assert target["model"].head.weight is not target["model"].embed.weight
+    assert torch.equal(target["model"].head.weight, saved[1]["model"].embed.weight)
+    assert torch.equal(target["model"].embed.weight, saved[1]["model"].embed.weight)
+
+
+def test_a_template_that_ties_what_was_stored_apart_is_refused():
+    a, b = torch.zeros(3), torch.ones(3)
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"a": a, "b": b}, 1, mode="blocking")
+        tied = torch.full((3,), 7.0)
+        with pytest.raises(RestoreMismatchError, match="share memory"):
+            ckpt.restore({"a": tied, "b": tied})
+        assert torch.equal(tied, torch.full((3,), 7.0))
+        ckpt.restore({"a": tied, "b": tied}, include="b")
+        assert torch.equal(tied, b)
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+def test_values_are_assigned_and_reported(ckpt):
+    log = [0]
+    target = {"epoch": 99, "log": log, "model": make(5)["model"]}
+    report = ckpt.restore(target)
+    assert target["epoch"] == 0
+    assert target["log"] == {"losses": [1.5, 0]}
+    assert log == [0]  # replaced whole, not written into
+    assert report.values["epoch"] == 0
+    assert report.values["log"] == {"losses": [1.5, 0]}
+    assert report.step == 1
+
+
+def test_tensors_stay_the_same_objects_and_their_versions_rise(ckpt, saved):
+    target = make(5, steps=1)
+    target["model"].layers[0].weight.requires_grad_(requires_grad=False)
+    tensors = {**target["model"].state_dict(keep_vars=True), **dict(enumerate(
+        t for d in target["optimizer"].state.values() for t in d.values()
+    ))}  # fmt: skip
+    before = {k: (id(t), t.data_ptr(), t._version, t.requires_grad) for k, t in tensors.items()}
+    ckpt.restore(target)
+    after = {**target["model"].state_dict(keep_vars=True), **dict(enumerate(
+        t for d in target["optimizer"].state.values() for t in d.values()
+    ))}  # fmt: skip
+    for key, (identity, address, version, requires_grad) in before.items():
+        tensor = after[key]
+        assert (id(tensor), tensor.data_ptr()) == (identity, address), key
+        assert tensor._version > version, key
+        assert tensor.requires_grad is requires_grad, key
+    assert same(weights(target), weights(saved[1]))
+
+
+def test_what_is_not_selected_keeps_its_version(ckpt):
+    target = make(5)
+    versions = {k: t._version for k, t in target["model"].named_parameters()}
+    ckpt.restore(target, include="model/layers.0")
+    changed = {k for k, t in target["model"].named_parameters() if t._version != versions[k]}
+    assert changed == {"layers.0.weight", "layers.0.bias"}
+
+
+def test_a_graph_built_before_a_restore_refuses_to_run_backward(ckpt):
+    target = make(5)
+    loss = target["model"](torch.arange(5)).square().mean()
+    ckpt.restore(target, include="model")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
+def test_targets_of_any_layout_are_filled_in_place(layout, saved):
+    state = {"w": torch.randn(300, 200)}
+    base = torch.zeros(500, 700)
+    target = {
+        "transposed": base[:200, :300].T,
+        "strided": base[::1, ::3][:300, :200],
+        "offset": base.view(-1)[1:60001].view(300, 200),
+    }[layout]
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        ckpt.restore({"w": target})
+    assert torch.equal(target, state["w"])
+    assert int((base != 0).sum()) == int((state["w"] != 0).sum())  # and nothing beside it
