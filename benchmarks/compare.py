@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -65,7 +66,7 @@ def main(
         work = Path(scratch)
         plan = _plan(only, blocking=blocking, background=background, fio=fio)
         results: list[dict[str, Any]] = []
-        load_before = os.getloadavg()[0]
+        load = [os.getloadavg()[0]]
         with _bar() as bar:
             task = bar.add_task("", total=len(plan) * rounds)
             for number in range(rounds):
@@ -75,12 +76,13 @@ def main(
                     found = _measure(
                         kind, system, work, size_gb=size_gb, saves=saves, pause_s=pause_s
                     )
+                    load.append(os.getloadavg()[0])
                     results += [{"round": number, **r} for r in found]
                     bar.advance(task)
     run = {
         "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "options": {"size_gb": size_gb, "rounds": rounds, "saves": saves, "pause_s": pause_s},
-        "machine": _machine(folder, load_before),
+        "machine": _machine(folder, load),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "results": results,
     }
@@ -156,7 +158,7 @@ def _check_disk(folder: Path, size_gb: float) -> None:
         raise typer.BadParameter(message)
 
 
-def _machine(folder: Path, load_before: float) -> dict[str, Any]:
+def _machine(folder: Path, load: list[float]) -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in info if line.startswith("model n")), "")
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -169,7 +171,8 @@ def _machine(folder: Path, load_before: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "fio": fio_version(),
         "torch_threads": torch.get_num_threads(),
-        "load_before": round(load_before, 2),
+        "load_before": round(load[0], 2),
+        "load_during": round(statistics.median(load[1:]), 2),
     }
 
 

@@ -190,17 +190,27 @@ class CaptureRun:
             self._flush()
             self._staging.wait(lambda: bool(self._error) or (may_lend() and self._fenced), _POLL_S)
         captured = Captured(index, block.view, block, straight=False)
-        copies = self._copy(chunk, block)
+        copies = self._copy_or_release(chunk, block)
         if copies or self._issued:
             with self._lock:
                 self._issued.append((captured, copies))
         else:
             self._deliver(captured)
 
-    def _copy(self, chunk: Chunk, block: Block) -> list[PendingCopy]:
+    def _copy_or_release(self, chunk: Chunk, block: Block) -> list[PendingCopy]:
+        copies: list[PendingCopy] = []
+        try:
+            self._copy(chunk, block, copies)
+        except BaseException:
+            for copy in copies:
+                copy.wait()
+            self._staging.release(block)
+            raise
+        return copies
+
+    def _copy(self, chunk: Chunk, block: Block, copies: list[PendingCopy]) -> None:
         if chunk.slab:
             ctypes.memset(block.address, 0, chunk.length)  # gaps are zero, not old state
-        copies = []
         for piece in chunk.pieces:
             source = self._subjects[piece.item].source
             length = piece.stop - piece.start
@@ -211,7 +221,6 @@ class CaptureRun:
             copy = source.copy_out(piece.start, out)
             if copy is not None:
                 copies.append(copy)
-        return copies
 
     def _lendable(self, chunk: Chunk) -> memoryview | None:
         """The chunk's bytes in live host memory, if they can be written from there."""
@@ -244,7 +253,7 @@ class CaptureRun:
             if block is None:
                 return
             captured = Captured(self._later.pop(0), block.view, block, straight=False)
-            self._issued.append((captured, self._copy(chunk, block)))
+            self._issued.append((captured, self._copy_or_release(chunk, block)))
 
     def _flush(self) -> None:
         """Wait for device copies in order and hand their chunks on."""

@@ -179,10 +179,15 @@ class Checkpointer(Run):
         )
         earlier = self._unseen_error()
         self._job, self._unseen = job, job.handle
-        self._announce(job)
-        if job.deferred_bytes:
-            fence_hook.arm(job, self._config.fence_timeout_s)
-        job.capture_now(on_captured=lambda: self._on_captured(job))
+        try:
+            self._announce(job)
+            if job.deferred_bytes:
+                fence_hook.arm(job, self._config.fence_timeout_s)
+            job.capture_now(on_captured=lambda: self._on_captured(job))
+        except BaseException as error:
+            job.interrupt(error)
+            fence_hook.disarm(job)
+            raise
         job.add_blocked(time.monotonic() - began)
         if mode == "blocking":
             job.wait_durable()
@@ -248,6 +253,8 @@ class Checkpointer(Run):
         if self._closed:
             return
         self._closed = True
+        if self._pid != os.getpid():
+            return  # a forked child: the threads, and all that they hold, are the parent's
         if self._job is not None:
             self._job.finished(None)
         self._workers.close()
@@ -319,7 +326,8 @@ class Checkpointer(Run):
         if self._staging is None:
             self._staging = Staging(budget)
         self._staging.budget_bytes = max(self._staging.budget_bytes, budget)
-        self._staging.expect(need_bytes, pin=pin)
+        largest = min(need_bytes, self._config.chunk_bytes)
+        self._staging.expect(need_bytes, largest_bytes=largest, pin=pin)
         return self._staging
 
     def _announce(self, job: SaveJob) -> None:

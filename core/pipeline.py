@@ -10,7 +10,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -159,16 +159,16 @@ class FrameWriter:
             PenstockError: An earlier chunk failed.
         """
         raw = [c for c in captured if self._chains[self._plan.chunks[c.index].chain] is None]
-        encoded = [c for c in captured if self._chains[self._plan.chunks[c.index].chain]]
-        if raw:
-            self._start_raw(raw)
-        if encoded:
-            if self._enc is None:
-                self._enc = EncodedStream(
-                    self._backend, self._enc_name, clock=self.write_clock, tick=self._tick
-                )
-            futures = [self._workers.submit(self._encoder(c)) for c in encoded]
-            self._batches.append(_Batch([], futures))
+        encoded = deque(c for c in captured if self._chains[self._plan.chunks[c.index].chain])
+        try:
+            if raw:
+                self._start_raw(raw)
+            if encoded:
+                self._start_encoded(encoded)
+        except BaseException:
+            for item in encoded:  # those that no worker has got
+                self._release(item)
+            raise
         while len(self._batches) > _BATCHES_IN_FLIGHT:
             self._settle(self._batches[0])
             self._batches.popleft()
@@ -198,8 +198,11 @@ class FrameWriter:
             raw, length = self._raw, self._plan.raw_blob_bytes
             seals.append(self._workers.submit(lambda: raw.seal(length)))
             blobs.append((self._raw_name, length))
-        if self._enc is not None:
-            blobs.append((self._enc_name, self._enc.seal()))
+        try:
+            if self._enc is not None:
+                blobs.append((self._enc_name, self._enc.seal()))
+        finally:
+            wait(seals)  # `abort` must not meet a seal that is under way
         for seal in seals:
             seal.result()
             self._tick(0)
@@ -245,6 +248,18 @@ class FrameWriter:
         share = -(-len(captured) // self._workers.count)
         for at in range(0, len(captured), share):
             batch.futures.append(self._workers.submit(self._hasher(captured[at : at + share])))
+
+    def _start_encoded(self, captured: deque[Captured]) -> None:
+        """Give each to a worker, which releases it, and take it out of `captured`."""
+        if self._enc is None:
+            self._enc = EncodedStream(
+                self._backend, self._enc_name, clock=self.write_clock, tick=self._tick
+            )
+        batch = _Batch([], [])
+        self._batches.append(batch)
+        while captured:
+            batch.futures.append(self._workers.submit(self._encoder(captured[0])))
+            captured.popleft()
 
     def _hasher(self, captured: list[Captured]) -> Callable[[], None]:
         def task() -> None:

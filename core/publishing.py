@@ -79,8 +79,8 @@ class Publisher:
         self._commit.feed(Event.PUBLISH_STARTED)
         try:
             action = self._commit.feed(self._try(name, encode_commit(record)))
-        except StorageError as error:
-            log.warning("publishing %s: %s; looking whether it is there", name, error)
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the record may be there
+            log.warning("publishing %s: %r; looking whether it is there", name, error)
             action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
         if action is Action.RESOLVE:
             action = self._commit.feed(self._whose(name))

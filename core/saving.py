@@ -103,6 +103,7 @@ class SaveJob:
         self._lock = threading.Lock()  # guards `_error` and `_started`, and resolving the handle
         self._error: BaseException | None = None
         self._started = False
+        self._may_capture = threading.Lock()  # taken for ever by whoever is first
         self._capture_over = threading.Event()  # no thread captures for this save any more
         self._phase = "capture"
         self._done_bytes = 0
@@ -154,25 +155,24 @@ class SaveJob:
             on_captured: Called once, when the capture ended, well or badly; on any thread.
 
         Raises:
-            KeyboardInterrupt: The save is given up then.
+            KeyboardInterrupt: Call `interrupt` then.
         """
         gate = threading.Lock()
         gate.acquire()
-        capturing = False
-        try:
-            if self.request.mode == "blocking":
-                self.start()
-            self._workers.spawn("capture", lambda: self._take_all(gate.release, on_captured))
-            capturing = True
-            _pass(gate)
-        except BaseException as error:
-            if not capturing:
-                self._capture_over.set()
-            interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
-            interrupted.__cause__ = error
-            self.handle.error_seen = True
-            self.fail(interrupted)
-            raise
+        if self.request.mode == "blocking":
+            self.start()
+        self._workers.spawn("capture", lambda: self._take_all(gate.release, on_captured))
+        _pass(gate)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Give the save up since `error` came while the caller of `save` waited or prepared."""
+        if self._may_capture.acquire(blocking=False):
+            self._capture_over.set()  # it has not begun, and will not
+        interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
+        interrupted.__cause__ = error
+        self.handle.error_seen = True
+        self.fail(interrupted)
+        self.start()  # it cleans up
 
     @property
     def deferred_bytes(self) -> int:
@@ -251,14 +251,16 @@ class SaveJob:
 
     def _take_all(self, let_go: Callable[[], None], on_captured: Callable[[], None]) -> None:
         """The capture thread: `let_go` once the caller may change what is not deferred."""
+        if not self._may_capture.acquire(blocking=False):
+            return
         try:
             self._capture.take_now()
             if self.deferred_bytes:
                 let_go()
                 self._capture.take_deferred()
             self._captured()
-        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the handle
-            self.fail(error)
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end
+            self.fail(_of_our_tree(error, self.request.step))
         finally:
             self._capture_over.set()
             self.start()  # after a failure: it cleans up
@@ -276,7 +278,7 @@ class SaveJob:
     def _run(self) -> None:
         try:
             report = self._save()
-        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the handle
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end
             self.fail(_of_our_tree(error, self.request.step))
             self._clean_up()
         else:
@@ -387,8 +389,8 @@ class SaveJob:
             try:
                 names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
                 self._backend.delete(names)
-            except PenstockError as error:
-                log.warning("data/%s stays until prune: %s", self.uid, error)
+            except BaseException as error:  # noqa: BLE001 - only rubbish is left behind
+                log.warning("data/%s stays until prune: %r", self.uid, error)
 
     def _watch(self) -> None:
         """Give the save up when the store makes no progress for `io_timeout_s`."""
@@ -444,7 +446,7 @@ def _pass(gate: threading.Lock) -> None:
         pass
 
 
-def _of_our_tree(error: Exception, step: int) -> Exception:
+def _of_our_tree(error: BaseException, step: int) -> Exception:
     if isinstance(error, PenstockError | MemoryError):
         return error
     wrapped = SaveError(f"step {step}: {type(error).__name__}: {error}")

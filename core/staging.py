@@ -70,11 +70,23 @@ class Staging:
         """Bytes reserved at the moment."""
         return self._used
 
-    def expect(self, total_bytes: int, *, pin: bool) -> None:
-        """Say how much the coming save will want, so that one arena is made for all of it."""
+    def expect(self, total_bytes: int, *, largest_bytes: int = 0, pin: bool) -> None:
+        """Say how much the coming save will want, so that one arena is made for all of it.
+
+        Args:
+            total_bytes: Of all that it will reserve.
+            largest_bytes: Most that it will reserve at once, phase included.
+            pin: Whether device copies go here.
+        """
         with self.changed:
             self._hint = total_bytes
             self._pin = self._pin or pin
+            if not self._used and all(a.size < largest_bytes for a in self._arenas):
+                # Of earlier, smaller states: they would use the budget up, and nothing would
+                # ever fit.
+                for arena in self._arenas:
+                    _unpin(arena)
+                self._arenas.clear()
             if self._pin:
                 for arena in self._arenas:
                     _pin(arena)
@@ -172,6 +184,14 @@ def _pin(arena: Arena) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = runtime.cudaHostRegister(arena.address, arena.size, 0)
         arena.pinned = int(status) == 0
+
+
+def _unpin(arena: Arena) -> None:
+    if arena.pinned:
+        import torch  # noqa: PLC0415 - as above
+
+        torch.cuda.cudart().cudaHostUnregister(arena.address)  # type: ignore[no-untyped-call]
+        arena.pinned = False
 
 
 def default_budget(state_bytes: int, local_ranks: int = 1) -> int:

@@ -270,8 +270,9 @@ def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_bac
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(loader.run, [using(job, Use(s, 0, 0, 9000)) for s in sinks])
         assert blocked.reached.wait(30)
-        assert not wait([run], timeout=0.1).done
+        early = wait([run], timeout=0.1).done
         go_on.set()
+        assert not early
         assert isinstance(run.exception(30), StorageError)
     faulty.close()
 

@@ -110,3 +110,43 @@ def test_the_default_budget_is_the_state_or_a_rank_s_share_of_half_the_memory(st
     total = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemTotal"))
     budget = default_budget(state, ranks)
     assert 0 < budget <= min(state, total // 2 // ranks)
+
+
+def test_arenas_of_smaller_states_do_not_use_up_the_budget():
+    staging = Staging(8 * PAGE_BYTES)
+    for pages in (1, 2, 3, 4, 8):
+        need = pages * PAGE_BYTES
+        staging.expect(need, largest_bytes=need, pin=False)
+        block = staging.acquire(need, 0)
+        assert block is not None
+        assert staging.allocated_bytes <= staging.budget_bytes
+        staging.release(block)
+    # What is enough is kept, and what is in use is never let go.
+    kept = staging.acquire(PAGE_BYTES, 0)
+    staging.expect(PAGE_BYTES, largest_bytes=PAGE_BYTES, pin=False)
+    staging.expect(9 * PAGE_BYTES, largest_bytes=9 * PAGE_BYTES, pin=False)
+    assert staging.allocated_bytes == 8 * PAGE_BYTES
+    staging.release(kept)
+    assert staging.used_bytes == 0
+
+
+@given(steps=steps, budget=st.integers(1, 20).map(lambda n: n * 64 * 1024))
+def test_a_block_is_refused_only_where_no_gap_holds_it(steps, budget):
+    """Released neighbours are joined at once: no memory is lost to the allocator."""
+    staging = Staging(budget)
+    staging.expect(budget, pin=False)  # one arena
+    held = []
+    for step in steps:
+        if isinstance(step, int):
+            if held:
+                staging.release(held.pop(step % len(held)))
+            continue
+        length, phase = step
+        need = -(-(length + phase) // PAGE_BYTES) * PAGE_BYTES
+        ends = [0, *(b.offset + b.reserved for b in sorted(held, key=lambda b: b.offset))]
+        starts = [*(b.offset for b in sorted(held, key=lambda b: b.offset)), staging.budget_bytes]
+        gaps = [start - end for end, start in zip(ends, starts, strict=True)]
+        block = staging.acquire(length, phase)
+        assert (block is not None) == (max(gaps) >= need)
+        if block is not None:
+            held.append(block)

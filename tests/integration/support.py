@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,16 @@ def memory():
 
 def checkpointer(backend, **options):
     return Checkpointer(backend, **{**TINY, **options})
+
+
+@contextmanager
+def holding(faulty, operation, **which):
+    """Hold calls of `faulty` as `block` does; lets go at the end, whatever happened meanwhile."""
+    event = threading.Event()
+    try:
+        yield faulty.block(operation, event, **which)
+    finally:
+        event.set()
 
 
 def make_state(seed=0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.integration.support import Run, checkpointer, memory, place_of, same
+from tests.integration.support import Run, checkpointer, holding, memory, place_of, same
 
 from penstock import (
     CheckpointGoneError,
@@ -496,15 +495,17 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
     """It slept for days, another process pruned meanwhile, and it wakes up again."""
     with old_run.open() as plain:
         faulty = FaultyBackend(plain._backend)
-        with checkpointer(faulty) as sleeper, old_run.open() as other:
-            wake = threading.Event()
-            asleep = faulty.block("publish", wake, match="index")
+        with (
+            checkpointer(faulty) as sleeper,
+            old_run.open() as other,
+            holding(faulty, "publish", match="index") as asleep,
+        ):
             handle = sleeper.save(tree(3), 3)
             assert asleep.reached.wait(30)
             age(old_run, sleeper._job.uid)
             assert sleeper.prune().uids == ()  # it is its own
             assert other.prune().uids == (sleeper._job.uid,)
-            wake.set()
+            asleep.until.set()
             with pytest.raises(SaveAbortedError, match="intent is gone"):
                 handle.result(30)
             assert other.steps() == [1, 2]
@@ -516,15 +517,17 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
 def test_prune_leaves_a_save_under_way_because_of_its_fresh_intent(old_run):
     with old_run.open() as plain:
         faulty = FaultyBackend(plain._backend)
-        with checkpointer(faulty) as saver, old_run.open() as other:
-            wake = threading.Event()
-            asleep = faulty.block("publish", wake, match="index")
+        with (
+            checkpointer(faulty) as saver,
+            old_run.open() as other,
+            holding(faulty, "publish", match="index") as asleep,
+        ):
             handle = saver.save(tree(3), 3)
             assert asleep.reached.wait(30)
             age(old_run, saver._job.uid)
             os.utime(old_run.root / intent_name(saver._job.uid))
             assert other.prune().uids == ()
-            wake.set()
+            asleep.until.set()
             assert handle.result(30).step == 3
             assert same(other.load(), tree(3))
             assert other.verify().ok
@@ -609,16 +612,14 @@ def test_a_checkpoint_that_went_away_says_so_and_is_not_called_damaged(
 @pytest.mark.parametrize("way", ["load", "restore"])
 def test_a_checkpoint_that_goes_in_the_middle_of_a_read_says_so(way, at, goes, store):
     faulty = FaultyBackend(store)
-    go_on = threading.Event()
     with checkpointer(faulty) as ckpt, checkpointer(store) as other:
         save(ckpt, 1)
-        fault = faulty.block("read", go_on, match=at)
         read = (lambda: ckpt.load(1)) if way == "load" else (lambda: ckpt.restore(tree(0), 1))
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, holding(faulty, "read", match=at) as held:
             future = pool.submit(read)
-            assert fault.reached.wait(30)
+            assert held.reached.wait(30)
             goes(other)
-            go_on.set()
+            held.until.set()
             error = future.exception(30)
         assert type(error) is CheckpointGoneError
 

@@ -14,7 +14,7 @@ from penstock import FenceTimeoutError, SaveAbortedError, TornSnapshotError
 from penstock.core.testing.faults import FaultyBackend
 from tests.integration.support import memory
 from tests.integration.training import (
-    STRAIGHT,
+    CAPTURE,
     TINY_BUDGET,
     Everything,
     Gate,
@@ -112,11 +112,12 @@ def test_lazy_stores_what_was_there_at_save(store, gate, budget, rules):
 
 @RULES
 def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
-    store.block("create", gate)
+    fault = store.block("create", gate)
     state = {"optimizer": {"moment": torch.arange(50_000)}}
     handles = []
     with held_checkpointer(store, rules=rules, **TINY_BUDGET) as ckpt:
-        with held_at(STRAIGHT, lambda: handles.append(ckpt.save(state, 1))):
+        with held_at(CAPTURE, lambda: handles.append(ckpt.save(state, 1))):
+            fault.reached.wait()  # what has room is captured, or `save` would not write yet
             assert not handles
             gate.set()
         state["optimizer"]["moment"].zero_()

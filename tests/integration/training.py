@@ -222,7 +222,7 @@ def held_checkpointer(backend, **options) -> Iterator[Checkpointer]:
 
 
 FENCE = ("penstock.core.saving", "fence")
-STRAIGHT = ("penstock.core.capture", "_wait_straight")
+CAPTURE = ("penstock.core.saving", "capture_now")
 
 
 @contextmanager
