@@ -181,6 +181,7 @@ class Backend(ABC):
 
         Raises:
             BlobExistsError: `exclusive` and the name is taken; nothing was changed.
+            UnsyncedError: The record is there and visible, but may not survive a power cut.
             StorageError: Unknown outcome: the record may or may not be there, but is never torn.
         """
 
@@ -388,6 +389,14 @@ class ByteSource(ABC):
         """A counter that rises with every tracked in-place change; None where there is none."""
         return None
 
+    def steady(self) -> bool:
+        """Whether its bytes may be hashed and written, one after the other, where they stand.
+
+        That takes a `version` that would tell of a change in between, and no other process
+        that could make one.
+        """
+        return self.version() is not None
+
 
 class ByteSink(ABC):
     """Memory that takes an object's raw bytes, row-major over its region.
@@ -411,6 +420,9 @@ class ByteSink(ABC):
 
         `start` and the length are multiples of the itemsize.
         """
+
+    def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
+        """Called once, before the first byte may change: bump versions, for who captures them."""
 
     def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once, after all bytes are in place and verified (bump versions, free scratch)."""

@@ -89,7 +89,7 @@ class CaptureRun:
         self._all_issued = not self._later
         self._error: BaseException | None = None
         self._check_lock = threading.Lock()  # nobody passes the fence while versions are compared
-        self._checked = False
+        self._passed = False
         self.straight_bytes = 0
         self.deferred_bytes = sum(plan.chunks[i].length for i in self._later)  # behind the fence
 
@@ -122,7 +122,7 @@ class CaptureRun:
             self._lock.notify_all()
         self._flush()
         self._wait_straight(None)
-        self._check_once()
+        self.check()
 
     def fence(self, timeout_s: float | None) -> bool:
         """Let deferred memory change once this returns True; False: not complete in time.
@@ -146,8 +146,25 @@ class CaptureRun:
             return False
         for copy in pending:
             copy.order()
-        self._check_once()
+        with self._check_lock:
+            if not self._passed:
+                self._check_versions(deferred=True)
+                self._passed = True
         return True
+
+    def check(self) -> None:
+        """Compare versions of deferred tensors, unless the fence was passed: then they may differ.
+
+        torch counts an in-place change when it is *over*: a check in the middle of one sees
+        nothing. So the capture checks at its end, the fence on the thread that trains (which is
+        in no operation then), and the save once more before it commits.
+
+        Raises:
+            TornSnapshotError: One changed.
+        """
+        with self._check_lock:
+            if not self._passed:
+                self._check_versions(deferred=True)
 
     def cancel(self, error: BaseException) -> None:
         """Make every waiting method raise or return soon."""
@@ -228,7 +245,7 @@ class CaptureRun:
             return None
         piece = chunk.pieces[0]
         source = self._subjects[piece.item].source
-        if source.address is None:
+        if source.address is None or not source.steady():
             return None
         if chunk.offset is not None and (source.address + piece.start) % PAGE_BYTES != chunk.phase:
             return None
@@ -280,12 +297,6 @@ class CaptureRun:
         if error is not None:
             msg = "the save was given up because another part of it failed"
             raise SaveAbortedError(msg) from error
-
-    def _check_once(self) -> None:
-        with self._check_lock:
-            if not self._checked:
-                self._check_versions(deferred=True)
-                self._checked = True
 
     def _check_versions(self, *, deferred: bool) -> None:
         changed = []

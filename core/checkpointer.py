@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
@@ -183,6 +184,7 @@ class Checkpointer(Run):
             self._announce(job)
             if job.deferred_bytes:
                 fence_hook.arm(job, self._config.fence_timeout_s)
+                job.handle.durable.add_done_callback(lambda _: fence_hook.disarm(job))
             job.capture_now(on_captured=lambda: self._on_captured(job))
         except BaseException as error:
             job.interrupt(error)
@@ -206,6 +208,7 @@ class Checkpointer(Run):
             FenceTimeoutError: Not within `timeout` seconds; the save goes on.
             PenstockError: A background save failed and nobody has seen it yet.
         """
+        self._check_process()
         job = self._job
         if job is not None and not job.fence(timeout, give_up=False):
             msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
@@ -219,9 +222,12 @@ class Checkpointer(Run):
             TimeoutError: One still is, after `timeout` seconds.
             PenstockError: A background save failed and nobody has seen it yet.
         """
-        if self._job is not None and not self._job.finished(timeout):
-            msg = f"the save of step {self._job.request.step} is still under way"
-            raise TimeoutError(msg)
+        self._check_process()
+        if self._job is not None:
+            self._job.fence(timeout, give_up=False)  # this thread waits, so it changes nothing
+            if not self._job.finished(timeout):
+                msg = f"the save of step {self._job.request.step} is still under way"
+                raise TimeoutError(msg)
         self._raise_unseen()
 
     def rewind(self, step: int) -> list[int]:
@@ -256,6 +262,7 @@ class Checkpointer(Run):
         if self._pid != os.getpid():
             return  # a forked child: the threads, and all that they hold, are the parent's
         if self._job is not None:
+            self._job.fence(None)
             self._job.finished(None)
         self._workers.close()
         if self._owns_backend and (self._job is None or self._job.released.is_set()):
@@ -280,10 +287,6 @@ class Checkpointer(Run):
 
     # ------------------------------------------------------------------------------------------
 
-    def _before_restore(self) -> None:
-        if self._job is not None:
-            self._job.fence(None)
-
     def _take_turn(self) -> bool:
         """One save at a time; False when this one shall be skipped."""
         job = self._job
@@ -297,6 +300,7 @@ class Checkpointer(Run):
                 f"({job.progress().phase}); wait(), or use on_busy='wait' or 'skip'"
             )
             raise BusyError(msg)
+        job.fence(None)
         job.finished(None)
         return True
 
@@ -306,10 +310,11 @@ class Checkpointer(Run):
             return self._catalog.next_generation(step)
         if steps and step <= steps[-1]:
             what = "exists" if step in steps else f"is before the latest step {steps[-1]}"
+            older = [s for s in steps if s < step]
+            way = f"call rewind({older[-1]})" if older else f"delete steps {steps[0]} and later"
             msg = (
-                f"step {step} on {self._backend.url} {what}. Pass overwrite=True to replace it, or "
-                f"call rewind({max((s for s in steps if s < step), default=step)}) first to go on "
-                "from an older step."
+                f"step {step} on {self._backend.url} {what}. Pass overwrite=True to save it all "
+                f"the same, or {way} first to go on from there."
             )
             raise StepExistsError(msg)
         return 0
@@ -339,7 +344,7 @@ class Checkpointer(Run):
         def tell(kind: str, future: Outcome[Any]) -> None:
             error = future.peek_error()
             if error is None:
-                self._emit(SaveEvent(kind, step, future.result(0), None))
+                self._emit(SaveEvent(kind, step, Future.result(future, 0), None))
             elif kind == "durable":  # a failure is one event, not three
                 self._emit(SaveEvent("failed", step, None, error))
 
@@ -356,7 +361,6 @@ class Checkpointer(Run):
             log.exception("on_event raised at %s of step %d", event.kind, event.step)
 
     def _on_captured(self, job: SaveJob) -> None:
-        fence_hook.disarm(job)
         if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
             self._warned_straight = True
             log.warning(

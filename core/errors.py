@@ -112,6 +112,10 @@ class StorageTimeoutError(StorageError):
     """A backend did not answer in time."""
 
 
+class UnsyncedError(StorageError):
+    """It is there, but may not survive a power cut: making it durable failed."""
+
+
 class CapabilityError(StorageError):
     """The backend cannot do what this operation needs."""
 

@@ -39,13 +39,22 @@ def disarm(job: SaveJob) -> None:
         _pending.pop(job, None)
 
 
+def fence_all() -> None:
+    """Wait for every pending capture of this process: memory of any of them is about to change."""
+    with _lock:
+        jobs = list(_pending)
+    for job in jobs:
+        job.fence(None)
+
+
 def _before_step(*_: object) -> None:
     if not _pending:
         return
     with _lock:
         jobs = list(_pending.items())
     for job, timeout_s in jobs:
-        job.fence(timeout_s)
+        if job.fence(timeout_s):
+            disarm(job)
 
 
 def _disarm_child() -> None:

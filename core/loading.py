@@ -8,10 +8,12 @@ stored and the decoded bytes of encoded ones.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections import deque
+from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.blocks import frame_blocks
 from penstock.core.chain import checksum, checksum_blocks
@@ -87,12 +89,35 @@ class _Read:
     error: PenstockError | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A batch under way: its memory is in use until the future and all checks are done."""
+
+    reads: list[_Read]
+    future: Future[None]
+    checks: list[Future[list[tuple[str, str]]]] = field(default_factory=list)
+
+    def outlast(self) -> None:
+        """Wait until nothing uses the memory, whatever interrupts that."""
+        interrupted: BaseException | None = None
+        futures: list[Future[Any]] = [self.future, *self.checks]
+        for future in futures:
+            while not future.done():
+                try:
+                    wait([future])
+                except BaseException as error:  # noqa: BLE001 - raised below, when it is safe
+                    interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
 class Loader:
     """Reads frames of one backend. Thread-safe."""
 
     def __init__(self, backend: Backend, workers: Workers) -> None:
         self._backend = backend
         self._workers = workers
+        self._pid = os.getpid()
         self._staging = Staging(_SCRATCH_BYTES)
         self._scratch = threading.local()
 
@@ -113,6 +138,9 @@ class Loader:
         Raises:
             StorageError: The store failed in another way than by missing or short blobs.
         """
+        if self._pid != os.getpid():  # shared mappings: a forked child would write into ours
+            self._pid, self._staging = os.getpid(), Staging(_SCRATCH_BYTES)
+            self._scratch = threading.local()
         session = _Session(self, decode=decode, progress=progress)
         try:
             for job in jobs:
@@ -153,29 +181,20 @@ class Loader:
         view = use.sink.view()
         return None if view is None else view[use.start : use.start + use.length]
 
-    def settle(
-        self, reads: list[_Read], future: Future[None], stats: LoadStats, *, decode: bool
-    ) -> None:
-        """Wait for a batch, verify and place it, and give its scratch back."""
-        try:
-            error = future.exception()
-            if isinstance(error, BlobNotFoundError | BlobTruncatedError):
-                self._read_singly(reads)
-            elif error is not None:
-                raise error
-            share = -(-len(reads) // self._workers.count)
-            tasks = [
-                self._workers.submit(self._verifier(reads[at : at + share], decode=decode))
-                for at in range(0, len(reads), share)
-            ]
-            outcomes = [task.exception() or task.result() for task in tasks]
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                stats.damaged += outcome
-            stats.missing_blob |= any(isinstance(r.error, BlobNotFoundError) for r in reads)
-        finally:
-            self.release(reads)
+    def settle(self, flight: _Flight, stats: LoadStats, *, decode: bool) -> None:
+        """Wait for a batch, verify and place it; `release` is the caller's."""
+        error = flight.future.exception()
+        if isinstance(error, BlobNotFoundError | BlobTruncatedError):
+            self._read_singly(flight.reads)
+        elif error is not None:
+            raise error
+        share = -(-len(flight.reads) // self._workers.count)
+        for at in range(0, len(flight.reads), share):
+            check = self._verifier(flight.reads[at : at + share], decode=decode)
+            flight.checks.append(self._workers.submit(check))
+        for task in flight.checks:
+            stats.damaged += task.result()
+        stats.missing_blob |= any(isinstance(r.error, BlobNotFoundError) for r in flight.reads)
 
     def _read_singly(self, reads: list[_Read]) -> None:
         """A batch failed: find out which of its frames are missing or cut off."""
@@ -256,7 +275,7 @@ class _Session:
         self._loader = loader
         self._decode = decode
         self._progress = progress
-        self._flights: deque[tuple[list[_Read], Future[None]]] = deque()
+        self._flights: deque[_Flight] = deque()
         self._batch: list[_Read] = []
         self._size = 0
 
@@ -284,26 +303,33 @@ class _Session:
 
     def close(self) -> None:
         """After an error: nothing may be in flight into memory that the caller gets back."""
-        for reads, future in self._flights:
-            future.exception()
-            self._loader.release(reads)
-        self._flights.clear()
+        interrupted: BaseException | None = None
+        while self._flights:
+            try:
+                self._flights[0].outlast()
+            except BaseException as error:  # noqa: BLE001 - raised below, when it is safe
+                interrupted = error
+            self._loader.release(self._flights.popleft().reads)
         self._loader.release(self._batch)
         self._batch = []
+        if interrupted is not None:
+            raise interrupted
 
     def _submit(self) -> None:
         if self._batch:
-            self._flights.append((self._batch, self._loader.submit(self._batch)))
+            self._flights.append(_Flight(self._batch, self._loader.submit(self._batch)))
             self._batch, self._size = [], 0
         while len(self._flights) >= _BATCHES_IN_FLIGHT:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
         if self._flights:
-            reads, future = self._flights.popleft()
-            self._loader.settle(reads, future, self.stats, decode=self._decode)
+            flight = self._flights[0]
+            self._loader.settle(flight, self.stats, decode=self._decode)
+            self._flights.popleft()
+            self._loader.release(flight.reads)
             if self._progress is not None:
-                self._progress(sum(r.span.length for r in reads))
+                self._progress(sum(r.span.length for r in flight.reads))
 
 
 def _verify_blocks(job: FrameJob, span: ByteRange, data: memoryview) -> str | None:

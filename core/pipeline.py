@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections import deque
@@ -43,11 +44,17 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="penstock-work")
+        self._pid = os.getpid()
+        self._pool = self._make_pool()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` in the pool."""
+        if self._pid != os.getpid():  # a forked child has none of the threads
+            self._pid, self._pool = os.getpid(), self._make_pool()
         return self._pool.submit(task)
+
+    def _make_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.count, thread_name_prefix="penstock-work")
 
     def spawn(self, name: str, task: Callable[[], None]) -> threading.Thread:
         """Run `task` on a thread of its own. Daemonic: a stuck disk must not hold up an exit."""

@@ -23,6 +23,8 @@ from penstock.core.manifest import IntentRecord, commit_name, intent_name
 from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, encode_commit, encode_intent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.core.abc import Backend
     from penstock.core.commit import Commit
     from penstock.core.manifest import CommitRecord
@@ -66,8 +68,12 @@ class Publisher:
         if _boot_s() - self._refreshed > self._grace_s / _REFRESHES_PER_GRACE:
             self.publish_intent()
 
-    def publish_commit(self, record: CommitRecord) -> None:
+    def publish_commit(self, record: CommitRecord, *, begin: Callable[[], None]) -> None:
         """Make the checkpoint exist; resolves a lost answer by reading the record.
+
+        Args:
+            record: What to publish.
+            begin: Feeds `PUBLISH_STARTED`; raises if the save was given up.
 
         Raises:
             LostRaceError: Another saver owns this step and generation.
@@ -76,7 +82,7 @@ class Publisher:
         """
         name = commit_name(record.step, record.generation)
         self._check_intent()
-        self._commit.feed(Event.PUBLISH_STARTED)
+        begin()
         try:
             action = self._commit.feed(self._try(name, encode_commit(record)))
         except BaseException as error:  # noqa: BLE001 - whatever it was, the record may be there

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.core.compressed import digest
 from penstock.core.errors import ConfigError
@@ -21,9 +22,6 @@ from penstock.core.manifest import (
     intent_name,
     part_name,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 RECORD_LIMIT_BYTES = 64 << 20
 """Larger commit records and intents are refused unread."""
@@ -46,16 +44,39 @@ def check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: It is not JSON, or larger than 16 MiB.
     """
+    if not isinstance(metadata, Mapping):
+        msg = f"metadata is a {type(metadata).__name__}: pass a dict"
+        raise ConfigError(msg)
     try:
         text = json.dumps(dict(metadata))
         result = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
+        found = _foreign(dict(metadata), "metadata") if isinstance(error, TypeError) else None
+        if found is not None:
+            raise ConfigError(found) from error
         msg = f"metadata cannot be stored as JSON: {error}; pass plain dicts, lists, text, numbers"
         raise ConfigError(msg) from error
     if len(text) > METADATA_LIMIT_BYTES or type(result) is not dict:
         msg = f"metadata is {len(text)} bytes of JSON; at most {METADATA_LIMIT_BYTES} are stored"
         raise ConfigError(msg)
     return result
+
+
+def _foreign(value: object, place: str) -> str | None:
+    """Where the first value stands that JSON does not know, and what to pass instead."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, dict):
+        items = [(f"{place}[{key!r}]", child) for key, child in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(f"{place}[{number}]", child) for number, child in enumerate(value)]
+    else:
+        kind = type(value)
+        what = f"{place} is a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ")
+        if callable(getattr(value, "item", None)):  # tensors and numpy scalars
+            return f"{what}: pass .item(), or .tolist() if it has several elements"
+        return f"{what}: metadata is stored as JSON; pass plain dicts, lists, text, numbers"
+    return next(filter(None, (_foreign(child, where) for where, child in items)), None)
 
 
 def encode_commit(record: CommitRecord) -> bytes:

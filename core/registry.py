@@ -193,9 +193,10 @@ class Registry:
         entries = self._entries(kind).get(name, [])
         if not entries:
             names = self.names(kind)
+            near = nearest(name, names)
             msg = (
-                f"no {kind} called {name!r} is installed{nearest(name, names)} "
-                f"(installed: {', '.join(names) or 'none'})"
+                f"no {kind} called {name!r} is installed{near if near.endswith('?') else ''} "
+                f"(installed: {', '.join(names) or 'none'}): install the package that provides it"
             )
             raise PluginError(msg)
         if len(entries) > 1:

@@ -59,7 +59,7 @@ class Progress:
     phase: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RestoreReport:
     """One restore. Paths are shown paths of the template.
 
@@ -92,6 +92,14 @@ class RestoreReport:
     direct_io: bool
     seconds: Mapping[str, float]
     fell_back_from: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """The figures; paths and values are too many for a line."""
+        return (
+            f"<RestoreReport step={self.step}: {len(self.restored)} objects, {self.bytes_read} "
+            f"bytes read of {self.bytes_needed} needed in {self.seconds['total']:.3f} s, "
+            f"{len(self.missing)} missing, {len(self.unexpected)} unexpected>"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +148,16 @@ class Outcome(Future[T]):
     def __init__(self, on_error_seen: Callable[[], None]) -> None:
         super().__init__()
         self._on_error_seen = on_error_seen
+        self.on_result: Callable[[], None] | None = None
+        """Called when somebody has waited for a good result, before it is returned."""
 
     def result(self, timeout: float | None = None) -> T:
         """As `Future.result`; an error that it raises counts as seen."""
         error = super().exception(timeout)
         if error is not None:
             self._on_error_seen()
+        elif self.on_result is not None:
+            self.on_result()
         return super().result(timeout)
 
     def cancel(self) -> bool:
@@ -161,6 +173,12 @@ class Outcome(Future[T]):
         error = super().exception(timeout)
         if error is not None:
             self._on_error_seen()
+        elif self.on_result is not None:
+            try:
+                self.on_result()
+            except Exception as late:  # noqa: BLE001 - handed to the caller
+                self._on_error_seen()
+                return late
         return error
 
 

@@ -129,7 +129,12 @@ def restore_into(
         raise
     planned = time.monotonic()
     earlier = overwritten.begin(placement.targets)
-    _fill_targets(checkpoint, placement, stored)
+    try:
+        _fill_targets(checkpoint, placement, stored)
+    except (DamagedError, CheckpointGoneError) as error:
+        undefined = _listed([show_path(t.path) for t in placement.targets])
+        error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
+        raise
     read = time.monotonic()
     _finish(placement, checkpoint.step)
     overwritten.check_left(earlier, placement.targets, checkpoint.step)
@@ -283,6 +288,8 @@ def read_stored(
 def _fill_targets(checkpoint: Opened, placement: Placement, stored: Stored) -> None:
     """Fill every target; tied ones share a sink, and are read once."""
     unique = {id(t.sink): t for t in placement.targets}.values()
+    for target in unique:
+        target.sink.opened()
     fill(checkpoint, [Wish(stored.located[t.path], t.sink) for t in unique], stored.tally)
     for target in unique:
         target.sink.written()
@@ -335,6 +342,13 @@ def _compare(
     selection.check_used([*stored.every_path, *used, *missing])
     if problems or (strict and missing):
         raise _mismatch(problems, missing if strict else [], step)
+    if not used and not missing and stored.every_path:
+        msg = (
+            f"nothing to restore from step {step}: template and checkpoint have nothing in common "
+            "within the selection. Look at include, exclude and rename, and at the keys of the "
+            "template."
+        )
+        raise RestoreMismatchError(msg, [msg])
     unexpected = [path for path in stored.located if path not in used]
     if unexpected:
         log.warning(

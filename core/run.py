@@ -7,6 +7,7 @@ import operator
 import os
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from penstock.core import fence as fence_hook
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
 from penstock.core.errors import ConfigError, SaverClosedError
@@ -185,12 +186,16 @@ class Run:
     # ------------------------------------------------------------------------------------------
 
     def _before_restore(self) -> None:
-        """Live objects are about to change."""
+        """Live objects are about to change, perhaps those of another run's pending save."""
+        fence_hook.fence_all()
 
     def _check_open(self) -> None:
         if self._closed:
             msg = f"the checkpointer of {self._backend.url} is closed"
             raise SaverClosedError(msg)
+        self._check_process()
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             msg = (
                 "a Checkpointer cannot be used in a forked child (its threads stayed behind); "

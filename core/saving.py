@@ -93,6 +93,8 @@ class SaveJob:
         self.request = request
         self._after_commit = after_commit
         self.handle = SaveHandle(request.step)
+        self.handle.captured.on_result = self._captured_was_awaited
+        self._caller = threading.get_ident()
         self.handle.progress_source = self.progress
         self.uid = secrets.token_hex(16)
         self.released = threading.Event()  # nothing of this save is in memory or in flight
@@ -100,7 +102,7 @@ class SaveJob:
         self._staging = staging
         self._workers = workers
         self._queue: queue.SimpleQueue[Captured] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards `_error` and `_started`, and resolving the handle
+        self._lock = threading.RLock()  # guards `_error` and `_started`, and resolving the handle
         self._error: BaseException | None = None
         self._started = False
         self._may_capture = threading.Lock()  # taken for ever by whoever is first
@@ -211,7 +213,7 @@ class SaveJob:
         Never raises: what went wrong is in the handle. With `give_up`, a save whose capture
         takes too long is aborted.
         """
-        if self.handle.captured.done():
+        if self.handle.durable.done():
             return True
         began = time.monotonic()
         complete = True
@@ -228,6 +230,13 @@ class SaveJob:
             self.fail(error)
         self._clock.blocked += time.monotonic() - began
         return complete
+
+    def _captured_was_awaited(self) -> None:
+        """Who trains has waited for the capture: as good as a fence."""
+        if threading.get_ident() == self._caller:
+            self.fence(None)
+            if self._error is not None:
+                raise self._error
 
     def fail(self, error: BaseException) -> None:
         """Give the save up: `captured` resolves first, then the others."""
@@ -314,8 +323,7 @@ class SaveJob:
         self._commit.feed(Event.SEALED)
         self._publish(manifest.part_name, manifest.part)
         self._publish(manifest.index_name, manifest.index)
-        self._raise_if_failed()
-        self._publisher.publish_commit(manifest.record)
+        self._publisher.publish_commit(manifest.record, begin=self._begin_to_publish)
         self._tick(0)
         return self._report(blobs)
 
@@ -323,6 +331,13 @@ class SaveJob:
         self._raise_if_failed()
         self._backend.publish(name, data)
         self._tick(0)
+
+    def _begin_to_publish(self) -> None:
+        """The last moment at which the save can be given up."""
+        self._capture.check()
+        with self._lock:
+            self._raise_if_failed()
+            self._commit.feed(Event.PUBLISH_STARTED)
 
     def _write_chunks(self) -> None:
         left = len(self.request.plan.chunks)
@@ -397,7 +412,9 @@ class SaveJob:
         limit = self.request.io_timeout_s
         while not self.released.wait(min(1.0, limit / 4)):
             stuck_s = time.monotonic() - self._moved
-            if stuck_s > limit and not self.handle.durable.done():
+            if stuck_s <= limit or self.handle.durable.done():
+                continue
+            with self._lock:  # from here on nothing begins to be published
                 tried = self._commit.state in {State.PUBLISHING, State.UNKNOWN}
                 what = (
                     "the commit record was being published, so the checkpoint may or may not exist"

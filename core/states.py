@@ -196,8 +196,8 @@ def _capture(
 def _staging_need(plan: SavePlan, subjects: Sequence[Subject], *, blocking: bool) -> int:
     total = 0
     for chunk in plan.chunks:
-        lent = blocking and not chunk.slab
-        if lent and subjects[chunk.pieces[0].item].source.address is not None:
-            continue
+        source = subjects[chunk.pieces[0].item].source
+        if blocking and not chunk.slab and source.address is not None and source.steady():
+            continue  # lent, not copied
         total += align_up(chunk.phase + chunk.length, PAGE_BYTES)
     return total

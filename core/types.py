@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
@@ -42,6 +43,11 @@ class Region:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Take any sequences of integers, and refuse anything else."""
+        object.__setattr__(self, "offsets", tuple(map(operator.index, self.offsets)))
+        object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:

@@ -48,6 +48,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             text = f"unknown key{nearest(str(place[-1]), _names_at(model, place[:-1]))}"
+        elif problem["type"] == "tuple_type":  # ours are lists in every file, and may be in Python
+            text = "Input should be a list"
         lines.append(f"  {_shown(place)}: {text}" if place else f"  {text}")
     return lines
 

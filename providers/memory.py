@@ -120,6 +120,10 @@ class TensorSource(ByteSource):
         copy_range(self.tensor, start, out)
         return None
 
+    def steady(self) -> bool:
+        shared = self.tensor.is_shared()  # type: ignore[no-untyped-call]  # torch has no type
+        return self.version() is not None and not shared
+
     def version(self) -> int | None:
         return None if self.tensor.is_inference() else self.tensor._version  # noqa: SLF001 - torch has no other name
 
@@ -173,6 +177,10 @@ class TensorSink(ByteSink):
             block = target[index]
             block.copy_(source[position : position + block.numel()].view(block.shape))
 
+    def opened(self) -> None:
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+
     def written(self) -> None:
         if self.tensor.device.type == "cuda":
             # Strided targets are scattered by a kernel that follows the copy.
@@ -194,6 +202,9 @@ class OverlapSink(TensorSink):
         self._live = tensor.detach()
         self._path = path
         self.memory = memory_key(tensor)
+
+    def opened(self) -> None:
+        torch.autograd.graph.increment_version(self._live)
 
     def written(self) -> None:
         strides = self._live.stride()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import suppress
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 class _State(Enum):
     OPEN = auto()
+    SEALING = auto()  # a thread is syncing the file: an abort waits for it
     SEALED = auto()
     DEAD = auto()  # a write, the seal or an fsync failed: may only be aborted
     ABORTED = auto()
@@ -48,7 +50,8 @@ class FileWriter(BlobWriter):
         self._state = _State.OPEN
         self._in_flight = 0
         self._edges: set[int] = set()
-        # Guards `_state`, `_in_flight`, `_edges`; notified when a batch has landed.
+        # Guards `_open`, `_state`, `_in_flight`, `_edges`; notified when a batch has landed and
+        # when a seal is over.
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
@@ -82,24 +85,31 @@ class FileWriter(BlobWriter):
 
     def seal(self, length: int, /) -> None:
         """As the contract says: all completions, one fsync of the file, then of the folders."""
-        with self._changed:
-            self._wait_landed()
-            self._check_open("seal")
-            self._state = _State.DEAD  # until proved otherwise; also against a second seal
-        with explained("seal", self._blob.name, self._root):
-            os.ftruncate(self._blob.fd, length)
-            os.fsync(self._blob.fd)
-            self._folders.sync()
-        with self._changed:
-            self._state = _State.SEALED
-        self._close()
+        ours, outcome = False, _State.DEAD
+        try:
+            with self._changed:
+                self._wait_idle()
+                self._check_open("seal")
+                ours, self._state = True, _State.SEALING
+            with explained("seal", self._blob.name, self._root):
+                os.ftruncate(self._blob.fd, length)
+                os.fsync(self._blob.fd)
+                self._folders.sync()
+            outcome = _State.SEALED
+        finally:
+            if ours:
+                with self._changed:
+                    self._state = outcome
+                    if outcome is _State.SEALED:
+                        self._release()
+                    self._changed.notify_all()
 
     def abort(self) -> None:
         """As the contract says; the file is removed, so its space is free at once."""
+        if os.getpid() != self._pid:  # the parent's blob is not ours to remove
+            return
         with self._changed:
-            if os.getpid() != self._pid:  # the parent's blob is not ours to remove
-                return
-            self._wait_landed()
+            self._wait_idle()
             if self._state in {_State.SEALED, _State.ABORTED}:
                 return
             self._state = _State.ABORTED
@@ -108,7 +118,8 @@ class FileWriter(BlobWriter):
         except OSError:  # already gone, or the store is: `delete` is there for what stays behind
             pass
         finally:
-            self._close()
+            with self._changed:
+                self._release()
 
     # -- below --------------------------------------------------------------------------------
 
@@ -150,19 +161,22 @@ class FileWriter(BlobWriter):
                 self._state = _State.DEAD
             self._changed.notify_all()
 
-    def _wait_landed(self) -> None:
-        while self._in_flight:
+    def _wait_idle(self) -> None:
+        while self._in_flight or self._state is _State.SEALING:
             self._changed.wait()
 
-    def _close(self) -> None:
+    def _release(self) -> None:
+        if not self._open:  # a second close would hit whoever got the number since
+            return
         self._open = False
-        os.close(self._blob.fd)
-        self._folders.close()
+        with suppress(OSError):  # all is synced, or given up
+            os.close(self._blob.fd)
+        with suppress(OSError):
+            self._folders.close()
 
     def __del__(self) -> None:
         # Batches in flight hold a reference to this, so here nothing uses the file any more.
-        if self._open:
-            self._close()
+        self._release()
 
 
 class Ahead:

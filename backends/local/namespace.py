@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock.backends.local.failures import storage_error
 from penstock.backends.local.folders import FOLDER_FLAGS, Folders, make_folder
 from penstock.core.abc import check_blob_name
-from penstock.core.errors import BlobNotFoundError, CapabilityError, StorageError
+from penstock.core.errors import BlobNotFoundError, CapabilityError, StorageError, UnsyncedError
 from penstock.core.types import BlobInfo
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Namespace:
         """As `Backend.publish`: temporary file, fsync, link or rename, fsync of the folders."""
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
+        visible = False
         try:
             temporary, folders = self._make(name, lambda folder: _temporary(folder, data))
             try:
@@ -88,13 +89,18 @@ class Namespace:
                     self._link(temporary, leaf, folders.last, name)
                 else:
                     os.replace(temporary, leaf, src_dir_fd=folders.last, dst_dir_fd=folders.last)
+                visible = True
                 folders.sync()
             finally:
                 with suppress(OSError):  # after a rename it is gone already
                     os.unlink(temporary, dir_fd=folders.last)
                 folders.close()
         except OSError as error:
-            raise storage_error(error, "publish", name, self.root) from error
+            explained = storage_error(error, "publish", name, self.root)
+            if not visible:
+                raise explained from error
+            msg = f"{explained}; the record is there already, but may not survive a power cut"
+            raise UnsyncedError(msg) from error
 
     def list(self, prefix: str) -> list[BlobInfo]:
         """As `Backend.list`."""

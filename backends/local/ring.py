@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import CapabilityError
@@ -63,6 +64,7 @@ class Ring:
         self._lib.io_uring_register_eventfd(self._ring, self._event)
         self._cqe = self._lib.Cqe()
         self._kept: dict[int, Any] = {}
+        self._queued: deque[int] = deque()  # prepared, in order; the kernel takes from the left
         self._open = True
 
     def prepare(self, token: int, flight: Flight) -> bool:
@@ -73,6 +75,7 @@ class Ring:
         sqe = self._lib.io_uring_get_sqe(self._ring)
         if sqe is None:
             return False
+        self._queued.append(token)
         views = flight.views()
         vector = self._vector(views)
         self._kept[token] = (vector, views)
@@ -96,15 +99,24 @@ class Ring:
                 if error.errno not in _AGAIN:
                     raise
                 return False
+        self._queued.clear()
         return True
+
+    def in_kernel(self) -> set[int]:
+        """Tokens that the kernel took and did not give back: it may use their memory."""
+        left = self._lib.io_uring_sq_ready(self._ring)
+        while len(self._queued) > left:
+            self._queued.popleft()
+        return self._kept.keys() - set(self._queued)
 
     def wait(self) -> None:
         """Block, without the GIL, until a completion or a `wake`."""
         os.eventfd_read(self._event)
 
     def wake(self) -> None:
-        """End a `wait`, from any thread."""
-        os.eventfd_write(self._event, 1)
+        """End a `wait`, from any thread; the caller sees to it that no `close` runs meanwhile."""
+        if self._open:
+            os.eventfd_write(self._event, 1)
 
     def completions(self) -> Iterator[tuple[int, int]]:
         """Reap: `(token, bytes moved or -errno)`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from penstock.backends.local.ring import Ring
     from penstock.backends.local.transfer import Transfer
 
-_LOST: list[RingEngine] = []  # broken down with calls in flight: their memory is never freed
+log = logging.getLogger("penstock")
+
+_LOST: list[RingEngine] = []  # broken down with calls in flight: their memory is not freed
 
 
 class RingEngine:
@@ -80,9 +83,10 @@ class RingEngine:
         try:
             while self._turn():
                 pass
-            self._ring.close()
         except Exception as error:  # noqa: BLE001 - recorded: everyone who waits is told
             self._break_down(error)
+        with self._lock:  # no `wake` now
+            self._ring.close()
 
     def _turn(self) -> bool:
         self._fill()
@@ -150,13 +154,29 @@ class RingEngine:
         transfer.batch.done()
 
     def _break_down(self, error: Exception) -> None:
-        """Tell everyone. What is in flight stays referenced for ever: the kernel may use it."""
+        """Tell everyone, but each only once the kernel no longer uses its memory.
+
+        Closing the ring would prove nothing: the kernel cancels what it can and ends the rest,
+        a direct write for instance, some time after `close` returned. But whatever broke, what
+        the kernel took it still completes into the shared queue, without being asked. So that
+        is awaited. When even that cannot be read, the futures stay unresolved: to the caller the
+        store hangs, and its time-out is the one to decide; the memory is kept for ever.
+        """
         _LOST.append(self)
         with self._lock:
             self._broken = error
             waiting, self._waiting = list(self._waiting), deque()
         for transfer in waiting:
             self._end(transfer, error)
-        for flight in self._flights.values():
-            flight.transfer.batch.fail(error, flight.transfer)
-            flight.transfer.batch.done()
+        try:
+            held = self._ring.in_kernel()
+            for lane in self._flights.keys() - held:
+                self._end(self._flights.pop(lane).transfer, error)
+            while self._flights:
+                time.sleep(0.001)
+                for lane, _ in self._ring.completions():
+                    self._end(self._flights.pop(lane).transfer, error)
+        except Exception:
+            log.exception("io_uring broke down; what it was doing is given up as hanging")
+            return
+        _LOST.remove(self)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -33,13 +35,27 @@ def main() -> None:
     Exits with 0, 1 after an error, 2 when it was called wrongly.
     """
     try:
-        app(prog_name="penstock")
+        try:
+            app(prog_name="penstock")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        _end_output(error)
     except PenstockError as error:
         from penstock.core.cli.render import visible  # noqa: PLC0415
 
         lines = [visible(line) for line in str(error).splitlines()] or [type(error).__name__]
         sys.stderr.write("\n".join([f"penstock: {lines[0]}", *lines[1:]]) + "\n")
         sys.exit(1)
+
+
+def _end_output(error: OSError) -> NoReturn:
+    # What is still buffered must not be tried again, with a traceback, when Python exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if error.errno != errno.EPIPE:  # whoever stopped reading needs no message
+        what = error.filename or "standard output"
+        sys.stderr.write(f"penstock: {what}: {error.strerror or error}\n")
+    sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:

@@ -26,12 +26,14 @@ class Column:
         right: Whether it is aligned right.
         keep: On a narrow terminal columns with the lowest `keep` go first; 0 stays always.
         flexible: Whether it may be cut (with an ellipsis) to fit.
+        spare: Whether it goes before a flexible one is cut.
     """
 
     title: str
     right: bool = False
     keep: int = 0
     flexible: bool = False
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ def fitting(
 ) -> dict[int, int]:
     """Which columns to show in `width` cells, by number, and how wide each."""
     wanted = dict(enumerate(_widths(columns, rows)))
+    spare = [n for n in wanted if columns[n].spare]
+    for n in sorted(spare, key=lambda n: (columns[n].keep, -n)):
+        if _total(wanted) > width:
+            del wanted[n]
     shown = {
         n: min(want, _FLEXIBLE_MIN_WIDTH) if columns[n].flexible else want
         for n, want in wanted.items()

@@ -37,9 +37,9 @@ _COLUMNS = (
     Column("TYPE"),
     Column("SHAPE", keep=4),
     Column("BYTES", right=True, keep=5),
-    Column("STORED", right=True, keep=2),
-    Column("CODECS", keep=3),
-    Column("ROLE", keep=1),
+    Column("STORED", right=True, keep=2, spare=True),
+    Column("CODECS", keep=3, spare=True),
+    Column("ROLE", keep=1, spare=True),
 )
 
 

@@ -13,10 +13,11 @@ from penstock.core.cli.render import Column, print_json, print_line, print_table
 from penstock.core.opening import open_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.core.reports import VerifyReport
+    from penstock.core.reports import Damage, VerifyReport
 
+_LISTED = 5  # of the things with one cause
 _COLUMNS = (Column("DAMAGED", flexible=True), Column("HOW", flexible=True, keep=1))
 
 
@@ -65,7 +66,19 @@ def _print(report: VerifyReport) -> None:
             f"step {report.step} is {how}: {looked} in {report.seconds:.1f} s", style="green"
         )
         return
-    print_table(_COLUMNS, [[visible(d.what), visible(d.detail)] for d in report.damaged])
+    print_table(_COLUMNS, list(_rows(report.damaged)))
     print_line(
         f"\nstep {report.step} is damaged: {len(report.damaged)} found; {looked}", style="bold red"
     )
+
+
+def _rows(damaged: Sequence[Damage]) -> Iterator[list[str]]:
+    """Things with the same cause together; of many, the first few and how many more."""
+    by_cause: dict[str, list[str]] = {}
+    for one in damaged:
+        by_cause.setdefault(one.detail, []).append(one.what)
+    for cause, names in by_cause.items():
+        for name in names[:_LISTED]:
+            yield [visible(name), visible(cause)]
+        if len(names) > _LISTED:
+            yield [f"... and {len(names) - _LISTED} more", visible(cause)]

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         StorageTimeoutError,
         TornSnapshotError,
         UnsupportedStateError,
+        UnsyncedError,
     )
     from penstock.core.markers import Grads, Rng
     from penstock.core.reports import (
@@ -110,6 +111,7 @@ __all__ = [
     "StorageTimeoutError",
     "TornSnapshotError",
     "UnsupportedStateError",
+    "UnsyncedError",
     "VerifyReport",
 ]
 

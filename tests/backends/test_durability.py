@@ -1,14 +1,15 @@
 """What is made durable, in which order, and what a failure leaves behind."""
 
-# ruff: noqa: PTH115, PTH208 - descriptors, flags and links are what is tested
+# ruff: noqa: PTH115, PTH123, PTH208, SIM115 - descriptors, flags and links are what is tested
 
 import errno
 import os
 import stat
+import threading
 
 import pytest
 
-from penstock.core.errors import StorageError, StorageFullError
+from penstock.core.errors import BlobExistsError, StorageError, StorageFullError, UnsyncedError
 from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -156,6 +157,56 @@ def test_a_publish_that_cannot_be_synced_leaves_no_record(files, syncs, exclusiv
     with pytest.raises(StorageError, match="EIO"):
         files.publish("commits/1.json", b"1", exclusive=exclusive)
     assert os.listdir(tmp_path / "root" / "commits") == ["0.json"]
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("folder", ["/root/commits", "/root", ""])
+def test_a_publish_whose_folder_cannot_be_synced_says_that_the_record_is_there(
+    files, syncs, exclusive, folder, tmp_path
+):
+    files.publish("commits/0.json", b"0")
+    syncs.fail_on = lambda fd: os.readlink(f"/proc/self/fd/{fd}") == f"{tmp_path}{folder}"
+    with pytest.raises(UnsyncedError, match=r"commits/1\.json .*EIO.*may not survive a power cut"):
+        files.publish("commits/1.json", b"1", exclusive=exclusive)
+    assert files.read_record("commits/1.json", limit_bytes=1) == b"1"
+    assert sorted(os.listdir(tmp_path / "root" / "commits")) == ["0.json", "1.json"]
+
+
+def test_losing_an_exclusive_publish_is_not_mistaken_for_an_unsynced_one(files, syncs):
+    files.publish("commits/1.json", b"first", exclusive=True)
+    syncs.fail_on = lambda fd: not is_file(fd)
+    with pytest.raises(BlobExistsError):
+        files.publish("commits/1.json", b"second", exclusive=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_abort_waits_for_a_seal_under_way_and_closes_nobody_elses_file(
+    files, syncs, tmp_path, fails
+):
+    writer = files.create("data/a.raw")
+    writer.write([WriteRequest(0, (memoryview(pattern(MIB)),))])
+    aborting = threading.Thread(target=writer.abort)
+    strangers = []
+
+    def meanwhile(fd):
+        if is_file(fd):
+            aborting.start()
+            aborting.join(0.1)  # it has every chance to close the file under the fsync
+            strangers.extend(open(tmp_path / f"{n}.log", "w") for n in range(8))
+            assert os.readlink(f"/proc/self/fd/{fd}") == f"{tmp_path}/root/data/a.raw"
+        return fails
+
+    syncs.fail_on = meanwhile
+    if fails:
+        with pytest.raises(StorageError, match="EIO"):
+            writer.seal(MIB)
+    else:
+        writer.seal(MIB)
+    aborting.join()
+    for n, stranger in enumerate(strangers):
+        assert os.readlink(f"/proc/self/fd/{stranger.fileno()}") == f"{tmp_path}/{n}.log"
+        stranger.close()
+    assert [info.name for info in files.list("")] == ([] if fails else ["data/a.raw"])
 
 
 def test_surplus_of_the_space_reserved_ahead_is_given_back(open_files, tmp_path):

@@ -10,9 +10,11 @@ import threading
 import pytest
 
 from penstock.backends.local import ring as ring_module
+from penstock.backends.local.batch import Batch
 from penstock.backends.local.ring import Ring
-from penstock.backends.local.ring_engine import RingEngine
+from penstock.backends.local.ring_engine import _LOST, RingEngine
 from penstock.backends.local.threads import ThreadEngine
+from penstock.backends.local.transfer import Transfer
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.uring import UringBackend, UringConfig
 from penstock.core.errors import CapabilityError, StorageError
@@ -264,6 +266,70 @@ def test_a_ring_that_breaks_down_tells_everyone(tmp_path, needs_uring):
     with pytest.raises(StorageError, match="broke down"):
         second.write([WriteRequest(0, (memoryview(b"x"),))])
     backend.close()
+
+
+class LaterBrokenRing(Ring):
+    """Hands the first call to the kernel and breaks at the second; then it may be unreadable."""
+
+    def __init__(self, entries, *, unreadable=False):
+        super().__init__(entries)
+        self.handed, self.broken, self.unreadable = threading.Event(), False, unreadable
+
+    def submit(self):
+        if not self._lib.io_uring_sq_ready(self._ring):
+            return True
+        if self.handed.is_set():
+            self.broken = True
+            raise OSError(errno.EBADF, "broken")
+        submitted = super().submit()
+        self.handed.set()
+        return submitted
+
+    def completions(self):
+        if self.broken and self.unreadable:
+            raise OSError(errno.EIO, "unreadable")
+        return super().completions()
+
+
+def pipe_read(engine, fd, target):
+    """A read that is in the kernel until something is written to the pipe."""
+    batch = Batch("read", "/pipes")
+    transfer = Transfer(batch, "pipe", fd, write=False, direct=False, offset=0)
+    assert transfer.take(0, memoryview(target))
+    engine.start(batch, [transfer])
+    return batch.future
+
+
+@pytest.mark.uring
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_a_ring_that_breaks_down_resolves_nothing_that_the_kernel_still_fills(
+    needs_uring, unreadable
+):
+    ring = LaterBrokenRing(4, unreadable=unreadable)
+    engine = RingEngine(ring, 4)
+    reader, feeder = os.pipe()
+    held, never = bytearray(5), bytearray(5)
+    in_kernel = pipe_read(engine, reader, held)
+    assert ring.handed.wait(60)
+    not_begun = pipe_read(engine, reader, never)
+    with pytest.raises(StorageError, match="EBADF"):
+        not_begun.result(60)
+    assert not in_kernel.done()
+    if unreadable:
+        engine._thread.join(60)
+        assert not in_kernel.done()
+        assert engine in _LOST, "memory that the kernel may use was given up"
+        _LOST.remove(engine)
+    else:
+        os.write(feeder, b"bytes")
+        with pytest.raises(StorageError, match="EBADF"):
+            in_kernel.result(60)
+        assert held == b"bytes", "the kernel was not through with it"
+    assert never == bytes(5)
+    engine.close()
+    assert not ring._open
+    for fd in (reader, feeder):
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

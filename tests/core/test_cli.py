@@ -252,6 +252,38 @@ def test_reader_that_goes_away_is_no_error_message(environment, run_folder):
     assert errors == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--json")])
+def test_output_that_cannot_be_written_is_one_message(environment, run_folder, arguments):
+    code = "from penstock.core.cli.main import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, str(run_folder)],
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "penstock: standard output: No space left on device\n"
+
+
+def test_spare_columns_go_before_a_flexible_one_is_cut():
+    columns = [
+        Column("PATH", flexible=True),
+        Column("KIND"),
+        Column("A", keep=2, spare=True),
+        Column("B", keep=1, spare=True),
+    ]
+    rows = [["p" * 30, "kind", "aaaa", "bbbb"]]
+    assert fitting(columns, rows, 48) == {0: 30, 1: 4, 2: 4, 3: 4}
+    assert fitting(columns, rows, 47) == {0: 30, 1: 4, 2: 4}
+    assert fitting(columns, rows, 41) == {0: 30, 1: 4}
+    assert fitting(columns, rows, 35) == {0: 29, 1: 4}
+
+
 def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
     columns = [Column("A"), Column("BB", keep=2), Column("CCC", keep=1), Column("D", flexible=True)]
     rows = [["aaaa", "bbbb", Cell("cccc", "red"), "d" * 50]]
@@ -479,6 +511,25 @@ def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
     assert report["ok"] is False
     assert "model/weight" in {d["what"] for d in report["damaged"]}
     assert penstock("verify", damaged_run, "--step", "3").returncode == 0
+
+
+def test_verify_shows_the_same_cause_of_many_only_a_few_times(penstock, tmp_path):
+    import torch
+
+    import penstock as package
+
+    with package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        state = {f"weight{n}": torch.full((5000,), float(n)) for n in range(40)}
+        ckpt.save(state, step=1, mode="blocking")
+    (blob,) = (tmp_path / "run").glob("data/*/blobs/*")
+    blob.unlink()
+    done = penstock("verify", tmp_path / "run")
+    assert done.returncode == 1
+    assert re.search(r"^\.\.\. and \d+ more  ", done.stdout, re.MULTILINE)
+    assert "\nweight0  " in done.stdout
+    assert len(done.stdout.splitlines()) < 20
+    report = json.loads(penstock("verify", tmp_path / "run", "--json").stdout)
+    assert {f"weight{n}" for n in range(40)} <= {d["what"] for d in report["damaged"]}
 
 
 def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):

@@ -162,6 +162,8 @@ def test_one_pattern_needs_no_list():
         ({"backend": 7}, "backend: Input should be a valid string"),
         ({"fence_timeout_s": 0}, "fence_timeout_s: Input should be greater than 0"),
         ({"workers": 0}, "workers: Input should be greater than or equal to 1"),
+        ({"rules": {"match": "a", "codecs": []}}, "rules: Input should be a list"),
+        ({"rules": [{"match": "a", "codecs": "zstd"}]}, "rules[0].codecs: Input should be a list"),
     ],
 )
 def test_wrong_values_are_named_by_their_place(changes, line):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,6 +165,21 @@ def test_metadata_is_checked_as_it_will_be_read_back():
 def test_metadata_that_is_not_json_is_refused(bad):
     with pytest.raises(ConfigError, match="metadata"):
         check_metadata(bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ([1], "metadata is a list: pass a dict"),
+        ({"loss": np.float32(2)}, "metadata['loss'] is a numpy.float32: pass .item(), or"),
+        ({"a": [0, {"b": np.ones(2)}]}, "metadata['a'][1]['b'] is a numpy.ndarray: pass .item(),"),
+        ({"a": b"x"}, "metadata['a'] is a bytes: metadata is stored as JSON"),
+    ],
+)
+def test_what_is_not_json_in_metadata_is_named(bad, complaint):
+    with pytest.raises(ConfigError) as caught:
+        check_metadata(bad)
+    assert str(caught.value).startswith(complaint)
 
 
 def test_huge_metadata_is_refused():

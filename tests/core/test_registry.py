@@ -97,6 +97,14 @@ def test_unknown_name_says_the_nearest_and_what_is_installed(plugin_site):
     assert "installed: " in str(caught.value)
 
 
+def test_unknown_name_that_is_near_to_none_lists_what_is_installed_once(plugin_site):
+    plugin_site.add_penstock()
+    with pytest.raises(PluginError) as caught:
+        Registry().codec_class("brotli")
+    assert str(caught.value).count("zstd") == 1
+    assert str(caught.value).endswith("): install the package that provides it")
+
+
 def test_entry_points_can_be_given(plugin_site):
     _add_codec(plugin_site, "acme-codecs", "hidden", module="acme_codec", source=_codec("seen"))
     given = [EntryPoint("seen", "acme_codec:Good", "penstock.codecs")]

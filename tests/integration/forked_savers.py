@@ -74,8 +74,8 @@ def make(number):
 def save_until_killed(request, report):
     backend = open_backend(request["url"])
     if request["crash"]:
-        call, after = request["crash"]
-        backend = CrashAt(backend, call, after=after, kill=True)
+        call, after, operations = request["crash"]
+        backend = CrashAt(backend, call, after=after, kill=True, operations=operations)
     number = request["number"]
     state = make(number)
     with Checkpointer(backend, retention=request["retention"], **OPTIONS) as ckpt:

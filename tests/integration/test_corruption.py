@@ -475,11 +475,15 @@ def test_a_mismatch_leaves_the_template_untouched(ckpt, saved):
             assert tensor._version == versions[path]
 
 
-def test_damage_touches_nothing_that_was_not_selected_and_assigns_no_value(run, ckpt, saved):
+def test_damage_touches_nothing_that_was_not_selected_and_assigns_no_value(run, ckpt):
     flip_in_an_encoded_frame(run, ckpt.open(STEP))
     target = make_state(9)
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedError) as caught:
         ckpt.restore(target, STEP, include=["optimizer", "epoch"])
+    (note,) = caught.value.__notes__
+    assert note.startswith("Undefined now: ")
+    assert all(path in note for path in ENCODED_PATHS)
+    assert "model" not in note
     assert same(target["model"], make_state(9)["model"])
     assert same(target["table"], make_state(9)["table"])
     assert target["epoch"] == 9

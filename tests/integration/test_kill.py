@@ -11,6 +11,7 @@ from tests.integration.forked_savers import STEP, Forker, make
 from tests.integration.support import checkpointer, same, uring_missing
 
 from penstock.core.survey import survey_records
+from penstock.core.testing.wrapper import OPERATIONS
 
 KEEP_LAST = 2
 
@@ -109,11 +110,22 @@ def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
     # Two saves make some fifty calls; every third of them, and another third in each variant.
     shift = 2 * (kind == "uring") + overwrite
     for call in range(1 + shift % 3, 45, 3):
-        watch.kill(killer, crash=[call, (call + shift) % 2 == 0])
+        watch.kill(killer, crash=[call, (call + shift) % 2 == 0, OPERATIONS])
     assert watch.in_the_middle >= 10
-    assert watch.olds
-    assert watch.news
     watch.save_on()
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+def test_what_exists_is_decided_by_the_publish_of_the_commit_record(
+    overwrite, kind, killer, tmp_path
+):
+    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    watch.kill(killer, commits=2)
+    for number, _ in enumerate(["intent", "part", "index", "commit record"], start=1):
+        for after in (False, True):
+            assert watch.in_the_middle == watch.olds
+            watch.kill(killer, crash=[number, after, ["publish"]])
+    assert (watch.olds, watch.news) == (7, 1)
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])

@@ -74,7 +74,8 @@ def run(tmp_path):
 def test_a_step_up_to_the_latest_is_refused_at_the_call(step, ckpt, store):
     save(ckpt, 1, 3)
     before = names(store)
-    with pytest.raises(StepExistsError, match=r"overwrite=True.*rewind\("):
+    advice = r"rewind\(1\)" if step > 1 else "delete"
+    with pytest.raises(StepExistsError, match=f"overwrite=True.*{advice}"):
         ckpt.save(tree(100), step)
     ckpt.wait()
     assert names(store) == before
@@ -139,6 +140,21 @@ def test_an_overwrite_that_fails_leaves_the_old_generation(operation, store):
         assert names(store) == before
         assert same(ckpt.load(), tree(1))
         save(ckpt, 2)
+
+
+def test_the_commit_record_comes_last_after_everything_else_is_durable(store):
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, rules=[{"match": "b", "codecs": ["zstd"]}]) as ckpt:
+        save(ckpt, 1)
+    calls = [(call, name[0]) for call, name in faulty.calls]
+    for kind in (".raw", ".enc"):
+        of_blob = [call for call, name in calls if name.endswith(kind)]
+        assert of_blob == ["create", *["write"] * (len(of_blob) - 2), "seal"]
+    sealed = [number for number, (call, _) in enumerate(calls) if call == "seal"]
+    published = [name.rpartition("/")[2] for call, name in calls if call == "publish"]
+    assert published == ["intent.json", "00000.json.zst", "index", "00000001-0.json"]
+    publishes = [number for number, (call, _) in enumerate(calls) if call == "publish"]
+    assert publishes[0] < sealed[0] < sealed[1] < publishes[1]
 
 
 # -- rewind and delete -----------------------------------------------------------------------------
