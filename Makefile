@@ -51,7 +51,9 @@ docs: $(READY) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY) ## compare with torch.save, safetensors, DCP and TorchSnapshot (needs 10 GB of disk)
-	@$(BIN)/python benchmarks/peers.py
+	@$(BIN)/python benchmarks/compare.py
+	@$(BIN)/python benchmarks/blocked.py
+	@$(BIN)/python benchmarks/report.py
 
 format: $(READY) ## format the sources and apply safe fixes
 	$(BIN)/ruff check --fix .

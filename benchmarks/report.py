@@ -77,7 +77,7 @@ def _setting(run: dict[str, Any], summary: Summary) -> str:
         f"memory, Linux {machine['kernel']}, {machine['file_system']}.\n"
         f"- Versions: Python {machine['python']}, {versions}, {machine['fio'] or 'no fio'}.\n"
         f"- {options['rounds']} rounds, {run['made'][:10]}. Load average: {machine['load_before']} "
-        f"before, {machine['load_during']} during the run (an idle machine shows about 1: its own).{note}"
+        f"before, {machine['load_during']} during the run (an idle machine shows about 1).{note}"
     )
 
 

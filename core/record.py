@@ -38,7 +38,7 @@ _INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshe
 _MAX_WORLD_SIZE = 1 << 24
 
 
-def check_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def check_metadata(metadata: object) -> dict[str, Any]:
     """The user's metadata as it will be read back (tuples become lists, keys strings).
 
     Raises:

@@ -31,3 +31,17 @@ def _needs_gpu(request):
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch.cuda.is_available() is False")
+
+
+@pytest.fixture(autouse=True)
+def _needs_uring(request):
+    """Skip tests marked `uring` where io_uring cannot be used."""
+    if request.node.get_closest_marker("uring") is None:
+        return
+    from penstock.backends.uring import UringBackend, UringConfig
+    from penstock.core.errors import CapabilityError
+
+    try:
+        UringBackend(UringConfig(path="/nonexistent")).close()
+    except CapabilityError as error:
+        pytest.skip(f"needs io_uring: {error}")

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import penstock
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(<!-- not run)?", re.DOTALL | re.MULTILINE)
 
@@ -24,6 +26,15 @@ def test_the_pages_that_must_run_are_found():
     assert {"quickstart", "write-a-backend", "write-a-codec", "write-a-provider"} <= {
         page.stem for page in PAGES
     }
+
+
+def test_the_reference_has_every_public_name():
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    configuration = {"BackendConfig", "CheckpointerConfig"}  # their fields are on a page of theirs
+    absent = [
+        n for n in penstock.__all__ if n not in configuration and not re.search(rf"\b{n}\b", text)
+    ]
+    assert absent == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

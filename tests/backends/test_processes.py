@@ -79,9 +79,10 @@ def test_of_racing_processes_exactly_one_publishes_each_name(kind, tmp_path):
 def test_a_killed_publisher_leaves_whole_records_only(tmp_path):
     body = """
         backend = opened(sys.argv[1])
-        print("go", flush=True)
         for n in range(1_000_000):
             backend.publish("r.json", bytes([n % 7]) * (1 + n % 7) * 3000)
+            if n == 0:
+                print("go", flush=True)
             backend.publish(f"c/{n}.json", b"x" * 5000, exclusive=True)
             backend.delete([f"c/{n - 5}.json"])
     """

@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 import torch
+from tests.integration.training import copies, random_state
 from torch import nn
 
 import penstock
-from tests.integration.training import copies, random_state
 
 WIDTH = 40
 
@@ -48,7 +48,7 @@ class Job:
     def __init__(self, seed):
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - what `Rng` saves
+        np.random.seed(seed)
         self.model = self.make_model()
         self.optimizer = self.make_optimizer()
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.first_optimizer(), 20)
@@ -79,7 +79,7 @@ class Job:
 
     def loss(self, batch):
         # Noise from each generator, so that losing the state of any of them shows.
-        noise = random.random() + float(np.random.rand())  # noqa: NPY002, S311 - what `Rng` saves
+        noise = random.random() + float(np.random.rand())
         return (self.model(batch) - batch).square().mean() * (1 + 0.1 * noise)
 
     def step(self):
@@ -106,7 +106,7 @@ class Job:
 class _WithOptimizer(Job):
     def __init__(self, kind, options, only_matrices, seed):
         self.make_optimizer = lambda: kind(
-            [p for p in self.model.parameters() if p.ndim == 2 or not only_matrices],  # noqa: PLR2004
+            [p for p in self.model.parameters() if p.ndim == 2 or not only_matrices],
             **options,
         )
         super().__init__(seed)
@@ -134,7 +134,7 @@ class _WithClosure(_WithOptimizer):
 
 
 def with_closure(kind, **options):
-    return partial(_WithClosure, kind, options, False)  # noqa: FBT003
+    return partial(_WithClosure, kind, options, False)
 
 
 class SparseJob(Job):
@@ -200,8 +200,8 @@ class MixedOptimizer(Job):
 class Compiled(Job):
     """Trained through `torch.compile`, saved as it is."""
 
-    def __init__(self, seed, compiled=True):  # noqa: FBT002
-        torch._dynamo.reset()  # noqa: SLF001 - graphs of other tests would count as recompiles
+    def __init__(self, seed, compiled=True):
+        torch._dynamo.reset()
         super().__init__(seed)
         self.plain = self.model
         if compiled:
@@ -215,7 +215,7 @@ class Compiled(Job):
 class Scaled(Job):
     """A gradient scaler whose scale moves, and that skips steps at first."""
 
-    def __init__(self, seed, enabled=True):  # noqa: FBT002
+    def __init__(self, seed, enabled=True):
         super().__init__(seed)
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0**126, growth_interval=2, enabled=enabled
@@ -285,8 +285,8 @@ class TwoOptimizers(Job):
     """One for matrices, one for the rest."""
 
     def make_optimizer(self):
-        matrices = [p for p in self.model.parameters() if p.ndim == 2]  # noqa: PLR2004
-        rest = [p for p in self.model.parameters() if p.ndim != 2]  # noqa: PLR2004
+        matrices = [p for p in self.model.parameters() if p.ndim == 2]
+        rest = [p for p in self.model.parameters() if p.ndim != 2]
         return {
             "matrices": torch.optim.SGD(matrices, lr=0.1, momentum=0.9),
             "rest": torch.optim.Adam(
@@ -320,9 +320,7 @@ class Clashing(Job):
         self.state["coder"] = {"encode": self.model["encode"], "decode": self.model["decode"]}
 
     def make_model(self):
-        return nn.ModuleDict(
-            {"encode": nn.Linear(WIDTH, 20), "decode": nn.Linear(20, WIDTH)}
-        )
+        return nn.ModuleDict({"encode": nn.Linear(WIDTH, 20), "decode": nn.Linear(20, WIDTH)})
 
     def loss(self, batch):
         hidden = nn.functional.dropout(self.model["encode"](batch), 0.2)
@@ -334,8 +332,8 @@ class StatefulLoader(Job):
 
     def __init__(self, seed):
         super().__init__(seed)
-        from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - slow
-        from torchdata.stateful_dataloader.sampler import RandomSampler  # noqa: PLC0415 - likewise
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import RandomSampler
 
         # Two generators: the loader draws from its own one whenever iteration begins, which
         # happens once more in a run that was resumed.

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-import penstock
 from tests.integration.jobs import (
     Accumulation,
     Averaged,
@@ -30,6 +27,9 @@ from tests.integration.jobs import (
 )
 from tests.integration.support import memory
 from tests.integration.training import SMALL, differences
+from torch import nn
+
+import penstock
 
 STEPS, AT = 7, 3  # an odd place: in the middle of an epoch and of an accumulation
 
@@ -155,7 +155,7 @@ def test_a_new_process_resumes_exactly(tmp_path):
         "    step = ckpt.restore(job.state).step\n"
         "print(json.dumps([job.step() for _ in range(step, int(sys.argv[2]))]))\n"
     )
-    done = subprocess.run(  # noqa: S603 - our own interpreter
+    done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "run"), str(STEPS)],
         cwd=Path(__file__).parents[2],
         env=os.environ,

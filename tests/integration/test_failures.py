@@ -15,6 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.integration.support import memory
+from tests.integration.training import (
+    CAPTURE,
+    SMALL,
+    TINY_BUDGET,
+    Gate,
+    Held,
+    copies,
+    differences,
+    held_at,
+    held_at_fence,
+    held_checkpointer,
+    penstock_threads,
+    wait_until_in,
+)
 from torch import nn
 
 from penstock import (
@@ -33,21 +48,6 @@ from penstock import (
 )
 from penstock.core import saving
 from penstock.core.testing.faults import FaultyBackend
-from tests.integration.support import memory
-from tests.integration.training import (
-    CAPTURE,
-    SMALL,
-    TINY_BUDGET,
-    Gate,
-    Held,
-    copies,
-    differences,
-    held_at,
-    held_at_fence,
-    held_checkpointer,
-    penstock_threads,
-    wait_until_in,
-)
 
 ENCODED = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
 WAIT = ("penstock.core.saving", "wait_durable")
@@ -99,7 +99,7 @@ def errors_logged(caplog):
 
 
 def assert_nothing_is_held(ckpt):
-    assert ckpt._staging.used_bytes == 0  # noqa: SLF001 - nothing public tells
+    assert ckpt._staging.used_bytes == 0
 
 
 @pytest.fixture
@@ -135,13 +135,13 @@ def small_disk(tmp_path):
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "penstock-test", str(folder)]
     try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("needs mount(8)")
     if mounted.returncode:
         pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)  # noqa: S603, S607
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("engine", ["posix", pytest.param("uring", marks=pytest.mark.uring)])
@@ -157,7 +157,7 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
             if handles[-1].durable.exception() is not None:  # which counts as seen
                 break
         full = loop.step
-        assert 3 <= full < 20  # noqa: PLR2004 - some fit, not all
+        assert 3 <= full < 20
         with pytest.raises(StorageFullError):
             handles[-1].result()
         ckpt.wait()
@@ -320,7 +320,7 @@ def test_a_provider_that_fails_in_the_background_fails_its_save_only(store, capl
             ckpt.wait()
             assert_nothing_is_held(ckpt)
             assert ckpt.steps() == []
-    assert len(errors_logged(caplog)) == 2  # noqa: PLR2004 - one each
+    assert len(errors_logged(caplog)) == 2
 
 
 # -- who hears of it -------------------------------------------------------------------------------
@@ -334,11 +334,11 @@ def failed(store):
         loop.save().result()
         store.fail("seal")
         handle = loop.save()
-        ckpt._job.finished(None)  # noqa: SLF001 - waits without looking
+        ckpt._job.finished(None)
         assert handle.done()
         loop.handle = handle
         yield loop
-        if not ckpt._closed:  # noqa: SLF001 - of a test that closes
+        if not ckpt._closed:
             ckpt.wait()
 
 
@@ -460,7 +460,7 @@ def test_futures_resolve_in_order(store, gate, mode, fails):
         hold.let_go.set()
         concurrent.futures.wait([handle.captured])  # which is not looking
         gate.set()
-        ckpt._job.finished(None)  # noqa: SLF001 - likewise
+        ckpt._job.finished(None)
         assert order == ["captured", "committed", "durable"]
         assert (handle.durable.exception() is None) is (fails is None)
 
@@ -662,7 +662,7 @@ handle = ckpt.save({{"model": model, "optimizer": optimizer}}, 1)
 assert not handle.done()
 {ending}
 """
-    done = subprocess.run(  # noqa: S603 - our own interpreter
+    done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "run")],
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -701,11 +701,11 @@ def test_fifty_saves_leave_no_threads_and_no_staging_behind(store, budget):
                 assert loop.mode == "blocking"
             join_threads_of_saves()
             assert_nothing_is_held(ckpt)
-            if number == 10:  # noqa: PLR2004 - all pools have grown
+            if number == 10:
                 threads = len(penstock_threads())
-                allocated = ckpt._staging.allocated_bytes  # noqa: SLF001 - as above
+                allocated = ckpt._staging.allocated_bytes
         assert len(penstock_threads()) <= threads
-        assert ckpt._staging.allocated_bytes == allocated  # noqa: SLF001 - as above
+        assert ckpt._staging.allocated_bytes == allocated
     store.close()
 
 
@@ -726,4 +726,3 @@ def test_a_state_that_grows_beyond_the_budget_bit_by_bit_never_deadlocks(store, 
             assert torch.equal(tree["strided"], state["strided"])
             assert torch.equal(tree["flat"], flat)
             assert_nothing_is_held(ckpt)
-

@@ -8,10 +8,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
-
-from penstock import FenceTimeoutError, SaveAbortedError, TornSnapshotError
-from penstock.core.testing.faults import FaultyBackend
 from tests.integration.support import memory
 from tests.integration.training import (
     CAPTURE,
@@ -25,6 +21,10 @@ from tests.integration.training import (
     held_at_fence,
     held_checkpointer,
 )
+from torch import nn
+
+from penstock import FenceTimeoutError, SaveAbortedError, TornSnapshotError
+from penstock.core.testing.faults import FaultyBackend
 
 AMPLE = {"staging_bytes": "8 MiB"}
 BUDGETS = pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
@@ -313,9 +313,7 @@ def test_an_embedding_that_normalises_in_forward_is_captured_before_save_returns
     optimizer = torch.optim.Adam(model.parameters())
     hold = Held()
     expected = copies(dict(model.state_dict()))
-    handle = ckpt.save(
-        {"hold": hold, "model": model, "optimizer": optimizer}, 1, mode="lazy"
-    )
+    handle = ckpt.save({"hold": hold, "model": model, "optimizer": optimizer}, 1, mode="lazy")
     hold.reached.wait()
     model(torch.arange(400))
     assert differences(copies(dict(model.state_dict())), expected)
@@ -519,9 +517,7 @@ def test_what_an_optimizer_may_change_outside_its_step_is_never_deferred(store):
         assert report.deferred_bytes == (parameter.nbytes if "lr" in options else 0)
 
 
-def test_past_the_fence_timeout_training_goes_on_and_the_save_is_given_up(
-    store, gate, job, caplog
-):
+def test_past_the_fence_timeout_training_goes_on_and_the_save_is_given_up(store, gate, job, caplog):
     store.block("create", gate)
     order = []
     model, optimizer = job

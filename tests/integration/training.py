@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from tests.integration.support import same
 from torch import nn
 
 import penstock
@@ -23,7 +24,6 @@ from penstock.core.abc import Placement, StateObject, StateProvider
 from penstock.core.registry import GROUPS, Registry
 from penstock.core.types import Kind, Role, TensorSpec
 from penstock.providers.memory import TensorSource
-from tests.integration.support import same
 
 # So small that some 100 KB of state have slabs and many chunks; `TINY_BUDGET` is less than that.
 SMALL = {"chunk_bytes": 16384, "block_bytes": 4096, "workers": 2}
@@ -39,7 +39,7 @@ class Everything:
     def __init__(self, seed=0):
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - what `Rng` saves
+        np.random.seed(seed)
         self.model = nn.Sequential(
             nn.Linear(24, 400), nn.BatchNorm1d(400), nn.Dropout(0.1), nn.Linear(400, 24)
         )
@@ -95,7 +95,7 @@ class Everything:
         self.scheduler.last_epoch += 3
         self.generator.manual_seed(77)
         random.random()
-        np.random.rand()  # noqa: NPY002 - as above
+        np.random.rand()
         torch.rand(3)
         self.array += 1
         self.rows[...] = -1
@@ -119,7 +119,7 @@ class Everything:
 def random_state():
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - as above
+        "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
 
@@ -204,7 +204,9 @@ class HeldProvider(StateProvider):
 
 
 def registry_with_held():
-    installed = [e for group in GROUPS.values() for e in importlib.metadata.entry_points(group=group)]
+    installed = [
+        e for group in GROUPS.values() for e in importlib.metadata.entry_points(group=group)
+    ]
     held = importlib.metadata.EntryPoint("held", f"{__name__}:HeldProvider", GROUPS["provider"])
     return Registry([*installed, held])
 
@@ -267,7 +269,7 @@ def held_at_fence(action):
 
 
 def _stands_in(thread, place):
-    frame = sys._current_frames().get(thread.ident)  # noqa: SLF001 - there is no other way
+    frame = sys._current_frames().get(thread.ident)
     while frame is not None:
         if (frame.f_globals["__name__"], frame.f_code.co_name) == place:
             return True
