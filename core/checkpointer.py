@@ -153,7 +153,7 @@ class Checkpointer(Run):
             msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
             raise ConfigError(msg)
         step = valid_step(step)
-        metadata = check_metadata(metadata or {})
+        metadata = check_metadata({} if metadata is None else metadata)
         if not self._take_turn():
             return _skipped(step)
         generation = self._claim(step, overwrite=overwrite)

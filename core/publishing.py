@@ -18,6 +18,7 @@ from penstock.core.errors import (
     LostRaceError,
     SaveAbortedError,
     StorageError,
+    UnsyncedError,
 )
 from penstock.core.manifest import IntentRecord, commit_name, intent_name
 from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, encode_commit, encode_intent
@@ -85,6 +86,11 @@ class Publisher:
         begin()
         try:
             action = self._commit.feed(self._try(name, encode_commit(record)))
+        except UnsyncedError as error:
+            # Reading it would prove nothing: it may be gone after a power cut.
+            self._commit.feed(Event.PUBLISH_ANSWER_LOST)
+            msg = f"step {record.step} is published, but perhaps not durably: {error}"
+            raise CommitUnknownError(msg) from error
         except BaseException as error:  # noqa: BLE001 - whatever it was, the record may be there
             log.warning("publishing %s: %r; looking whether it is there", name, error)
             action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)

@@ -390,8 +390,8 @@ def test_a_change_before_the_fence_is_found_by_whoever_looks_first():
         if look == "fence":
             run.capture.take_deferred()
         source.change()
-        with pytest.raises(TornSnapshotError, match="^g0 changed before the fence"):
-            getattr(run.capture, look)(*([None] if look == "fence" else []))
+        with pytest.raises(TornSnapshotError, match=r"^g0 changed before the fence"):
+            run.capture.fence(None) if look == "fence" else run.capture.take_deferred()
         with pytest.raises(TornSnapshotError):
             run.capture.check()
 
@@ -455,9 +455,10 @@ def test_close_gives_back_what_device_copies_hold_once_they_have_landed():
 @pytest.mark.parametrize("when", [NOW, DEFERRED])
 def test_a_source_that_fails_leaves_no_staging_behind(when):
     run = Run((Host(40_000), NOW), (Broken(40_000, flat=False), when))
-    with pytest.raises(ZeroDivisionError):
+    if when is DEFERRED:
         run.capture.take_now()
-        run.capture.take_deferred()
+    with pytest.raises(ZeroDivisionError):
+        run.capture.take_now() if when is NOW else run.capture.take_deferred()
     run.give_back()
     run.capture.close()
     assert run.staging.used_bytes == 0

@@ -244,9 +244,11 @@ def held_at(place, action) -> Iterator[None]:
     thread = threading.Thread(target=run, name="training")
     thread.start()
     wait_until_in(place, thread)
+    if not thread.is_alive():
+        Gate.open_all()
+        assert errors, f"it went on, past {place}"
+        raise errors[0]
     try:
-        if not thread.is_alive():
-            raise errors[0] if errors else AssertionError(f"it went on, past {place}")
         yield
     except BaseException:
         Gate.open_all()
