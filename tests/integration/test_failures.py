@@ -163,7 +163,8 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
         ckpt.wait()
         assert len(errors_logged(caplog)) == 1
         loop.check(*range(1, full))
-        assert not list(small_disk.glob(f"data/*/blobs/{handles[-1].step}*"))
+        blobs = {path.parent for path in small_disk.glob("data/*/blobs/*")}
+        assert len(blobs) == full - 1, "the part that was written is still there"
         ckpt.delete(1)
         ckpt.delete(2)
         loop.save().result()
@@ -381,6 +382,18 @@ def test_the_handle_raises_it_at_every_call(failed):
 def test_looking_at_a_future_is_seeing(failed, future):
     assert isinstance(getattr(failed.handle, future).exception(), StorageError)
     failed.ckpt.wait()
+
+
+def test_wait_within_too_short_a_time_raises_and_the_save_goes_on(store, gate):
+    store.block("seal", gate)
+    with Checkpointer(store, **SMALL) as ckpt:
+        loop = Loop(ckpt)
+        loop.save()
+        with pytest.raises(TimeoutError, match="the save of step 1 is still under way"):
+            ckpt.wait(timeout=0.01)
+        gate.set()
+        ckpt.wait()
+        loop.check(1)
 
 
 def test_progress_is_not_seeing(failed):
