@@ -322,7 +322,7 @@ class FrameWriter:
         for future in batch.futures:
             error = error or future.exception()
         captured, batch.captured = batch.captured, []
-        for item in captured[1:]:
+        for item in captured:
             self._release(item)
         if error is not None:
             raise error

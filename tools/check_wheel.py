@@ -6,6 +6,7 @@ follow them, makes an empty wheel without any complaint; this is the complaint.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,8 @@ def main() -> None:
     """Build, compare, install, import."""
     with tempfile.TemporaryDirectory(prefix="penstock-wheel-") as name:
         scratch = Path(name)
+        # setuptools would pack modules that were deleted since it last ran here.
+        shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
         # The sdist from the tree, and the wheel from that sdist, as a user without a wheel has it.
         run(sys.executable, "-m", "build", "--outdir", scratch, ROOT, cwd=scratch)
         (from_sdist,) = scratch.glob("*.whl")
