@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -126,7 +127,9 @@ def test_a_forked_child_is_not_fenced_even_if_the_lock_was_held(ckpt, outside):
     with fence._lock:
         child = os.fork()
         if child == 0:
+            signal.alarm(10)  # rather than hang
             outside.step()
+            fence.fence_all()  # as a restore of the child's own
             os._exit(40 + outside.steps)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 41
