@@ -259,8 +259,13 @@ class FrameWriter:
     def _start_encoded(self, captured: deque[Captured]) -> None:
         """Give each to a worker, which releases it, and take it out of `captured`."""
         if self._enc is None:
+            raw_bytes = sum(k.length for k in self._plan.chunks if self._chains[k.chain])
             self._enc = EncodedStream(
-                self._backend, self._enc_name, clock=self.write_clock, tick=self._tick
+                self._backend,
+                self._enc_name,
+                size_hint=raw_bytes,  # what it will have at most, unless nothing gets smaller
+                clock=self.write_clock,
+                tick=self._tick,
             )
         batch = _Batch([], [])
         self._batches.append(batch)
@@ -332,10 +337,16 @@ class EncodedStream:
     """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries."""
 
     def __init__(
-        self, backend: Backend, name: str, *, clock: BusyClock, tick: Callable[[int], None]
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        size_hint: int,
+        clock: BusyClock,
+        tick: Callable[[int], None],
     ) -> None:
         self._backend = backend
-        self._writer = backend.create(name)
+        self._writer = backend.create(name, size_hint=size_hint)
         self._clock = clock
         self._tick = tick
         self._lock = threading.Lock()  # guards everything below; appending is serial

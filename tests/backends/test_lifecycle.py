@@ -26,7 +26,7 @@ def use(backend, name):
     """Start the engine, and leave a writer of each fate behind."""
     data = memoryview(pattern(300_000))
     for fate in ("sealed", "aborted", "open"):
-        writer = backend.create(f"{name}.{fate}")
+        writer = backend.create(f"{name}.{fate}", size_hint=64 + len(data))
         writer.write([WriteRequest(64, (data,))])
         if fate == "sealed":
             writer.seal(64 + len(data))
