@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.manifest import data_prefix
-from penstock.core.survey import delete_data, survey_run
+from penstock.core.survey import delete_data, delete_records, survey_run
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from penstock.core.abc import Backend
+    from penstock.core.manifest import CommitRecord
 
 GRACE_S = 24 * 3600.0
 """How long data of an attempt that nobody names is left alone, by the store's clock."""
@@ -25,6 +26,8 @@ class PruneReport:
         uids: Attempts whose data was (or would be) deleted, ascending.
         names: How many blobs and records that was.
         size_bytes: And how many bytes.
+        superseded: Commit records that a later overwrite of their step replaced; a crash had
+            come before their deletion. Their data is not in the figures above.
         refused: Why nothing was collected: what is wrong with each record that cannot be read.
         dry_run: Whether nothing was really deleted.
     """
@@ -32,6 +35,7 @@ class PruneReport:
     uids: tuple[str, ...] = ()
     names: int = 0
     size_bytes: int = 0
+    superseded: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     dry_run: bool = False
 
@@ -52,14 +56,19 @@ def prune(
     before, and goes the next time.
 
     While any record of the run is unreadable nothing is taken: it may need anything.
+
+    Older generations of a step are deleted at once: whoever published the newest one had meant to.
     """
     survey = survey_run(backend)
     if survey.unreadable:
         refused = tuple(str(error) for error in survey.unreadable.values())
         return PruneReport(refused=refused, dry_run=dry_run)
+    superseded = _superseded(survey.records)
+    if superseded and not dry_run:
+        delete_records(backend, superseded)
     candidates = sorted(survey.data.keys() - survey.needed.union(own_uids))
     if not candidates:
-        return PruneReport(dry_run=dry_run)
+        return PruneReport(superseded=superseded, dry_run=dry_run)
     limit_s = backend.store_time_s() - grace_s
     taken: list[str] = []
     names = size_bytes = 0
@@ -73,4 +82,13 @@ def prune(
         taken.append(uid)
         names += len(blobs)
         size_bytes += sum(blob.size_bytes for blob in blobs)
-    return PruneReport(tuple(taken), names, size_bytes, dry_run=dry_run)
+    return PruneReport(tuple(taken), names, size_bytes, superseded, dry_run=dry_run)
+
+
+def _superseded(records: Mapping[str, CommitRecord]) -> tuple[str, ...]:
+    """Names of all but the newest generation of each step, older ones first."""
+    newest: dict[int, int] = {}
+    for record in records.values():
+        newest[record.step] = max(record.generation, newest.get(record.step, 0))
+    older = [(r.step, r.generation, name) for name, r in records.items()]
+    return tuple(name for step, number, name in sorted(older) if number < newest[step])

@@ -391,10 +391,12 @@ def test_a_crash_at_any_moment_leaves_no_record_without_its_data(operation):
             assert after.record(20).uid == newest
         if operation == "prune" and intent_name(uid_of(1)) in store.names():
             assert data_names(uid_of(1)) <= store.names()
-        needed = needed_data(store)
+        steps = after.steps()
         store.now_s += 2 * DAY
         after.prune()
-        assert {data_uid(name) for name in store.names("data/")} == needed
+        assert after.steps() == steps
+        assert all(len(names) == 1 for names in after.entries().values())
+        assert {data_uid(name) for name in store.names("data/")} == needed_data(store)
     assert crash_at > 2
 
 
@@ -454,6 +456,31 @@ def test_prune_takes_old_data_that_nobody_names(store, catalog):
     assert data_names(uid_of(1)) <= store.names()
     assert catalog.prune().uids == (uid_of(1),)
     assert store.names("data/") == {intent_name(keep), *data_names(keep)}
+
+
+def test_prune_ends_an_overwrite_that_a_crash_cut_short(store, catalog):
+    commit(store, 10)
+    commit(store, 20, generation=0)
+    commit(store, 20, generation=2)
+    newest = commit(store, 20, generation=10)
+    older = (commit_name(20, 0), commit_name(20, 2))
+    report = catalog.prune(dry_run=True)
+    assert report.superseded == older
+    assert set(older) <= store.names()
+    assert catalog.prune().superseded == older
+    assert not set(older) & store.names()
+    assert catalog.steps() == [10, 20]
+    assert catalog.record(20).uid == newest
+    assert {data_uid(name) for name in store.names("data/")} == needed_data(store)
+
+
+def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, catalog):
+    commit(store, 20)
+    commit(store, 20, generation=1)
+    store.publish(commit_name(20, 1), b"rubbish")
+    report = catalog.prune()
+    assert report.refused
+    assert commit_name(20, 0) in store.names()
 
 
 def test_prune_leaves_young_data_by_the_stores_clock(store, catalog):
@@ -638,10 +665,12 @@ class Run(RuleBasedStateMachine):
                     assert data_names(needed) <= names
 
     def teardown(self):
-        needed = needed_data(self.store)
+        newest = {step: names[-1] for step, names in self.catalog.entries().items()}
         self.store.now_s += 3 * DAY
         for _ in range(len(self.store.names("data/")) + 1):
             self.catalog.prune()
+        assert self.catalog.entries() == {step: [name] for step, name in newest.items()}
+        needed = needed_data(self.store)
         # An attempt without a record whose data others use keeps its intent, and so what that
         # one references.
         left = {data_uid(n) for n in self.store.names("data/")}
