@@ -205,7 +205,9 @@ class CaptureRun:
                 return
             # Whoever waits holds nothing: copies under way are finished and handed on first.
             self._flush()
-            self._staging.wait(lambda: bool(self._error) or (may_lend() and self._fenced), _POLL_S)
+            self._staging.wait(
+                lambda: bool(self._error) or (lendable is not None and may_lend()), _POLL_S
+            )
         captured = Captured(index, block.view, block, straight=False)
         copies = self._copy_or_release(chunk, block)
         if copies or self._issued:

@@ -15,6 +15,7 @@ from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     DamagedError,
+    FormatError,
 )
 from penstock.core.manifest import COMMIT_PREFIX, commit_name, data_prefix, parse_commit_name
 from penstock.core.prune import GRACE_S, PruneReport, prune
@@ -95,6 +96,12 @@ class Catalog:
                 return read_commit(self._backend, name)
             except BlobNotFoundError:
                 continue  # deleted, or overwritten, since it was listed
+            except FormatError as error:
+                msg = (
+                    f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; "
+                    "restore another step, or pass on_damage='fallback'"
+                )
+                raise FormatError(msg, error.damaged) from error
         raise unreadable(self._backend, name)
 
     def damaged(self) -> dict[int, DamagedError]:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.core.abc import ByteSink
 from penstock.core.catalog import Catalog
 from penstock.core.contents import Contents, Wish
 from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointNotFoundError,
     DamagedError,
-    SelectionError,
 )
 from penstock.core.loading import Loader
 from penstock.core.paths import parse_path, show_path
-from penstock.core.pipeline import Workers
-from penstock.core.regions import copy_region, region_batches, region_runs
+from penstock.core.reading import raise_damaged
+from penstock.core.region_reading import as_region, read_region
 from penstock.core.registry import default_registry
 from penstock.core.reports import CheckpointInfo, Damage, VerifyReport
-from penstock.core.restoring import Below, build_leaf, build_new, raise_damaged
-from penstock.core.types import PAGE_BYTES, Region, TensorSpec
+from penstock.core.restoring import Below, build_leaf, build_new
+from penstock.core.types import Region, TensorSpec
+from penstock.core.validation import nearest
+from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from penstock.core.contents import Located
     from penstock.core.manifest import CommitRecord, ObjectRecord, PartHead
     from penstock.core.registry import Registry
-    from penstock.core.types import ByteRange
-
-_REGION_BATCH_BYTES = 64 << 20
 
 
 class Checkpoint:
@@ -131,7 +128,7 @@ class Checkpoint:
             return self._read_object(located)
         parts = parse_path(path)
         if not any(o.record.path[: len(parts)] == parts for o in self.contents.objects()):
-            raise KeyError(path)
+            raise self._nothing_at(path)
         value = build_new(
             self,
             selection=Below(parts),
@@ -161,10 +158,10 @@ class Checkpoint:
         """
         located = self._locate(path)
         if located is None:
-            raise KeyError(path)
+            raise self._nothing_at(path)
         if region is None:
             return self._read_object(located)
-        return self._read_region(located, _as_region(region, located.record.spec.shape, path))
+        return self._read_region(located, as_region(region, located.record.spec.shape, path))
 
     def verify(
         self, *, deep: bool = True, progress: Callable[[int, int], None] | None = None
@@ -242,6 +239,9 @@ class Checkpoint:
                 damaged.append(Damage(blob.name, detail))
         return missing
 
+    def _nothing_at(self, path: str) -> KeyError:
+        return KeyError(f"step {self.step} has no {path!r}{nearest(path, self.keys())}")
+
     def _locate(self, path: str) -> Located | None:
         located = self.contents.find(parse_path(path))
         if located is not None and located.record.same_as is not None:
@@ -253,86 +253,10 @@ class Checkpoint:
 
     def _read_region(self, located: Located, region: Region) -> Any:
         spec = located.record.spec
-        out = bytearray(region.numel * spec.itemsize)
-        runs = region_runs(spec.shape, region, spec.itemsize, merge_gap_bytes=PAGE_BYTES)
-        if len(runs) == 1 and runs[0].length == len(out):
-            self._read_ranges(located, memoryview(out), runs[0], runs)
-        elif runs:
-            for batch in region_batches(spec.shape, region, spec.itemsize, _REGION_BATCH_BYTES):
-                cover = bytearray(batch.cover.length)
-                within = region_runs(
-                    spec.shape, batch.region, spec.itemsize, merge_gap_bytes=PAGE_BYTES
-                )
-                self._read_ranges(located, memoryview(cover), batch.cover, within)
-                copy_region(
-                    memoryview(cover),
-                    batch.cover,
-                    batch.region,
-                    memoryview(out),
-                    region,
-                    shape=spec.shape,
-                    itemsize=spec.itemsize,
-                )
         part = TensorSpec(spec.dtype, spec.itemsize, region.sizes)
-        return self._build(located, part, memoryview(out))
-
-    def _read_ranges(
-        self, located: Located, out: memoryview, cover: ByteRange, ranges: Sequence[ByteRange]
-    ) -> None:
-        """Read `ranges` of an object into `out`, which holds its bytes `cover`."""
-        jobs, _ = self.contents.jobs([Wish(located, ShiftedSink(out, cover.start), ranges)])
-        stats = self.loader.run(jobs)
-        if stats.damaged:
-            raise_damaged(self, stats.damaged, missing_blob=stats.missing_blob)
+        return self._build(located, part, read_region(self, located, region))
 
     def _build(self, located: Located, spec: TensorSpec, data: memoryview | None) -> Any:
         return build_leaf(
             self, located, spec, data, registry=self._registry, allow_pickle=self._allow_pickle
         )
-
-
-class ShiftedSink(ByteSink):
-    """Takes bytes of an object from `origin` on."""
-
-    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
-
-    def __init__(self, out: memoryview, origin: int) -> None:
-        self._out = out
-        self._origin = origin
-        self.nbytes = out.nbytes
-        self.device = "cpu"
-        self.address = None
-        self.memory = None
-
-    def view(self) -> memoryview | None:
-        """None: offsets differ from the object's."""
-        return None
-
-    def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy where the bytes belong."""
-        at = start - self._origin
-        self._out[at : at + data.nbytes] = data
-
-
-def _as_region(
-    region: Region | slice | Sequence[slice], shape: tuple[int, ...], path: str
-) -> Region:
-    if not isinstance(region, Region):
-        slices = (region,) if isinstance(region, slice) else tuple(region)
-        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
-            msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
-            raise SelectionError(msg)
-        padded = slices + (slice(None),) * (len(shape) - len(slices))
-        spans = [s.indices(n) for s, n in zip(padded, shape, strict=True)]
-        region = Region(
-            tuple(start for start, _, _ in spans),
-            tuple(max(0, stop - start) for start, stop, _ in spans),
-        )
-    inside = len(region.sizes) == len(shape) and all(
-        o >= 0 and s >= 0 and o + s <= n
-        for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
-    )
-    if not inside:
-        msg = f"{path} has shape {list(shape)}; the region {region} does not lie within it"
-        raise SelectionError(msg)
-    return region

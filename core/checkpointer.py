@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
@@ -21,18 +20,18 @@ from penstock.core.errors import (
     ConfigError,
     FenceTimeoutError,
     PenstockError,
-    SaveSkippedError,
     StepExistsError,
 )
+from penstock.core.events import announce
 from penstock.core.opening import open_backend
-from penstock.core.pipeline import Workers
 from penstock.core.record import check_metadata
 from penstock.core.registry import default_registry
-from penstock.core.reports import SaveEvent, SaveHandle
+from penstock.core.reports import SaveHandle, skipped_save
 from penstock.core.run import Run, valid_step
 from penstock.core.saving import SaveJob
 from penstock.core.staging import Staging, default_budget
 from penstock.core.states import ChainTable, plan_state
+from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,10 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.config import BackendConfig, CheckpointerOptions
     from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
-    from penstock.core.reports import (
-        Outcome,
-        SaveReport,
-    )
+    from penstock.core.reports import SaveEvent, SaveReport
 
 log = logging.getLogger("penstock")
 
@@ -155,7 +151,7 @@ class Checkpointer(Run):
         step = valid_step(step)
         metadata = check_metadata({} if metadata is None else metadata)
         if not self._take_turn():
-            return _skipped(step)
+            return skipped_save(step)
         generation = self._claim(step, overwrite=overwrite)
         request = plan_state(
             describe_tree(
@@ -179,9 +175,10 @@ class Checkpointer(Run):
             after_commit=lambda report: self._after_commit(report, overwrite=overwrite),
         )
         earlier = self._unseen_error()
-        self._job, self._unseen = job, job.handle
         try:
-            self._announce(job)
+            self._job, self._unseen = job, job.handle
+            if self._on_event is not None:
+                announce(job.handle, self._on_event)
             if job.deferred_bytes:
                 fence_hook.arm(job, self._config.fence_timeout_s)
                 job.handle.durable.add_done_callback(lambda _: fence_hook.disarm(job))
@@ -261,12 +258,16 @@ class Checkpointer(Run):
         self._closed = True
         if self._pid != os.getpid():
             return  # a forked child: the threads, and all that they hold, are the parent's
-        if self._job is not None:
-            self._job.fence(None)
-            self._job.finished(None)
+        job = self._job
+        if job is not None:
+            job.fence(None)
+            job.finished(None)
         self._workers.close()
-        if self._owns_backend and (self._job is None or self._job.released.is_set()):
-            self._backend.close()
+        if self._owns_backend:
+            if job is None or job.released.is_set():
+                self._backend.close()
+            else:  # a stuck store, or a callback of the save itself, which has yet to end
+                self._workers.spawn("close", lambda: self._close_after(job))
         if sys.exc_info()[0] is None:
             self._raise_unseen()
 
@@ -319,6 +320,10 @@ class Checkpointer(Run):
             raise StepExistsError(msg)
         return 0
 
+    def _close_after(self, job: SaveJob) -> None:
+        job.released.wait()
+        self._backend.close()
+
     def _staging_for(self, need_bytes: int, *, pin: bool) -> Staging:
         job = self._job
         if job is not None and not job.released.is_set():
@@ -334,31 +339,6 @@ class Checkpointer(Run):
         largest = min(need_bytes, self._config.chunk_bytes)
         self._staging.expect(need_bytes, largest_bytes=largest, pin=pin)
         return self._staging
-
-    def _announce(self, job: SaveJob) -> None:
-        """Tell `on_event` of everything that happens to this save."""
-        if self._on_event is None:
-            return
-        handle, step = job.handle, job.request.step
-
-        def tell(kind: str, future: Outcome[Any]) -> None:
-            error = future.peek_error()
-            if error is None:
-                self._emit(SaveEvent(kind, step, Future.result(future, 0), None))
-            elif kind == "durable":  # a failure is one event, not three
-                self._emit(SaveEvent("failed", step, None, error))
-
-        self._emit(SaveEvent("started", step, None, None))
-        handle.captured.add_done_callback(lambda _: tell("captured", handle.captured))
-        handle.committed.add_done_callback(lambda _: tell("committed", handle.committed))
-        handle.durable.add_done_callback(lambda _: tell("durable", handle.durable))
-
-    def _emit(self, event: SaveEvent) -> None:
-        try:
-            if self._on_event is not None:
-                self._on_event(event)
-        except Exception:
-            log.exception("on_event raised at %s of step %d", event.kind, event.step)
 
     def _on_captured(self, job: SaveJob) -> None:
         if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
@@ -397,14 +377,6 @@ class Checkpointer(Run):
         error = self._unseen_error()
         if error is not None:
             raise error
-
-
-def _skipped(step: int) -> SaveHandle:
-    handle = SaveHandle(step, skipped=True)
-    error = SaveSkippedError(f"step {step} was skipped: another save was under way")
-    for future in (handle.captured, handle.committed, handle.durable):
-        future.set_exception(error)
-    return handle
 
 
 _open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -10,8 +10,8 @@ from penstock.core.abc import CodecContext
 from penstock.core.catalog import Catalog
 from penstock.core.chain import CodecChain
 from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, FormatError
+from penstock.core.frames import FrameJob, Use
 from penstock.core.index import IndexReader
-from penstock.core.loading import FrameJob, Use
 from penstock.core.part import decode_hashes, decode_head, decode_section
 from penstock.core.paths import path_hash, show_path
 from penstock.core.restore_plan import Wanted, plan_restore

@@ -162,7 +162,7 @@ class RestoreMismatchError(PenstockError):
 
 
 class RestoreError(PenstockError):
-    """A restore failed midway: the selected objects are undefined, nothing else was touched."""
+    """A restore failed. If it had begun to change the selected objects, a note lists them."""
 
 
 class CodecError(PenstockError):

@@ -15,6 +15,7 @@ from penstock.core.errors import (
     UnsupportedStateError,
 )
 from penstock.core.paths import show_path
+from penstock.core.reading import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 T = TypeVar("T")
-
-_LISTED = 8
 
 
 def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tuple[int, ...]]:
@@ -67,7 +66,7 @@ class Overwritten:
         """
         names = self._live(self._targets)
         if names:
-            msg = f"{error}\nUndefined now, by the damaged one before: {_listed(names)}"
+            msg = f"{error}\nUndefined now, by the damaged one before: {listed(names)}"
             raise RestoreError(msg.replace("; nothing was changed", "")) from error
 
     def check_left(self, earlier: Iterable[Target], filled: Iterable[Target], step: int) -> None:
@@ -81,7 +80,7 @@ class Overwritten:
         if names:
             msg = (
                 f"step {step} is restored instead of a damaged one, but it lacks objects that the "
-                f"damaged one had begun to overwrite; undefined now: {_listed(names)}"
+                f"damaged one had begun to overwrite; undefined now: {listed(names)}"
             )
             raise RestoreError(msg)
 
@@ -96,9 +95,3 @@ class Overwritten:
             return [show_path(path) for path in suspects.values()]
         live = {e.source.memory for e in tree.entries if isinstance(e, StateObject)}
         return [show_path(path) for memory, path in suspects.items() if memory in live]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    shown = ", ".join(names[:_LISTED])
-    return f"{shown} and {more} more" if more > 0 else shown

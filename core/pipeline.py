@@ -1,100 +1,37 @@
-"""Captured chunks -> frames -> blobs. The only module that makes threads.
+"""Captured chunks -> frames -> blobs.
 
 Batches move, not frames: under a busy training loop every return to Python waits for the GIL.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import threading
-import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from penstock.core.abc import CodecContext
 from penstock.core.blocks import frame_blocks
 from penstock.core.chain import checksum_blocks
+from penstock.core.encoded_stream import EncodedStream
 from penstock.core.sections import ChunkResult
-from penstock.core.types import PAGE_BYTES, WriteRequest, align_down
+from penstock.core.types import WriteRequest
+from penstock.core.workers import BusyClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.capture import Captured
     from penstock.core.chain import CodecChain
     from penstock.core.plan import Chunk, SavePlan
-
-T = TypeVar("T")
+    from penstock.core.workers import Workers
 
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
-_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
-_GROUPS = 3
-
-
-class Workers:
-    """The threads of one checkpointer: a pool for hashing and encoding, and one per long task."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._pid = os.getpid()
-        self._pool = self._make_pool()
-
-    def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` in the pool."""
-        if self._pid != os.getpid():  # a forked child has none of the threads
-            self._pid, self._pool = os.getpid(), self._make_pool()
-        return self._pool.submit(task)
-
-    def _make_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.count, thread_name_prefix="penstock-work")
-
-    def spawn(self, name: str, task: Callable[[], None]) -> threading.Thread:
-        """Run `task` on a thread of its own. Daemonic: a stuck disk must not hold up an exit."""
-        thread = threading.Thread(target=task, name=f"penstock-{name}", daemon=True)
-        thread.start()
-        return thread
-
-    def close(self) -> None:
-        """Stop the pool once it is idle."""
-        self._pool.shutdown(wait=False)
-
-
-class BusyClock:
-    """Seconds in which at least one of some overlapping tasks was under way."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the three fields below
-        self._running = 0
-        self._since = 0.0
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """One more task runs."""
-        with self._lock:
-            if self._running == 0:
-                self._since = time.monotonic()
-            self._running += 1
-
-    def stop(self) -> None:
-        """One task less."""
-        with self._lock:
-            self._running -= 1
-            if self._running == 0:
-                self.seconds += time.monotonic() - self._since
 
 
 @dataclass(eq=False, slots=True)
@@ -331,98 +268,3 @@ class FrameWriter:
             self._release(item)
         if error is not None:
             raise error
-
-
-class EncodedStream:
-    """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        name: str,
-        *,
-        size_hint: int,
-        clock: BusyClock,
-        tick: Callable[[int], None],
-    ) -> None:
-        self._backend = backend
-        self._writer = backend.create(name, size_hint=size_hint)
-        self._clock = clock
-        self._tick = tick
-        self._lock = threading.Lock()  # guards everything below; appending is serial
-        self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
-        self._flights: list[Future[None] | None] = [None] * _GROUPS
-        self._current = 0
-        self._base = 0
-        self._filled = 0
-
-    def append(self, frame: memoryview) -> int:
-        """Copy `frame` behind what is there and return its offset."""
-        with self._lock:
-            offset = self._base + self._filled
-            at = 0
-            while at < frame.nbytes:
-                count = min(frame.nbytes - at, _GROUP_BYTES - self._filled)
-                _copy(self._groups[self._current], self._filled, frame[at : at + count])
-                self._filled += count
-                at += count
-                if self._filled == _GROUP_BYTES:
-                    self._rotate()
-            if self._filled >= _GROUP_BYTES // 2:
-                self._rotate()
-            return offset
-
-    def seal(self) -> int:
-        """Write the rest, make the blob durable, and return its length."""
-        with self._lock:
-            length = self._base + self._filled
-            if self._filled:
-                self._submit(self._filled)
-            for flight in self._flights:
-                if flight is not None:
-                    flight.result()
-            self._writer.seal(length)
-            self._tick(0)
-            return length
-
-    def abort(self) -> None:
-        """Give the blob up, once nothing is in flight."""
-        for flight in self._flights:
-            if flight is not None:
-                flight.exception()
-        self._writer.abort()
-
-    def _rotate(self) -> None:
-        """Submit whole pages; the rest of the last page opens the next group."""
-        whole = align_down(self._filled, PAGE_BYTES)
-        full, rest = self._current, self._filled - whole
-        self._submit(whole)
-        self._current = (full + 1) % _GROUPS
-        flight = self._flights[self._current]
-        if flight is not None:
-            flight.result()
-            self._flights[self._current] = None
-        _copy(self._groups[self._current], 0, self._groups[full][whole : whole + rest])
-        self._base += whole
-        self._filled = rest
-
-    def _submit(self, length: int) -> None:
-        request = WriteRequest(self._base, (self._groups[self._current][:length],))
-        flight = self._backend.submit_write(self._writer, [request])
-        self._clock.start()
-
-        def done(future: Future[None]) -> None:
-            self._clock.stop()
-            if future.exception() is None:
-                self._tick(0)
-
-        flight.add_done_callback(done)
-        self._flights[self._current] = flight
-
-
-def _copy(target: memoryview, at: int, data: memoryview) -> None:
-    """Copy without the GIL; a memoryview's slice assignment would hold it."""
-    if data.nbytes:
-        out = np.frombuffer(target, np.uint8)
-        src = np.frombuffer(data, np.uint8)
-        ctypes.memmove(out.ctypes.data + at, src.ctypes.data, data.nbytes)

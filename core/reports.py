@@ -6,10 +6,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.core.errors import SaveSkippedError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from penstock.core.types import ObjectPath
 
 T = TypeVar("T")
 
@@ -249,9 +250,10 @@ class SaveHandle:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedPath:
-    """A damaged object found while reading, before it is turned into an error."""
-
-    path: ObjectPath
-    detail: str
+def skipped_save(step: int) -> SaveHandle:
+    """The handle of a save that `on_busy="skip"` left out."""
+    handle = SaveHandle(step, skipped=True)
+    error = SaveSkippedError(f"step {step} was skipped: another save was under way")
+    for future in (handle.captured, handle.committed, handle.durable):
+        future.set_exception(error)
+    return handle

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import ByteSink, Node, StoredObject
+from penstock.core.abc import StoredObject
 from penstock.core.contents import Wish
 from penstock.core.errors import (
     CheckpointGoneError,
@@ -16,84 +16,27 @@ from penstock.core.errors import (
     RestoreError,
     RestoreMismatchError,
 )
+from penstock.core.overlap import disagreements, overlapping
 from penstock.core.paths import show_path
 from penstock.core.place import StoredTree, place_tree, rebuild_tree, stored_value
+from penstock.core.reading import BytesSink, Tally, fill, listed, read_stored
 from penstock.core.reports import RestoreReport
 from penstock.core.select import Rename, Selection
 from penstock.core.types import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Backend, Placement
-    from penstock.core.contents import Contents, Located
+    from penstock.core.abc import Placement, Target
+    from penstock.core.contents import Located
     from penstock.core.fallback import Overwritten
-    from penstock.core.loading import Loader
+    from penstock.core.reading import Opened, Stored
     from penstock.core.registry import Registry
     from penstock.core.types import ObjectPath, TensorSpec
 
 log = logging.getLogger("penstock")
 
-_LISTED = 8
 _SHOWN = 50  # so many differences are spelled out in a message; the error holds all
-
-
-class Opened(Protocol):
-    """A checkpoint that is open for reading; `core.checkpoint` has the class."""
-
-    backend: Backend
-    loader: Loader
-    contents: Contents
-
-    @property
-    def step(self) -> int:
-        """Its step."""
-        raise NotImplementedError
-
-    def still_there(self) -> bool:
-        """Whether the commit record still names it."""
-        raise NotImplementedError
-
-
-class BytesSink(ByteSink):
-    """Collects an object's bytes in memory of its own."""
-
-    __slots__ = ("address", "data", "device", "memory", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.device = "cpu"
-        self.address = None
-        self.memory = None
-        self.data = bytearray(nbytes)
-
-    def view(self) -> memoryview | None:
-        """The memory itself."""
-        return memoryview(self.data)
-
-    def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy into the memory."""
-        self.data[start : start + data.nbytes] = data
-
-
-@dataclass(slots=True)
-class _Tally:
-    needed: int = 0
-    read: int = 0
-
-    def add(self, needed: int, read: int) -> None:
-        self.needed += needed
-        self.read += read
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The selected part of a checkpoint under the template's names, values read."""
-
-    tree: StoredTree
-    located: Mapping[ObjectPath, Located]
-    every_path: Collection[ObjectPath]
-    tally: _Tally
 
 
 def restore_into(
@@ -112,7 +55,7 @@ def restore_into(
     `overwritten` is what attempts at damaged checkpoints have left in them.
     """
     began = time.monotonic()
-    stored = read_stored(checkpoint, selection, rename)
+    stored = read_stored(checkpoint, selection.selects, rename)
     placement = place_tree(
         state,
         providers=registry.providers,
@@ -124,15 +67,16 @@ def restore_into(
         missing, unexpected = _compare(
             placement, stored, selection, strict=strict, step=checkpoint.step
         )
+        aside = _read_overlapping(checkpoint, placement.targets, stored)
     except RestoreMismatchError as error:
         overwritten.check_mismatch(error)
         raise
     planned = time.monotonic()
     earlier = overwritten.begin(placement.targets)
     try:
-        _fill_targets(checkpoint, placement, stored)
-    except (DamagedError, CheckpointGoneError) as error:
-        undefined = _listed([show_path(t.path) for t in placement.targets])
+        _fill_targets(checkpoint, placement, stored, aside)
+    except (DamagedError, CheckpointGoneError, RestoreMismatchError, RestoreError) as error:
+        undefined = listed([show_path(t.path) for t in placement.targets])
         error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
         raise
     read = time.monotonic()
@@ -177,7 +121,7 @@ def build_new(
     allow_pickle: bool,
 ) -> Any:
     """Build the selected part of `checkpoint` anew."""
-    stored = read_stored(checkpoint, selection, Rename(None))
+    stored = read_stored(checkpoint, selection.selects, Rename(None))
     selection.check_used(stored.every_path)
     placement = rebuild_tree(
         providers=registry.providers,
@@ -188,7 +132,7 @@ def build_new(
     )
     if placement.problems or placement.missing:
         raise _mismatch(placement.problems, placement.missing, checkpoint.step)
-    _fill_targets(checkpoint, placement, stored)
+    _fill_targets(checkpoint, placement, stored, {})
     return _finish(placement, checkpoint.step)
 
 
@@ -216,7 +160,7 @@ def build_leaf(
     allow_pickle: bool,
 ) -> Any:
     """Build one object anew: from `data`, or (None) by reading all of it."""
-    record, tally = located.record, _Tally()
+    record, tally = located.record, Tally()
     path = record.path[-1:]
     values = {}
     if record.kind is Kind.VALUE:
@@ -245,93 +189,41 @@ def build_leaf(
     return next(iter(tree.values()))
 
 
-def read_stored(
-    checkpoint: Opened,
-    selection: Selection | Below,
-    rename: Rename,
-) -> Stored:
-    """Find the selected objects, under the template's names, and read the values among them."""
-    contents = checkpoint.contents
-    everything = contents.objects()
-    by_path = {o.record.path: o for o in everything}
-    moved = rename.apply(by_path)
-    located: dict[ObjectPath, Located] = {}
-    aliases: dict[ObjectPath, ObjectPath] = {}
-    for item in everything:
-        path = moved[item.record.path]
-        if not selection.selects(path):
-            continue
-        if item.record.same_as is None:
-            located[path] = item
-        else:
-            located[path] = by_path[item.record.same_as]
-            aliases[path] = moved[item.record.same_as]
-    tally = _Tally()
-    wishes, sinks = [], {}
-    for path, item in located.items():
-        if item.record.kind is Kind.VALUE:
-            sink = sinks[path] = BytesSink(item.record.spec.nbytes)
-            wishes.append(Wish(item, sink))
-    fill(checkpoint, wishes, tally)
-    tree = StoredTree(
-        objects=[
-            StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form)
-            for r in (o.record for o in everything)
-        ],
-        nodes=[Node(rename(n.path), n.form, n.meta) for n in contents.nodes()],
-        values={path: bytes(sink.data) for path, sink in sinks.items()},
-        aliases=aliases,
-    )
-    return Stored(tree, located, moved.values(), tally)
-
-
-def _fill_targets(checkpoint: Opened, placement: Placement, stored: Stored) -> None:
-    """Fill every target; tied ones share a sink, and are read once."""
-    unique = {id(t.sink): t for t in placement.targets}.values()
-    for target in unique:
-        target.sink.opened()
-    fill(checkpoint, [Wish(stored.located[t.path], t.sink) for t in unique], stored.tally)
-    for target in unique:
-        target.sink.written()
-
-
-def fill(checkpoint: Opened, wishes: Sequence[Wish], tally: _Tally) -> None:
-    """Read what is wished for.
+def _read_overlapping(
+    checkpoint: Opened, targets: Sequence[Target], stored: Stored
+) -> dict[int, memoryview]:
+    """Bytes of targets that share memory, read aside, by the identity of their sinks.
 
     Raises:
-        DamagedError: Names every damaged object.
-        CheckpointGoneError: The checkpoint was deleted meanwhile.
-        RestoreError: The store failed; what was selected is undefined now.
+        RestoreMismatchError: What is stored disagrees about the shared memory.
     """
-    jobs, needed = checkpoint.contents.jobs(wishes)
-    try:
-        stats = checkpoint.loader.run(jobs)
-    except PenstockError as error:
-        names = sorted({name for job in jobs for name in job.label})
-        msg = (
-            f"step {checkpoint.step} could not be read from {checkpoint.backend.url}: {error}. "
-            f"Undefined now: {_listed(names)}; nothing else was touched."
-        )
-        raise RestoreError(msg) from error
-    tally.add(needed, stats.bytes_read)
-    if stats.damaged:
-        raise_damaged(checkpoint, stats.damaged, missing_blob=stats.missing_blob)
+    unique = {id(t.sink): t for t in targets}
+    aside: dict[int, memoryview] = {}
+    problems: list[str] = []
+    for group in overlapping(unique.values()):
+        sinks = {t.path: BytesSink(t.sink.nbytes) for t in group}
+        fill(checkpoint, [Wish(stored.located[p], s) for p, s in sinks.items()], stored.tally)
+        views = {path: memoryview(sink.data) for path, sink in sinks.items()}
+        problems += disagreements(group, views)
+        aside |= {id(t.sink): views[t.path] for t in group}
+    if problems:
+        raise _mismatch(problems, [], checkpoint.step)
+    return aside
 
 
-def raise_damaged(
-    checkpoint: Opened, damaged: Sequence[tuple[str, str]], *, missing_blob: bool
+def _fill_targets(
+    checkpoint: Opened, placement: Placement, stored: Stored, aside: Mapping[int, memoryview]
 ) -> None:
-    """Raise what `damaged` means: gone, if the record is gone by now, else damage."""
-    if missing_blob and not checkpoint.still_there():
-        msg = f"step {checkpoint.step} on {checkpoint.backend.url} was deleted while it was read"
-        raise CheckpointGoneError(msg)
-    names = list(dict.fromkeys(name for name, _ in damaged))
-    details = "; ".join(f"{name}: {detail}" for name, detail in damaged[:_LISTED])
-    msg = (
-        f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in {len(names)} "
-        f"object(s): {details}. Restore an older step, or pass on_damage='fallback'."
-    )
-    raise DamagedError(msg, names)
+    """Fill every target; tied ones share a sink, and are read once."""
+    unique = {id(t.sink): t for t in placement.targets}
+    for target in unique.values():
+        target.sink.opened()
+    wishes = [Wish(stored.located[t.path], t.sink) for key, t in unique.items() if key not in aside]
+    fill(checkpoint, wishes, stored.tally)
+    for key, target in unique.items():
+        if key in aside:
+            target.sink.copy_in(0, aside[key])
+        target.sink.written()
 
 
 def _compare(
@@ -355,7 +247,7 @@ def _compare(
             "step %d holds %d object(s) that the template lacks; they are left out: %s",
             step,
             len(unexpected),
-            _listed([show_path(p) for p in unexpected]),
+            listed([show_path(p) for p in unexpected]),
         )
     return missing, unexpected
 
@@ -389,12 +281,6 @@ def _finish(placement: Placement, step: int) -> Any:
             f"{type(error).__name__}: {error}. What was selected is undefined now."
         )
         raise RestoreError(msg) from error
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    shown = ", ".join(names[:_LISTED])
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def with_history(report: RestoreReport, skipped: tuple[int, ...]) -> RestoreReport:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.config import CheckpointerConfig
-    from penstock.core.pipeline import Workers
     from penstock.core.registry import Registry
     from penstock.core.reports import CheckpointInfo, RestoreReport, VerifyReport
     from penstock.core.select import RenameSpec
+    from penstock.core.workers import Workers
 
 log = logging.getLogger("penstock")
 

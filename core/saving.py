@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.core.capture import Captured, CaptureRun, Subject
+from penstock.core.capture import Captured, CaptureRun
 from penstock.core.commit import Commit, Event, State
 from penstock.core.errors import (
     CommitUnknownError,
@@ -22,7 +22,7 @@ from penstock.core.errors import (
     SaveError,
     StorageTimeoutError,
 )
-from penstock.core.pipeline import BATCH_BYTES, FrameWriter, WriteJob
+from penstock.core.pipeline import BATCH_BYTES, FrameWriter
 from penstock.core.publishing import Publisher
 from penstock.core.reports import Progress, SaveHandle, SaveReport
 
@@ -30,42 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.manifest import CommitRecord
-    from penstock.core.pipeline import Workers
-    from penstock.core.sections import ChunkResult
+    from penstock.core.save_request import SaveRequest
     from penstock.core.staging import Staging
+    from penstock.core.workers import Workers
 
 log = logging.getLogger("penstock")
 
 _RELEASE_S = 5.0
 _POLL_S = 0.2  # only bounds how late a failure is noticed while nothing is captured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest(WriteJob):
-    """Everything that one save needs to know, fixed before it starts."""
-
-    step: int
-    generation: int
-    mode: str
-    subjects: Sequence[Subject]
-    manifest: Callable[[str, Sequence[ChunkResult], Sequence[tuple[str, int]]], EncodedManifest]
-    grace_s: float
-    io_timeout_s: float
-    objects: int
-    staging_bytes: int
-    pin: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedManifest:
-    """Bytes of part and index, and the commit record that binds them."""
-
-    part_name: str
-    part: bytes
-    index_name: str
-    index: bytes
-    record: CommitRecord
 
 
 @dataclass(slots=True)
@@ -95,6 +67,7 @@ class SaveJob:
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
         self._caller = threading.get_ident()
+        self._writing_thread = 0
         self.handle.progress_source = self.progress
         self.uid = secrets.token_hex(16)
         self.released = threading.Event()  # nothing of this save is in memory or in flight
@@ -200,11 +173,13 @@ class SaveJob:
     def finished(self, timeout_s: float | None) -> bool:
         """Wait until the save ended, well or badly, and its memory is free again.
 
-        A stuck store may keep its memory for ever; that is not waited for.
+        A stuck store may keep its memory for ever; that is not waited for. Nor does the save's own
+        thread, in a callback of `durable`, wait for itself.
         """
         if not wait([self.handle.durable], timeout_s).done:
             return False
-        self.released.wait(_RELEASE_S)
+        if threading.get_ident() != self._writing_thread:
+            self.released.wait(_RELEASE_S)
         return True
 
     def fence(self, timeout_s: float | None, *, give_up: bool = True) -> bool:
@@ -285,6 +260,7 @@ class SaveJob:
                 self.handle.captured.set_result(None)
 
     def _run(self) -> None:
+        self._writing_thread = threading.get_ident()
         try:
             report = self._save()
         except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end

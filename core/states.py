@@ -17,7 +17,7 @@ from penstock.core.manifest import (
 from penstock.core.part import encode_part
 from penstock.core.plan import Capture, PlanItem, plan_save
 from penstock.core.publishing import now_iso
-from penstock.core.saving import EncodedManifest, SaveRequest
+from penstock.core.save_request import EncodedManifest, SaveRequest
 from penstock.core.sections import ObjectEntry, build_sections
 from penstock.core.select import Selection
 from penstock.core.types import PAGE_BYTES, Kind, align_up

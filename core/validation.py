@@ -12,6 +12,7 @@ from penstock.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+_KNOWN = 30
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -55,12 +56,15 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """A hint for a message: the nearest of `candidates`, else all of them; empty if none."""
+    """A hint for a message: the nearest of `candidates`, else some of them; empty if none."""
     names = sorted(candidates)
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; known are {', '.join(names)}" if names else ""
+    if not names:
+        return ""
+    more = f" and {len(names) - _KNOWN} more" if len(names) > _KNOWN else ""
+    return f"; known are {', '.join(names[:_KNOWN])}{more}"
 
 
 def _shown(place: Sequence[int | str]) -> str:

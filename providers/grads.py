@@ -10,6 +10,7 @@ from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, show_path
 from penstock.providers.memory import device_name, dtype_name
 from penstock.providers.module import named_parameters
+from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor import same_kind, tensor_target
 
 if TYPE_CHECKING:
@@ -68,15 +69,7 @@ class GradsProvider(StateProvider):
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
         """Gradients by parameter name."""
-        result = Placement()
-        makers: dict[str, Callable[[], object]] = {}
-        for name in context.children(stored.path):
-            placed = context.rebuild((*stored.path, name), device=device)
-            result.absorb(placed)
-            if placed.finish is not None:
-                makers[name] = placed.finish
-        result.finish = lambda: {name: make() for name, make in makers.items()}
-        return result
+        return rebuild_dict(stored.path, device=device, context=context)
 
 
 def _parameters(value: Grads) -> dict[str, torch.nn.Parameter]:

@@ -53,7 +53,7 @@ def memory_key(tensor: torch.Tensor) -> MemoryKey:
         tensor.untyped_storage().data_ptr(),
         int(tensor.storage_offset()) * itemsize,
         tuple(tensor.shape),
-        tensor.stride(),
+        tuple([st * itemsize for st in tensor.stride()]),
         name,
     )
 
@@ -93,13 +93,12 @@ def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
     return data
 
 
-class TensorSource(ByteSource):
-    """The bytes of a tensor; copies from devices block."""
-
+class _TensorMemory:
     __slots__ = ("address", "device", "memory", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # An alias of its own: it stays with this memory if someone assigns `.data` later.
+        # An alias of its own: it stays with this memory if someone assigns `.data` later, and any
+        # thread may write it, whatever autograd or inference mode think of that.
         alias = tensor.detach()
         self.tensor = alias
         self.nbytes = alias.numel() * alias.dtype.itemsize
@@ -109,6 +108,12 @@ class TensorSource(ByteSource):
 
     def view(self) -> memoryview | None:
         return None if self.address is None else flat_memory(self.tensor, self.nbytes)
+
+
+class TensorSource(_TensorMemory, ByteSource):
+    """The bytes of a tensor; copies from devices block."""
+
+    __slots__ = ()
 
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         if not out.nbytes:
@@ -143,25 +148,16 @@ def copy_range(
         part.view(block.shape).copy_(block, non_blocking=non_blocking)
 
 
-class TensorSink(ByteSink):
+class TensorSink(_TensorMemory, ByteSink):
     """The memory of a tensor, to be filled in place."""
 
-    __slots__ = ("address", "device", "memory", "nbytes", "tensor")
+    __slots__ = ()
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # An alias that any thread may write, whatever autograd or inference mode think of it.
-        alias = tensor.detach()
-        self.tensor = alias
-        self.nbytes = alias.numel() * alias.dtype.itemsize
-        self.memory = memory_key(alias) if self.nbytes else None
-        self.device = device_name(alias.device)
-        self.address = alias.data_ptr() if self.nbytes and is_flat(alias) else None
-        if alias.device.type == "cuda":
+        super().__init__(tensor)
+        if self.tensor.device.type == "cuda":
             # What the caller has queued may still write here.
-            torch.cuda.current_stream(alias.device).synchronize()
-
-    def view(self) -> memoryview | None:
-        return None if self.address is None else flat_memory(self.tensor, self.nbytes)
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
         if not data.nbytes:
@@ -204,7 +200,8 @@ class OverlapSink(TensorSink):
         self.memory = memory_key(tensor)
 
     def opened(self) -> None:
-        torch.autograd.graph.increment_version(self._live)
+        if not self._live.is_inference():
+            torch.autograd.graph.increment_version(self._live)
 
     def written(self) -> None:
         strides = self._live.stride()

@@ -11,6 +11,7 @@ from penstock.core.abc import Node, Placement, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Role, show_path
 from penstock.providers.memory import device_name
+from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.wrappers import bare_names, unwrap
 
 if TYPE_CHECKING:
@@ -91,15 +92,7 @@ class ModuleProvider(StateProvider):
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
         """A dict that `load_state_dict` takes."""
-        result = Placement()
-        finishes: dict[str, Callable[[], object]] = {}
-        for name in context.children(stored.path):
-            placed = context.rebuild((*stored.path, name), device=device)
-            result.absorb(placed)
-            if placed.finish is not None:
-                finishes[name] = placed.finish
-        result.finish = lambda: {name: call() for name, call in finishes.items()}
-        return result
+        return rebuild_dict(stored.path, device=device, context=context)
 
     def parameters(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
         return named_parameters(value)

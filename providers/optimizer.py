@@ -17,7 +17,8 @@ from penstock.providers.memory import memory_key
 from penstock.providers.optimizer_match import FORM, PARAMETER_FORM
 from penstock.providers.optimizer_names import members
 from penstock.providers.optimizer_place import Placer
-from penstock.providers.optimizer_rebuild import Rebuilder, rebuild_parameter
+from penstock.providers.optimizer_rebuild import Rebuilder
+from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor import is_plain
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class OptimizerProvider(StateProvider):
         """The dict that torch's `load_state_dict` takes, parameters numbered in their order."""
         assert isinstance(stored, Node)
         if stored.form == PARAMETER_FORM:
-            return rebuild_parameter(stored, device=device, context=context)
+            return rebuild_dict(stored.path, device=device, context=context)
         return Rebuilder(stored, device=device, context=context).rebuild()
 
     def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:

@@ -91,18 +91,5 @@ class Rebuilder:
         return self._starts[group] + position
 
 
-def rebuild_parameter(stored: Node, *, device: str | None, context: PlaceContext) -> Placement:
-    """The state of one parameter as a dict."""
-    result = Placement()
-    makers: dict[str, Maker] = {}
-    for key in context.children(stored.path):
-        placed = context.rebuild((*stored.path, key), device=device)
-        result.absorb(placed)
-        if placed.finish is not None:
-            makers[key] = placed.finish
-    result.finish = lambda: {key: make() for key, make in makers.items()}
-    return result
-
-
 def _constant(value: object) -> Maker:
     return lambda: value

@@ -13,6 +13,7 @@ from penstock.core.abc import Node, Placement, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Rng
 from penstock.core.types import show_path
+from penstock.providers.rebuild import rebuild_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,15 +81,7 @@ class RngProvider(StateProvider):
     ) -> Placement:
         """The states by name; on the CPU, where generators want them."""
         del device
-        result = Placement()
-        makers: dict[str, Callable[[], object]] = {}
-        for name in context.children(stored.path):
-            placed = context.rebuild((*stored.path, name))
-            result.absorb(placed)
-            if placed.finish is not None:
-                makers[name] = placed.finish
-        result.finish = lambda: {name: make() for name, make in makers.items()}
-        return result
+        return rebuild_dict(stored.path, device=None, context=context)
 
 
 def _class(value: Any) -> str:

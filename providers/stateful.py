@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import show_path
+from penstock.providers.rebuild import rebuild_dict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
@@ -106,19 +107,13 @@ class StatefulProvider(StateProvider):
     ) -> Placement:
         """What `load_state_dict` takes."""
         assert isinstance(stored, Node)
-        result = Placement()
-        makers: dict[str, Callable[[], object]] = {}
-        for name in context.children(stored.path):
-            placed = context.rebuild((*stored.path, name), device=device)
-            result.absorb(placed)
-            if placed.finish is not None:
-                makers[name] = placed.finish
+        placed = rebuild_dict(stored.path, device=device, context=context)
+        build: Any = placed.finish
         if stored.meta.get("whole"):
-            result.finish = lambda: next((make() for make in makers.values()), None)
-        else:
-            kind = OrderedDict if stored.meta.get("ordered") else dict
-            result.finish = lambda: kind((name, make()) for name, make in makers.items())
-        return result
+            placed.finish = lambda: next(iter(build().values()), None)
+        elif stored.meta.get("ordered"):
+            placed.finish = lambda: OrderedDict(build())
+        return placed
 
 
 def _has_names(state: object) -> bool:

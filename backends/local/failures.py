@@ -64,4 +64,4 @@ def _free(root: str) -> str:
         status = os.statvfs(root)
     except OSError:
         return "the free space is unknown"
-    return f"{status.f_bavail * status.f_frsize / 1e9:.3f} GB are free"
+    return f"{status.f_bavail * status.f_frsize / 1e6:,.1f} MB are free"

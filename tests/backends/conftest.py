@@ -1,27 +1,13 @@
 """Backends under test: every kind, with and without direct I/O."""
 
-import os
-
 import pytest
+from tests.integration.support import uring_missing
 
-from penstock.backends.local.ring import DISABLE_VARIABLE, Ring
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.uring import UringBackend, UringConfig
-from penstock.core.errors import CapabilityError
 
 FILE_KINDS = ["posix-auto", "posix-off", "uring-auto", "uring-off"]
-
-
-def uring_missing():
-    """Why io_uring cannot be used here, or None."""
-    if os.environ.get(DISABLE_VARIABLE):
-        return f"{DISABLE_VARIABLE} is set"
-    try:
-        Ring(2).close()
-    except CapabilityError as error:
-        return str(error)
-    return None
 
 
 def open_backend(kind, path, **options):

@@ -237,6 +237,6 @@ def test_a_full_disk_is_told_and_freed_again(kind, tmp_path):
     """
     out = finish(start(kind, body, tmp_path, wrap=wrap)).splitlines()
     assert "cannot write a.raw" in out[0]
-    assert "GB are free" in out[0]
+    assert "MB are free" in out[0]
     assert out[1:3] == ["dead", "full"]
     assert out[3] == "['b.raw', 'c.raw', 'commits/1.json'] ['1.json']"

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.codecs.zstd import ZstdCodec
+from penstock.core import workers as core_workers
 from penstock.core.abc import ByteSink, CodecContext
 from penstock.core.blocks import frame_blocks
 from penstock.core.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.errors import StorageError
-from penstock.core.loading import FrameJob, Loader, Use
+from penstock.core.frames import FrameJob, Use
+from penstock.core.loading import Loader
 from penstock.core.manifest import Frame
-from penstock.core.pipeline import Workers
 from penstock.core.staging import Staging
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.types import ByteRange, WriteRequest
+from penstock.core.workers import Workers
 
 BLOCK = 4096
 
@@ -226,7 +230,8 @@ def test_a_blob_that_is_only_cut_is_not_missing(store, loader):
 
 
 def test_every_frame_arrives_however_little_scratch_there_is(store, loader):
-    loader._staging = Staging(8192)
+    scratch = Staging(8192)
+    loader._idle.append(scratch)
     jobs, sinks = [], []
     for number, length in enumerate([100, 5000, 8000, 4096, 100_000, 8192, 1, 20_000, 300]):
         kind = [store.raw, store.encoded][number % 2]
@@ -236,7 +241,7 @@ def test_every_frame_arrives_however_little_scratch_there_is(store, loader):
         sinks.append((sink, data))
     assert not loader.run(jobs).damaged
     assert all(sink.data == data for sink, data in sinks)
-    assert loader._staging.used_bytes == 0
+    assert scratch.used_bytes == 0
 
 
 def test_progress_adds_up_to_what_was_read(store, loader):
@@ -247,14 +252,13 @@ def test_progress_adds_up_to_what_was_read(store, loader):
     assert stats.frames == 5
 
 
-def test_an_error_of_the_store_is_raised_and_gives_all_scratch_back(store, workers):
+def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):
     faulty = FaultyBackend(store.backend)
     loader = Loader(faulty, workers)
     jobs = [using(store.raw(9000, name=f"b{n}")[0], Use(None, 0, 0, 9000)) for n in range(4)]
     faulty.fail("read", StorageError("the store is on fire"))
     with pytest.raises(StorageError, match="on fire"):
         loader.run(jobs)
-    assert loader._staging.used_bytes == 0
     assert not loader.run(jobs).damaged
     faulty.close()
 
@@ -274,6 +278,81 @@ def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_bac
         go_on.set()
         assert not early
         assert isinstance(run.exception(30), StorageError)
+    faulty.close()
+
+
+def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    job, data = store.raw(9000)
+    sink = Sink(9000, direct=True)
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on)
+    main = threading.get_ident()
+
+    def interrupt():
+        assert blocked.reached.wait(30)
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        seen.append(bytes(sink.data))
+        go_on.set()
+
+    seen = []
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loader.run([using(job, Use(sink, 0, 0, 9000))])
+    assert seen  # the caller had to wait
+    assert sink.data == data
+    thread.join()
+    assert not loader.run([using(job, Use(sink, 0, 0, 9000))]).damaged
+    faulty.close()
+
+
+def test_ctrl_c_does_not_wait_for_ever_for_a_stuck_store(store, workers, monkeypatch):
+    monkeypatch.setattr(core_workers, "_PATIENCE_S", 0.3)
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    job, data = store.raw(9000)
+    sink = Sink(9000, direct=True)
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on)
+    main = threading.get_ident()
+
+    def interrupt():
+        assert blocked.reached.wait(30)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loader.run([using(job, Use(sink, 0, 0, 9000))])
+    assert "left behind" in caught.value.__notes__[0]
+    thread.join()
+    go_on.set()
+    assert not loader.run([using(job, Use(sink, 0, 0, 9000))]).damaged
+    assert sink.data == data
+    faulty.close()
+
+
+def test_runs_do_not_wait_for_each_others_scratch(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    loader._idle.append(Staging(8192))
+    (held, data), (free, other) = store.raw(8000, name="held"), store.raw(8000, name="free")
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on, match="held")
+    sinks = [Sink(8000, direct=False) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(loader.run, [using(held, Use(sinks[0], 0, 0, 8000))])
+        assert blocked.reached.wait(30)
+        second = loader.run([using(free, Use(sinks[1], 0, 0, 8000))])
+        go_on.set()
+        assert not first.result(30).damaged
+    assert not second.damaged
+    assert [sink.data for sink in sinks] == [data, other]
     faulty.close()
 
 

@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.support import memory
 from tests.integration.training import (
     CAPTURE,
     SMALL,
     TINY_BUDGET,
-    Gate,
     Held,
     copies,
     differences,
@@ -47,7 +45,6 @@ from penstock import (
     UnsupportedStateError,
 )
 from penstock.core import saving
-from penstock.core.testing.faults import FaultyBackend
 
 ENCODED = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
 WAIT = ("penstock.core.saving", "wait_durable")
@@ -100,18 +97,6 @@ def errors_logged(caplog):
 
 def assert_nothing_is_held(ckpt):
     assert ckpt._staging.used_bytes == 0
-
-
-@pytest.fixture
-def store():
-    return FaultyBackend(memory())
-
-
-@pytest.fixture
-def gate():
-    event = Gate()
-    yield event
-    event.set()
 
 
 @pytest.fixture

@@ -446,6 +446,68 @@ def test_a_template_that_ties_what_was_stored_apart_is_refused():
         assert torch.equal(tied, b)
 
 
+VIEWS = {
+    "row": lambda w: w[5],
+    "rows": lambda w: w[3:70],
+    "flat": lambda w: w.view(-1)[130:9000],
+    "column": lambda w: w[:, 7],
+    "columns": lambda w: w[:, 3:90],
+    "transposed": lambda w: w.t(),
+    "every other": lambda w: w[::2, 1::3],
+    "reversed rows": lambda w: w.numpy()[::-1, ::-1],
+    "halves": lambda w: w.view(torch.int16)[:, 5:12],
+    "bytes": lambda w: w.view(-1)[3:5000].view(torch.uint8)[7:],
+    "expanded": lambda w: w[4].expand(9, 120),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("base", ["whole", "strided"])
+def test_views_of_one_memory_are_restored_if_what_is_stored_agrees(view, base):
+    whole = torch.randn(200, 120)
+    target = torch.zeros(200, 120)
+    bases = {"whole": lambda w: w, "strided": lambda w: w[:, :119]}
+    saved = {"w": bases[base](whole), "v": view(whole)}
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(saved, 1, mode="blocking")
+        template = {"w": bases[base](target), "v": view(target)}
+        ckpt.restore(template)
+        assert same(template["w"], saved["w"])
+        assert same(template["v"], saved["v"])
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_of_one_memory_are_left_alone_if_what_is_stored_disagrees(view):
+    whole, other = torch.randn(200, 120), torch.randn(200, 120)
+    other[4] = whole[4]  # the expanded view alone would agree
+    if view is VIEWS["expanded"]:
+        other[4, 3] += 1
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"w": whole, "v": view(other), "x": torch.ones(5)}, 1, mode="blocking")
+        target, rest = torch.zeros(200, 120), torch.zeros(5)
+        template = {"w": target, "v": view(target), "x": rest}
+        with pytest.raises(RestoreMismatchError, match="share memory"):
+            ckpt.restore(template)
+        assert not target.any()
+        assert not rest.any()
+        ckpt.restore(template, exclude="v")
+        assert torch.equal(target, whole)
+
+
+def test_parts_of_one_memory_that_do_not_overlap_may_differ():
+    saved = {"a": torch.randn(50, 60), "b": torch.randn(50, 60), "c": torch.randn(17)}
+    whole = torch.zeros(50, 120)
+    tail = torch.zeros(100)
+    template = {"a": whole[:, ::2], "b": whole[:, 1::2], "c": tail[:17]}
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(saved, 1, mode="blocking")
+        ckpt.restore(template)
+    assert torch.equal(whole[:, ::2], saved["a"])
+    assert torch.equal(whole[:, 1::2], saved["b"])
+    assert torch.equal(tail[:17], saved["c"])
+    assert not tail[17:].any()
+
+
 # -- in place --------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ from tests.integration.training import (
 from torch import nn
 
 from penstock import FenceTimeoutError, SaveAbortedError, TornSnapshotError
-from penstock.core.testing.faults import FaultyBackend
 
 AMPLE = {"staging_bytes": "8 MiB"}
 BUDGETS = pytest.mark.parametrize("budget", [AMPLE, TINY_BUDGET], ids=["ample", "tiny"])
@@ -38,19 +37,6 @@ RULES = pytest.mark.parametrize(
     ],
     ids=["raw", "some encoded", "all encoded"],
 )
-
-
-@pytest.fixture
-def store():
-    """A store that can be stopped, with what was stopped let go in the end."""
-    return FaultyBackend(memory())
-
-
-@pytest.fixture
-def gate():
-    event = Gate()
-    yield event
-    event.set()
 
 
 def stored(ckpt, step):

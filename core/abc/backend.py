@@ -1,0 +1,238 @@
+"""The contract of backends: blobs and small records under one root."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from penstock.core.abc.plugin import API_VERSION, PluginConfig
+from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
+from penstock.core.types import Capabilities, ReadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.types import BlobInfo, WriteRequest
+
+_SEGMENT = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
+    """Refuse a name that is not relative, `/`-separated segments of `[A-Za-z0-9._-]`.
+
+    Args:
+        name: Blob name, or the beginning of one.
+        prefix: Whether `name` is a prefix: then its last segment may be empty.
+
+    Raises:
+        StorageError: It is malformed, or a segment is `.` or `..`.
+    """
+    *folders, last = name.split("/")
+    segments = [*folders, last] if last or not prefix else folders
+    if all(_SEGMENT.fullmatch(part) and part not in {".", ".."} for part in segments):
+        return
+    msg = f"{name!r} is not a blob name: use relative segments of A-Z a-z 0-9 . _ - (no '..')"
+    raise StorageError(msg)
+
+
+class BlobWriter(ABC):
+    """One blob being written. It exists for readers only after `seal`; used by one save."""
+
+    @abstractmethod
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        """Hand all bytes of `requests` to the store; they are durable only after `seal`.
+
+        Core guarantees that offsets ascend from call to call, that no two requests overlap, and
+        that no two requests touch one `Capabilities.offset_alignment` unit. Bytes never written
+        read as zero. May be called from several threads at once.
+
+        The buffers belong to the backend until this returns (or raises), never after.
+
+        Raises:
+            StorageFullError: No space or quota; the blob can only be aborted.
+            StorageError: Anything else went wrong; likewise.
+        """
+
+    @abstractmethod
+    def seal(self, length: int, /) -> None:
+        """Wait for all writes, cut the blob to `length` bytes and make it durable.
+
+        On return the blob survives a power cut, its directory entries included. After a failure
+        the blob is dead: never retried, only aborted.
+
+        Raises:
+            StorageError: The blob may not be durable.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give the blob up; idempotent, never raises, allowed after a failed `seal`.
+
+        Returns only when the store no longer uses any submitted buffer. Whether the partial blob
+        stays behind is unspecified; `delete` removes it.
+        """
+
+
+class Backend(ABC):
+    """Blobs and small records under one root. Thread-safe.
+
+    Names are relative and `/`-separated, with segments of `[A-Za-z0-9._-]` other than `.` and
+    `..`; every method refuses others with a StorageError, as does every method after `close`.
+    Blocking methods over batches; how much runs in parallel inside a batch is the backend's own
+    business. `name` is the entry-point name; `Config` its options.
+    """
+
+    api_version: ClassVar[int] = API_VERSION
+    name: ClassVar[str]
+    Config: ClassVar[type[PluginConfig]] = PluginConfig
+
+    _pool: ThreadPoolExecutor | None = None
+    _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards making a `_pool`
+
+    @classmethod
+    def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
+        """Options for `url` (the part before `?`) and its query.
+
+        Default: `Config(url=url, **options)`.
+
+        Raises:
+            pydantic.ValidationError: The options do not fit; core turns it into a ConfigError.
+        """
+        return cls.Config.model_validate({"url": url, **options})
+
+    @abstractmethod
+    def __init__(self, config: Any, /) -> None:
+        """Open the root, which the first write may make; `config` is an instance of `Config`.
+
+        Raises:
+            StorageError: The root cannot be used.
+        """
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """What to show to people; never holds credentials."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this instance can do (a wrapper computes it from what it wraps)."""
+
+    @abstractmethod
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """Begin a new blob; parents come into being as needed.
+
+        Args:
+            name: Blob name; core never creates one name twice.
+            size_hint: Expected bytes, for layout only; may be wrong.
+
+        Raises:
+            BlobExistsError: A blob of that name exists.
+            StorageError: It cannot be created.
+        """
+
+    @abstractmethod
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """Fill every target completely. Targets belong to the backend until this returns.
+
+        After a failure the contents of all targets are unspecified.
+
+        Raises:
+            BlobNotFoundError: A blob is not there.
+            BlobTruncatedError: A blob ends before the range does.
+            StorageError: Anything else.
+        """
+
+    @abstractmethod
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """Store a small record, atomically and durably: readers see all of it or none.
+
+        On return it survives a power cut. With `exclusive`, exactly one of several publishers of
+        one name succeeds (as far as `Capabilities.exclusive_publish` says).
+
+        Raises:
+            BlobExistsError: `exclusive` and the name is taken; nothing was changed.
+            UnsyncedError: The record is there and visible, but may not survive a power cut.
+            StorageError: Unknown outcome: the record may or may not be there, but is never torn.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """All blobs and records whose name begins with `prefix`, at any depth, sorted by name.
+
+        Temporary files of unfinished publishes are not listed. An unknown prefix is empty.
+        """
+
+    @abstractmethod
+    def stat(self, name: str, /) -> BlobInfo:
+        """Size and store time of one blob or record.
+
+        Raises:
+            BlobNotFoundError: It is not there.
+        """
+
+    @abstractmethod
+    def delete(self, names: Sequence[str], /) -> None:
+        """Delete in the given order, durable on return; names that are not there are skipped.
+
+        Folders left empty may be removed.
+        """
+
+    def close(self) -> None:
+        """Release everything; waits for what is in flight. Idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    # Slow-but-correct defaults -----------------------------------------------------------------
+
+    def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
+        """`writer.write(requests)` in the background; the buffers are in use until it is done."""
+        return self._executor().submit(writer.write, requests)
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """`read(requests)` in the background; the targets are in use until it is done."""
+        return self._executor().submit(self.read, requests)
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """A whole small record, as one publisher wrote it.
+
+        The default is right where a record that is replaced keeps its length or cannot be
+        replaced between `stat` and `read`; other stores override it with one read.
+
+        Raises:
+            FormatError: It is larger than `limit_bytes`.
+            BlobNotFoundError: It is not there.
+        """
+        size = self.stat(name).size_bytes
+        if size > limit_bytes:
+            msg = f"{name} on {self.url} has {size} bytes, more than the {limit_bytes} allowed"
+            raise FormatError(msg, [name])
+        data = bytearray(size)
+        if size:
+            try:
+                self.read([ReadRequest(name, 0, memoryview(data))])
+            except BlobTruncatedError as error:
+                msg = f"{name} on {self.url} shrank while it was read"
+                raise FormatError(msg, [name]) from error
+        return bytes(data)
+
+    def store_time_s(self) -> float:
+        """Now, by the store's clock (Unix time); default: the time of a fresh record."""
+        probe = f"clock/{secrets.token_hex(8)}"
+        self.publish(probe, b"")
+        try:
+            return self.stat(probe).modified_s
+        finally:
+            self.delete([probe])
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with Backend._pool_lock:
+            if self._pool is None:
+                # Two: one batch moves while the next is handed over.
+                self._pool = ThreadPoolExecutor(2, thread_name_prefix=f"penstock-{self.name}")
+            return self._pool

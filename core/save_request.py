@@ -1,0 +1,42 @@
+"""What one save is to do, fixed before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.pipeline import WriteJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.capture import Subject
+    from penstock.core.manifest import CommitRecord
+    from penstock.core.sections import ChunkResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest(WriteJob):
+    """Everything that one save needs to know, fixed before it starts."""
+
+    step: int
+    generation: int
+    mode: str
+    subjects: Sequence[Subject]
+    manifest: Callable[[str, Sequence[ChunkResult], Sequence[tuple[str, int]]], EncodedManifest]
+    grace_s: float
+    io_timeout_s: float
+    objects: int
+    staging_bytes: int
+    pin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedManifest:
+    """Bytes of part and index, and the commit record that binds them."""
+
+    part_name: str
+    part: bytes
+    index_name: str
+    index: bytes
+    record: CommitRecord

@@ -1,0 +1,126 @@
+"""The threads of the engine; nothing else in core makes any."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+_POLL_S = 0.2  # only bounds how late a wait ends whose end was missed
+_PATIENCE_S = 5.0  # how long Ctrl-C waits for a store that may be stuck
+
+
+class Workers:
+    """The threads of one checkpointer: a pool for hashing and encoding, and one per long task."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pid = os.getpid()
+        self._pool = self._make_pool()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run `task` in the pool."""
+        if self._pid != os.getpid():  # a forked child has none of the threads
+            self._pid, self._pool = os.getpid(), self._make_pool()
+        return self._pool.submit(task)
+
+    def _make_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.count, thread_name_prefix="penstock-work")
+
+    def spawn(self, name: str, task: Callable[[], None]) -> threading.Thread:
+        """Run `task` on a thread of its own. Daemonic: a stuck disk must not hold up an exit."""
+        thread = threading.Thread(target=task, name=f"penstock-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def apart(self, name: str, task: Callable[[], T], *, cancel: Callable[[], None]) -> T:
+        """Run `task` on a thread of its own, and return its result.
+
+        Whatever interrupts the wait (Ctrl-C) calls `cancel`, and is raised once `task` is over, or
+        does not come to its end: its thread then holds on to all that it uses.
+        """
+        mine = threading.Lock()  # taken for ever by whoever is first
+        gate = threading.Lock()  # bare: an interrupted `Condition` could be left locked
+        gate.acquire()
+        outcome: Future[T] = Future()  # not to be touched here before it is over, as it has a lock
+        over: list[bool] = []
+
+        def work() -> None:
+            if mine.acquire(blocking=False):
+                try:
+                    outcome.set_result(task())
+                except BaseException as error:  # noqa: BLE001 - raised by who waits
+                    outcome.set_exception(error)
+                over.append(True)
+                gate.release()
+
+        try:
+            self.spawn(name, work)
+            _pass(gate, over, math.inf)
+        except BaseException as error:
+            if not mine.acquire(blocking=False):
+                cancel()
+                _outlast(gate, over)
+                if not over:
+                    error.add_note(f"penstock: a stuck {name} was left behind")
+            raise
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # an error would hold this frame, and the frame the error
+
+    def close(self) -> None:
+        """Stop the pool once it is idle."""
+        self._pool.shutdown(wait=False)
+
+
+def _pass(gate: threading.Lock, over: list[bool], until_s: float) -> None:
+    while not over and time.monotonic() < until_s:
+        gate.acquire(timeout=_POLL_S)
+
+
+def _outlast(gate: threading.Lock, over: list[bool]) -> None:
+    """Wait a while for the end, whatever interrupts that: more of the same, as a rule."""
+    until_s = time.monotonic() + _PATIENCE_S
+    while not over and time.monotonic() < until_s:
+        with contextlib.suppress(BaseException):
+            _pass(gate, over, until_s)
+
+
+class BusyClock:
+    """Seconds in which at least one of some overlapping tasks was under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the three fields below
+        self._running = 0
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """One more task runs."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.monotonic()
+            self._running += 1
+
+    def stop(self) -> None:
+        """One task less."""
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                self.seconds += time.monotonic() - self._since
