@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -54,15 +55,7 @@ class Workers:
         outcome: Future[T] = Future()  # not to be touched here before it is over, as it has a lock
         over: list[bool] = []
 
-        def work() -> None:
-            if mine.acquire(blocking=False):
-                try:
-                    outcome.set_result(task())
-                except BaseException as error:  # noqa: BLE001 - raised by who waits
-                    outcome.set_exception(error)
-                over.append(True)
-                gate.release()
-
+        work = partial(_run, task, mine, gate, outcome, over)
         try:
             self.spawn(name, work)
             _pass(gate, over, math.inf)
@@ -76,11 +69,27 @@ class Workers:
         try:
             return outcome.result()
         finally:
-            del outcome  # an error would hold this frame, and the frame the error
+            del outcome, work  # an error would hold this frame, and the frame the error
 
     def close(self) -> None:
         """Stop the pool once it is idle."""
         self._pool.shutdown(wait=False)
+
+
+def _run(
+    task: Callable[[], T],
+    mine: threading.Lock,
+    gate: threading.Lock,
+    outcome: Future[T],
+    over: list[bool],
+) -> None:
+    if mine.acquire(blocking=False):
+        try:
+            outcome.set_result(task())
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            outcome.set_exception(error)
+        over.append(True)
+        gate.release()
 
 
 def _pass(gate: threading.Lock, over: list[bool], until_s: float) -> None:
