@@ -131,7 +131,8 @@ def build_new(
         allow_pickle=allow_pickle,
     )
     if placement.problems or placement.missing:
-        raise _mismatch(placement.problems, placement.missing, checkpoint.step)
+        what = "hold all that building the selection needs"
+        raise _mismatch(placement.problems, placement.missing, checkpoint.step, what=what)
     _fill_targets(checkpoint, placement, stored, {})
     return _finish(placement, checkpoint.step)
 
@@ -232,8 +233,9 @@ def _compare(
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
     selection.check_used([*stored.every_path, *used, *missing])
+    unexpected = [path for path in stored.located if path not in used]
     if problems or (strict and missing):
-        raise _mismatch(problems, missing if strict else [], step)
+        raise _mismatch(problems, missing if strict else [], step, unexpected=unexpected)
     if not used and not missing and stored.every_path:
         msg = (
             f"nothing to restore from step {step}: template and checkpoint have nothing in common "
@@ -241,7 +243,6 @@ def _compare(
             "template."
         )
         raise RestoreMismatchError(msg, [msg])
-    unexpected = [path for path in stored.located if path not in used]
     if unexpected:
         log.warning(
             "step %d holds %d object(s) that the template lacks; they are left out: %s",
@@ -253,7 +254,12 @@ def _compare(
 
 
 def _mismatch(
-    problems: Sequence[str], missing: Sequence[ObjectPath], step: int
+    problems: Sequence[str],
+    missing: Sequence[ObjectPath],
+    step: int,
+    *,
+    what: str = "fit the template",
+    unexpected: Sequence[ObjectPath] = (),
 ) -> RestoreMismatchError:
     every = [
         *problems,
@@ -261,10 +267,16 @@ def _mismatch(
     ]
     more = f"\n  ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     msg = (
-        f"step {step} does not fit the template in {len(every)} place(s); nothing was changed:\n  "
+        f"step {step} does not {what} in {len(every)} place(s); nothing was changed:\n  "
         + "\n  ".join(every[:_SHOWN])
         + more
     )
+    if missing and unexpected:
+        msg += (
+            f"\nThe checkpoint has {len(unexpected)} object(s) that the template lacks: "
+            f"{listed([show_path(p) for p in unexpected])}. If names have changed, pass "
+            "rename={'old': 'new'}."
+        )
     return RestoreMismatchError(msg, every)
 
 

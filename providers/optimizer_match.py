@@ -35,6 +35,8 @@ class Matcher:
         self._state = (*path, "state")
         self._context = context
         self._result = result
+        self.hopeless = False
+        """Whether one side has names and the other none, so that nothing can be said of members."""
 
     def match(self, members: list[Member]) -> dict[str, Node]:
         """Nodes of stored parameters by the names of the live ones."""
@@ -79,12 +81,14 @@ class Matcher:
             self._by_order()
         named_there = [bool(node.meta.get("named")) for node in stored]
         if nameless and all(named_there):
+            self.hopeless = len(nameless) == len(members)
             self._problem(
                 self._path,
                 "is stored with parameter names, but the template has none: put the module into "
                 "the tree, or build the optimizer from named_parameters()",
             )
         elif len(nameless) < len(members) and not any(named_there):
+            self.hopeless = not nameless
             self._problem(
                 self._path,
                 "is stored without parameter names, but the template has names: restore it "

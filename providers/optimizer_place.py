@@ -42,6 +42,8 @@ class Placer:
             return self._result
         matcher = Matcher(self._optimizer, self._path, self._context, self._result)
         matches = matcher.match(self._members)
+        if matcher.hopeless:
+            return self._result
         for member in self._members:
             node = matches.get(member.name)
             if node is None:

@@ -33,9 +33,12 @@ def path_from_url(url: str) -> str:
     """The path that `url` means: percent-decoded behind a scheme, else taken as it stands.
 
     Raises:
-        ConfigError: A `file://` URL names another machine.
+        ConfigError: It names no folder, or a `file://` URL names another machine.
     """
     scheme, separator, rest = url.partition("://")
+    if not (rest if separator else url).strip():
+        msg = f"{url!r} names no folder: give a path such as runs/gpt, or file:///absolute/path"
+        raise ConfigError(msg)
     if not separator:
         return url
     if scheme == "file" and not rest.startswith(("/", ".", "~")):

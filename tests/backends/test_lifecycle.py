@@ -124,6 +124,9 @@ def test_options_that_do_not_exist_or_fit_are_refused(backend, options):
 def test_urls_that_name_a_machine_or_two_paths_are_refused():
     with pytest.raises(ConfigError, match="looks like a machine"):
         PosixBackend.from_url("file://server/share", {})
+    for nothing in ("", "  ", "posix://", "file://"):
+        with pytest.raises(ConfigError, match="names no folder"):
+            PosixBackend.from_url(nothing, {})
     with pytest.raises(ConfigError, match="remove 'path'"):
         PosixBackend.from_url("posix:///a", {"path": "/b"})
     with pytest.raises(pydantic.ValidationError):

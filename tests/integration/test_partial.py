@@ -330,6 +330,20 @@ def test_strict_looks_inside_the_selection_only(ckpt):
         ckpt.restore(target, include="model")
 
 
+def test_what_was_renamed_is_shown_with_the_remedy(ckpt):
+    with pytest.raises(RestoreMismatchError) as caught:
+        ckpt.restore({"net": make(5)["model"]})
+    assert all("net/" in problem for problem in caught.value.problems)
+    assert "template lacks: model/" in str(caught.value)
+    assert "rename={'old': 'new'}" in str(caught.value)
+
+
+def test_an_optimizer_without_its_module_is_one_problem_not_one_per_parameter(ckpt):
+    with pytest.raises(RestoreMismatchError, match="put the module into the tree") as caught:
+        ckpt.restore({"optimizer": make(5)["optimizer"]})
+    assert len(caught.value.problems) == 1
+
+
 def test_without_strict_what_is_missing_is_reported_and_left_alone(ckpt, saved):
     target = make(5)
     target["model"].extra = nn.Linear(2, 2)
