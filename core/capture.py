@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
+from penstock.core.latch import Latch
 from penstock.core.paths import show_path
 from penstock.core.plan import Capture
 from penstock.core.types import PAGE_BYTES
@@ -83,10 +84,13 @@ class CaptureRun:
         self._now = [i for i, c in enumerate(plan.chunks) if c.capture is not Capture.DEFERRED]
         self._later = [i for i, c in enumerate(plan.chunks) if c.capture is Capture.DEFERRED]
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
-        self._lock = threading.Condition()  # guards the fields below, and `_issued`
+        self._lock = threading.Lock()  # guards the fields below, and `_issued`
+        self._waiting: list[Latch] = []  # opened when nothing is lent any more
         self._straight_open = 0
         self._fenced = False
-        self._all_issued = not self._later
+        self._all_issued = Latch()
+        if not self._later:
+            self._all_issued.open()
         self._error: BaseException | None = None
         self._check_lock = threading.Lock()  # nobody passes the fence while versions are compared
         self._passed = False
@@ -117,9 +121,7 @@ class CaptureRun:
         while self._later:
             self._take(self._later[0], may_lend=lambda: self._fenced)
             self._later.pop(0)
-        with self._lock:
-            self._all_issued = True
-            self._lock.notify_all()
+        self._all_issued.open()
         self._flush()
         self._wait_straight(None)
         self.check()
@@ -133,12 +135,11 @@ class CaptureRun:
         Raises:
             TornSnapshotError: A deferred tensor changed before.
         """
-        with self._lock:
-            self._fenced = True
+        self._fenced = True
         self._staging.wake()
+        if not self._all_issued.wait(timeout_s):
+            return False
         with self._lock:
-            if not self._lock.wait_for(lambda: self._all_issued or self._error, timeout_s):
-                return False
             if self._error is not None:
                 return True
             pending = [p for _, copies in list(self._issued) for p in copies]
@@ -170,7 +171,8 @@ class CaptureRun:
         """Make every waiting method raise or return soon."""
         with self._lock:
             self._error = self._error or error
-            self._lock.notify_all()
+            self._let_pass()
+        self._all_issued.open()
         self._staging.wake()
 
     def close(self) -> None:
@@ -187,7 +189,13 @@ class CaptureRun:
         del captured
         with self._lock:
             self._straight_open -= 1
-            self._lock.notify_all()
+            if not self._straight_open:
+                self._let_pass()
+
+    def _let_pass(self) -> None:
+        for latch in self._waiting:
+            latch.open()
+        self._waiting.clear()
 
     # ------------------------------------------------------------------------------------------
 
@@ -285,10 +293,12 @@ class CaptureRun:
             self._deliver(captured)
 
     def _wait_straight(self, timeout_s: float | None) -> bool:
+        over = Latch()
         with self._lock:
-            done = self._lock.wait_for(
-                lambda: self._straight_open == 0 or self._error is not None, timeout_s
-            )
+            self._waiting.append(over)
+            if not self._straight_open or self._error is not None:
+                self._let_pass()
+        done = over.wait(timeout_s)
         self._raise_if_cancelled()
         return done
 

@@ -264,7 +264,7 @@ class Checkpointer(Run):
             job.finished(None)
         self._workers.close()
         if self._owns_backend:
-            if job is None or job.released.is_set():
+            if job is None or job.released.is_open:
                 self._backend.close()
             else:  # a stuck store, or a callback of the save itself, which has yet to end
                 self._workers.spawn("close", lambda: self._close_after(job))
@@ -326,7 +326,7 @@ class Checkpointer(Run):
 
     def _staging_for(self, need_bytes: int, *, pin: bool) -> Staging:
         job = self._job
-        if job is not None and not job.released.is_set():
+        if job is not None and not job.released.is_open:
             self._staging = None  # its memory may still belong to a stuck disk
         budget = self._config.staging_bytes
         if budget is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.errors import SaveSkippedError
+from penstock.core.latch import Latch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -149,17 +150,26 @@ class Outcome(Future[T]):
     def __init__(self, on_error_seen: Callable[[], None]) -> None:
         super().__init__()
         self._on_error_seen = on_error_seen
+        self._over = Latch()
+        self.add_done_callback(lambda _: self._over.open())  # before all other callbacks
         self.on_result: Callable[[], None] | None = None
         """Called when somebody has waited for a good result, before it is returned."""
 
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return self._over.is_open
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, without seeing its error; False: not within `timeout` seconds."""
+        return self._over.wait(timeout)
+
     def result(self, timeout: float | None = None) -> T:
         """As `Future.result`; an error that it raises counts as seen."""
-        error = super().exception(timeout)
-        if error is not None:
+        if self._await(timeout) is not None:
             self._on_error_seen()
         elif self.on_result is not None:
             self.on_result()
-        return super().result(timeout)
+        return super().result(0)
 
     def cancel(self) -> bool:
         """False: a save is not called off by a future, which others may be waiting for."""
@@ -171,7 +181,7 @@ class Outcome(Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`; an error that it returns counts as seen."""
-        error = super().exception(timeout)
+        error = self._await(timeout)
         if error is not None:
             self._on_error_seen()
         elif self.on_result is not None:
@@ -181,6 +191,11 @@ class Outcome(Future[T]):
                 self._on_error_seen()
                 return late
         return error
+
+    def _await(self, timeout: float | None) -> BaseException | None:
+        if not self._over.wait(timeout):
+            raise TimeoutError
+        return super().exception(0)
 
 
 @dataclass(frozen=True, slots=True)

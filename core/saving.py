@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import secrets
 import threading
 import time
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +20,7 @@ from penstock.core.errors import (
     SaveError,
     StorageTimeoutError,
 )
+from penstock.core.latch import Latch
 from penstock.core.pipeline import BATCH_BYTES, FrameWriter
 from penstock.core.publishing import Publisher
 from penstock.core.reports import Progress, SaveHandle, SaveReport
@@ -70,7 +69,7 @@ class SaveJob:
         self._writing_thread = 0
         self.handle.progress_source = self.progress
         self.uid = secrets.token_hex(16)
-        self.released = threading.Event()  # nothing of this save is in memory or in flight
+        self.released = Latch()  # nothing of this save is in memory or in flight
         self._backend = backend
         self._staging = staging
         self._workers = workers
@@ -79,7 +78,7 @@ class SaveJob:
         self._error: BaseException | None = None
         self._started = False
         self._may_capture = threading.Lock()  # taken for ever by whoever is first
-        self._capture_over = threading.Event()  # no thread captures for this save any more
+        self._capture_over = Latch()  # no thread captures for this save any more
         self._phase = "capture"
         self._done_bytes = 0
         self._moved = time.monotonic()
@@ -123,8 +122,8 @@ class SaveJob:
     def capture_now(self, *, on_captured: Callable[[], None]) -> None:
         """Capture all but what is deferred, and start the rest; failures go to the handle.
 
-        The work is on a thread of its own, and a bare lock is waited for, so that Ctrl-C cannot
-        come between taking one of the engine's locks and giving it back.
+        The work is on a thread of its own, so that Ctrl-C cannot come between taking one of the
+        engine's locks and giving it back.
 
         Args:
             on_captured: Called once, when the capture ended, well or badly; on any thread.
@@ -132,17 +131,16 @@ class SaveJob:
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
         """
-        gate = threading.Lock()
-        gate.acquire()
+        free = Latch()
         if self.request.mode == "blocking":
             self.start()
-        self._workers.spawn("capture", lambda: self._take_all(gate.release, on_captured))
-        _pass(gate)
+        self._workers.spawn("capture", lambda: self._take_all(free.open, on_captured))
+        free.wait()
 
     def interrupt(self, error: BaseException) -> None:
         """Give the save up since `error` came while the caller of `save` waited or prepared."""
         if self._may_capture.acquire(blocking=False):
-            self._capture_over.set()  # it has not begun, and will not
+            self._capture_over.open()  # it has not begun, and will not
         interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
         interrupted.__cause__ = error
         self.handle.error_seen = True
@@ -160,11 +158,8 @@ class SaveJob:
         return self._capture.straight_bytes
 
     def wait_durable(self) -> None:
-        """Wait until the save ended, well or badly; by a bare lock, as in `capture_now`."""
-        gate = threading.Lock()
-        gate.acquire()
-        self.handle.durable.add_done_callback(lambda _: gate.release())
-        _pass(gate)
+        """Wait until the save ended, well or badly."""
+        self.handle.durable.wait()
 
     def add_blocked(self, seconds: float) -> None:
         """Count time for which training stood still."""
@@ -176,7 +171,7 @@ class SaveJob:
         A stuck store may keep its memory for ever; that is not waited for. Nor does the save's own
         thread, in a callback of `durable`, wait for itself.
         """
-        if not wait([self.handle.durable], timeout_s).done:
+        if not self.handle.durable.wait(timeout_s):
             return False
         if threading.get_ident() != self._writing_thread:
             self.released.wait(_RELEASE_S)
@@ -246,11 +241,10 @@ class SaveJob:
         except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end
             self.fail(_of_our_tree(error, self.request.step))
         finally:
-            self._capture_over.set()
+            self._capture_over.open()
             self.start()  # after a failure: it cleans up
             on_captured()
-            with contextlib.suppress(RuntimeError):  # let go already
-                let_go()
+            let_go()
 
     def _captured(self) -> None:
         with self._lock:
@@ -281,7 +275,7 @@ class SaveJob:
             )
             self._after_commit(report)
         finally:
-            self.released.set()
+            self.released.open()
 
     def _save(self) -> SaveReport:
         self._publisher.publish_intent()
@@ -347,7 +341,7 @@ class SaveJob:
             self._writer.settle_oldest()
         while not self.handle.captured.done():
             self._moved = time.monotonic()
-            wait([self.handle.captured], timeout=_POLL_S)  # does not count as seeing its error
+            self.handle.captured.wait(_POLL_S)
         self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
@@ -431,12 +425,6 @@ class SaveJob:
                 "total": now - clock.started,
             },
         )
-
-
-def _pass(gate: threading.Lock) -> None:
-    """Wait for a bare lock; looks up now and then, for a signal just before the wait is lost."""
-    while not gate.acquire(timeout=_POLL_S):
-        pass
 
 
 def _of_our_tree(error: BaseException, step: int) -> Exception:

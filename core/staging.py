@@ -48,13 +48,14 @@ class Block:
 class Staging:
     """Page-granular first-fit allocator over arenas. Thread-safe.
 
-    Nobody waits here: `acquire` answers at once, and callers wait on `changed` only while they
+    Nobody waits here: `acquire` answers at once, and callers `wait` only while they
     hold no block of their own.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = max(align_up(budget_bytes, PAGE_BYTES), PAGE_BYTES)
-        self.changed = threading.Condition()  # guards every field; notified on release
+        self._lock = threading.Lock()  # guards every field
+        self._changed = threading.Condition(self._lock)  # notified on release
         self._arenas: list[Arena] = []
         self._hint = 0
         self._pin = False
@@ -78,7 +79,7 @@ class Staging:
             largest_bytes: Most that it will reserve at once, phase included.
             pin: Whether device copies go here.
         """
-        with self.changed:
+        with self._lock:
             self._hint = total_bytes
             self._pin = self._pin or pin
             if not self._used and all(a.size < largest_bytes for a in self._arenas):
@@ -98,7 +99,7 @@ class Staging:
         see `fits`.
         """
         need = align_up(phase + length, PAGE_BYTES)
-        with self.changed:
+        with self._lock:
             for arena in self._arenas:
                 block = self._take(arena, need, length, phase)
                 if block is not None:
@@ -116,14 +117,14 @@ class Staging:
     def fits(self, length: int, phase: int) -> bool:
         """Whether `acquire` could succeed once everything else is released."""
         need = align_up(phase + length, PAGE_BYTES)
-        with self.changed:
+        with self._lock:
             if self.budget_bytes - self.allocated_bytes >= need:
                 return True
             return any(a.size >= need for a in self._arenas)
 
     def release(self, block: Block) -> None:
         """Give a block back; its memory may be handed out again at once."""
-        with self.changed:
+        with self._lock:
             free = block.arena.free
             start, length = block.offset, block.reserved
             at = bisect.bisect(free, (start, 0))
@@ -135,18 +136,18 @@ class Staging:
                 start, length = before[0], before[1] + length
             free.insert(at, (start, length))
             self._used -= block.reserved
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Wait until something is released, `ready()` holds, or the time is up."""
-        with self.changed:
+        with self._changed:
             if not ready():
-                self.changed.wait(timeout_s)
+                self._changed.wait(timeout_s)
 
     def wake(self) -> None:
         """Let waiters look at their conditions again."""
-        with self.changed:
-            self.changed.notify_all()
+        with self._lock:
+            self._changed.notify_all()
 
     def _take(self, arena: Arena, need: int, length: int, phase: int) -> Block | None:
         for index, (start, size) in enumerate(arena.free):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -11,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.core.latch import Latch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
 
-_POLL_S = 0.2  # only bounds how late a wait ends whose end was missed
 _PATIENCE_S = 5.0  # how long Ctrl-C waits for a store that may be stuck
 
 
@@ -50,20 +50,17 @@ class Workers:
         does not come to its end: its thread then holds on to all that it uses.
         """
         mine = threading.Lock()  # taken for ever by whoever is first
-        gate = threading.Lock()  # bare: an interrupted `Condition` could be left locked
-        gate.acquire()
+        over = Latch()
         outcome: Future[T] = Future()  # not to be touched here before it is over, as it has a lock
-        over: list[bool] = []
-
-        work = partial(_run, task, mine, gate, outcome, over)
+        work = partial(_run, task, mine, outcome, over)
         try:
             self.spawn(name, work)
-            _pass(gate, over, math.inf)
+            over.wait()
         except BaseException as error:
             if not mine.acquire(blocking=False):
                 cancel()
-                _outlast(gate, over)
-                if not over:
+                _outlast(over)
+                if not over.is_open:
                     error.add_note(f"penstock: a stuck {name} was left behind")
             raise
         try:
@@ -76,33 +73,21 @@ class Workers:
         self._pool.shutdown(wait=False)
 
 
-def _run(
-    task: Callable[[], T],
-    mine: threading.Lock,
-    gate: threading.Lock,
-    outcome: Future[T],
-    over: list[bool],
-) -> None:
+def _run(task: Callable[[], T], mine: threading.Lock, outcome: Future[T], over: Latch) -> None:
     if mine.acquire(blocking=False):
         try:
             outcome.set_result(task())
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             outcome.set_exception(error)
-        over.append(True)
-        gate.release()
+        over.open()
 
 
-def _pass(gate: threading.Lock, over: list[bool], until_s: float) -> None:
-    while not over and time.monotonic() < until_s:
-        gate.acquire(timeout=_POLL_S)
-
-
-def _outlast(gate: threading.Lock, over: list[bool]) -> None:
+def _outlast(over: Latch) -> None:
     """Wait a while for the end, whatever interrupts that: more of the same, as a rule."""
     until_s = time.monotonic() + _PATIENCE_S
-    while not over and time.monotonic() < until_s:
+    while not over.is_open and time.monotonic() < until_s:
         with contextlib.suppress(BaseException):
-            _pass(gate, over, until_s)
+            over.wait(until_s - time.monotonic())
 
 
 class BusyClock:

@@ -343,7 +343,7 @@ def test_the_fence_orders_device_copies_instead_of_waiting_for_them():
     device = Device(3 * CHUNK)
     run = Run((device, DEFERRED))
     run.capture.take_now()
-    run.capture._all_issued = True
+    run.capture._all_issued.open()
     assert run.capture.fence(0)
     assert all(copy.ordered for copy in device.copies)
     assert not any(copy.landed for copy in device.copies)
