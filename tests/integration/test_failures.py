@@ -586,12 +586,16 @@ def ctrl_c_in(place, after=None):
         if after is not None:
             after.wait()
         wait_until_in(place, main)
-        signal.pthread_kill(main.ident, signal.SIGINT)
+        while not over.is_set():
+            signal.pthread_kill(main.ident, signal.SIGINT)
+            over.wait(10)  # lost where Python cannot raise: in a finalizer, for instance
 
+    over = threading.Event()
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         yield
+    over.set()
     thread.join()
 
 
