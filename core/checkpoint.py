@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.core.manifest import CommitRecord, ObjectRecord, PartHead
     from penstock.core.registry import Registry
 
+_FEW = 1000
+
 
 class Checkpoint:
     """One committed checkpoint; reads only what is asked for, and verifies it.
@@ -170,7 +172,7 @@ class Checkpoint:
 
         Args:
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
-            progress: Called with bytes done and bytes in all.
+            progress: Called with bytes done and bytes in all, on another thread than the caller's.
 
         Raises:
             CheckpointGoneError: It was deleted meanwhile.
@@ -240,7 +242,10 @@ class Checkpoint:
         return missing
 
     def _nothing_at(self, path: str) -> KeyError:
-        return KeyError(f"step {self.step} has no {path!r}{nearest(path, self.keys())}")
+        few = len(self) <= _FEW  # comparing with all of a million names takes too long
+        return KeyError(
+            f"step {self.step} has no {path!r}{nearest(path, self.keys() if few else ())}"
+        )
 
     def _locate(self, path: str) -> Located | None:
         located = self.contents.find(parse_path(path))

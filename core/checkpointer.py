@@ -178,7 +178,8 @@ class Checkpointer(Run):
         try:
             self._job, self._unseen = job, job.handle
             if self._on_event is not None:
-                announce(job.handle, self._on_event)
+                with job.ending.calling_back():
+                    announce(job.handle, self._on_event)
             if job.deferred_bytes:
                 fence_hook.arm(job, self._config.fence_timeout_s)
                 job.handle.durable.add_done_callback(lambda _: fence_hook.disarm(job))
@@ -207,6 +208,8 @@ class Checkpointer(Run):
         """
         self._check_process()
         job = self._job
+        if job is not None:
+            job.ending.check_may_wait()
         if job is not None and not job.fence(timeout, give_up=False):
             msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
             raise FenceTimeoutError(msg)
@@ -221,6 +224,7 @@ class Checkpointer(Run):
         """
         self._check_process()
         if self._job is not None:
+            self._job.ending.check_may_wait()
             self._job.fence(timeout, give_up=False)  # this thread waits, so it changes nothing
             if not self._job.finished(timeout):
                 msg = f"the save of step {self._job.request.step} is still under way"
@@ -250,15 +254,18 @@ class Checkpointer(Run):
         """Wait for the pending save, then release everything. Idempotent.
 
         Raises:
+            SaveError: Called in a callback that the pending save waits for.
             PenstockError: A background save failed and nobody has seen it, unless another
                 exception is on its way.
         """
         if self._closed:
             return
+        job = self._job
+        if job is not None and self._pid == os.getpid():
+            job.ending.check_may_wait()
         self._closed = True
         if self._pid != os.getpid():
             return  # a forked child: the threads, and all that they hold, are the parent's
-        job = self._job
         if job is not None:
             job.fence(None)
             job.finished(None)
@@ -301,6 +308,7 @@ class Checkpointer(Run):
                 f"({job.progress().phase}); wait(), or use on_busy='wait' or 'skip'"
             )
             raise BusyError(msg)
+        job.ending.check_may_wait()
         job.fence(None)
         job.finished(None)
         return True

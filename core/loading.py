@@ -64,12 +64,14 @@ class _Flight:
     """A batch under way: its memory is in use until the future and all checks are done."""
 
     reads: list[_Read]
-    future: Future[None]
+    future: Future[None] | None
     checks: list[Future[list[tuple[str, str]]]] = field(default_factory=list)
 
     def outlast(self) -> None:
         """Wait until nothing uses the memory."""
-        futures: list[Future[Any]] = [self.future, *self.checks]
+        futures: list[Future[Any]] = [*self.checks]
+        if self.future is not None:
+            futures.append(self.future)
         wait(futures)
 
 
@@ -94,7 +96,7 @@ class Loader:
         Args:
             jobs: Frames in the order in which they shall be read.
             decode: Whether encoded frames are decoded (verification may do without).
-            progress: Called with bytes read.
+            progress: Called with bytes read, on a thread of the loader's own.
 
         Raises:
             StorageError: The store failed in another way than by missing or short blobs.
@@ -214,17 +216,23 @@ class _Session:
 
     def _settle(self, flight: _Flight) -> None:
         """Wait for a batch, verify and place it."""
+        assert flight.future is not None
         error = flight.future.exception()
+        flight.future = None
         if isinstance(error, BlobNotFoundError | BlobTruncatedError):
             self._read_singly(flight.reads)
         elif error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else a cycle of it, its traceback and this frame keeps targets alive
         share = -(-len(flight.reads) // self._workers.count)
         for at in range(0, len(flight.reads), share):
             check = self._checker(flight.reads[at : at + share])
             flight.checks.append(self._workers.submit(check))
-        for task in flight.checks:
-            self._stats.damaged += task.result()
+        wait(flight.checks)
+        while flight.checks:
+            self._stats.damaged += flight.checks.pop(0).result()
         if any(isinstance(r.error, BlobNotFoundError) for r in flight.reads):
             self._stats.missing_blob = True
 

@@ -6,10 +6,8 @@ straight into place, the later one would silently win, or intact bytes would loo
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -21,7 +19,11 @@ if TYPE_CHECKING:
     from penstock.core.abc import MemoryKey, Target
     from penstock.core.types import ObjectPath
 
-_Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+_NAMED = 50
 
 
 def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
@@ -50,45 +52,73 @@ def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
 
 
 def disagreements(group: Sequence[Target], stored: Mapping[ObjectPath, memoryview]) -> list[str]:
-    """What is wrong about filling all of `group` with the bytes in `stored`, as sentences."""
+    """What is wrong about filling all of `group` with the bytes in `stored`, as sentences.
+
+    All are written into a scratch copy of the memory that they span; whoever does not find his own
+    bytes there afterwards was overwritten by another. Takes time and memory linear in the group.
+    """
+    contents = {t.path: _as_memory(t, stored[t.path]) for t in group}
+    losers = _overwritten(group, contents)
     problems = []
-    for one, other in combinations(group, 2):
-        if not _agree(one, stored[one.path], other, stored[other.path]):
+    for one in losers:
+        other = next((t for t in group if t is not one and _overwritten([one, t], contents)), None)
+        if other is None:
+            problems.append(
+                f"{show_path(one.path)} overlaps itself in the template, but different values are "
+                "stored for one place of its memory: restore into a contiguous one"
+            )
+        else:
             problems.append(
                 f"{show_path(one.path)} and {show_path(other.path)} share memory in the template, "
                 "but different values are stored for it: select one of them, or separate them"
             )
+        if len(problems) == _NAMED:
+            break
     return problems
 
 
-def _agree(one: Target, first: memoryview, other: Target, second: memoryview) -> bool:
-    here, there = one.sink.memory, other.sink.memory
-    assert here is not None
-    assert there is not None
-    if " " in here.dtype.removeprefix("numpy ") or " " in there.dtype.removeprefix("numpy "):
-        return True  # conjugated or negated views: what is stored differs by design
-    low, high = _common(here, one.spec.itemsize, there, other.spec.itemsize)
-    if low >= high:
-        return True
-    if _dense(here, one.spec.itemsize) and _dense(there, other.spec.itemsize):
-        at, to = low - _start(here), low - _start(there)
-        return first[at : at + high - low] == second[to : to + high - low]
-    unit = math.gcd(
-        one.spec.itemsize,
-        other.spec.itemsize,
-        _start(here) - _start(there),
-        *here.strides,
-        *there.strides,
-    )
-    mine, theirs = _places(here, one.spec.itemsize, unit), _places(there, other.spec.itemsize, unit)
-    _, at_mine, at_theirs = np.intersect1d(mine, theirs, return_indices=True)
-    units = np.dtype(f"V{unit}")
-    return bool(
-        np.array_equal(
-            np.frombuffer(first, units)[at_mine].view(np.uint8),
-            np.frombuffer(second, units)[at_theirs].view(np.uint8),
-        )
-    )
+def _overwritten(group: Sequence[Target], contents: Mapping[ObjectPath, _Bytes]) -> list[Target]:
+    spans = [_span(t.sink.memory, t.spec.itemsize) for t in group if t.sink.memory is not None]
+    low, high = min(start for start, _ in spans), max(stop for _, stop in spans)
+    scratch = np.empty(high - low, np.uint8)
+    views = [_view(scratch, t, low) for t in group]
+    for target, view in zip(group, views, strict=True):
+        view[...] = contents[target.path].view(view.dtype).reshape(view.shape)
+    return [
+        target
+        for target, view in zip(group, views, strict=True)
+        if not _same(view, contents[target.path].view(view.dtype).reshape(view.shape))
+    ]
+
+
+def _same(one: _Array, other: _Array) -> bool:
+    if one.dtype.kind == "V":
+        return one.tobytes() == other.tobytes()
+    return bool(np.array_equal(one, other))
+
+
+def _view(scratch: _Bytes, target: Target, low: int) -> _Array:
+    memory, size = target.sink.memory, target.spec.itemsize
+    assert memory is not None
+    dtype = np.dtype(_CARRIERS.get(size, f"V{size}"))
+    return np.ndarray(memory.shape, dtype, scratch, _start(memory) - low, memory.strides)
+
+
+def _as_memory(target: Target, data: memoryview) -> _Bytes:
+    """The bytes as they lie in memory: views of torch flip signs on the way."""
+    memory, size = target.sink.memory, target.spec.itemsize
+    assert memory is not None
+    raw = np.frombuffer(data, np.uint8)
+    flags = memory.dtype.removeprefix("numpy ").split()[1:]
+    if not flags:
+        return raw
+    parts = 2 if memory.dtype.startswith("complex") else 1
+    raw = raw.reshape(-1, parts, size // parts).copy()
+    if "neg" in flags:
+        raw[:, :, -1] ^= 0x80
+    if "conj" in flags:
+        raw[:, 1, -1] ^= 0x80
+    return raw.reshape(-1)
 
 
 def _start(memory: MemoryKey) -> int:
@@ -101,27 +131,3 @@ def _span(memory: MemoryKey, itemsize: int) -> tuple[int, int]:
     start = _start(memory)
     low = start + sum(r for r in reaches if r < 0)
     return low, start + sum(r for r in reaches if r > 0) + itemsize
-
-
-def _common(here: MemoryKey, size: int, there: MemoryKey, other_size: int) -> tuple[int, int]:
-    (low, high), (other_low, other_high) = _span(here, size), _span(there, other_size)
-    return max(low, other_low), min(high, other_high)
-
-
-def _dense(memory: MemoryKey, itemsize: int) -> bool:
-    """Whether its bytes lie row-major and without gaps."""
-    expected = itemsize
-    for stride, size in zip(reversed(memory.strides), reversed(memory.shape), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _places(memory: MemoryKey, itemsize: int, unit: int) -> _Numbers:
-    """Address of each unit of its bytes, row-major."""
-    places = np.array(_start(memory), np.int64)
-    for stride, size in zip(memory.strides, memory.shape, strict=True):
-        places = places[..., None] + np.arange(size, dtype=np.int64) * stride
-    places = places[..., None] + np.arange(0, itemsize, unit, dtype=np.int64)
-    return places.reshape(-1)

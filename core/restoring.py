@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import StoredObject
 from penstock.core.contents import Wish
 from penstock.core.errors import (
-    CheckpointGoneError,
-    DamagedError,
     PenstockError,
     RestoreError,
     RestoreMismatchError,
@@ -75,7 +73,7 @@ def restore_into(
     earlier = overwritten.begin(placement.targets)
     try:
         _fill_targets(checkpoint, placement, stored, aside)
-    except (DamagedError, CheckpointGoneError, RestoreMismatchError, RestoreError) as error:
+    except BaseException as error:
         undefined = listed([show_path(t.path) for t in placement.targets])
         error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
         raise
@@ -199,14 +197,14 @@ def _read_overlapping(
         RestoreMismatchError: What is stored disagrees about the shared memory.
     """
     unique = {id(t.sink): t for t in targets}
-    aside: dict[int, memoryview] = {}
-    problems: list[str] = []
-    for group in overlapping(unique.values()):
-        sinks = {t.path: BytesSink(t.sink.nbytes) for t in group}
-        fill(checkpoint, [Wish(stored.located[p], s) for p, s in sinks.items()], stored.tally)
-        views = {path: memoryview(sink.data) for path, sink in sinks.items()}
-        problems += disagreements(group, views)
-        aside |= {id(t.sink): views[t.path] for t in group}
+    groups = overlapping(unique.values())
+    sinks = {t.path: BytesSink(t.sink.nbytes) for group in groups for t in group}
+    if not sinks:
+        return {}
+    fill(checkpoint, [Wish(stored.located[p], s) for p, s in sinks.items()], stored.tally)
+    views = {path: memoryview(sink.data) for path, sink in sinks.items()}
+    problems = [problem for group in groups for problem in disagreements(group, views)]
+    aside = {id(t.sink): views[t.path] for group in groups for t in group}
     if problems:
         raise _mismatch(problems, [], checkpoint.step)
     return aside

@@ -8,10 +8,12 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.capture import Captured, CaptureRun
 from penstock.core.commit import Commit, Event, State
+from penstock.core.ending import Ending
 from penstock.core.errors import (
     CommitUnknownError,
     FenceTimeoutError,
@@ -66,7 +68,6 @@ class SaveJob:
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
         self._caller = threading.get_ident()
-        self._writing_thread = 0
         self.handle.progress_source = self.progress
         self.uid = secrets.token_hex(16)
         self.released = Latch()  # nothing of this save is in memory or in flight
@@ -74,8 +75,8 @@ class SaveJob:
         self._staging = staging
         self._workers = workers
         self._queue: queue.SimpleQueue[Captured] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # guards `_error` and `_started`, and resolving the handle
-        self._error: BaseException | None = None
+        self.ending = Ending(self.handle)
+        self._lock = threading.Lock()  # guards `_started`
         self._started = False
         self._may_capture = threading.Lock()  # taken for ever by whoever is first
         self._capture_over = Latch()  # no thread captures for this save any more
@@ -168,12 +169,12 @@ class SaveJob:
     def finished(self, timeout_s: float | None) -> bool:
         """Wait until the save ended, well or badly, and its memory is free again.
 
-        A stuck store may keep its memory for ever; that is not waited for. Nor does the save's own
-        thread, in a callback of `durable`, wait for itself.
+        A stuck store may keep its memory for ever; that is not waited for. Nor is it in a callback
+        of the save, which has to return first.
         """
         if not self.handle.durable.wait(timeout_s):
             return False
-        if threading.get_ident() != self._writing_thread:
+        if not self.ending.in_callback:
             self.released.wait(_RELEASE_S)
         return True
 
@@ -205,21 +206,22 @@ class SaveJob:
         """Who trains has waited for the capture: as good as a fence."""
         if threading.get_ident() == self._caller:
             self.fence(None)
-            if self._error is not None:
-                raise self._error
+            if self.ending.error is not None:
+                raise self.ending.error
 
     def fail(self, error: BaseException) -> None:
         """Give the save up: `captured` resolves first, then the others."""
-        with self._lock:
-            if self._error is not None or self.handle.durable.done():
-                return
-            self._error = error
+        self._fail_because(lambda: error)
+
+    def _fail_because(self, why: Callable[[], BaseException]) -> None:
+        def first() -> None:
+            error = self.ending.error
+            assert error is not None
             self._phase = "failed"
             self._capture.cancel(error)
             log.error("save of step %d failed: %s", self.request.step, error)
-            for future in (self.handle.captured, self.handle.committed, self.handle.durable):
-                if not future.done():
-                    future.set_exception(error)
+
+        self.ending.fail(why, first=first)
 
     def progress(self) -> Progress:
         """How far it is."""
@@ -247,25 +249,21 @@ class SaveJob:
             let_go()
 
     def _captured(self) -> None:
-        with self._lock:
-            if self._error is None:
+        with self.ending.lock:
+            if self.ending.error is None:
                 self._clock.captured = time.monotonic()
                 self._phase = "write"
-                self.handle.captured.set_result(None)
+        self.ending.capture()
 
     def _run(self) -> None:
-        self._writing_thread = threading.get_ident()
         try:
             report = self._save()
         except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end
             self.fail(_of_our_tree(error, self.request.step))
             self._clean_up()
         else:
-            with self._lock:
-                self._phase = "durable"
-                if not self.handle.durable.done():
-                    self.handle.committed.set_result(report)
-                    self.handle.durable.set_result(report)
+            self._phase = "durable"
+            self.ending.succeed(report)
             log.info(
                 "saved step %d: %.1f MB in %.2f s (blocked %.3f s)",
                 report.step,
@@ -305,7 +303,7 @@ class SaveJob:
     def _begin_to_publish(self) -> None:
         """The last moment at which the save can be given up."""
         self._capture.check()
-        with self._lock:
+        with self.ending.lock:
             self._raise_if_failed()
             self._commit.feed(Event.PUBLISH_STARTED)
 
@@ -345,9 +343,9 @@ class SaveJob:
         self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
-        if self._error is not None:
+        if self.ending.error is not None:
             msg = f"step {self.request.step}: given up"
-            raise SaveAbortedError(msg) from self._error
+            raise SaveAbortedError(msg) from self.ending.error
 
     def _release(self, captured: Captured) -> None:
         if captured.block is not None:
@@ -384,19 +382,21 @@ class SaveJob:
             stuck_s = time.monotonic() - self._moved
             if stuck_s <= limit or self.handle.durable.done():
                 continue
-            with self._lock:  # from here on nothing begins to be published
-                tried = self._commit.state in {State.PUBLISHING, State.UNKNOWN}
-                what = (
-                    "the commit record was being published, so the checkpoint may or may not exist"
-                    if tried
-                    else "nothing was committed"
-                )
-                msg = (
-                    f"step {self.request.step}: {self._backend.url} made no progress for "
-                    f"{stuck_s:.0f} s (io_timeout_s={limit:g}); {what}"
-                )
-                kind = CommitUnknownError if tried else StorageTimeoutError
-                self.fail(kind(msg))
+            self._fail_because(partial(self._stuck, stuck_s))
+
+    def _stuck(self, stuck_s: float) -> BaseException:
+        """What it means that nothing moves; under the lock, so that no publish begins meanwhile."""
+        tried = self._commit.state in {State.PUBLISHING, State.UNKNOWN}
+        what = (
+            "the commit record was being published, so the checkpoint may or may not exist"
+            if tried
+            else "nothing was committed"
+        )
+        msg = (
+            f"step {self.request.step}: {self._backend.url} made no progress for {stuck_s:.0f} s "
+            f"(io_timeout_s={self.request.io_timeout_s:g}); {what}"
+        )
+        return CommitUnknownError(msg) if tried else StorageTimeoutError(msg)
 
     def _report(self, blobs: Sequence[tuple[str, int]]) -> SaveReport:
         now = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import threading
 import time
@@ -57,16 +57,13 @@ class Workers:
             self.spawn(name, work)
             over.wait()
         except BaseException as error:
-            if not mine.acquire(blocking=False):
-                cancel()
-                _outlast(over)
-                if not over.is_open:
-                    error.add_note(f"penstock: a stuck {name} was left behind")
+            if not _outlast(mine, over, cancel):
+                error.add_note(f"penstock: a stuck {name} was left behind")
             raise
         try:
             return outcome.result()
         finally:
-            del outcome, work  # an error would hold this frame, and the frame the error
+            del outcome, work  # as in `_run`
 
     def close(self) -> None:
         """Stop the pool once it is idle."""
@@ -79,15 +76,27 @@ def _run(task: Callable[[], T], mine: threading.Lock, outcome: Future[T], over: 
             outcome.set_result(task())
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             outcome.set_exception(error)
+        del outcome  # an error holds this frame, and would be held by it
         over.open()
 
 
-def _outlast(over: Latch) -> None:
-    """Wait a while for the end, whatever interrupts that: more of the same, as a rule."""
-    until_s = time.monotonic() + _PATIENCE_S
-    while not over.is_open and time.monotonic() < until_s:
-        with contextlib.suppress(BaseException):
-            over.wait(until_s - time.monotonic())
+def _outlast(mine: threading.Lock, over: Latch, cancel: Callable[[], None]) -> bool:
+    """Keep a task from beginning, or wait for its end; False: it does not come to it."""
+    until_s = math.inf
+    while True:
+        # All in one `try`: whatever is interrupted here, as a rule by more of the same, is begun
+        # again.
+        try:
+            until_s = min(until_s, time.monotonic() + _PATIENCE_S)
+            if mine.acquire(blocking=False):
+                over.open()
+            elif not over.is_open:
+                cancel()
+                over.wait(until_s - time.monotonic())
+        except BaseException:  # noqa: BLE001, S112
+            continue
+        else:
+            return over.is_open
 
 
 class BusyClock:

@@ -70,8 +70,7 @@ class ArraySink(ByteSink):
     def __init__(self, array: np.ndarray[Any, Any], path: ObjectPath) -> None:
         self._live = array
         self._path = path
-        overlaps = 0 in array.strides and array.size > 1 and not array.flags.c_contiguous
-        self._array = np.empty(array.shape, array.dtype) if overlaps else array
+        self._array = np.empty(array.shape, array.dtype) if _may_overlap(array) else array
         self.nbytes = array.nbytes
         self.device = "cpu"
         flat = array.nbytes > 0 and self._array.flags.c_contiguous
@@ -100,8 +99,8 @@ class ArraySink(ByteSink):
         np.copyto(self._live, self._array)
         if self._live.tobytes() != self._array.tobytes():
             msg = (
-                f"{show_path(self._path)} is a broadcast array, and what is stored has different "
-                "values for one place of its memory: restore into a contiguous array"
+                f"{show_path(self._path)} is a broadcast or overlapping array, and what is stored "
+                "has different values for one place of its memory: restore into a contiguous array"
             )
             raise RestoreMismatchError(msg, [msg])
 
@@ -211,6 +210,19 @@ def _empty(stored: Any) -> np.ndarray[Any, Any]:
 
 def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return array.reshape(-1).view(np.uint8)
+
+
+def _may_overlap(array: np.ndarray[Any, Any]) -> bool:
+    """Whether two elements may share memory; never wrong when it says no."""
+    if array.flags.c_contiguous or not array.size:
+        return False
+    reach = array.itemsize - 1
+    dims = zip(array.strides, array.shape, strict=True)
+    for stride, size in sorted((abs(st), n) for st, n in dims if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import penstock
 from penstock.backends.memory import MemoryBackend
+from penstock.core import saving
 from penstock.core.errors import StorageError
 from penstock.core.testing.faults import FaultyBackend
 
@@ -76,3 +78,53 @@ def test_a_callback_of_a_save_may_close_the_checkpointer(tmp_path):
         time.sleep(0.01)
     with penstock.Checkpointer(tmp_path) as again:
         assert again.steps() == [4]
+
+
+def act(ckpt, action):
+    if action == "save":
+        ckpt.save({"w": torch.zeros(3)}, step=9, mode="blocking")
+    else:
+        getattr(ckpt, action)()
+
+
+@pytest.mark.parametrize("action", ["close", "wait", "save", "fence"])
+@pytest.mark.parametrize("kind", ["started", "captured", "committed"])
+@pytest.mark.parametrize("mode", ["async", "blocking"])
+def test_a_callback_that_the_save_waits_for_may_not_wait_for_the_save(
+    backend, kind, action, mode, caplog
+):
+    def on_event(event):
+        if (event.kind, event.step) == (kind, 4):
+            act(ckpt, action)
+
+    ckpt = penstock.Checkpointer(backend, on_event=on_event)
+    ckpt.save({"w": torch.ones(3)}, step=4, mode=mode).result()
+    ckpt.save({"w": torch.ones(3)}, step=5).result()
+    assert ckpt.steps() == [4, 5]
+    ckpt.close()
+    (record,) = [r for r in caplog.records if "on_event raised" in r.getMessage()]
+    assert "before the callback returns" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("action", ["close", "wait", "save", "fence"])
+@pytest.mark.parametrize("kind", ["durable", "failed"])
+def test_when_a_save_has_ended_a_callback_may_do_anything(backend, kind, action, monkeypatch):
+    monkeypatch.setattr(saving, "_RELEASE_S", 1e6)  # so that waiting for it would hang
+    done = threading.Event()
+
+    def on_event(event):
+        if (event.kind, event.step) == (kind, 4):
+            try:
+                act(ckpt, action)
+            except StorageError:
+                assert kind == "failed"  # seen here, as nobody else has
+            done.set()
+
+    ckpt = penstock.Checkpointer(backend, on_event=on_event)
+    if kind == "failed":
+        backend.fail("create", StorageError("no"))
+    handle = ckpt.save({"w": torch.ones(3)}, step=4)
+    assert handle.durable.wait(60)
+    assert done.wait(60)
+    assert handle.failed == (kind == "failed")
+    ckpt.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -22,6 +24,7 @@ from penstock.core.loading import Loader
 from penstock.core.manifest import Frame
 from penstock.core.staging import Staging
 from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import ByteRange, WriteRequest
 from penstock.core.workers import Workers
 
@@ -261,6 +264,39 @@ def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):
         loader.run(jobs)
     assert not loader.run(jobs).damaged
     faulty.close()
+
+
+class Failing(WrapperBackend):
+    """Holds on to no error, unlike one that is told what to raise."""
+
+    def read(self, requests, /):
+        raise StorageError("no")
+
+    def submit_read(self, requests, /):
+        if not self.late:
+            raise StorageError("no")
+        return super().submit_read(requests)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_after_an_error_no_cycle_of_references_keeps_targets_alive(store, workers, late):
+    faulty = Failing(store.backend)
+    faulty.late = late
+    loader = Loader(faulty, workers)
+    job, _ = store.raw(9000)
+    sink = Sink(9000, direct=True)
+    gone = weakref.ref(sink)
+    gc.disable()
+    try:
+        with pytest.raises(StorageError):
+            loader.run([using(job, Use(sink, 0, 0, 9000))])
+        del sink
+        deadline = time.monotonic() + 30
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # the thread has to end
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_back(store, workers):

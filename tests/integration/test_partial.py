@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from tests.integration.support import checkpointer, memory, same
@@ -506,6 +507,40 @@ def test_views_of_one_memory_are_left_alone_if_what_is_stored_disagrees(view):
         assert not rest.any()
         ckpt.restore(template, exclude="v")
         assert torch.equal(target, whole)
+
+
+def test_conjugated_views_are_compared_as_they_lie_in_memory():
+    whole = torch.randn(30, dtype=torch.complex64)
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"z": whole, "c": whole.conj(), "i": whole.conj().imag}, 1, mode="blocking")
+        ckpt.save({"z": whole, "c": whole + 1, "i": whole.conj().imag}, 2, mode="blocking")
+        target = torch.zeros(30, dtype=torch.complex64)
+        template = {"z": target, "c": target.conj(), "i": target.conj().imag}
+        with pytest.raises(RestoreMismatchError, match="share memory"):
+            ckpt.restore(template)
+        assert not target.any()
+        ckpt.restore(template, 1)
+        assert torch.equal(target, whole)
+
+
+def test_many_views_of_small_tensors_are_read_once():
+    bases = [torch.randn(40) for _ in range(300)]
+    saved = {"a": bases, "b": [b[1:] for b in bases]}
+    with checkpointer(memory()) as ckpt:
+        ckpt.save(saved, 1, mode="blocking")
+        blank_bases = [torch.zeros(40) for _ in range(300)]
+        report = ckpt.restore({"a": blank_bases, "b": [b[1:] for b in blank_bases]})
+    assert all(map(torch.equal, blank_bases, bases))
+    assert report.bytes_read < 3 * report.bytes_needed
+
+
+def test_an_array_that_overlaps_itself_is_refused_if_what_is_stored_disagrees():
+    base = np.zeros(6)
+    window = np.lib.stride_tricks.as_strided(base, (5, 2), (8, 8))
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"a": np.arange(10.0).reshape(5, 2)}, 1, mode="blocking")
+        with pytest.raises(RestoreMismatchError, match="overlapping"):
+            ckpt.restore({"a": window})
 
 
 def test_parts_of_one_memory_that_do_not_overlap_may_differ():

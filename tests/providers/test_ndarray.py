@@ -79,7 +79,7 @@ def test_broadcast_arrays_are_restored_where_the_values_agree(save):
     target = np.lib.stride_tricks.as_strided(memory, (3, 4), (0, 8))
     stored.restore({"a": target}, include="a")
     assert memory.tolist() == row.tolist()
-    with pytest.raises(RestoreMismatchError, match="b is a broadcast array"):
+    with pytest.raises(RestoreMismatchError, match="b is a broadcast or overlapping array"):
         stored.restore({"b": target}, include="b")
 
 
