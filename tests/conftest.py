@@ -1,6 +1,11 @@
 """What every test shares: hypothesis profiles, and skips that say what is missing."""
 
 import os
+import signal
+
+# A shell without job control starts `pytest &` with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported anywhere: the suite runs several processes at once, and training that
 # is compared bit by bit must use the same number of threads in each of them.
