@@ -51,16 +51,21 @@ def interrupted_at(number, wait):
                 raise KeyboardInterrupt
         return trace
 
-    sys.settrace(trace)
-    try:
-        wait()
-    except (KeyboardInterrupt, RuntimeError):  # the latter from an interrupted `Condition`
-        return True
-    except TimeoutError:
+    def run():
+        sys.settrace(trace)
+        try:
+            wait()
+        except (KeyboardInterrupt, RuntimeError):  # the latter from an interrupted `Condition`
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            sys.settrace(None)
         return False
-    finally:
-        sys.settrace(None)
-    return False
+
+    # A thread of its own: an exception at such a place may stay "the one being handled" in it.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result(30)
 
 
 @pytest.mark.parametrize("kind", ["latch", "outcome", "future"])
