@@ -184,6 +184,12 @@ class CaptureRun:
             if captured.block is not None:
                 self._staging.release(captured.block)
 
+    def forget(self) -> None:
+        """The save is over: let go of the state, which may live no longer than this."""
+        with self._check_lock:
+            self._passed = True  # nothing is left to compare
+            self._subjects = ()
+
     def straight_done(self, captured: Captured) -> None:
         """The pipeline no longer needs a straight chunk's memory."""
         del captured

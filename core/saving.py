@@ -7,7 +7,7 @@ import queue
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,9 @@ class SaveJob:
         workers: Workers,
         after_commit: Callable[[SaveReport], None],
     ) -> None:
-        self.request = request
+        subjects = request.subjects
+        # Only the capture holds the state, and lets go of it when the save is over.
+        request = self.request = replace(request, subjects=())
         self._after_commit = after_commit
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
@@ -90,7 +92,7 @@ class SaveJob:
         )
         self._capture = CaptureRun(
             request.plan,
-            request.subjects,
+            subjects,
             staging,
             deliver=self._queue.put,
             need_writer=self.start,
@@ -273,6 +275,7 @@ class SaveJob:
             )
             self._after_commit(report)
         finally:
+            self._capture.forget()
             self.released.open()
 
     def _save(self) -> SaveReport:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.core.plan import SavePlan
     from penstock.core.registry import Registry
     from penstock.core.sections import ChunkResult
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, Region, TensorSpec
 
 _CUDA_PHASE = 64  # where torch puts large CPU tensors, so that a restore meets the same phase
 
@@ -83,7 +83,7 @@ def plan_state(
     entries: list[ObjectEntry | NodeRecord] = []
     items: list[PlanItem] = []
     subjects: list[Subject] = []
-    described: list[StateObject] = []
+    described: list[tuple[TensorSpec, Region]] = []  # not the objects: those hold the state
     for ordinal, entry in enumerate(description.entries):
         if not isinstance(entry, StateObject):
             entries.append(NodeRecord(ordinal, entry.path, entry.form, entry.meta))
@@ -117,14 +117,16 @@ def plan_state(
                 capture=_capture(entry, description, mode=mode, defer=defer),
             )
         )
-        described.append(entry)
+        described.append((entry.spec, entry.region))
         subjects.append(Subject(entry.path, source, source.version()))
     plan = plan_save(items, chunk_bytes=config.chunk_bytes)
     chains = table.records()
 
+    used = description.providers_used
+
     def context(item: int) -> tuple[str, int, tuple[int, ...]]:
-        spec = described[item].spec
-        return spec.dtype, spec.itemsize, described[item].region.sizes
+        spec, region = described[item]
+        return spec.dtype, spec.itemsize, region.sizes
 
     def manifest(
         uid: str, results: Sequence[ChunkResult], blobs: Sequence[tuple[str, int]]
@@ -150,7 +152,7 @@ def plan_state(
             index=index.entry,
             parts=(part.entry,),
             codecs={c.name: c.version for chain in chains for c in chain},
-            providers=dict(description.providers_used),
+            providers=dict(used),
             references=(),
             metadata=dict(metadata),
             bytes_raw=plan.raw_bytes,

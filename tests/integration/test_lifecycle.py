@@ -6,8 +6,10 @@ import logging
 import os
 import shutil
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.integration.support import Run, checkpointer, holding, memory, place_of, same
 
 from penstock import (
+    Checkpointer,
     CheckpointGoneError,
     CheckpointNotFoundError,
     DamagedError,
@@ -768,3 +771,16 @@ TestLifecycle.settings = settings(
     max_examples=25, stateful_step_count=20, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_a_save_that_is_over_holds_none_of_the_state(tmp_path, mode):
+    array = np.zeros(100_000)
+    gone = weakref.ref(array)
+    with Checkpointer(tmp_path) as ckpt:
+        handle = ckpt.save({"array": array}, step=1, mode=mode)
+        handle.result()
+        ckpt.wait()
+        del array
+        assert gone() is None
+        assert ckpt.load(1)["array"].shape == (100_000,)
