@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.manifest import CommitRecord
 
+CLOCK_PREFIX = "clock/"
 GRACE_S = 24 * 3600.0
 """How long data of an attempt that nobody names is left alone, by the store's clock."""
 
@@ -67,9 +68,11 @@ def prune(
     if superseded and not dry_run:
         delete_records(backend, superseded)
     candidates = sorted(survey.data.keys() - survey.needed.union(own_uids))
-    if not candidates:
-        return PruneReport(superseded=superseded, dry_run=dry_run)
+    probes = backend.list(CLOCK_PREFIX)  # what `store_time_s` leaves where it is cut short
     limit_s = backend.store_time_s() - grace_s
+    if not dry_run:
+        backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
+        backend.sweep(limit_s)
     taken: list[str] = []
     names = size_bytes = 0
     for uid in candidates:

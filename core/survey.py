@@ -127,7 +127,8 @@ def delete_records(backend: Backend, names: Iterable[str]) -> None:
             uids.add(read_commit(backend, name).uid)
         except (BlobNotFoundError, DamagedError):
             continue  # whose data it was is not known; `prune` finds it
-    backend.delete(names)
+    for name in names:  # durably one by one: of several under way, a power cut may spare any
+        backend.delete([name])
     if not uids:
         return
     survey = survey_run(backend)

@@ -163,6 +163,11 @@ class LocalBackend(Backend):
         self._check_open()
         self._names.delete(names)
 
+    def sweep(self, before_s: float, /) -> None:
+        """As the contract says: temporary files, and folders without any file."""
+        self._check_open()
+        self._names.sweep(before_s)
+
     def close(self) -> None:
         """As the contract says; blobs that were not sealed are aborted."""
         with self._lock:

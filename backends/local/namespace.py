@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 TEMPORARY = "~"
-STALE_TEMPORARY_S = 24 * 3600.0  # like the grace time of prune: no publish takes that long
+_TOPS = ("commits", "data", "clock")
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 _ATTEMPTS = 8  # a folder found empty may be removed by a delete while we walk into it
 
@@ -146,6 +146,20 @@ class Namespace:
                 raise storage_error(error, "delete", names[start], self.root) from error
             start = stop
 
+    def sweep(self, before_s: float) -> None:
+        """As `Backend.sweep`: temporary files, and folders without any file.
+
+        Only where our names are: whatever else somebody keeps under the root is not ours.
+        """
+        for top in _TOPS:
+            try:
+                with self._folders(f"{top}/") as folders:
+                    _sweep(folders.last, before_s)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise storage_error(error, "sweep", top, self.root) from error
+
     # -- below --------------------------------------------------------------------------------
 
     @contextmanager
@@ -223,7 +237,6 @@ class Namespace:
                 with suppress(FileNotFoundError):
                     os.unlink(name.rpartition("/")[2], dir_fd=folders.last)
             os.fsync(folders.last)
-            _sweep(folders.last)
             folders.close()
             self._remove_empty(names[0].split("/")[:-1])
         finally:
@@ -282,15 +295,19 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
                 continue
 
 
-def _sweep(folder: int) -> None:
-    """Remove temporary files that a crash left long ago.
-
-    The folder was just changed, so its own time is now by the store's clock.
-    """
-    now = os.fstat(folder).st_mtime
-    with os.scandir(folder) as entries, suppress(OSError):
+def _sweep(folder: int, before_s: float) -> None:
+    with os.scandir(folder) as entries:
         for entry in entries:
-            if not entry.name.startswith(TEMPORARY):
-                continue
-            if now - entry.stat(follow_symlinks=False).st_mtime > STALE_TEMPORARY_S:
-                os.unlink(entry.name, dir_fd=folder)
+            with suppress(OSError):  # somebody else was faster, or it is not ours to remove
+                status = entry.stat(follow_symlinks=False)
+                old = status.st_mtime < before_s
+                if stat.S_ISDIR(status.st_mode):
+                    inner = os.open(entry.name, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
+                    try:
+                        _sweep(inner, before_s)
+                    finally:
+                        os.close(inner)
+                    if old:
+                        os.rmdir(entry.name, dir_fd=folder)  # unless it holds something
+                elif old and entry.name.startswith(TEMPORARY):
+                    os.unlink(entry.name, dir_fd=folder)

@@ -179,6 +179,7 @@ class Backend(ABC):
     def delete(self, names: Sequence[str], /) -> None:
         """Delete in the given order, durable on return; names that are not there are skipped.
 
+        A power cut in the middle may spare any of them: the order holds between calls only.
         Folders left empty may be removed.
         """
 
@@ -220,6 +221,13 @@ class Backend(ABC):
                 msg = f"{name} on {self.url} shrank while it was read"
                 raise FormatError(msg, [name]) from error
         return bytes(data)
+
+    def sweep(self, before_s: float, /) -> None:  # noqa: B027 - most stores hide nothing
+        """Remove what crashes left behind and no name shows: temporary files, empty folders.
+
+        Only what has not changed since `before_s` (by the store's clock). Default: nothing.
+        Called by `prune`.
+        """
 
     def store_time_s(self) -> float:
         """Now, by the store's clock (Unix time); default: the time of a fresh record."""

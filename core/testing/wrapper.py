@@ -75,6 +75,10 @@ class WrapperBackend(Backend):
         """Delegate."""
         self._around("delete", tuple(names), lambda: self.inner.delete(names))
 
+    def sweep(self, before_s: float, /) -> None:
+        """Delegate."""
+        self.inner.sweep(before_s)
+
     def close(self) -> None:
         """Close the own pool, then the wrapped backend."""
         super().close()

@@ -121,16 +121,34 @@ def test_a_folder_is_not_a_blob(files):
     assert names(files) == ["data/u/index"]
 
 
-def test_temporary_files_of_dead_publishers_are_swept_after_a_day(files, tmp_path):
-    for name in ("commits/1.json", "commits/2.json"):
-        files.publish(name, b"x")
-    folder = tmp_path / "root" / "commits"
-    for name, age in (("~old", DAY_S + 60), ("~young", DAY_S - 60)):
-        (folder / name).write_bytes(b"x")
-        then = (folder / "1.json").stat().st_mtime - age
-        os.utime(folder / name, (then, then))
-    files.delete(["commits/1.json"])
-    assert sorted(os.listdir(folder)) == ["2.json", "~young"]
+def test_sweep_removes_old_temporary_files_and_old_empty_folders_and_nothing_else(files, tmp_path):
+    files.publish("commits/1.json", b"x")
+    store(files, "data/u/blobs/0.raw")
+    root = tmp_path / "root"
+    now_s = (root / "commits" / "1.json").stat().st_mtime
+    kept = {"commits/1.json", "data/u/blobs/0.raw", "commits/~young", "data/young/", "~mine", "my/"}
+    gone = {"commits/~old", "data/u/blobs/~old", "data/dead/", "data/dead/parts/~old"}
+    for name in sorted(kept | gone):
+        path = root / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/") and not path.exists():
+            path.write_bytes(b"x")
+    (root / "commits" / "link").symlink_to(tmp_path)
+    (tmp_path / "~outside").write_bytes(b"x")
+    for path in [*root.rglob("*"), tmp_path / "~outside"]:
+        age_s = DAY_S - 60 if "young" in path.name else DAY_S + 60
+        os.utime(path, (now_s - age_s, now_s - age_s), follow_symlinks=False)
+    files.sweep(now_s - DAY_S)
+    for name in kept:
+        assert (root / name).exists(), name
+    for name in gone - {"data/dead/"}:
+        assert not (root / name).exists(), name
+    assert (tmp_path / "~outside").exists()
+    for path in root.rglob("*"):  # removing the file has made the folder young again
+        os.utime(path, (now_s - 2 * DAY_S,) * 2, follow_symlinks=False)
+    files.sweep(now_s - DAY_S)
+    assert not (root / "data" / "dead").exists()
+    assert (root / "data" / "u" / "blobs" / "0.raw").exists()
 
 
 def test_delete_removes_empty_folders_but_never_the_root(files, tmp_path):
