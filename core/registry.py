@@ -280,9 +280,10 @@ def _checked(kind: PluginKind, entry: EntryPoint, loaded: object) -> type:
 
 def _breach(entry: EntryPoint, cls: Any, contract: type) -> str | None:
     if cls.api_version != API_VERSION:
+        older = "penstock" if cls.api_version > API_VERSION else _who(entry)[0]
         return (
             f"is for version {cls.api_version} of the {contract.__name__} contract, "
-            f"this Penstock has version {API_VERSION}"
+            f"this Penstock has version {API_VERSION}: upgrade {older}"
         )
     if inspect.isabstract(cls):
         return f"lacks {', '.join(sorted(cls.__abstractmethods__))}"

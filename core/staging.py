@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -197,6 +198,34 @@ def _unpin(arena: Arena) -> None:
 
 def default_budget(state_bytes: int, local_ranks: int = 1) -> int:
     """This rank's state, at most half of the available memory divided among local ranks."""
+    return min(state_bytes, available_memory() // 2 // max(local_ranks, 1))
+
+
+def available_memory() -> int:
+    """Bytes that the machine, or the container if that is less, still lets us use."""
     with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - a hot one-liner
         available = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemAvail"))
-    return min(state_bytes, available // 2 // max(local_ranks, 1))
+    limit = container_memory()
+    return available if limit is None else min(available, limit)
+
+
+def container_memory(root: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that the container (cgroup v2, else v1) still lets us use; None: no limit.
+
+    File cache that nobody touched lately counts as free, as it does in `MemAvailable`.
+    """
+    for folder, limit, usage, cache in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most = Path(folder, limit).read_text(encoding="ascii").strip()
+            used = Path(folder, usage).read_text(encoding="ascii").strip()
+            lines = Path(folder, "memory.stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        stats = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        # v1 writes "no limit" as a number beyond any memory
+        if most.isdigit() and used.isdigit() and int(most) < 1 << 60:
+            return max(0, int(most) - int(used) + int(stats.get(cache, 0)))
+    return None

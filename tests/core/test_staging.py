@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.staging import Staging, default_budget
+from penstock.core.staging import Staging, available_memory, container_memory, default_budget
 from penstock.core.types import PAGE_BYTES
 
 MIB = 1 << 20
@@ -150,3 +150,50 @@ def test_a_block_is_refused_only_where_no_gap_holds_it(steps, budget):
         assert (block is not None) == (max(gaps) >= need)
         if block is not None:
             held.append(block)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": ""}, None),
+        (
+            {
+                "memory.max": "1000",
+                "memory.current": "700",
+                "memory.stat": "anon 300\ninactive_file 150\n",
+            },
+            450,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "1200",
+                "memory/memory.stat": "total_inactive_file 50\n",
+            },
+            0,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "1",
+                "memory/memory.stat": "",
+            },
+            None,
+        ),
+    ],
+    ids=["no cgroup", "no limit", "version 2", "beyond the limit", "version 1 without limit"],
+)
+def test_the_limit_of_a_container_counts(tmp_path, files, expected):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert container_memory(str(tmp_path)) == expected
+
+
+def test_a_budget_is_at_most_the_state_and_half_of_what_is_free():
+    assert default_budget(1000) == 1000
+    half = available_memory() // 2
+    assert default_budget(1 << 60) <= half * 1.5
+    assert default_budget(1 << 60, 4) <= half * 1.5 / 4
