@@ -39,10 +39,15 @@ def main() -> None:
         commands = (
             ["--help"],
             ["plugins"],
+            ["schema"],
             ["ls", run],
             ["ls", run, "--json"],
             ["show", run],
             ["verify", run],
+            ["verify", run, "--all"],
+            ["prune", run],
+            ["doctor", run, "--probe-size", "1MiB"],
+            ["delete", run, "3", "--yes", "--force"],
         )
         for arguments in commands:
             done = subprocess.run(

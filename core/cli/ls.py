@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from penstock.core.cli.render import (
     print_json,
     print_line,
     print_table,
+    print_wrapped,
     ratio_text,
     size_text,
     state_cell,
@@ -52,8 +54,13 @@ class Listed:
     error: str | None
 
 
-def run(url: str, *, as_json: bool) -> None:
+def run(url: str, *, metadata: bool, as_json: bool) -> None:
     """Print the checkpoints of a run, ascending by step.
+
+    Args:
+        url: Of the run.
+        metadata: Also print all metadata of each, not only what fits a line.
+        as_json: For programs.
 
     Raises:
         PenstockError: The run cannot be looked at.
@@ -71,6 +78,18 @@ def run(url: str, *, as_json: bool) -> None:
     for one in listed:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
+    if metadata:
+        for one in listed:
+            _print_metadata(one)
+
+
+def _print_metadata(one: Listed) -> None:
+    if one.record is None or not one.record.metadata:
+        return
+    print_line(f"\nstep {one.step}")
+    for key, value in one.record.metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        print_wrapped(visible(f"{key}: {text}"), indent=2)
 
 
 def list_run(backend: Backend) -> list[Listed]:

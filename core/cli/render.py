@@ -60,6 +60,32 @@ def print_line(text: str, *, style: str = "") -> None:
     Console().print(Text(text, style=style))
 
 
+def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2, style: str = "") -> None:
+    """One paragraph; in a terminal wrapped between words to its width, in a pipe one line.
+
+    Args:
+        text: Without line breaks.
+        indent: Cells before the first line.
+        hanging: Cells more before the others.
+        style: Colour, in a terminal.
+    """
+    if not sys.stdout.isatty():
+        sys.stdout.write(" " * indent + text + "\n")
+        return
+    import textwrap  # noqa: PLC0415
+
+    from rich.console import Console  # noqa: PLC0415 - see `print_table`
+
+    wrapped = textwrap.fill(
+        text,
+        max(Console().width, indent + hanging + 10),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_on_hyphens=False,
+    )
+    print_line(wrapped, style=style)
+
+
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
     """A table that fits the terminal: leaves columns out, then cuts flexible ones.
 
@@ -132,6 +158,13 @@ def size_text(size: int) -> str:
     while amount >= 1023.95 and unit < len(_UNITS) - 1:  # noqa: PLR2004
         amount, unit = amount / 1024, unit + 1
     return f"{size} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
+
+
+def number_text(value: float | None) -> str:
+    """A figure with four digits, integers whole; `-` for none."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def ratio_text(raw: int, stored: int) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog import Catalog
+from penstock.core.checkpoint import Checkpoint
 from penstock.core.cli.ls import record_json
 from penstock.core.cli.render import (
     Column,
     metadata_text,
+    number_text,
     print_json,
     print_line,
     print_table,
@@ -19,28 +22,61 @@ from penstock.core.cli.render import (
     size_text,
     visible,
 )
-from penstock.core.contents import Contents
+from penstock.core.cli.stats import Stats, tensor_stats
+from penstock.core.cli.tree import Branch, grown, rows_of
 from penstock.core.opening import open_backend
 from penstock.core.paths import show_path
-from penstock.core.registry import default_registry
 from penstock.core.select import Selection
-from penstock.core.types import Kind
+from penstock.core.types import Kind, show_segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.core.contents import Located
+    from penstock.core.contents import Contents, Located
     from penstock.core.manifest import CommitRecord, ObjectRecord
 
 _COLUMNS = (
     Column("PATH", flexible=True),
-    Column("TYPE"),
-    Column("SHAPE", keep=4),
-    Column("BYTES", right=True, keep=5),
-    Column("STORED", right=True, keep=2, spare=True),
-    Column("CODECS", keep=3, spare=True),
+    Column("TYPE", keep=10),
+    Column("SHAPE", keep=8),
+    Column("BYTES", right=True, keep=9),
+    Column("STORED", right=True, keep=3, spare=True),
+    Column("RATIO", right=True, keep=5, spare=True),
+    Column("CODECS", keep=4, spare=True),
     Column("ROLE", keep=1, spare=True),
 )
+_STATS_COLUMNS = (
+    Column("MIN", right=True, keep=13),
+    Column("MAX", right=True, keep=12),
+    Column("MEAN", right=True, keep=14),
+    Column("STD", right=True, keep=11),
+    Column("NAN", right=True, keep=16),
+    Column("INF", right=True, keep=15),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How to show what was found.
+
+    Attributes:
+        tree: Indented, with sums; None: where somebody looks at a terminal.
+        depth: Levels of the tree; None: all.
+        stats: Whether tensors are read.
+        as_json: For programs.
+    """
+
+    tree: bool | None = None
+    depth: int | None = None
+    stats: bool = False
+    as_json: bool = False
+
+    @property
+    def as_tree(self) -> bool:
+        """Whether it is a tree, here and now."""
+        if self.tree is None:
+            return self.depth is not None or sys.stdout.isatty()
+        return self.tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +86,7 @@ class Shown:
     record: ObjectRecord
     codecs: tuple[str, ...]
     bytes_stored: int
+    stats: Stats | None = None
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +100,7 @@ def run(
     step: int | None,
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
-    as_json: bool,
+    look: Look,
 ) -> None:
     """Print the selected objects of one checkpoint, in tree order.
 
@@ -71,19 +108,23 @@ def run(
         PenstockError: There is no such checkpoint, it is damaged, or a pattern matches nothing.
     """
     selection = Selection(include or None, exclude or None)
-    with closing(open_backend(url, must_exist=True, light=True)) as backend:
-        catalog = Catalog(backend)
-        record = catalog.record(catalog.require_latest() if step is None else step)
-        contents = Contents(backend, record, default_registry())
+    with closing(open_backend(url, must_exist=True, light=not look.stats)) as backend:
+        if step is None:
+            step = Catalog(backend).require_latest()
+        checkpoint = Checkpoint.open(backend, step)
+        contents = checkpoint.contents
         located = contents.objects()
         selection.check_used(one.record.path for one in located)
         chosen = [one for one in located if selection.selects(one.record.path)]
         shown = [describe(one, contents) for one in chosen]
-    if as_json:
-        checkpoint = {"step": record.step, **record_json(record)}
-        print_json({"checkpoint": checkpoint, "objects": [_as_json(one) for one in shown]})
+        if look.stats:
+            shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
+    record = contents.record
+    if look.as_json:
+        head = {"step": record.step, **record_json(record)}
+        print_json({"checkpoint": head, "objects": [_as_json(one, look) for one in shown]})
     else:
-        _print(record, shown)
+        _print(record, shown, look)
 
 
 def describe(located: Located, contents: Contents) -> Shown:
@@ -105,7 +146,7 @@ def describe(located: Located, contents: Contents) -> Shown:
     return Shown(located.record, tuple(codecs), stored)
 
 
-def _print(record: CommitRecord, shown: list[Shown]) -> None:
+def _print(record: CommitRecord, shown: list[Shown], look: Look) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
         f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
@@ -113,7 +154,18 @@ def _print(record: CommitRecord, shown: list[Shown]) -> None:
     if record.metadata:
         print_line(metadata_text(record.metadata))
     print_line("")
-    print_table(_COLUMNS, [_as_row(one) for one in shown])
+    columns = (*_COLUMNS, *(_STATS_COLUMNS if look.stats else ()))
+    if look.as_tree:
+        tree = grown((one.record.path, one) for one in shown)
+        rows = [
+            _branch_row(row.branch, row.level, look)
+            if row.item is None
+            else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), look)
+            for row in rows_of(tree, look.depth)
+        ]
+    else:
+        rows = [_as_row(one, visible(show_path(one.record.path)), look) for one in shown]
+    print_table(columns, rows)
     raw = sum(one.nbytes for one in shown)
     stored = sum(one.bytes_stored for one in shown)
     print_line(
@@ -122,25 +174,50 @@ def _print(record: CommitRecord, shown: list[Shown]) -> None:
     )
 
 
-def _as_row(one: Shown) -> list[str]:
-    record, tensor = one.record, one.record.kind is Kind.TENSOR
-    path = visible(show_path(record.path))
-    if record.same_as is not None:
-        path += f" = {visible(show_path(record.same_as))}"
+def _branch_row(branch: Branch[Shown], level: int, look: Look) -> list[str]:
+    below = list(branch.leaves())
+    raw, stored = sum(s.nbytes for s in below), sum(s.bytes_stored for s in below)
+    count = f"{len(below)} object{'' if len(below) == 1 else 's'}"
     return [
-        path,
+        "  " * level + visible(show_segment(branch.segment)) + "/",
+        count,
+        "",
+        size_text(raw),
+        size_text(stored),
+        ratio_text(raw, stored),
+        "",
+        "",
+        *([""] * len(_STATS_COLUMNS) if look.stats else []),
+    ]
+
+
+def _as_row(one: Shown, name: str, look: Look) -> list[str]:
+    record, tensor = one.record, one.record.kind is Kind.TENSOR
+    if record.same_as is not None:
+        name += f" = {visible(show_path(record.same_as))}"
+    return [
+        name,
         visible(record.spec.dtype if tensor else record.form),
         "x".join(map(str, record.spec.shape)) if tensor else "",
         size_text(one.nbytes),
         size_text(one.bytes_stored),
+        ratio_text(one.nbytes, one.bytes_stored),
         "+".join(one.codecs) or "raw",
         record.role.value,
+        *(_stats_cells(one.stats) if look.stats else []),
     ]
 
 
-def _as_json(one: Shown) -> dict[str, Any]:
+def _stats_cells(stats: Stats | None) -> list[str]:
+    if stats is None:
+        return [""] * len(_STATS_COLUMNS)
+    figures = [number_text(n) for n in (stats.min, stats.max, stats.mean, stats.std)]
+    return [*figures, str(stats.nan), str(stats.inf)]
+
+
+def _as_json(one: Shown, look: Look) -> dict[str, Any]:
     record = one.record
-    return {
+    found = {
         "path": show_path(record.path),
         "segments": list(record.path),
         "kind": record.kind.value,
@@ -153,3 +230,6 @@ def _as_json(one: Shown) -> dict[str, Any]:
         "codecs": list(one.codecs),
         "same_as": None if record.same_as is None else show_path(record.same_as),
     }
+    if look.stats:
+        found["stats"] = None if one.stats is None else asdict(one.stats)
+    return found

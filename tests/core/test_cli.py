@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.core.command import caller
 
 from penstock.backends.posix import PosixBackend
 from penstock.core.cli.render import (
@@ -51,10 +52,18 @@ def environment(plugin_site):
 
 
 @pytest.fixture
-def penstock(environment):
-    """Runs the command with its output in pipes."""
+def penstock(environment, capsys, monkeypatch):
+    """Runs the command with its output in pipes.
+
+    In this process, unless something in it must be fresh: what is installed, what is imported
+    (`before` runs first), how logging is set up.
+    """
+    call = caller(capsys, monkeypatch)
 
     def run(*arguments, before=""):
+        if not before and not {"plugins", "--debug"} & {*map(str, arguments)}:
+            done = call(*arguments)
+            return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
         code = f"import sys\n{before}\nfrom penstock.core.cli.main import main\nmain()"
         return subprocess.run(
             [sys.executable, "-c", code, *map(str, arguments)],
@@ -440,14 +449,18 @@ def test_show_lists_the_objects_of_the_newest_step_in_tree_order(penstock, saved
     first, metadata, _, header, *table, _, total = done.stdout.splitlines()
     assert first.startswith("step 8, generation 0, of 20")
     assert metadata == "loss=2.5"
-    assert header.split() == ["PATH", "TYPE", "SHAPE", "BYTES", "STORED", "CODECS", "ROLE"]
+    titles = ["PATH", "TYPE", "SHAPE", "BYTES", "STORED", "RATIO", "CODECS", "ROLE"]
+    assert header.split() == titles
     rows = [re.split(r"  +", line) for line in table]
-    assert rows[0] == ["model/weight", "float32", "50x60", "11.7 KiB", "11.7 KiB", "raw", "other"]
+    assert rows[0] == [
+        "model/weight", "float32", "50x60", "11.7 KiB", "11.7 KiB", "1.00x", "raw", "other",
+    ]  # fmt: skip
     assert rows[1] == [
-        "model/tied = model/weight", "float32", "50x60", "0 B", "0 B", "raw", "other",
+        "model/tied = model/weight", "float32", "50x60", "0 B", "0 B", "-", "raw", "other",
     ]  # fmt: skip
     assert rows[2][:4] == ["model/half", "bfloat16", "7", "14 B"]
-    assert (rows[3][0], rows[3][5]) == ("zeros/a", "lz4+zstd")
+    assert (rows[3][0], rows[3][6]) == ("zeros/a", "lz4+zstd")
+    assert float(rows[3][5].removesuffix("x")) > 100
     assert rows[-2][0] == r"\x1b[31mred\x07 [bold]not bold[%2F] \u202egnorw"
     assert rows[-1][:2] == ["epoch", "json"]
     assert total.startswith("8 of 8 objects, 168.1 KiB, ")
@@ -482,7 +495,8 @@ def test_show_takes_patterns(penstock, saved_run):
 def test_show_fits_the_terminal(terminal, saved_run, width):
     lines = _lines(terminal("show", saved_run, width=width))
     assert all(len(line.rstrip()) <= width for line in lines)
-    assert any(line.startswith("model/") for line in lines)
+    assert any(line.startswith("model/") for line in lines)  # a tree, with sums
+    assert any(line.startswith("  weight") for line in lines)
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
@@ -496,7 +510,9 @@ def test_verify_finds_a_run_whole(penstock, saved_run):
     done = penstock("verify", saved_run)
     assert done.returncode == 0
     assert done.stdout.startswith("step 8 is whole: ")
-    report = json.loads(penstock("verify", saved_run, "--step", "3", "--json").stdout)
+    found = json.loads(penstock("verify", saved_run, "--step", "3", "--json").stdout)
+    (report,) = found["reports"]
+    assert found["ok"] is True
     assert (report["step"], report["ok"], report["damaged"]) == (3, True, [])
     assert report["deep"] is True
     assert report["bytes_read"] > 12_000
@@ -505,15 +521,16 @@ def test_verify_finds_a_run_whole(penstock, saved_run):
 def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
     done = penstock("verify", damaged_run)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "\nmodel/weight  " in done.stdout
+    assert re.search(r"^checksum .*\n    model/weight$", done.stdout, re.MULTILINE)
     assert re.search(r"step 8 is damaged: \d+ found", done.stdout)
-    report = json.loads(penstock("verify", damaged_run, "--json").stdout)
-    assert report["ok"] is False
+    found = json.loads(penstock("verify", damaged_run, "--json").stdout)
+    (report,) = found["reports"]
+    assert (found["ok"], report["ok"]) == (False, False)
     assert "model/weight" in {d["what"] for d in report["damaged"]}
     assert penstock("verify", damaged_run, "--step", "3").returncode == 0
 
 
-def test_verify_shows_the_same_cause_of_many_only_a_few_times(penstock, tmp_path):
+def test_verify_lists_all_that_is_damaged_and_each_cause_once(penstock, tmp_path):
     import torch
 
     import penstock as package
@@ -525,11 +542,9 @@ def test_verify_shows_the_same_cause_of_many_only_a_few_times(penstock, tmp_path
     blob.unlink()
     done = penstock("verify", tmp_path / "run")
     assert done.returncode == 1
-    assert re.search(r"^\.\.\. and \d+ more  ", done.stdout, re.MULTILINE)
-    assert "\nweight0  " in done.stdout
-    assert len(done.stdout.splitlines()) < 20
-    report = json.loads(penstock("verify", tmp_path / "run", "--json").stdout)
-    assert {f"weight{n}" for n in range(40)} <= {d["what"] for d in report["damaged"]}
+    listed = re.findall(r"^    (weight\d+)$", done.stdout, re.MULTILINE)
+    assert sorted(listed) == sorted(f"weight{n}" for n in range(40))
+    assert len(done.stdout.splitlines()) < 50
 
 
 def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):
@@ -565,10 +580,86 @@ def test_wrong_calls_exit_with_2(penstock, arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_debug_shows_the_traceback_wherever_it_stands(penstock, tmp_path, place):
+    arguments = ["show", tmp_path, "--step", "3"]
+    plain = penstock(*arguments)
+    assert "Traceback" not in plain.stderr
+    if place < 3:
+        arguments.insert(place, "--debug")
+    else:
+        arguments.append("--debug")
+    done = penstock(*arguments)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.endswith(plain.stderr)
+
+
+def test_debug_behind_two_dashes_is_a_name(penstock):
+    done = penstock("ls", "--", "--debug")
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock: there is no folder ")
+    assert "Traceback" not in done.stderr
+
+
+def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
+    broken = (
+        "import penstock.core.cli.ls as ls\n"
+        "def run(*_, **__): raise ZeroDivisionError('\x1b[31m')\n"
+        "ls.run = run"
+    )
+    done = penstock("ls", tmp_path, before=broken)
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock: unexpected ZeroDivisionError: \\x1b[31m; run ")
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in penstock("--debug", "ls", tmp_path, before=broken).stderr
+
+
+def test_completion_knows_the_commands(environment):
+    code = "from penstock.core.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **environment,
+            "_PENSTOCK_COMPLETE": "complete_bash",
+            "COMP_WORDS": "penstock p",
+            "COMP_CWORD": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert sorted(done.stdout.split()) == ["plugins", "prune"]
+
+
+def test_show_completion_prints_a_script(penstock):
+    assert "_PENSTOCK_COMPLETE=complete_bash" in penstock("--show-completion", "bash").stdout
+
+
+def test_no_color_is_heeded(environment, terminal, run_folder):
+    assert "\x1b[32mok" in terminal("ls", run_folder)
+    environment["NO_COLOR"] = "1"
+    assert "\x1b[32m" not in terminal("ls", run_folder)
+
+
+@pytest.mark.parametrize("command", ["doctor", "verify"])
+def test_long_lines_are_wrapped_to_the_terminal_and_stay_whole(
+    environment, terminal, saved_run, command
+):
+    environment["COLUMNS"] = "40"  # wins over the terminal's own width
+    options = ["--no-probe"] if command == "doctor" else []
+    lines = _lines(terminal(command, saved_run, *options, width=90))
+    assert all(len(line.rstrip()) <= 40 for line in lines)
+    assert "…" not in "".join(lines)
+    if command == "doctor":
+        assert any(re.match(r" {6}\S", line) for line in lines)  # the rest of a long finding
+
+
 def test_help_names_every_command(penstock):
     done = penstock("--help")
     assert done.returncode == 0
-    for command in ("ls", "show", "verify", "plugins"):
+    for command in ("ls", "show", "verify", "prune", "delete", "doctor", "plugins", "schema"):
         assert f"\n  {command} " in done.stdout
 
 
@@ -585,12 +676,22 @@ def test_wrong_url_is_one_message_without_traceback(penstock, arguments):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("show",), ("verify",), ("verify", "--quick")])
-def test_show_and_verify_do_not_import_torch(penstock, saved_run, arguments):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show",),
+        ("verify",),
+        ("prune",),
+        ("delete", "8", "--dry-run"),
+        ("doctor", "--probe-size", "1MiB"),
+    ],
+)
+def test_what_only_looks_at_a_real_run_does_not_import_torch(penstock, saved_run, arguments):
     report = (
         "import atexit\natexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
     )
-    done = penstock(*arguments, saved_run, before=report)
+    command, *options = arguments
+    done = penstock(command, saved_run, *options, before=report)
     assert (done.returncode, done.stderr) == (0, "False\n")
 
 

@@ -1,0 +1,151 @@
+"""`penstock delete`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog import Catalog
+from penstock.core.cli.asking import ask
+from penstock.core.cli.render import print_json, print_line, size_text, visible
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+)
+from penstock.core.manifest import data_prefix, parse_commit_name
+from penstock.core.opening import open_backend
+from penstock.core.survey import read_commit, survey_run
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from penstock.core.abc import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A checkpoint that goes: its generations, whose data they name, and the bytes of that."""
+
+    step: int
+    generations: int
+    uids: tuple[str, ...]
+    size_bytes: int
+
+
+def run(
+    url: str, steps: Iterable[int], *, dry_run: bool, yes: bool, force: bool, as_json: bool
+) -> None:
+    """Delete checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: One of the steps is not there; nothing was deleted.
+        ConfigError: No whole checkpoint would be left, and `force` is not given.
+    """
+    chosen = sorted(set(steps))
+    with closing(open_backend(url, must_exist=True, light=True)) as backend:
+        catalog = Catalog(backend)
+        entries = catalog.entries()
+        doomed = [_doomed(backend, catalog, step, entries.get(step)) for step in chosen]
+        left = [step for step in entries if step not in chosen]
+        if not force and not _any_whole(catalog, left):
+            msg = (
+                f"no whole checkpoint would be left under {backend.url} without "
+                f"{_named(chosen)}; pass --force to delete all the same"
+            )
+            raise ConfigError(msg)
+        uids = [uid for one in doomed for uid in one.uids]
+        if dry_run:
+            freed = data_bytes(backend, set(uids) - _needed(backend, chosen))
+        else:
+            total = sum(one.size_bytes for one in doomed)
+            ask(f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}", yes=yes)
+            before = data_bytes(backend, uids)
+            for step in chosen:
+                catalog.delete(step)
+            freed = before - data_bytes(backend, uids)
+        _print(backend.url, doomed, left, freed, dry_run=dry_run, as_json=as_json)
+
+
+def data_bytes(backend: Backend, uids: Iterable[str]) -> int:
+    """Bytes that are stored for these attempts."""
+    return sum(blob.size_bytes for uid in set(uids) for blob in backend.list(data_prefix(uid)))
+
+
+def _doomed(backend: Backend, catalog: Catalog, step: int, names: Sequence[str] | None) -> Doomed:
+    if names is None:
+        catalog.record(step)  # raises, and says which steps there are
+        names = catalog.entries()[step]  # else it was committed since they were listed
+    uids = []
+    for name in names:
+        try:
+            uids.append(read_commit(backend, name).uid)
+        except (BlobNotFoundError, DamagedError):
+            continue  # whose data it was is not known: `prune` finds it
+    return Doomed(step, len(names), tuple(uids), data_bytes(backend, uids))
+
+
+def _any_whole(catalog: Catalog, steps: Sequence[int]) -> bool:
+    for step in reversed(steps):
+        try:
+            catalog.record(step)
+        except (CheckpointNotFoundError, DamagedError):
+            continue
+        return True
+    return False
+
+
+def _needed(backend: Backend, chosen: Collection[int]) -> set[str]:
+    """Uids that would stay in use, as far as records say; all, while one is unreadable."""
+    survey = survey_run(backend)
+    going = {n for n in survey.records if (parse_commit_name(n) or (-1,))[0] in chosen}
+    unreadable = {n for n in survey.unreadable if (parse_commit_name(n) or (-1,))[0] not in chosen}
+    if unreadable:
+        return survey.needed
+    staying = [record for name, record in survey.records.items() if name not in going]
+    return {uid for record in staying for uid in (record.uid, *record.references)}
+
+
+def _named(steps: Sequence[int]) -> str:
+    listed = ", ".join(map(str, steps))
+    return f"step {listed}" if len(steps) == 1 else f"steps {listed}"
+
+
+def _print(
+    url: str,
+    doomed: Sequence[Doomed],
+    left: Sequence[int],
+    freed: int,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    if as_json:
+        print_json(
+            {
+                "url": url,
+                "dry_run": dry_run,
+                "deleted": [asdict(one) for one in doomed],
+                "bytes_freed": freed,
+                "remaining": list(left),
+            }
+        )
+        return
+    verb = "would be deleted" if dry_run else "deleted"
+    for one in doomed:
+        several = f", {one.generations} generations" if one.generations > 1 else ""
+        print_line(f"step {one.step} {verb}: {size_text(one.size_bytes)}{several}")
+    print_line(f"{size_text(freed)} {'would be ' if dry_run else ''}freed; {_left(left)}")
+    kept = sum(one.size_bytes for one in doomed) - freed
+    if kept or any(len(one.uids) < one.generations for one in doomed):
+        print_line(
+            "data that something else may need stays; `penstock prune` takes what is left over"
+        )
+
+
+def _left(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no checkpoint is left"
+    return f"{len(steps)} checkpoint{'s are' if len(steps) > 1 else ' is'} left"

@@ -1,0 +1,113 @@
+"""`penstock doctor`: runs the checks, cleans up behind them, prints what they found."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from penstock.core.cli.checks import Check, check_store
+from penstock.core.cli.host_checks import check_folder, check_process, check_uring
+from penstock.core.cli.render import print_json, print_line, print_wrapped, visible
+from penstock.core.opening import open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from penstock.core.abc import Backend
+
+_STYLES = {"ok": "green", "info": "", "warn": "yellow", "fail": "bold red"}
+_INDENT = 6
+
+
+def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
+    """Look at what can be done at `url`.
+
+    Args:
+        url: Of a run that may not exist yet.
+        probe_bytes: How much to write to see how fast the store is; 0: nothing.
+        as_json: For programs.
+
+    Returns:
+        Whether a save can be expected to work.
+
+    Raises:
+        PenstockError: No backend can be opened there.
+    """
+    with _quiet_opening(), closing(open_backend(url)) as backend:
+        root = local_root(backend)
+        checks = [check_uring()]
+        if root is not None:
+            checks += check_folder(root)
+        checks += check_process()
+        with _as_it_was(root):
+            checks += check_store(backend, root, probe_bytes=probe_bytes)
+        shown = backend.url
+    ok = all(check.status != "fail" for check in checks)
+    if as_json:
+        print_json({"url": shown, "ok": ok, "checks": [asdict(check) for check in checks]})
+    else:
+        _print(shown, checks)
+    return ok
+
+
+def local_root(backend: Backend) -> Path | None:
+    """The folder of a backend that keeps files on this machine."""
+    scheme, _, path = backend.url.partition("://")
+    if not backend.capabilities.local or scheme != backend.name or not path.startswith("/"):
+        return None
+    return Path(unquote(path))
+
+
+@contextmanager
+def _as_it_was(root: Path | None) -> Iterator[None]:
+    """Remove the folders that come into being meanwhile, also when we are told to end."""
+    missing = []
+    if root is not None:
+        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # not made, or somebody has put something there
+                folder.rmdir()
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _quiet_opening() -> Iterator[None]:
+    """That io_uring is not used is one of the findings, and said there with what to do."""
+    logger = logging.getLogger("penstock.core.opening")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _print(url: str, checks: list[Check]) -> None:
+    print_wrapped(visible(url))
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        text = f"{check.status:<{_INDENT}}{check.name:<{width}}  {visible(check.found)}"
+        print_wrapped(text, hanging=_INDENT, style=_STYLES[check.status])
+    advice = [check for check in checks if check.advice]
+    if advice:
+        print_line("\nWhat to change:")
+    for check in advice:
+        print_wrapped(visible(f"- {check.name}: {check.advice}"))
+    bad = [check.name for check in checks if check.status == "fail"]
+    if bad:
+        print_wrapped(f"\nA save would fail: see {', '.join(bad)}.", style="bold red")

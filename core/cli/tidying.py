@@ -1,0 +1,82 @@
+"""Declares the commands that delete. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.core.cli.app import DryRun, Json, Url, Yes, app
+
+
+@app.command(
+    "prune",
+    short_help="Delete what crashed saves left behind.",
+    epilog="""\b
+Examples:
+  penstock prune runs/gpt --dry-run
+  penstock prune runs/gpt
+  penstock prune runs/gpt --grace 1h
+""",
+)
+def prune(
+    url: Url,
+    *,
+    dry_run: DryRun = False,
+    grace: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="TIME",
+            help="Leave alone what is younger: 90s, 30min, 24h, 2d. Less than 24h asks first.",
+        ),
+    ] = "24h",
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the data that crashed saves left behind, and say how much was freed.
+
+    Checkpoints are never touched. While any commit record is unreadable nothing is deleted, since
+    that checkpoint may need anything: then the exit code is 1.
+    """
+    from penstock.core.cli.prune import grace_seconds, run  # noqa: PLC0415
+
+    try:
+        grace_s = grace_seconds(grace)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not run(url, grace_s=grace_s, dry_run=dry_run, yes=yes, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(
+    "delete",
+    short_help="Delete checkpoints.",
+    epilog="""\b
+Examples:
+  penstock delete runs/gpt 100 200
+  penstock delete runs/gpt 100 --dry-run
+  penstock delete runs/gpt 100 --yes
+""",
+)
+def delete(
+    url: Url,
+    steps: Annotated[
+        list[int], typer.Argument(metavar="STEP...", min=0, help="Which checkpoints.")
+    ],
+    *,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Even if no whole checkpoint would be left."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete checkpoints for good, and say how much was freed. Asks first.
+
+    Either all of the steps are there, or none is deleted. Data that another checkpoint uses stays.
+    """
+    from penstock.core.cli.delete import run  # noqa: PLC0415
+
+    run(url, steps, dry_run=dry_run, yes=yes, force=force, as_json=as_json)
