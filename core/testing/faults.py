@@ -13,17 +13,27 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from penstock.core.abc import BlobWriter
 from penstock.core.errors import PenstockError, StorageError
+from penstock.core.testing.latency import LatencyBackend
 from penstock.core.testing.wrapper import OPERATIONS, WrapperBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.testing.wrapper import Operation
-    from penstock.core.types import ReadRequest, WriteRequest
 
+__all__ = [
+    "EFFECTS",
+    "CrashAt",
+    "Fault",
+    "FaultyBackend",
+    "LatencyBackend",
+    "SimulatedCrashError",
+]
+
+EFFECTS: tuple[Operation, ...] = ("create", "write", "seal", "abort", "publish", "delete")
+"""The operations that change what is stored."""
 
 _T = TypeVar("_T")
 
@@ -144,61 +154,6 @@ class FaultyBackend(WrapperBackend):
             if fault.error is not None:
                 raise fault.error
         return result
-
-
-class LatencyBackend(WrapperBackend):
-    """Every call takes `latency_s` longer, and moved bytes pass at `bytes_per_s` at most."""
-
-    name: ClassVar[str] = "latency"
-
-    def __init__(
-        self,
-        inner: Backend,
-        /,
-        *,
-        latency_s: float | Mapping[str, float] = 0.0,
-        bytes_per_s: float | None = None,
-    ) -> None:
-        """Wrap `inner`; a mapping gives the latency of single operations."""
-        super().__init__(inner)
-        self._latency_s = latency_s
-        self._bytes_per_s = bytes_per_s
-
-    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Delegate, with a writer that is slow in proportion to its bytes."""
-        return _SlowWriter(self, super().create(name, size_hint=size_hint))
-
-    def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Delegate, slowly."""
-        self.pass_bytes(sum(request.target.nbytes for request in requests))
-        super().read(requests)
-
-    def pass_bytes(self, count: int) -> None:
-        """Sleep as long as `count` bytes take."""
-        if self._bytes_per_s:
-            time.sleep(count / self._bytes_per_s)
-
-    def _around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], _T]) -> _T:
-        del names
-        latency = self._latency_s
-        time.sleep(latency if isinstance(latency, int | float) else latency.get(operation, 0.0))
-        return call()
-
-
-class _SlowWriter(BlobWriter):
-    def __init__(self, backend: LatencyBackend, inner: BlobWriter) -> None:
-        self._backend = backend
-        self._inner = inner
-
-    def write(self, requests: Sequence[WriteRequest], /) -> None:
-        self._backend.pass_bytes(sum(request.length for request in requests))
-        self._inner.write(requests)
-
-    def seal(self, length: int, /) -> None:
-        self._inner.seal(length)
-
-    def abort(self) -> None:
-        self._inner.abort()
 
 
 class CrashAt(WrapperBackend):

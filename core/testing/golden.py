@@ -1,0 +1,73 @@
+"""Golden files: bytes that were written once, and must come out the same for ever."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REWRITE_VARIABLE = "PENSTOCK_REWRITE_GOLDEN"
+"""Set to `1`, `check_golden` writes files instead of comparing with them."""
+
+_SHOWN_BYTES = 16
+
+
+def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
+    """Compare `data` with the file at `path`, byte by byte.
+
+    Raises:
+        AssertionError: They differ, or there is no such file. The message says where they differ
+            and how to write the file anew.
+    """
+    file = Path(path)
+    if rewriting():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        return
+    how = f"if that is meant, run the test with {REWRITE_VARIABLE}=1, and review what changed"
+    if not file.is_file():
+        msg = f"there is no golden file {file}; {how}"
+        raise AssertionError(msg)
+    golden = file.read_bytes()
+    if data == golden:
+        return
+    at = _first_difference(data, golden)
+    msg = (
+        f"{len(data)} bytes are not the {len(golden)} of the golden file {file}: from byte {at} on "
+        f"they are {_shown(data, at)}, not {_shown(golden, at)}; {how}"
+    )
+    raise AssertionError(msg)
+
+
+def read_golden(path: str | os.PathLike[str], /) -> bytes:
+    """The bytes of the golden file at `path`, for a test that they can still be read.
+
+    Raises:
+        AssertionError: There is no such file.
+    """
+    file = Path(path)
+    if not file.is_file():
+        msg = f"there is no golden file {file}; write it with {REWRITE_VARIABLE}=1"
+        raise AssertionError(msg)
+    return file.read_bytes()
+
+
+def rewriting() -> bool:
+    """Whether golden files are to be written anew.
+
+    Raises:
+        AssertionError: The variable is set to something else than `0` or `1`.
+    """
+    value = os.environ.get(REWRITE_VARIABLE, "0")
+    if value not in {"0", "1"}:
+        msg = f"{REWRITE_VARIABLE}={value!r} is neither 0 nor 1"
+        raise AssertionError(msg)
+    return value == "1"
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _shown(data: bytes, at: int) -> str:
+    return data[at : at + _SHOWN_BYTES].hex(" ") or "the end"
