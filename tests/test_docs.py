@@ -1,6 +1,12 @@
 """The Python blocks of the documentation are complete, and work in the order of the page."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,3 +50,99 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     for line, code in blocks(page):
         # Leading newlines make line numbers in tracebacks those of the page.
         exec(compile("\n" * line + code, str(page), "exec"), names)
+    for name, test in list(names.items()):
+        if name.startswith("test_"):
+            (mark,) = test.pytestmark
+            for value in mark.args[1]:
+                test(value, tmp_path / name)
+
+
+# -- the pages for plugin authors, followed to the letter ---------------------------------------
+
+PLUGIN_PAGES = {"write-a-backend": "folder", "write-a-codec": "deflate", "write-a-provider": "mean"}
+TOML = re.compile(r"^```toml\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PLUGIN_PAGES)
+def test_nothing_on_a_page_for_plugin_authors_is_left_out(page):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert "<!-- not run" not in text
+    assert len(list(blocks(DOCS / f"{page}.md"))) == text.count("```python")
+    assert "api_version = 1" in text
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """`your_package` as the pages say: a module each, before the check, and the entry points."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "your_package").mkdir()
+    (site / "your_package" / "__init__.py").touch()
+    info = site / "your_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
+    lines, settings = [], []
+    for page, module in PLUGIN_PAGES.items():
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        code = BLOCK.findall(text[: text.index("## Check it")])
+        (site / "your_package" / f"{module}.py").write_text("\n\n".join(c for c, _ in code))
+        for found in TOML.findall(text):
+            groups = tomllib.loads(found).get("project", {}).get("entry-points", {})
+            for group, entries in groups.items():
+                lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+            if not groups:
+                settings.append(found)
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (site / "penstock.toml").write_text('backend = "folder://runs/own"\n' + "\n".join(settings))
+    return site
+
+
+def run_in(site, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-W", "error", *arguments]
+    done = subprocess.run(
+        command, cwd=site, env=environment, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_plugins_of_the_pages_are_found_and_valid(site):
+    plugins = json.loads(run_in(site, "-m", "penstock", "plugins", "--check", "--json"))["plugins"]
+    ours = [p for p in plugins if p["distribution"] == "your-package"]
+    assert {(p["kind"], p["name"]) for p in ours} == {
+        ("backend", "folder"),
+        ("codec", "deflate"),
+        ("provider", "running-mean"),
+        ("provider", "box"),
+    }
+    assert {p["state"] for p in ours} == {"ok"}
+
+
+USE = """
+    import penstock, torch
+    from your_package.mean import Box, RunningMean
+
+    def state(n):
+        return {
+            "optimizer": {"m": torch.full((70_000,), float(n))},
+            "mean": RunningMean(torch.full((3,), float(n)), n),
+            "box": Box([n] * 300),
+        }
+
+    with penstock.Checkpointer.from_config("penstock.toml") as ckpt:
+        ckpt.save(state(5), step=1).result()
+        target = state(0)
+        ckpt.restore(target)
+        assert ckpt.verify().ok
+    assert (target["optimizer"]["m"] == 5).all()
+    assert (target["mean"].total == 5).all()
+    assert target["mean"].count == 5
+    assert target["box"].data == bytes([5] * 300)
+"""
+
+
+def test_plugins_of_the_pages_work_by_configuration_together(site):
+    run_in(site, "-c", textwrap.dedent(USE))
+    shown = run_in(site, "-m", "penstock", "show", "folder://runs/own", "--json")
+    assert "deflate" in shown
+    assert "running-mean" in shown

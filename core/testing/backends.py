@@ -13,11 +13,13 @@ def test_backend(check): check(open_root)
 
 from __future__ import annotations
 
+import unittest
 from typing import TYPE_CHECKING
 
 from penstock.core.testing.backends_access import ACCESS_CHECKS
 from penstock.core.testing.backends_blobs import BLOB_CHECKS
 from penstock.core.testing.backends_records import RECORD_CHECKS
+from penstock.core.testing.expectations import NotDeclaredError
 
 if TYPE_CHECKING:
     from penstock.core.testing.expectations import BackendCheck, OpenRoot
@@ -27,21 +29,51 @@ BACKEND_CHECKS: tuple[BackendCheck, ...] = (
     *ACCESS_CHECKS,
     *RECORD_CHECKS,
 )
-"""Every check; each takes the function that opens a root, and raises AssertionError."""
+"""Every check; each takes the function that opens a root, and raises AssertionError.
+
+A check of something that a backend need not offer asks the instance whether it declares it. If
+not, it raises NotDeclaredError, which pytest and unittest show as a skip.
+"""
 
 
-def check_backend(open_root: OpenRoot, /) -> None:
+def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
     """Run all checks, each on roots of its own.
 
     Args:
         open_root: Opens the root of that name; the first time it must be empty.
 
+    Returns:
+        Names of the checks that were left out because the backend does not declare what they are
+        about; everything else was checked.
+
     Raises:
-        AssertionError: A promise of the contract is not kept; a note names it.
+        AssertionError: A promise of the contract is not kept, or a check was skipped though the
+            backend declares what it is about; a note names it.
     """
+    left_out: list[str] = []
     for check in BACKEND_CHECKS:
         try:
             check(open_root)
-        except Exception as error:
-            error.add_note(f"while checking that {check.__name__.replace('_', ' ')}")
+        except NotDeclaredError:
+            left_out.append(check.__name__)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
+        except Exception as error:
+            if not isinstance(error, unittest.SkipTest):
+                error.add_note(_while(check))
+                raise
+            raise _skipped(check) from error
+        except BaseException as error:
+            # How test frameworks skip; a promise that nobody looked at is not kept.
+            raise _skipped(check) from error
+    return tuple(left_out)
+
+
+def _skipped(check: BackendCheck) -> AssertionError:
+    error = AssertionError("the check was skipped, though nothing says that it does not apply")
+    error.add_note(_while(check))
+    return error
+
+
+def _while(check: BackendCheck) -> str:
+    return f"while checking that {check.__name__.replace('_', ' ')}"

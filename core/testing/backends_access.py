@@ -19,6 +19,7 @@ from penstock.core.testing.expectations import (
     Model,
     at_phase,
     expect_equal,
+    expect_own_api_version,
     pattern,
     raises,
     read_all,
@@ -178,6 +179,11 @@ def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
         assert backend.capabilities == before
 
 
+def it_says_which_version_of_the_contract_it_is_for(open_root: OpenRoot) -> None:
+    with closing(open_root("version")) as backend:
+        expect_own_api_version(backend)
+
+
 ACCESS_CHECKS: tuple[BackendCheck, ...] = (
     reads_fill_many_targets_from_several_blobs,
     reads_touch_nothing_around_the_target,
@@ -187,4 +193,5 @@ ACCESS_CHECKS: tuple[BackendCheck, ...] = (
     an_aborted_blob_can_be_deleted_and_made_again,
     another_instance_sees_sealed_blobs,
     capabilities_are_sane_and_steady,
+    it_says_which_version_of_the_contract_it_is_for,
 )

@@ -4,13 +4,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import BlobExistsError, BlobNotFoundError, FormatError, StorageError
-from penstock.core.testing.expectations import expect_equal, pattern, raises, read_all
+from penstock.core.testing.expectations import (
+    declared,
+    expect_equal,
+    pattern,
+    raises,
+    read_all,
+)
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.core.testing.expectations import BackendCheck, OpenRoot
 
 PUBLISHERS = 8
+TURNS, MOST_TURNS, CHANGES = 60, 20_000, 60
 BAD_NAMES = ("", "/abs", "../up", "a/../b", "a//b", "a/", "./a", "a b", "a\x00b", "ä", "a~b", "..")
 
 
@@ -57,10 +65,9 @@ def exclusive_publish_never_replaces(open_root: OpenRoot) -> None:
         expect_equal(backend.read_record("commits/1.json", limit_bytes=99), b"third")
 
 
+@declared(lambda capabilities: capabilities.exclusive_publish, "exclusive publish")
 def of_publishers_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
     with closing(open_root("race")) as one, closing(open_root("race")) as two:
-        if not one.capabilities.exclusive_publish:
-            return
         for turn in range(10):
             start = threading.Barrier(PUBLISHERS)
 
@@ -86,23 +93,33 @@ def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
         versions = [bytes([n]) * (1000 + 7000 * n) for n in range(4)]
         backend.publish("r.json", versions[0])
         stop = threading.Event()
-        torn: list[int] = []
+        torn: set[int] = set()
+        seen = [b""]
 
         def look() -> None:
             while not stop.is_set():
                 record = backend.read_record("r.json", limit_bytes=1 << 20)
+                if record != seen[-1]:
+                    seen.append(record)
                 if record not in versions:
-                    torn.append(len(record))
+                    torn.add(len(record))
 
         reader = threading.Thread(target=look)
+        interval_s = sys.getswitchinterval()
+        # By default a quick store publishes everything before the reader gets to look again.
+        sys.setswitchinterval(1e-6)
         reader.start()
         try:
-            for turn in range(60):
+            for turn in range(MOST_TURNS):
                 backend.publish("r.json", versions[turn % 4])
+                if turn >= TURNS and (len(seen) > CHANGES or not reader.is_alive()):
+                    break
         finally:
             stop.set()
             reader.join()
-        assert not torn, f"records of {torn} bytes were read, which nobody published"
+            sys.setswitchinterval(interval_s)
+        assert len(seen) > 1, "a reader got nothing while the record was replaced"
+        assert not torn, f"records of {sorted(torn)} bytes were read, which nobody published"
 
 
 def list_is_by_prefix_sorted_and_at_any_depth(open_root: OpenRoot) -> None:

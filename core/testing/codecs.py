@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import threading
+import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import API_VERSION, CodecContext, PluginConfig
+from penstock.core.abc import CodecContext, PluginConfig
 from penstock.core.errors import CodecError
+from penstock.core.testing.expectations import expect_own_api_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.core.abc import Codec
 
 # Empty, one byte, odd ones, around a page, and around the 128 KiB blocks that codecs work in.
 SIZES = (0, 1, 2, 3, 7, 255, 4095, 4096, 4097, 65_537, 131_072, 300_001)
 LARGE_BYTES = (9 << 20) + 3
+BOMB_BYTES = 32 << 20
 
 _GUARD = 0xA5
 _GUARD_BYTES = 64
@@ -42,13 +49,16 @@ def check_codec(codec: Codec) -> None:
     check_wrong_length_is_refused(codec)
     check_garbage_is_refused(codec)
     check_flipped_bits_never_overrun(codec)
+    check_small_frames_take_little_memory(codec)
     check_threads(codec)
+    check_gil_is_released(codec)
+    check_base(codec)
 
 
 def check_declarations(codec: Codec) -> None:
     """Name, versions, and the three facts that core plans with are declared, and make sense."""
     assert codec.name, "a codec needs a name"
-    assert codec.api_version == API_VERSION, "the codec is for another version of the contract"
+    expect_own_api_version(codec)
     assert codec.version >= 1, "versions count from 1"
     assert isinstance(codec.lossless, bool), "lossless is True or False"
     assert isinstance(codec.needs_base, bool), "needs_base is True or False"
@@ -86,7 +96,7 @@ def check_exact_output_suffices(codec: Codec) -> None:
         bound = codec.max_encoded_size(len(chunk))
         memory = bytearray([_GUARD]) * (bound + 2 * _GUARD_BYTES)
         out = memoryview(memory)[_GUARD_BYTES : _GUARD_BYTES + bound]
-        length = codec.encode(memoryview(chunk), out, context=_context(len(chunk)))
+        length = codec.encode(memoryview(chunk), out, context=_context(codec, len(chunk)))
         assert 0 <= length <= bound, f"encode returned {length}, its bound is {bound}"
         _assert_guarded(memory, _GUARD_BYTES, bound)
 
@@ -107,7 +117,7 @@ def check_short_output_is_refused(codec: Codec) -> None:
         memory = bytearray([_GUARD]) * (size + 2 * _GUARD_BYTES)
         out = memoryview(memory)[_GUARD_BYTES : _GUARD_BYTES + size]
         try:
-            length = codec.encode(memoryview(chunk), out, context=_context(len(chunk)))
+            length = codec.encode(memoryview(chunk), out, context=_context(codec, len(chunk)))
         except CodecError:
             _assert_guarded(memory, _GUARD_BYTES, size)
         else:
@@ -173,6 +183,88 @@ def check_threads(codec: Codec, *, threads: int = 4) -> None:
             done.result()
 
 
+def check_small_frames_take_little_memory(codec: Codec) -> None:
+    """A small frame that holds a huge chunk is refused before much memory is taken for it.
+
+    Only what Python's allocators know of is counted, as results of C libraries usually are.
+    """
+    frame = _encode(codec, bytes(BOMB_BYTES))
+    already = tracemalloc.is_tracing()
+    tracemalloc.start()
+    try:
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        _assert_refused(codec, frame, 1000, f"a frame of {BOMB_BYTES} bytes as 1000")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        if not already:
+            tracemalloc.stop()
+    taken = peak - before - 2 * len(frame)  # `_assert_refused` holds copies of the frame
+    assert taken < BOMB_BYTES // 2, f"decoding at most 1000 bytes took {taken} bytes of memory"
+
+
+def check_gil_is_released(codec: Codec) -> None:
+    """Other threads run while a large chunk is encoded or decoded: training is one of them."""
+    chunk = _compressible(LARGE_BYTES)
+    frame = _encode(codec, chunk)
+    out = bytearray(codec.max_encoded_size(len(chunk)))
+    context = _context(codec, len(chunk))
+    for what, work in (
+        ("encode", lambda: codec.encode(memoryview(chunk), memoryview(out), context=context)),
+        ("decode", lambda: _try_decode(codec, frame, len(chunk))),
+    ):
+        # Now and then the other thread is too late: the machine has other things to do.
+        released = any(_lets_others_run(work) for _ in range(20))
+        assert released, f"{what} held the GIL from beginning to end of {len(chunk)} bytes"
+
+
+def _lets_others_run(work: Callable[[], object]) -> bool:
+    """Whether this thread got to run while `work` was under way in another one."""
+    state = "before"
+
+    def run() -> None:
+        nonlocal state
+        state = "inside"
+        try:
+            work()
+        finally:
+            state = "over"
+
+    thread = threading.Thread(target=run)
+    interval_s = sys.getswitchinterval()
+    # Nobody is made to give the GIL up: who runs meanwhile was let.
+    sys.setswitchinterval(60)
+    ran = False
+    try:
+        thread.start()
+        while state != "over":
+            ran = ran or state == "inside"
+            time.sleep(0)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    return ran
+
+
+def check_base(codec: Codec) -> None:
+    """A codec that declares `needs_base` uses it: without it, its frames are refused.
+
+    All other checks give such a codec a base.
+    """
+    if not codec.needs_base:
+        return  # it never sees one
+    chunk = _compressible(5000)
+    frame = _encode(codec, chunk)
+    out = memoryview(bytearray(len(chunk)))
+    context = replace(_context(codec, len(chunk)), base=None)
+    try:
+        codec.decode(memoryview(frame), out, context=context)
+    except CodecError:
+        return
+    msg = "it declares needs_base, but decoded a frame without: core would read bases for nothing"
+    raise AssertionError(msg)
+
+
 # -- material -----------------------------------------------------------------------------------
 
 
@@ -192,14 +284,15 @@ def _chunks() -> Iterator[bytes]:
         yield bytes(size)
 
 
-def _context(length: int) -> CodecContext:
-    return CodecContext("uint8", 1, (length,), 0, length)
+def _context(codec: Codec, length: int) -> CodecContext:
+    base = memoryview(_random(length, seed=3)) if codec.needs_base else None
+    return CodecContext("uint8", 1, (length,), 0, length, base)
 
 
 def _encode(codec: Codec, chunk: bytes) -> bytes:
     source = bytearray(chunk)
     out = bytearray(codec.max_encoded_size(len(chunk)))
-    length = codec.encode(memoryview(source), memoryview(out), context=_context(len(chunk)))
+    length = codec.encode(memoryview(source), memoryview(out), context=_context(codec, len(chunk)))
     assert source == chunk, "encode changed its input"
     assert 0 <= length <= len(out), f"encode returned {length}, its bound is {len(out)}"
     return bytes(out[:length])
@@ -210,7 +303,7 @@ def _try_decode(codec: Codec, frame: bytes, length: int) -> bytes | None:
     out = memoryview(memory)[_GUARD_BYTES : _GUARD_BYTES + length]
     source = bytearray(frame)
     try:
-        codec.decode(memoryview(source), out, context=_context(length))
+        codec.decode(memoryview(source), out, context=_context(codec, length))
     except CodecError:
         return None
     finally:

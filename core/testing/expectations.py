@@ -2,22 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from contextlib import contextmanager
+import unittest
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.core.abc import API_VERSION
 from penstock.core.types import ReadRequest, WriteRequest, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.core.abc import Backend
+    from penstock.core.types import Capabilities
 
     OpenRoot: TypeAlias = Callable[[str], Backend]
     BackendCheck: TypeAlias = Callable[[OpenRoot], None]
 
 MIB = 1 << 20
+
+
+class NotDeclaredError(unittest.SkipTest):
+    """The check is about a capability that the instance does not declare.
+
+    Pytest and unittest show it as a skip, with the reason.
+    """
+
+
+def declared(
+    claim: Callable[[Capabilities], bool], what: str, /
+) -> Callable[[BackendCheck], BackendCheck]:
+    """Run the check only on backends that declare `what`; else raise NotDeclaredError.
+
+    What an instance declares is always checked: it alone decides, not who calls the check.
+    """
+
+    def gate(check: BackendCheck) -> BackendCheck:
+        @functools.wraps(check)
+        def gated(open_root: OpenRoot) -> None:
+            with closing(open_root("declared")) as backend:
+                claimed = claim(backend.capabilities)
+            if not claimed:
+                msg = f"the backend does not declare {what}"
+                raise NotDeclaredError(msg)
+            check(open_root)
+
+        return gated
+
+    return gate
+
+
+def expect_own_api_version(plugin: object, /) -> None:
+    """The class says itself which version of its contract it was written for.
+
+    An inherited number is always that of the Penstock that happens to be installed: a mismatch
+    would never be noticed. Our own classes are released with the contract, and may inherit.
+
+    Raises:
+        AssertionError: It does not, or it is for another version.
+    """
+    found = getattr(plugin, "api_version", None)
+    assert found == API_VERSION, (
+        f"it is for version {found} of the contract, this Penstock has version {API_VERSION}"
+    )
+    cls = type(plugin)
+    foreign = [c for c in cls.__mro__ if c.__module__.split(".")[0] != "penstock"]
+    if cls not in foreign:
+        return
+    assert any("api_version" in vars(c) for c in foreign), (
+        f"write `api_version = {API_VERSION}` into {cls.__qualname__}: an inherited one changes "
+        "with Penstock, so nobody would notice that the contract has changed"
+    )
 
 
 @contextmanager

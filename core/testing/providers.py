@@ -12,6 +12,7 @@ from penstock.core.abc import Node, StateObject, StoredObject
 from penstock.core.describe import Description, describe_tree
 from penstock.core.place import StoredTree, place_tree, rebuild_tree
 from penstock.core.select import Rename, Selection
+from penstock.core.testing.expectations import expect_own_api_version
 from penstock.core.types import Kind
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from penstock.core.select import Patterns, RenameSpec
     from penstock.core.tree import Providers
     from penstock.core.types import ObjectPath
+
+PIECE_BYTES = 48  # small, so that every sink is filled in several pieces
+_CONTAINERS = frozenset({"dict", "list", "tuple"})
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Stored:
 
     def restore(
         self, state: object, include: Patterns = None, exclude: Patterns = None,
-        *, allow_pickle: bool = False, piece_bytes: int = 48,
+        *, allow_pickle: bool = False, piece_bytes: int = PIECE_BYTES,
     ) -> Placement:  # fmt: skip
         """Restore into `state`, in small pieces.
 
@@ -165,6 +169,7 @@ def check_provider(
     equal: Callable[[Any, Any], bool],
     *,
     providers: Providers,
+    loaded: Callable[[Any, Any], bool] | None = None,
 ) -> None:
     """What core relies on, for values of one kind.
 
@@ -173,11 +178,14 @@ def check_provider(
         change: Changes a value in place, as training does, or returns a changed one.
         equal: Whether two values have the same state, bit by bit.
         providers: All that are needed, the one under test among them.
+        loaded: Whether what `load` gives, without a template, has the state of a value; None: it
+            only has to give something.
 
     Raises:
         AssertionError: The provider breaks the contract.
     """
     value = make()
+    _check_declarations(value, providers)
     stored = store({"part": value}, providers=providers)
     _check_description(stored)
     _check_repeats(stored, {"part": value}, providers)
@@ -191,19 +199,56 @@ def check_provider(
     assert not placement.missing, placement.missing
     assert not placement.problems, placement.problems
     assert store(target, providers=providers).data == before, "planning changed the target"
-    stored.fill(placement)
+    stored.fill(placement, piece_bytes=PIECE_BYTES)
     assert placement.finish is not None
     placement.finish()
+    got = type(target["part"])
+    assert got is type(value), f"`finish` put a {got.__name__} into the tree"
     assert equal(target["part"], value), "restored into a changed target, but not equal"
 
     fresh = {"part": make()}
     stored.restore(fresh)
     assert equal(fresh["part"], value), "restored into a fresh target, but not equal"
-    assert "part" in stored.load(), "load gives nothing"
+    tree = stored.load()
+    assert "part" in tree, "load gives nothing"
+    assert loaded is None or loaded(tree["part"], value), "load gives another state"
+    _check_mismatch(stored, make)
 
     empty = replace(stored, tree=StoredTree([]), data={})
     lacking = empty.plan({"part": make()})
     assert lacking.missing or lacking.problems, "an empty checkpoint is not noticed"
+
+
+def _check_declarations(value: object, providers: Providers) -> None:
+    provider = providers.for_type(type(value))
+    if provider is None:
+        return  # plain data, which the provider of values takes without claiming its type
+    expect_own_api_version(provider)
+    assert provider.name, "a provider needs a name"
+    assert provider.version >= 1, "versions count from 1"
+    assert isinstance(provider.forms, tuple), "forms is a tuple of names"
+    assert len(set(provider.forms)) == len(provider.forms), "a form is declared twice"
+    for other in providers.all():
+        shared = set(provider.forms) & set(other.forms) if other is not provider else ()
+        assert not shared, f"{other.name} declares {shared} too: forms are unique"
+    for kind in (type("Stranger", (), {}), object):
+        assert provider.claims(kind) is None, f"claims {kind.__name__}, which it cannot know"
+
+
+def _check_mismatch(stored: Stored, make: Callable[[], object]) -> None:
+    """If a tensor is stored with another shape, nobody offers memory of the wrong size for it."""
+    for path in stored.data:
+        objects = [
+            replace(o, spec=replace(o.spec, shape=(*o.spec.shape, 3)))
+            if o.path == path and o.kind is Kind.TENSOR
+            else o
+            for o in stored.tree.objects
+        ]
+        if objects == stored.tree.objects:
+            continue
+        changed = replace(stored, tree=replace(stored.tree, objects=objects))
+        for target in changed.plan({"part": make()}).targets:
+            assert target.sink.nbytes == target.spec.nbytes, f"{target.path}: size and spec differ"
 
 
 def _changed(value: Any, change: Callable[[Any], object]) -> Any:
@@ -213,8 +258,11 @@ def _changed(value: Any, change: Callable[[Any], object]) -> Any:
 
 def _check_description(stored: Stored) -> None:
     seen: set[ObjectPath] = set()
+    assert stored.description.entries, "nothing is described"
     for entry in stored.description.entries:
         assert entry.path[:1] == ("part",), f"{entry.path} is outside of its part"
+        if entry.form not in _CONTAINERS:
+            stored.providers.for_form(entry.form)  # raises PluginError if nobody can rebuild it
         if isinstance(entry, Node):
             assert not any(p[: len(entry.path)] == entry.path for p in seen), (
                 f"the node {entry.path} comes after what is below it"

@@ -1,0 +1,391 @@
+"""The suite for codecs catches every way that we know of to break the contract."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import zlib
+from contextlib import suppress
+
+import pytest
+from pydantic import model_serializer
+
+from penstock.core.abc import Codec, PluginConfig
+from penstock.core.errors import CodecError
+from penstock.core.testing import codecs as checks
+
+
+class GoodConfig(PluginConfig):
+    level: int = 1
+
+
+class Silent(Codec):
+    """Deflate, as a third party would write it, but for the version of the contract."""
+
+    name = "good"
+    lossless = True
+    Config = GoodConfig
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length + (raw_length >> 8) + 64
+
+    def encode(self, chunk, out, /, *, context):
+        encoded = zlib.compress(chunk, self.config.level)
+        if len(encoded) > len(out):
+            raise CodecError("it does not fit")
+        out[: len(encoded)] = encoded
+        return len(encoded)
+
+    def decode(self, frame, out, /, *, context):
+        decoder = zlib.decompressobj()
+        try:
+            raw = decoder.decompress(frame, len(out) + 1)
+        except zlib.error as error:
+            raise CodecError("not a frame") from error
+        if len(raw) != len(out) or not decoder.eof or decoder.unused_data:
+            raise CodecError("another length")
+        out[:] = raw
+
+
+class Good(Silent):
+    api_version = 1
+
+
+class GoodWithBase(Good):
+    """Stores the difference from the base."""
+
+    needs_base = True
+
+    def encode(self, chunk, out, /, *, context):
+        if context.base is None:
+            raise CodecError("no base")
+        return super().encode(_xor(chunk, context.base), out, context=context)
+
+    def decode(self, frame, out, /, *, context):
+        if context.base is None:
+            raise CodecError("no base")
+        super().decode(frame, out, context=context)
+        out[:] = _xor(out, context.base)
+
+
+def _xor(one, other):
+    size = len(one)
+    return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).to_bytes(size, "big")
+
+
+@pytest.mark.parametrize("good", [Good, GoodWithBase])
+def test_the_good_ones_pass(good):
+    checks.check_codec(good(GoodConfig()))
+
+
+MUTANTS = {}
+
+
+def caught_by(check):
+    def add(mutant):
+        MUTANTS[mutant] = check
+        return mutant
+
+    return add
+
+
+# -- what it says of itself ---------------------------------------------------------------------
+
+
+@caught_by(checks.check_declarations)
+class Nameless(Good):
+    name = ""
+
+
+@caught_by(checks.check_declarations)
+class VersionZero(Good):
+    version = 0
+
+
+@caught_by(checks.check_declarations)
+class LosslessIsAWord(Good):
+    lossless = "yes"
+
+
+@caught_by(checks.check_declarations)
+class OtherVersionOfTheContract(Good):
+    api_version = 2
+
+
+@caught_by(checks.check_declarations)
+class InheritsItsVersion(Silent):
+    """What it says is whatever Penstock says."""
+
+
+@caught_by(checks.check_declarations)
+class KeepsAnotherConfig(Good):
+    def __init__(self, config, /):
+        super().__init__(config.model_dump())
+
+
+@caught_by(checks.check_declarations)
+class BoundFalls(Good):
+    def max_encoded_size(self, raw_length, /):
+        return max(super().max_encoded_size(raw_length), 5000 - raw_length)
+
+
+@caught_by(checks.check_config_round_trip)
+class ConfigLosesAnOption(Good):
+    class Config(GoodConfig):
+        @model_serializer
+        def nothing(self):
+            return {}
+
+    def __init__(self, config, /):
+        super().__init__(self.Config(level=7))
+
+
+# -- encoding -----------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_round_trips)
+class ChangesInput(Good):
+    def encode(self, chunk, out, /, *, context):
+        length = super().encode(chunk, out, context=context)
+        if len(chunk):
+            chunk[0] ^= 1
+        return length
+
+
+@caught_by(checks.check_round_trips)
+class BoundTooLow(Good):
+    def max_encoded_size(self, raw_length, /):
+        return raw_length + 3
+
+
+@caught_by(checks.check_round_trips)
+class SaysTooMuch(Good):
+    def encode(self, chunk, out, /, *, context):
+        super().encode(chunk, out, context=context)
+        return len(out) + 1
+
+
+@caught_by(checks.check_large_chunk)
+class LengthOf23Bits(Good):
+    def encode(self, chunk, out, /, *, context):
+        return super().encode(chunk[: 1 << 23], out, context=context)
+
+
+@caught_by(checks.check_exact_output_suffices)
+class WritesBehindTheOutput(Good):
+    def encode(self, chunk, out, /, *, context):
+        length = super().encode(chunk, out, context=context)
+        if len(out.obj) > len(out):
+            memoryview(out.obj)[-1] = 0
+        return length
+
+
+@caught_by(checks.check_frames_stand_alone)
+class CountsItsFrames(Good):
+    """As one that keeps a dictionary from chunk to chunk."""
+
+    encoded = decoded = 0
+
+    def encode(self, chunk, out, /, *, context):
+        out[0] = self.encoded % 251
+        self.encoded += 1
+        return 1 + super().encode(chunk, out[1:], context=context)
+
+    def decode(self, frame, out, /, *, context):
+        if not len(frame) or frame[0] != self.decoded % 251:
+            raise CodecError("out of order")
+        self.decoded += 1
+        super().decode(frame[1:], out, context=context)
+
+
+@caught_by(checks.check_short_output_is_refused)
+class CutsToFit(Good):
+    def encode(self, chunk, out, /, *, context):
+        encoded = zlib.compress(chunk, 1)[: len(out)]
+        out[: len(encoded)] = encoded
+        return len(encoded)
+
+
+# -- decoding -----------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_round_trips)
+class LastByteIsWrong(Good):
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        if len(out) > 1:
+            out[-1] ^= 1
+
+
+@caught_by(checks.check_round_trips)
+class ChangesTheFrame(Good):
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        frame[0] ^= 1
+
+
+@caught_by(checks.check_truncated_frames_are_refused)
+class FillsUpWhatIsMissing(Good):
+    def decode(self, frame, out, /, *, context):
+        decoder = zlib.decompressobj()
+        try:
+            raw = decoder.decompress(frame, len(out) + 1)
+        except zlib.error as error:
+            raise CodecError("not a frame") from error
+        if len(raw) > len(out) or decoder.unused_data:
+            raise CodecError("too long")
+        out[: len(raw)] = raw
+
+
+@caught_by(checks.check_extended_frames_are_refused)
+class IgnoresWhatFollows(Good):
+    def decode(self, frame, out, /, *, context):
+        decoder = zlib.decompressobj()
+        with suppress(zlib.error):
+            decoder.decompress(frame)
+        super().decode(frame[: len(frame) - len(decoder.unused_data)], out, context=context)
+
+
+@caught_by(checks.check_wrong_length_is_refused)
+class TakesTheBeginning(Good):
+    def decode(self, frame, out, /, *, context):
+        try:
+            raw = zlib.decompress(frame)
+        except zlib.error as error:
+            raise CodecError("not a frame") from error
+        out[:] = raw[: len(out)].ljust(len(out))
+
+
+@caught_by(checks.check_garbage_is_refused)
+class TakesAnything(Good):
+    def decode(self, frame, out, /, *, context):
+        with suppress(CodecError):
+            super().decode(frame, out, context=context)
+
+
+@caught_by(checks.check_garbage_is_refused)
+class RaisesForeignErrors(Good):
+    def decode(self, frame, out, /, *, context):
+        out[:] = zlib.decompress(frame)
+
+
+@caught_by(checks.check_flipped_bits_never_overrun)
+class BelievesTheFrame(Good):
+    """Raises what only damaged frames make it raise."""
+
+    def decode(self, frame, out, /, *, context):
+        try:
+            super().decode(frame, out, context=context)
+        except CodecError as error:
+            if isinstance(error.__cause__, zlib.error) and len(out) == 2000:
+                raise OverflowError from error
+            raise
+
+
+@caught_by(checks.check_small_frames_take_little_memory)
+class DecodesAllOfIt(Good):
+    def decode(self, frame, out, /, *, context):
+        try:
+            raw = zlib.decompress(frame)
+        except zlib.error as error:
+            raise CodecError("not a frame") from error
+        if len(raw) != len(out):
+            raise CodecError("another length")
+        out[:] = raw
+
+
+class Coarse(Good):
+    """Drops the low bits."""
+
+    lossless = False
+
+    def encode(self, chunk, out, /, *, context):
+        return super().encode(bytes(b & 0xF0 for b in chunk), out, context=context)
+
+
+@caught_by(checks.check_round_trips)
+class SaysItIsLossless(Coarse):
+    lossless = True
+
+
+# -- threads ------------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_threads)
+class KeepsTheChunk(Good):
+    def encode(self, chunk, out, /, *, context):
+        self.chunk = chunk
+        time.sleep(0.001)
+        return super().encode(self.chunk, out, context=context)
+
+
+class Plain(Good):
+    """Stores as it is, with a checksum in front."""
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length + 4
+
+    def encode(self, chunk, out, /, *, context):
+        # In pieces too small for zlib to let the GIL go.
+        checksum = 1
+        for start in range(0, len(chunk), 4096):
+            checksum = zlib.adler32(chunk[start : start + 4096], checksum)
+        out[:4] = checksum.to_bytes(4, "big")
+        out[4 : 4 + len(chunk)] = chunk
+        return 4 + len(chunk)
+
+
+@caught_by(checks.check_gil_is_released)
+class HoldsTheGilWhileEncoding(Plain):
+    def decode(self, frame, out, /, *, context):
+        if len(frame) != len(out) + 4 or zlib.adler32(frame[4:]) != int.from_bytes(
+            frame[:4], "big"
+        ):
+            raise CodecError("not a frame")
+        out[:] = frame[4:]
+
+
+@caught_by(checks.check_gil_is_released)
+class HoldsTheGilWhileDecoding(Good):
+    def encode(self, chunk, out, /, *, context):
+        zlib.adler32(bytes(1 << 20))
+        return Plain.encode(self, chunk, out, context=context)
+
+    def decode(self, frame, out, /, *, context):
+        out[:] = frame[4:]
+
+
+# -- bases --------------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_base)
+class WantsABaseForNothing(Good):
+    needs_base = True
+
+
+# -- the proofs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
+def test_suite_catches(mutant):
+    codec = mutant(mutant.Config())
+    with pytest.raises((AssertionError, CodecError, zlib.error, OverflowError, ValueError)):
+        MUTANTS[mutant](codec)
+
+
+def test_no_check_is_without_a_defect_that_only_it_is_for():
+    written = {
+        check
+        for name, check in inspect.getmembers(checks, inspect.isfunction)
+        if name.startswith("check_") and name != "check_codec"
+    }
+    assert set(MUTANTS.values()) == written
+
+
+def test_a_codec_that_says_nothing_of_its_version_is_told_what_to_write():
+    with pytest.raises(AssertionError, match="write `api_version = 1` into InheritsItsVersion"):
+        checks.check_declarations(InheritsItsVersion(GoodConfig()))
+
+
+def test_lossy_codec_that_says_so_passes():
+    checks.check_round_trips(Coarse(GoodConfig()))

@@ -1,0 +1,243 @@
+"""The example plugin is installed like anybody's, in an environment of its own, and used there."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "plugin"
+VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+class Environment:
+    """A virtual environment that sees the packages of the one that runs the tests."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.python = folder / "venv" / "bin" / "python"
+        command = [sys.executable, "-m", "venv", "--without-pip", folder / "venv"]
+        subprocess.run(command, check=True)
+        paths = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        self.site = Path(paths.stdout.strip())
+        # addsitedir, not the bare path: editable installs are .pth files of their own.
+        parents = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        lines = [f"import site; site.addsitedir({parent!r})" for parent in sorted(parents)]
+        (self.site / "parent.pth").write_text("\n".join(lines) + "\n")
+
+    def run(self, *arguments, check=True):
+        """`python arguments`, away from the sources, with nothing but the environment's path."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        done = subprocess.run(
+            [self.python, *arguments],
+            cwd=self.folder,
+            env=variables | VARIABLES,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def code(self, source, *arguments, check=True):
+        return self.run("-c", textwrap.dedent(source), *arguments, check=check)
+
+    def install(self, project):
+        """Offline, with the build backend that is here; the sources stay as they are."""
+        copy = self.folder / "build" / project.name
+        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".pytest_cache")
+        shutil.copytree(project, copy, ignore=ignored)
+        options = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--quiet")
+        self.run("-m", "pip", "install", *options, copy)
+        shutil.rmtree(copy)
+
+    def plugins(self, *options, check=True):
+        done = self.run("-m", "penstock", "plugins", "--json", *options, check=check)
+        return json.loads(done.stdout)["plugins"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    for needed in ("pip", "setuptools"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"needs {needed}, to build and install the example without a network")
+    environment = Environment(tmp_path_factory.mktemp("plugin"))
+    environment.install(EXAMPLE)
+    return environment
+
+
+EXPECTED = {
+    ("backend", "sqlite", "penstock_example_plugin.sqlite_backend:SqliteBackend"),
+    ("codec", "lzma", "penstock_example_plugin.lzma_codec:LzmaCodec"),
+    ("provider", "array", "penstock_example_plugin.array_provider:ArrayProvider"),
+}
+
+
+def test_it_is_installed_and_not_found_in_the_sources(environment):
+    done = environment.code("import penstock_example_plugin as p; print(p.__file__)")
+    assert Path(done.stdout.strip()).is_relative_to(environment.site)
+
+
+@pytest.mark.parametrize("options", [(), ("--check",)], ids=["found", "loaded"])
+def test_plugins_lists_all_three_with_their_distribution(environment, options):
+    plugins = environment.plugins(*options)
+    ours = [p for p in plugins if p["distribution"] == "penstock-example-plugin"]
+    assert {(p["kind"], p["name"], p["target"]) for p in ours} == EXPECTED
+    assert {p["version"] for p in ours} == {"1.2.0"}
+    assert {p["state"] for p in ours} == {"ok" if options else "found"}
+    assert [p for p in plugins if p["error"]] == []
+
+
+CONFIG = """
+backend = "sqlite://run.db"
+
+[[rules]]
+match = "weight"
+codecs = [{ type = "lzma", preset = 0 }]
+"""
+
+# Two processes, one of which knows of the other only what is stored.
+SAVE = """
+    from array import array
+    import penstock, torch
+
+    state = {"weight": torch.arange(50_000.0), "seen": array("q", range(1000)), "step": 3}
+    with penstock.Checkpointer.from_config("penstock.toml") as ckpt:
+        ckpt.save(state, step=3).result()
+"""
+RESTORE = """
+    from array import array
+    import penstock, torch
+
+    state = {"weight": torch.zeros(50_000), "seen": array("q", bytes(8000)), "step": 0}
+    with penstock.Checkpointer.from_config("penstock.toml") as ckpt:
+        ckpt.restore(state)
+        assert ckpt.verify().ok
+    assert torch.equal(state["weight"], torch.arange(50_000.0))
+    assert state["seen"] == array("q", range(1000))
+    assert state["step"] == 3
+"""
+
+
+def test_configuration_alone_saves_and_restores_with_all_three(environment):
+    (environment.folder / "penstock.toml").write_text(CONFIG)
+    environment.code(SAVE)
+    environment.code(RESTORE)
+    shown = environment.run("-m", "penstock", "show", "sqlite://run.db", "--json").stdout
+    assert "lzma" in shown
+    assert "array" in shown
+
+
+def test_its_own_tests_pass(environment):
+    # The tests alone: beside the sources they could pass without being installed.
+    shutil.copytree(EXAMPLE / "tests", environment.folder / "tests")
+    options = ("-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", environment.folder)
+    done = environment.run("-m", "pytest", *options, "tests")
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# -- a plugin for another version of the contract -----------------------------------------------
+
+FOREIGN = """
+import penstock_example_plugin.array_provider as array
+import penstock_example_plugin.lzma_codec as lzma
+import penstock_example_plugin.sqlite_backend as sqlite
+
+
+class Backend(sqlite.SqliteBackend):
+    api_version = {version}
+    name = "{name}"
+
+
+class Codec(lzma.LzmaCodec):
+    api_version = {version}
+    name = "{name}"
+
+
+class Provider(array.ArrayProvider):
+    api_version = {version}
+    name = "{name}"
+    forms = ("{name}",)
+
+    def claims(self, kind, /):
+        raise AssertionError("a provider for another contract was asked")
+"""
+
+
+@pytest.fixture
+def foreign(environment):
+    """One distribution for a newer contract than ours, one for an older; gone afterwards."""
+    added = []
+    for name, version in (("newer", 2), ("older", 0)):
+        module = environment.site / f"{name}_plugin.py"
+        module.write_text(FOREIGN.format(name=name, version=version))
+        info = environment.site / f"{name}_plugin-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 0.1\n"
+        )
+        (info / "entry_points.txt").write_text(
+            "".join(
+                f"[penstock.{kind.lower()}s]\n{name} = {name}_plugin:{kind}\n"
+                for kind in ("Backend", "Codec", "Provider")
+            )
+        )
+        added += [module, info]
+    yield {"newer": 2, "older": 0}
+    for path in added:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_plugins_for_another_contract_are_listed_as_failed_and_say_why(environment, foreign):
+    plugins = environment.plugins("--check", check=False)
+    failed = {(p["kind"], p["name"]): p["error"] for p in plugins if p["state"] == "failed"}
+    kinds = ("backend", "codec", "provider")
+    assert set(failed) == {(kind, name) for kind in kinds for name in foreign}
+    for (kind, name), error in failed.items():
+        assert f"{kind} {name!r} of {name}-plugin 0.1 cannot be used" in error
+        assert f"is for version {foreign[name]} of the" in error
+        assert "this Penstock has version 1" in error
+        remedy = "penstock" if foreign[name] > 1 else f"{name}-plugin"
+        assert error.endswith(f"upgrade {remedy}")
+    assert {p["state"] for p in plugins if p["distribution"] == "penstock-example-plugin"} == {"ok"}
+
+
+REFUSED = """
+    import sys
+    import penstock
+
+    for name in sys.argv[1:]:
+        for options in (
+            {"backend": f"{name}://run.db"},
+            {"backend": "memory://", "rules": [{"match": "**", "codecs": [name]}]},
+        ):
+            try:
+                with penstock.Checkpointer.from_config(options) as ckpt:
+                    ckpt.save({"a": 1}, step=1).result()
+            except penstock.PluginError as error:
+                print(error)
+"""
+
+
+def test_plugins_for_another_contract_break_nothing_but_what_asks_for_them(environment, foreign):
+    (environment.folder / "penstock.toml").write_text(CONFIG.replace("run.db", "beside.db"))
+    saved = environment.code(SAVE)
+    for name in foreign:
+        assert saved.stderr.count(f"provider '{name}' of {name}-plugin 0.1") == 1
+    assert saved.stderr.count("going on without it") == 2
+    environment.code(RESTORE)
+    said = iter(environment.code(REFUSED, *foreign).stdout.splitlines())
+    for name, version in foreign.items():
+        for kind in ("Backend", "Codec"):
+            line = next(said)
+            assert f"{kind.lower()} '{name}' of {name}-plugin 0.1" in line
+            assert f"for version {version} of the {kind} contract" in line
+    assert list(said) == []
