@@ -158,14 +158,14 @@ def test_a_full_disk_costs_the_saves_that_do_not_fit_and_nothing_else(
 
 
 def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, impatient):
-    with Checkpointer(store, io_timeout_s=0.2, **SMALL) as ckpt:
+    with Checkpointer(store, io_timeout_s=1.5, **SMALL) as ckpt:
         loop = Loop(ckpt, mode)
         loop.save().result()
         fault = store.block("write", gate)
         handle = loop.save()
-        fault.reached.wait()
+        assert fault.reached.wait(60)
         loop.train()
-        with pytest.raises(StorageTimeoutError, match=r"io_timeout_s=0\.2"):
+        with pytest.raises(StorageTimeoutError, match=r"io_timeout_s=1\.5"):
             handle.result()
         loop.train()
         ckpt.wait()
@@ -184,7 +184,7 @@ def test_a_stuck_disk_is_given_up_after_the_timeout(store, gate, mode, caplog, i
 def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, impatient):
     """Then `save` itself waits for the disk, at most until the timeout."""
     store.block("write", gate)
-    with Checkpointer(store, io_timeout_s=0.2, **SMALL, **TINY_BUDGET) as ckpt:
+    with Checkpointer(store, io_timeout_s=1.5, **SMALL, **TINY_BUDGET) as ckpt:
         loop = Loop(ckpt)
         handle = loop.save()
         assert handle.captured.done()
@@ -197,10 +197,10 @@ def test_a_disk_that_is_stuck_with_little_staging_lets_save_return(store, gate, 
 
 def test_a_commit_that_is_stuck_is_unknown_until_the_store_answers(store, gate, impatient):
     fault = store.block("publish", gate, match="commits/")
-    with Checkpointer(store, io_timeout_s=0.2, **SMALL) as ckpt:
+    with Checkpointer(store, io_timeout_s=3.0, **SMALL) as ckpt:
         loop = Loop(ckpt)
         handle = loop.save()
-        fault.reached.wait()
+        assert fault.reached.wait(60)
         with pytest.raises(CommitUnknownError, match="may or may not exist"):
             handle.result()
         assert ckpt.steps() == []
