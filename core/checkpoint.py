@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.catalog import Catalog
-from penstock.core.contents import Contents, Wish
+from penstock.core.contents import Contents, Wish, check_ties
 from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointNotFoundError,
@@ -24,7 +24,7 @@ from penstock.core.validation import nearest
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.contents import Located
@@ -139,8 +139,17 @@ class Checkpoint:
             allow_pickle=self._allow_pickle,
         )
         for segment in parts:
-            keys = range(len(value)) if isinstance(value, list | tuple) else value
-            value = value[next(k for k in keys if str(k) == segment)]
+            keys: Iterable[object] = ()
+            if isinstance(value, dict | list | tuple):
+                keys = value if isinstance(value, dict) else range(len(value))
+            try:
+                value = value[next(k for k in keys if str(k) == segment)]
+            except StopIteration:
+                msg = (
+                    f"step {self.step} has no {path!r} that can be built alone: it is a piece of "
+                    "something that is built whole; read what it stands in"
+                )
+                raise KeyError(msg) from None
         return value
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
@@ -250,7 +259,9 @@ class Checkpoint:
     def _locate(self, path: str) -> Located | None:
         located = self.contents.find(parse_path(path))
         if located is not None and located.record.same_as is not None:
-            return self.contents.find(located.record.same_as)
+            target = self.contents.find(located.record.same_as)
+            check_ties([located.record] if target is None else [located.record, target.record])
+            return target
         return located
 
     def _read_object(self, located: Located) -> Any:

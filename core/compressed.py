@@ -15,6 +15,13 @@ else:
 MAX_FRAME_BYTES = 1 << 28
 """Most bytes that any frame of a part may hold once decompressed: a reader holds one at a time."""
 
+MAX_RATIO = 256
+RATIO_FREE_BYTES = 16 << 20
+"""Beyond this a frame may hold at most `MAX_RATIO` times its stored bytes.
+
+Decoded JSON takes up to 24 times its text, so a few stored kilobytes could ask for gigabytes.
+"""
+
 _LEVEL = 1  # a million objects: 0.2 s; level 3 saves a further 5 % in twice the time
 
 
@@ -38,6 +45,8 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
         size = _declared_size(data)
         if size is None or size > MAX_FRAME_BYTES or raw_length not in {None, size}:
             refuse(name, f"declares {size} bytes once decompressed")
+        if size > max(RATIO_FREE_BYTES, MAX_RATIO * len(data)):
+            refuse(name, f"declares {size} bytes once decompressed, of {len(data)} stored")
         decoder = zstd.ZstdDecompressor()
         content = decoder.decompress(data, max_length=size + 1)
     except zstd.ZstdError as error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.core.errors import PenstockError
     from penstock.core.manifest import (
         CommitRecord,
+        Frame,
         NodeRecord,
         ObjectRecord,
         PartHead,
@@ -118,6 +119,8 @@ class Contents:
                 owners.append(wish)
                 for ref in shard.chunks:
                     frame = section.frames[ref.frame]
+                    if frame.chain:
+                        self._check_encoded(located.part, frame)
                     if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
                         typed[located.part, frame.blob, frame.offset] = CodecContext(
                             record.spec.dtype,
@@ -178,8 +181,13 @@ class Contents:
             for number in range(len(head.sections)):
                 with _reported(f"{entry.name} section {number}", damage):
                     found = self.section(part, number).objects
-                    objects += [Located(o, part, number) for o in found if o.same_as is None]
-        return heads, objects
+                    objects += [Located(o, part, number) for o in found]
+        try:
+            check_ties([o.record for o in objects])
+        except FormatError as error:
+            for name in error.damaged:
+                damage(name, str(error))
+        return heads, [o for o in objects if o.record.same_as is None]
 
     # ------------------------------------------------------------------------------------------
 
@@ -192,6 +200,7 @@ class Contents:
                     section = self.section(part, number)
                     objects += [Located(o, part, number) for o in section.objects]
                     nodes += section.nodes
+            check_ties([o.record for o in objects])
             objects.sort(key=lambda o: (o.part, o.record.ordinal))
             nodes.sort(key=lambda n: n.ordinal)
             self._everything = objects, nodes
@@ -205,6 +214,17 @@ class Contents:
                 [self._registry.codec_from_record(r.name, r.version, r.config) for r in records]
             )
         return self._chains[key]
+
+    def _check_encoded(self, part: int, frame: Frame) -> None:
+        """Memory is taken for a stored frame before it is read: no more than it can need."""
+        bound = self._chain(part, frame.chain).max_encoded_size(frame.raw_length)
+        if frame.length > bound:
+            name = self.head(part).blobs[frame.blob].name
+            msg = (
+                f"the frame at {name}:{frame.offset} is said to have {frame.length} bytes, its "
+                f"codecs make at most {bound} of {frame.raw_length}"
+            )
+            raise FormatError(msg, [name])
 
     def _index(self) -> IndexReader:
         index = self.record.index
@@ -250,6 +270,32 @@ class Contents:
         error = FormatError(f"{name} on {self._backend.url} is missing", [name])
         catalog = Catalog(self._backend)
         return catalog.gone_or_damaged(self.record.step, self.record.uid, error)
+
+
+def check_ties(records: Sequence[ObjectRecord]) -> None:
+    """Make sure that whatever is tied leads to bytes that are its own, in one step.
+
+    Raises:
+        FormatError: Names those that do not.
+    """
+    by_path = {record.path: record for record in records}
+    loose = []
+    for record in records:
+        if record.same_as is None:
+            continue
+        target = by_path.get(record.same_as)
+        if (
+            target is None
+            or target.same_as is not None
+            or (target.kind, target.spec, target.form) != (record.kind, record.spec, record.form)
+        ):
+            loose.append(show_path(record.path))
+    if loose:
+        msg = (
+            f"{len(loose)} object(s) are tied to what is not there, is tied itself or is of "
+            f"another kind: {', '.join(loose[:8])}"
+        )
+        raise FormatError(msg, loose)
 
 
 @contextmanager

@@ -47,8 +47,11 @@ class Overwritten:
     Holds their targets, so that no other memory can come to have the same identity.
     """
 
-    def __init__(self, state: Mapping[str, object], providers: Providers) -> None:
+    def __init__(
+        self, state: Mapping[str, object], providers: Providers, *, allow_pickle: bool
+    ) -> None:
         self._state = state
+        self._allow_pickle = allow_pickle
         self._providers = providers
         self._targets: list[Target] = []
 
@@ -90,7 +93,9 @@ class Overwritten:
         if not suspects:
             return []
         try:
-            tree = describe_tree(self._state, providers=self._providers, allow_pickle=True)
+            tree = describe_tree(
+                self._state, providers=self._providers, allow_pickle=self._allow_pickle
+            )
         except UnsupportedStateError:
             return [show_path(path) for path in suspects.values()]
         live = {e.source.memory for e in tree.entries if isinstance(e, StateObject)}

@@ -189,7 +189,14 @@ class _Session:
             return _Read(job, ReadRequest(job.blob, offset, block.view), span, block, direct=False)
         if self._flights or self._batch:
             return None
-        view = memoryview(mmap.mmap(-1, span.length))  # larger than all of the scratch
+        try:
+            view = memoryview(mmap.mmap(-1, span.length))  # larger than all of the scratch
+        except (OSError, OverflowError, ValueError) as error:
+            msg = (
+                f"{span.length} bytes of {job.blob} are recorded as one piece, and this process "
+                f"cannot get so much memory at once: {error}"
+            )
+            raise RestoreError(msg) from error
         return _Read(job, ReadRequest(job.blob, offset, view), span, None, direct=False)
 
     def _submit(self) -> None:

@@ -8,7 +8,7 @@ from penstock.core.abc import Node, PlaceContext, Placement, StateObject, Target
 from penstock.core.compare import compare
 from penstock.core.containers import assemble, key_segment
 from penstock.core.describe import NameTable, check_root, describe_tree, refuse_ranks
-from penstock.core.errors import RestoreError, UnsupportedStateError
+from penstock.core.errors import PenstockError, RestoreError, UnsupportedStateError
 from penstock.core.stored_tree import StoredTree, children_of
 from penstock.core.tree import Scan
 from penstock.core.types import Kind, show_path
@@ -76,7 +76,11 @@ def rebuild_tree(
         FormatError: Something stored cannot be decoded.
     """
     context = _Placing(providers, stored, selected, allow_pickle=allow_pickle)
-    placement = context.rebuild((), device=device)
+    try:
+        placement = context.rebuild((), device=device)
+    except RecursionError as error:
+        msg = "what is stored is nested too deeply to be built"
+        raise RestoreError(msg) from error
     return _settled(context.compared(placement))
 
 
@@ -129,7 +133,7 @@ class _Placing(PlaceContext):
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
         node = self._nodes.get(path)
         if node is not None and node.form not in _CONTAINERS:
-            return self._providers.for_form(node.form).rebuild(node, device=device, context=self)
+            return self._rebuild_by_provider(node, device)
         chosen = self._chosen.get(path)
         if chosen is not None:
             return self._rebuild_leaf(chosen, device)
@@ -150,8 +154,7 @@ class _Placing(PlaceContext):
         stored = self._chosen[path]
         if stored.kind is not Kind.VALUE:
             raise KeyError(path)
-        provider = self._providers.for_form(stored.form)
-        finish = provider.rebuild(stored, device=None, context=self).finish
+        finish = self._rebuild_by_provider(stored, None).finish
         return None if finish is None else finish()
 
     def value_bytes(self, path: ObjectPath, /) -> bytes:
@@ -262,20 +265,32 @@ class _Placing(PlaceContext):
         return result
 
     def _rebuild_leaf(self, stored: StoredObject, device: str | None) -> Placement:
-        provider = self._providers.for_form(stored.form)
         if stored.kind is not Kind.TENSOR:
-            return provider.rebuild(stored, device=device, context=self)
+            return self._rebuild_by_provider(stored, device)
         # Tied objects are one tensor again: the second gets the sink and the value of the first.
         primary = self._aliases.get(stored.path, stored.path)
         first = self._built.get((primary, device))
         if first is None:
-            first = provider.rebuild(stored, device=device, context=self)
+            first = self._rebuild_by_provider(stored, device)
             if first.finish is not None:
                 first.finish = _once(first.finish)
             self._built[primary, device] = first
             return first
         targets = [Target(stored.path, t.spec, t.region, t.sink) for t in first.targets]
         return Placement(targets, finish=first.finish)
+
+    def _rebuild_by_provider(self, stored: StoredObject | Node, device: str | None) -> Placement:
+        provider = self._providers.for_form(stored.form)
+        try:
+            return provider.rebuild(stored, device=device, context=self)
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:  # out of memory, or a manifest that makes no sense to it
+            msg = (
+                f"{show_path(stored.path) or 'the root'} is stored in the form {stored.form!r}, "
+                f"and cannot be built from that: {type(error).__name__}: {error}"
+            )
+            raise RestoreError(msg) from error
 
     def compared(self, placement: Placement) -> Placement:
         """Leave only targets that fit; list the rest."""

@@ -40,6 +40,19 @@ class Opened(Protocol):
         raise NotImplementedError
 
 
+def room(nbytes: int) -> bytearray:
+    """Memory for so many bytes, which a checkpoint says it needs.
+
+    Raises:
+        RestoreError: There is not so much.
+    """
+    try:
+        return bytearray(nbytes)
+    except (MemoryError, OverflowError) as error:
+        msg = f"the checkpoint asks for {nbytes} bytes at once, which this process cannot get"
+        raise RestoreError(msg) from error
+
+
 class BytesSink(ByteSink):
     """Collects an object's bytes in memory of its own."""
 
@@ -50,7 +63,7 @@ class BytesSink(ByteSink):
         self.device = "cpu"
         self.address = None
         self.memory = None
-        self.data = bytearray(nbytes)
+        self.data = room(nbytes)
 
     def view(self) -> memoryview | None:
         """The memory itself."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.core.abc import ByteSink
 from penstock.core.contents import Wish
 from penstock.core.errors import SelectionError
-from penstock.core.reading import raise_damaged
+from penstock.core.reading import raise_damaged, room
 from penstock.core.regions import copy_region, region_batches, region_runs
 from penstock.core.types import PAGE_BYTES, Region
 
@@ -57,13 +57,13 @@ def read_region(checkpoint: Opened, located: Located, region: Region) -> memoryv
         DamagedError: Stored bytes are not what was written.
     """
     spec = located.record.spec
-    out = memoryview(bytearray(region.numel * spec.itemsize))
+    out = memoryview(room(region.numel * spec.itemsize))
     runs = region_runs(spec.shape, region, spec.itemsize, merge_gap_bytes=PAGE_BYTES)
     if len(runs) == 1 and runs[0].length == out.nbytes:
         _read_ranges(checkpoint, located, out, runs[0], runs)
     elif runs:
         for batch in region_batches(spec.shape, region, spec.itemsize, _BATCH_BYTES):
-            cover = memoryview(bytearray(batch.cover.length))
+            cover = memoryview(room(batch.cover.length))
             within = region_runs(
                 spec.shape, batch.region, spec.itemsize, merge_gap_bytes=PAGE_BYTES
             )

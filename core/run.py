@@ -81,7 +81,9 @@ class Run:
         self._check_open()
         self._before_restore()
         selection, renaming = Selection(include, exclude), Rename(rename)
-        overwritten = Overwritten(state, self._registry.providers)
+        overwritten = Overwritten(
+            state, self._registry.providers, allow_pickle=self._config.allow_pickle
+        )
         report, skipped = with_fallback(
             self._candidates(step, on_damage),
             lambda number: restore_into(

@@ -25,7 +25,7 @@ from penstock.core.manifest import (
     Section,
     ShardRecord,
 )
-from penstock.core.section_draft import FRAME_KEYS, OBJECT_KEYS, top_level_keys
+from penstock.core.section_draft import FRAME_KEYS, MAX_SEGMENTS, OBJECT_KEYS, top_level_keys
 from penstock.core.types import Kind, Region, Role, TensorSpec
 
 if TYPE_CHECKING:
@@ -179,7 +179,10 @@ def _read_node(row: object, name: str) -> NodeRecord:
 
 
 def _path(value: object, name: str) -> ObjectPath:
-    return tuple(check_texts(value, name))
+    segments = check_texts(value, name)
+    if len(segments) > MAX_SEGMENTS:
+        refuse(name, f"has a path of {len(segments)} segments")
+    return tuple(segments)
 
 
 class _ShardReader:

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.fields import dump_json
+from penstock.core.fields import dump_json, refuse
 from penstock.core.paths import path_hash
 from penstock.core.types import Region
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 16
 """A section with more top-level keys does not list them in the head."""
+
+MAX_SEGMENTS = 1024
+"""A path is no longer: a reader needs memory by the square of it."""
 
 FRAME_KEYS = (
     "blob", "offset", "length", "raw_length", "chain", "checksums", "raw_checksum", "lengths",
@@ -58,7 +61,14 @@ class SectionDraft:
         return [path_hash(path) for path in self.columns["path"]]
 
     def dump(self) -> bytes:
-        """The JSON of the section."""
+        """The JSON of the section.
+
+        Raises:
+            FormatError: A path is longer than any reader takes.
+        """
+        rows = [*self.columns["path"], *(row[1] for row in self.node_rows)]
+        if max(map(len, rows), default=0) > MAX_SEGMENTS:
+            refuse("the state tree", f"is nested deeper than {MAX_SEGMENTS} levels: flatten it")
         return dump_json(
             {
                 "frames": _frame_columns(self.frames),

@@ -43,6 +43,8 @@ def decode_value(data: bytes, path: ObjectPath) -> object:
         KeyError,
         AttributeError,
         OverflowError,
+        OSError,  # a time zone that is a folder, or has too long a name
+        SyntaxError,  # of numpy, about a dtype with commas
         struct.error,
     ) as error:
         msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
@@ -118,7 +120,7 @@ def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
             return torch.Size(value)
         if name == "device":
             return torch.device(value)
-        found = getattr(torch, value)
+        found = vars(torch)[value]  # getattr would import the modules that torch loads lazily
         if not isinstance(found, torch.dtype):
             raise TypeError(value)
         return found

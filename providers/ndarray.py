@@ -201,7 +201,7 @@ def _empty(stored: Any) -> np.ndarray[Any, Any]:
     msg = f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks"
     try:
         dtype = np.dtype(stored.spec.dtype)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses what has commas
         raise FormatError(msg, [shown]) from error
     if dtype.kind not in _KINDS or dtype.hasobject or dtype.itemsize != stored.spec.itemsize:
         raise FormatError(msg, [shown])

@@ -99,7 +99,7 @@ def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
     Raises:
         FormatError: This torch has no such dtype.
     """
-    dtype = getattr(torch, stored.spec.dtype, None)
+    dtype = vars(torch).get(stored.spec.dtype)  # getattr would import what torch loads lazily
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != stored.spec.itemsize:
         shown = show_path(stored.path)
         msg = f"{shown} is stored as {stored.spec.dtype}, which torch {torch.__version__} lacks"

@@ -273,7 +273,7 @@ def broken(guard: Guard) -> str | None:
         path.write_text(text.replace(guard.old, guard.new))
         command = [
             sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=60",
-            f"--basetemp={copy}/tmp",
+            f"--basetemp={copy / 'basetemp'}",
             *guard.tests.split(),
         ]  # fmt: skip
         environment = {

@@ -31,6 +31,8 @@ _HINTS = {
     errno.ESTALE: "the network file system lost the file: another machine may have deleted it",
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_READING = {"read", "stat"}
+_IN_THE_WAY = {errno.ELOOP, errno.ENOTDIR}
 
 
 def storage_error(error: OSError, what: str, name: str, root: str) -> StorageError:
@@ -47,7 +49,9 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
         msg = f"{where}: {text} ({code}); {_free(root)}; make room or raise the quota"
         return StorageFullError(msg)
     hint = _HINTS.get(number)
-    return StorageError(f"{where}: {text} ({code})" + (f"; {hint}" if hint else ""))
+    # What stands there is no blob of ours: to a reader it is missing, which is damage, no outage.
+    kind = BlobNotFoundError if what in _READING and number in _IN_THE_WAY else StorageError
+    return kind(f"{where}: {text} ({code})" + (f"; {hint}" if hint else ""))
 
 
 @contextmanager

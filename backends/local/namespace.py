@@ -74,7 +74,7 @@ class Namespace:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             msg = f"cannot read {name} under {self.root}: it is not a regular file"
-            raise StorageError(msg)
+            raise BlobNotFoundError(msg)
         return fd
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
