@@ -60,6 +60,8 @@ def prune(
 
     Older generations of a step are deleted at once: whoever published the newest one had meant to.
     """
+    # Before the records are listed: what was old *then* cannot have been committed since.
+    limit_s = backend.store_time_s() - grace_s
     survey = survey_run(backend)
     if survey.unreadable:
         refused = tuple(str(error) for error in survey.unreadable.values())
@@ -69,7 +71,6 @@ def prune(
         delete_records(backend, superseded)
     candidates = sorted(survey.data.keys() - survey.needed.union(own_uids))
     probes = backend.list(CLOCK_PREFIX)  # what `store_time_s` leaves where it is cut short
-    limit_s = backend.store_time_s() - grace_s
     if not dry_run:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)

@@ -65,8 +65,13 @@ class Publisher:
         self._refreshed = began
 
     def refresh_intent(self) -> None:
-        """Publish the intent again when it is getting old."""
+        """Publish the intent again when it is getting old.
+
+        Raises:
+            SaveAbortedError: It is gone, or too old already.
+        """
         if _boot_s() - self._refreshed > self._grace_s / _REFRESHES_PER_GRACE:
+            self._check_intent()  # one that was pruned, with what it kept alive, must not come back
             self.publish_intent()
 
     def publish_commit(self, record: CommitRecord, *, begin: Callable[[], None]) -> None:
