@@ -221,7 +221,8 @@ class SaveJob:
             assert error is not None
             self._phase = "failed"
             self._capture.cancel(error)
-            log.error("save of step %d failed: %s", self.request.step, error)
+            # Text, since who keeps log records would keep the error, its frames, and all they hold.
+            log.error("save of step %d failed: %s", self.request.step, str(error))
 
         self.ending.fail(why, first=first)
 
