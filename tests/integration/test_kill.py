@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +159,15 @@ def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
         assert isinstance(ckpt.load(9)["raw"], torch.Tensor)
     with pytest.raises(AssertionError, match="torn"):
         watch.check(9)
+
+
+def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_run(tmp_path):
+    """For some seconds; `tools/kill_savers.py` by itself goes on for longer."""
+    tool = Path(__file__).parents[2] / "tools" / "kill_savers.py"
+    done = subprocess.run(
+        [sys.executable, tool, "--kills", "90", "--seconds", "6", "--root", tmp_path],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 problems" in done.stdout
+    assert '"durable"' in done.stdout

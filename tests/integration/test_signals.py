@@ -1,0 +1,308 @@
+"""Signals and forks in the middle of a save, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.integration.support import same, uring_missing
+from tests.integration.test_faults_real import make
+
+from penstock import Checkpointer
+
+ROOT = Path(__file__).parents[2]
+SERVER = """
+import json, os, signal, sys, threading, time, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+import torch
+from penstock.core.registry import default_registry
+from tests.integration.test_faults_real import OPTIONS, make
+default_registry().listing()  # imports every plugin, so that no child has to
+for line in sys.stdin:
+    request = json.loads(line)
+    if "wait" in request:
+        print(os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1]), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        for number, path in enumerate(["/dev/null", request["out"], request["out"] + ".err"]):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+        break
+    print(pid, flush=True)
+else:
+    sys.exit()
+sys.argv[1:] = [request["url"]]
+exec(request["body"])
+"""
+PROGRAM = """
+from penstock import Checkpointer, SaverClosedError
+from penstock.core.opening import open_backend
+from penstock.core.testing.faults import FaultyBackend
+
+signal.alarm(60)
+store = FaultyBackend(open_backend(sys.argv[1]))
+gate = threading.Event()
+
+def say(*words):
+    print(*words, flush=True)
+
+def held_save(ckpt, step):
+    store.clear()
+    gate.clear()
+    fault = store.block("seal", gate)
+    handle = ckpt.save(make(step), step)
+    fault.reached.wait()
+    return handle
+
+ckpt = Checkpointer(store, **OPTIONS)
+ckpt.save(make(1), 1).result()
+"""
+
+
+@pytest.fixture(params=["posix", "uring"])
+def url(request, tmp_path):
+    missing = uring_missing() if request.param == "uring" else None
+    if missing:
+        pytest.skip(f"needs io_uring: {missing}")
+    return f"{request.param}://{tmp_path}/run"
+
+
+class Server:
+    """Forks a process for each program, so that torch is imported only once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.count = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )  # fmt: skip
+
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, url, body):
+        self.count += 1
+        out = self.folder / f"{self.count}.out"
+        out.touch()
+        return self.ask(body=PROGRAM + body, url=url, out=str(out)), out
+
+    def finish(self, pid, out):
+        """Its lines, what it wrote to stderr, and its exit status."""
+        status = self.ask(wait=pid)
+        return out.read_text().splitlines(), out.with_suffix(".out.err").read_text(), status
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("programs"))
+    yield server
+    server.process.communicate()
+
+
+@pytest.fixture
+def run(server, url):
+    """Run a program; with a signal, send it that when it says `ready`."""
+
+    def run(body, number=None):
+        pid, out = server.start(url, body)
+        if number is not None:
+            while out.read_text() != "ready\n":
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                    pytest.fail(f"it never got ready: {server.finish(pid, out)}")
+                time.sleep(0.005)
+            os.kill(pid, number)
+        lines, errors, status = server.finish(pid, out)
+        return lines[number is not None :], errors, status
+
+    return run
+
+
+@pytest.fixture
+def run_anew(url):
+    """Run a program in an interpreter of its own: its fork is then the first."""
+
+    def run_anew(body):
+        imports = SERVER.partition("for line in")[0]
+        done = subprocess.run(
+            [sys.executable, "-c", imports + PROGRAM + body, url],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=90,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )  # fmt: skip
+        return done.stdout.splitlines(), done.stderr, done.returncode
+
+    return run_anew
+
+
+def holds(url, *steps):
+    """Exactly these steps are there, whole; and the run goes on."""
+    with Checkpointer("posix://" + url.partition("://")[2]) as ckpt:
+        assert ckpt.steps() == list(steps)
+        for step in steps:
+            assert same(ckpt.load(step), make(step))
+            assert ckpt.verify(step).ok
+        ckpt.save(make(99), 99, mode="blocking")
+        assert same(ckpt.load(), make(99))
+
+
+def test_sigterm_with_its_default_handler_costs_the_pending_save_only(run, url):
+    body = """
+held_save(ckpt, 2)
+say("ready")
+time.sleep(60)
+"""
+    lines, errors, status = run(body, signal.SIGTERM)
+    assert (lines, status) == ([], -signal.SIGTERM), errors
+    holds(url, 1)
+
+
+@pytest.mark.parametrize("managed", [True, False], ids=["with", "bare"])
+def test_a_handler_of_sigterm_that_exits_lets_the_pending_save_end(managed, run, url):
+    body = """
+def leave(number, frame):
+    gate.set()
+    sys.exit(7)
+
+signal.signal(signal.SIGTERM, leave)
+held_save(ckpt, 2)
+say("ready")
+"""
+    body += "with ckpt:\n    time.sleep(60)\n" if managed else "time.sleep(60)\n"
+    lines, errors, status = run(body, signal.SIGTERM)
+    assert (lines, status) == ([], 7), errors
+    assert "Traceback" not in errors
+    holds(url, 1, 2)
+
+
+def test_a_handler_of_sigterm_may_itself_save(run, url):
+    """As schedulers ask for: a notice, then some seconds, then the end."""
+    body = """
+def leave(number, frame):
+    gate.set()
+    ckpt.save(make(3), 3, mode="blocking")
+    say("saved")
+    raise SystemExit(0)
+
+signal.signal(signal.SIGTERM, leave)
+held_save(ckpt, 2)
+say("ready")
+with ckpt:
+    time.sleep(60)
+"""
+    lines, errors, status = run(body, signal.SIGTERM)
+    assert (lines, status) == (["saved"], 0), errors
+    holds(url, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "place", ["time.sleep(60)", "handle.result()", "ckpt.wait()", "handle.durable.result()"]
+)
+def test_ctrl_c_wherever_training_stands_leaves_the_pending_save_to_end(place, run, url):
+    body = f"""
+handle = held_save(ckpt, 2)
+try:
+    say("ready")
+    {place}
+except KeyboardInterrupt:
+    say("interrupted")
+gate.set()
+ckpt.wait()
+ckpt.save(make(3), 3).result()
+ckpt.close()
+assert ckpt._staging.used_bytes == 0
+say("closed")
+"""
+    lines, errors, status = run(body, signal.SIGINT)
+    assert (lines, status) == (["interrupted", "closed"], 0), errors
+    holds(url, 1, 2, 3)
+
+
+def test_signals_that_only_count_interrupt_nothing(run, url):
+    """A profiler's or a scheduler's: every system call may be interrupted by them."""
+    body = """
+count = 0
+def tick(number, frame):
+    global count
+    count += 1
+
+signal.signal(signal.SIGALRM, tick)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+for step in range(2, 12):
+    ckpt.save(make(step), step, mode=("async", "blocking")[step % 2]).result()
+    ckpt.load(step)
+signal.setitimer(signal.ITIMER_REAL, 0)
+ckpt.close()
+say(count > 10)
+"""
+    lines, errors, status = run(body)
+    assert (lines, status) == (["True"], 0), errors
+    holds(url, *range(1, 12))
+
+
+ENDS = {
+    "os._exit": ("os._exit(0)", 0),
+    "sys.exit": ("sys.exit(0)", 0),
+    "an error": ("raise KeyError('of the child')", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "uses"), [("os._exit", True), ("sys.exit", False), ("an error", True)]
+)
+def test_a_fork_in_the_middle_of_a_save_disturbs_nobody(uses, end, run_anew, url):
+    ending, status_of_child = ENDS[end]
+    use = """
+    for call in (lambda: ckpt.save(make(3), 3), ckpt.wait, ckpt.load):
+        try:
+            call()
+            say("it worked")
+        except SaverClosedError as error:
+            assert "forked child" in str(error)
+    ckpt.close()
+"""
+    body = f"""
+handle = held_save(ckpt, 2)
+child = os.fork()
+if child == 0:
+    pass
+{use if uses else ""}
+    {ending}
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {status_of_child}
+gate.set()
+handle.result()
+ckpt.save(make(3), 3).result()
+ckpt.close()
+say("closed")
+"""
+    lines, errors, status = run_anew(body)
+    assert (lines, status) == (["closed"], 0), errors
+    assert ("of the child" in errors) is (end == "an error"), errors
+    holds(url, 1, 2, 3)
+
+
+def test_a_forked_child_may_open_the_run_anew(run_anew, url):
+    body = """
+handle = held_save(ckpt, 2)
+child = os.fork()
+if child == 0:
+    with Checkpointer(sys.argv[1], **OPTIONS) as mine:
+        say(mine.steps(), mine.load(1)["number"])
+        mine.save(make(5), 5).result()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+gate.set()
+handle.result()
+ckpt.close()
+"""
+    lines, errors, status = run_anew(body)
+    assert (lines, status) == (["[1] 1"], 0), errors
+    holds(url, 1, 2, 5)
