@@ -8,10 +8,13 @@ import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.core.errors import StorageError
 from penstock.core.manifest import blob_name
 from penstock.core.types import ReadRequest, WriteRequest
+from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,41 +58,56 @@ def measure(backend: Backend, limit_bytes: int, *, root: Path | None) -> Speed:
     Raises:
         StorageError: The store failed; nothing stays behind.
     """
+    # A signal must not come between taking one of the store's locks and giving it back.
+    stop: list[bool] = []
+    task = partial(_measure, backend, limit_bytes, root, stop)
+    return Workers(1).apart("probe", task, cancel=lambda: stop.append(True))
+
+
+def _measure(backend: Backend, limit_bytes: int, root: Path | None, stop: list[bool]) -> Speed:
     memory = memoryview(mmap.mmap(-1, _PIECE_BYTES * _PIECES_AT_ONCE))  # begins with a page
     piece = secrets.token_bytes(_PIECE_BYTES)  # so that no file system can make it smaller
     for at in range(0, memory.nbytes, _PIECE_BYTES):
         memory[at : at + _PIECE_BYTES] = piece
-    speed = _one(backend, min(_FIRST_BYTES, limit_bytes), memory, piece, root)
+    speed = _one(backend, min(_FIRST_BYTES, limit_bytes), memory, piece, root, stop)
     per_s = speed.bytes / max(speed.write_s, 1e-6)
     size = min(limit_bytes, int(per_s * _BUDGET_S)) >> 20 << 20
     if size <= speed.bytes:
         return speed
     for at in range(0, memory.nbytes, _PIECE_BYTES):  # the first blob was read into it
         memory[at : at + _PIECE_BYTES] = piece
-    return _one(backend, size, memory, piece, root)
+    return _one(backend, size, memory, piece, root, stop)
 
 
-def _one(backend: Backend, size: int, memory: memoryview, piece: bytes, root: Path | None) -> Speed:
+def _one(  # noqa: PLR0917 - one call of `_measure`, cut in two
+    backend: Backend,
+    size: int,
+    memory: memoryview,
+    piece: bytes,
+    root: Path | None,
+    stop: list[bool],
+) -> Speed:
     name = blob_name(secrets.token_hex(16), 0, 0, "raw")
     try:
         began = time.monotonic()
-        size = _write(backend, name, size, memory)
+        size = _write(backend, name, size, memory, stop)
         write_s = time.monotonic() - began
         if root is not None:
             _drop_cache(root / name)
-        read_s, same = _read(backend, name, size, memory, piece)
+        read_s, same = _read(backend, name, size, memory, piece, stop)
     finally:
         backend.delete([name])
     return Speed(size, write_s, read_s, same)
 
 
-def _write(backend: Backend, name: str, size: int, memory: memoryview) -> int:
+def _write(backend: Backend, name: str, size: int, memory: memoryview, stop: list[bool]) -> int:
     """Bytes that were written durably: less than `size` where that takes too long."""
     until_s = time.monotonic() + _BUDGET_S
     writer = backend.create(name, size_hint=size)
     try:
         done = 0
         while done < size and (not done or time.monotonic() < until_s):
+            _check(stop)
             length = min(size - done, memory.nbytes)
             writer.write(
                 [
@@ -105,12 +123,18 @@ def _write(backend: Backend, name: str, size: int, memory: memoryview) -> int:
     return done
 
 
-def _read(
-    backend: Backend, name: str, size: int, memory: memoryview, piece: bytes
+def _read(  # noqa: PLR0917 - likewise
+    backend: Backend,
+    name: str,
+    size: int,
+    memory: memoryview,
+    piece: bytes,
+    stop: list[bool],
 ) -> tuple[float, bool]:
     """Seconds that reading took, without comparing, and whether all was as written."""
     seconds, same = 0.0, True
     for start in range(0, size, memory.nbytes):
+        _check(stop)
         length = min(size - start, memory.nbytes)
         targets = [
             memory[at : min(at + _PIECE_BYTES, length)] for at in range(0, length, _PIECE_BYTES)
@@ -125,6 +149,12 @@ def _read(
         seconds += time.monotonic() - began
         same = same and all(bytes(t) == piece[: t.nbytes] for t in targets)
     return seconds, same
+
+
+def _check(stop: list[bool]) -> None:
+    if stop:
+        msg = "the probe was interrupted"
+        raise StorageError(msg)
 
 
 def _drop_cache(path: Path) -> None:
