@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.metadata
 import random
 import sys
@@ -270,8 +271,19 @@ def held_at_fence(action):
     return held_at(FENCE, action)
 
 
+def _frame_of(thread):
+    # A collection inside this call can deadlock the interpreter: it holds the lock on all threads.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident)
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def _stands_in(thread, place):
-    frame = sys._current_frames().get(thread.ident)
+    frame = _frame_of(thread)
     while frame is not None:
         if (frame.f_globals["__name__"], frame.f_code.co_name) == place:
             return True
