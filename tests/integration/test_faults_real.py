@@ -241,34 +241,6 @@ def test_a_limit_on_the_size_of_files(kind, tmp_path):
         work.check()
 
 
-def test_no_more_files(kind, tmp_path):
-    with job(kind, tmp_path / "run") as work:
-        work.save()
-        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-        with limited(resource.RLIMIT_NOFILE, highest + 1):
-            taken = []
-            with suppress(OSError):
-                while True:
-                    taken.append(os.open("/dev/null", os.O_RDONLY))
-            try:
-                with pytest.raises(StorageError, match=r"EMFILE.*ulimit -n"):
-                    work.save()
-                work.step -= 1
-                with pytest.raises(StorageError, match=r"EMFILE.*ulimit -n"):
-                    work.ckpt.load()
-                os.close(taken.pop())  # so that a folder can be listed, but not much more
-                os.close(taken.pop())
-                with pytest.raises(StorageError, match=r"EMFILE.*ulimit -n"):
-                    work.save()
-            finally:
-                for number in taken:
-                    os.close(number)
-        work.ckpt.wait()
-        assert work.ckpt._staging.used_bytes == 0
-        work.save()
-        work.check()
-
-
 def test_no_right_to_write(kind, tmp_path):
     """Without privileges: root may write everywhere."""
     if os.geteuid() != 0:
