@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.support import same, uring_missing
+from tests.integration.support import same
 
 from penstock import Checkpointer, DamagedError, PenstockError, StorageError, StorageFullError
 from penstock.core.opening import open_backend
@@ -28,14 +28,6 @@ from penstock.core.testing.faults import FaultyBackend
 OPTIONS = {"chunk_bytes": 1 << 16, "block_bytes": 1 << 14, "workers": 2}
 ENCODED = {"rules": [{"match": "big", "codecs": ["zstd"]}]}
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(params=["posix", "uring"])
-def kind(request):
-    missing = uring_missing() if request.param == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    return request.param
 
 
 def make(number, kib=256):
@@ -237,6 +229,34 @@ def test_a_limit_on_the_size_of_files(kind, tmp_path):
                 work.fails(StorageError, "EFBIG", "ulimit -f", mode=mode)
         work.check()
         work.no_rubbish()
+        work.save()
+        work.check()
+
+
+def test_no_more_files(kind, tmp_path):
+    with job(kind, tmp_path / "run") as work:
+        work.save()
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        with limited(resource.RLIMIT_NOFILE, highest + 3):  # two at least, without any gap too
+            taken = []
+            with suppress(OSError):
+                while True:
+                    taken.append(os.open("/dev/null", os.O_RDONLY))
+            try:
+                with pytest.raises(StorageError, match=r"EMFILE.*ulimit -n"):
+                    work.save()
+                work.step -= 1
+                with pytest.raises(StorageError, match=r"EMFILE.*ulimit -n"):
+                    work.ckpt.load()
+                os.close(taken.pop())  # so that a folder can be listed, but not much more
+                os.close(taken.pop())
+                with pytest.raises(StorageError, match=r"EMFILE.*ulimit -n"):
+                    work.save()
+            finally:
+                for number in taken:
+                    os.close(number)
+        work.ckpt.wait()
+        assert work.ckpt._staging.used_bytes == 0
         work.save()
         work.check()
 

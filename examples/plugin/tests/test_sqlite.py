@@ -71,6 +71,21 @@ def publish_all(path, start, number):
     with_many.close()
 
 
+def test_processes_may_open_a_new_file_together(tmp_path):
+    spawn = multiprocessing.get_context("fork")
+    start = spawn.Barrier(4)
+    path = tmp_path / "run.db"
+    processes = [spawn.Process(target=publish_all, args=(path, start, n)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    backend = opened(path)
+    assert len(backend.list("")) == 80
+    backend.close()
+
+
 def write_until_killed(path, ready):
     backend = opened(path)
     backend.publish("kept.json", b"kept")

@@ -91,9 +91,23 @@ class SqliteBackend(Backend):
                 isolation_level=None,  # transactions begin where we say
                 check_same_thread=False,
             )
-            self._db.executescript(_SCHEMA)
+            self._prepare(config.timeout_s)
             # SQLite syncs the folder itself whenever it makes a log, but not for the file.
             _sync_folder(self._path.parent)
+
+    def _prepare(self, timeout_s: float) -> None:
+        """SQLite's own timeout does not cover the switch to a write-ahead log: it says busy."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._db.executescript(_SCHEMA)
+            except sqlite3.OperationalError as error:
+                code = error.sqlite_errorcode & 0xFF
+                if code != sqlite3.SQLITE_BUSY or time.monotonic() >= until_s:
+                    raise
+                time.sleep(0.02)
+            else:
+                return
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
