@@ -97,11 +97,7 @@ class Catalog:
             except BlobNotFoundError:
                 continue  # deleted, or overwritten, since it was listed
             except FormatError as error:
-                msg = (
-                    f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; "
-                    "restore another step, or pass on_damage='fallback'"
-                )
-                raise FormatError(msg, error.damaged) from error
+                raise FormatError(self._damaged(step, error), error.damaged) from error
         raise unreadable(self._backend, name)
 
     def damaged(self) -> dict[int, DamagedError]:
@@ -164,11 +160,7 @@ class Catalog:
             return CheckpointGoneError(msg)
         if isinstance(error, DamagedError):
             return error
-        msg = (
-            f"the checkpoint of step {step} on {self._backend.url} is damaged: {error};"
-            " restore another step, or pass on_damage='fallback'"
-        )
-        return DamagedError(msg, [data_prefix(uid)])
+        return DamagedError(self._damaged(step, error), [data_prefix(uid)])
 
     # -- deleting -------------------------------------------------------------------------------
 
@@ -257,6 +249,12 @@ class Catalog:
         return prune(self._backend, grace_s=grace_s, own_uids=own_uids, dry_run=dry_run)
 
     # ------------------------------------------------------------------------------------------
+
+    def _damaged(self, step: int, error: PenstockError) -> str:
+        return (
+            f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; restore "
+            "another step, or pass on_damage='fallback'"
+        )
 
     def _not_found(self, step: int, steps: list[int]) -> CheckpointNotFoundError:
         there = ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"

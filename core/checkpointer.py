@@ -210,9 +210,9 @@ class Checkpointer(Run):
         job = self._job
         if job is not None:
             job.ending.check_may_wait()
-        if job is not None and not job.fence(timeout, give_up=False):
-            msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
-            raise FenceTimeoutError(msg)
+            if not job.fence(timeout, give_up=False):
+                msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
+                raise FenceTimeoutError(msg)
         self._raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -260,12 +260,13 @@ class Checkpointer(Run):
         """
         if self._closed:
             return
+        if self._pid != os.getpid():
+            self._closed = True
+            return  # a forked child: the threads, and all that they hold, are the parent's
         job = self._job
-        if job is not None and self._pid == os.getpid():
+        if job is not None:
             job.ending.check_may_wait()
         self._closed = True
-        if self._pid != os.getpid():
-            return  # a forked child: the threads, and all that they hold, are the parent's
         if job is not None:
             job.fence(None)
             job.finished(None)

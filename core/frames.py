@@ -61,13 +61,11 @@ def direct_target(job: FrameJob, span: ByteRange) -> memoryview | None:
 class FrameReader:
     """Verifies and places what was read of frames. Thread-safe."""
 
-    def __init__(self, *, decode: bool) -> None:
-        """With `decode` off, encoded frames are compared with their checksums only."""
-        self._decodes = decode
+    def __init__(self) -> None:
         self._scratch = threading.local()
 
     def finish(
-        self, job: FrameJob, span: ByteRange, data: memoryview, *, placed: bool
+        self, job: FrameJob, span: ByteRange, data: memoryview, *, placed: bool, decode: bool
     ) -> str | None:
         """Verify `data`, the bytes of `span`, and bring them where they belong.
 
@@ -76,6 +74,7 @@ class FrameReader:
             span: Which of its bytes these are.
             data: The bytes.
             placed: Whether they are in their target already.
+            decode: Off, an encoded frame is compared with its checksum only.
 
         Returns:
             What is wrong with them, or None.
@@ -88,7 +87,7 @@ class FrameReader:
             return detail
         if checksum(data) != frame.checksums[0]:
             return f"checksum of the frame at {job.blob}:{frame.offset} does not match"
-        return self._decode(job, data) if self._decodes else None
+        return self._decode(job, data) if decode else None
 
     def _decode(self, job: FrameJob, data: memoryview) -> str | None:
         frame, chain = job.frame, job.chain

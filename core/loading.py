@@ -83,6 +83,7 @@ class Loader:
         self._workers = workers
         self._pid = os.getpid()
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
+        self._reader = FrameReader()
 
     def run(
         self,
@@ -106,7 +107,8 @@ class Loader:
             self._backend,
             self._workers,
             scratch,
-            reader=FrameReader(decode=decode),
+            reader=self._reader,
+            decode=decode,
             progress=progress,
         )
         # Ctrl-C must not come between handing memory to the store and taking note of it.
@@ -118,6 +120,7 @@ class Loader:
         """Scratch for one run: whoever shared it could wait for what another run holds."""
         if self._pid != os.getpid():  # shared mappings: a forked child would write into ours
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
+            self._reader = FrameReader()
         try:
             return self._idle.pop()
         except IndexError:
@@ -134,6 +137,7 @@ class _Session:
         scratch: Staging,
         *,
         reader: FrameReader,
+        decode: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
         self._stats = LoadStats()
@@ -142,6 +146,7 @@ class _Session:
         self._workers = workers
         self._scratch = scratch
         self._reader = reader
+        self._decode = decode
         self._progress = progress
         self._flights: deque[_Flight] = deque()
         self._batch: list[_Read] = []
@@ -259,7 +264,11 @@ class _Session:
                     detail: str | None = str(read.error)
                 else:
                     detail = self._reader.finish(
-                        read.job, read.span, read.request.target, placed=read.direct
+                        read.job,
+                        read.span,
+                        read.request.target,
+                        placed=read.direct,
+                        decode=self._decode,
                     )
                 if detail is not None:
                     damaged += [(name, detail) for name in read.job.label]

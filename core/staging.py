@@ -203,10 +203,14 @@ def default_budget(state_bytes: int, local_ranks: int = 1) -> int:
 
 def available_memory() -> int:
     """Bytes that the machine, or the container if that is less, still lets us use."""
-    with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - a hot one-liner
-        available = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemAvail"))
     limit = container_memory()
-    return available if limit is None else min(available, limit)
+    return machine_memory() if limit is None else min(machine_memory(), limit)
+
+
+def machine_memory() -> int:
+    """Bytes that can be used without swapping, by the machine's count."""
+    with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - a hot one-liner
+        return next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemAvail"))
 
 
 def container_memory(root: str = "/sys/fs/cgroup") -> int | None:

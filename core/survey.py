@@ -59,6 +59,17 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
     return decode_commit(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
 
 
+def uids_named(backend: Backend, names: Iterable[str]) -> list[str]:
+    """Whose data these commit records name; of one that is gone or damaged it is not known."""
+    uids = []
+    for name in names:
+        try:
+            uids.append(read_commit(backend, name).uid)
+        except (BlobNotFoundError, DamagedError):
+            continue  # `prune` finds it
+    return uids
+
+
 def unreadable(backend: Backend, name: str) -> FormatError:
     """The error for a record that the store lists, but says is not there."""
     msg = f"{name} on {backend.url} is listed, but cannot be read: a dangling link?"
@@ -121,12 +132,7 @@ def delete_records(backend: Backend, names: Iterable[str]) -> None:
     While any other record of the run is unreadable all data stays, for `prune`.
     """
     names = list(names)
-    uids: set[str] = set()
-    for name in names:
-        try:
-            uids.add(read_commit(backend, name).uid)
-        except (BlobNotFoundError, DamagedError):
-            continue  # whose data it was is not known; `prune` finds it
+    uids = set(uids_named(backend, names))
     for name in names:  # durably one by one: of several under way, a power cut may spare any
         backend.delete([name])
     if not uids:

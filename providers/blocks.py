@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 Index: TypeAlias = "tuple[int | slice, ...]"
 
@@ -39,3 +39,17 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Inde
     if stop % row:
         for index, position in blocks(inner, 0, stop - last * row):
             yield (last, *index), last * row - start + position
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
+    """Whether two elements of `width` may share memory; never wrong when it says no.
+
+    `strides` and `width` are in the same unit.
+    """
+    reach = width - 1
+    dims = zip(strides, shape, strict=True)
+    for stride, size in sorted((abs(st), n) for st, n in dims if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

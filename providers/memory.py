@@ -11,7 +11,7 @@ import torch
 from penstock.core.abc import ByteSink, ByteSource, MemoryKey
 from penstock.core.errors import RestoreMismatchError
 from penstock.core.types import show_path
-from penstock.providers.blocks import blocks
+from penstock.providers.blocks import blocks, may_overlap
 
 if TYPE_CHECKING:
     from penstock.core.abc import PendingCopy
@@ -230,17 +230,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def make_sink(tensor: torch.Tensor, path: ObjectPath) -> TensorSink:
     """The sink that fits the layout of `tensor`."""
-    return OverlapSink(tensor, path) if may_overlap(tensor) else TensorSink(tensor)
+    return OverlapSink(tensor, path) if overlaps_itself(tensor) else TensorSink(tensor)
 
 
-def may_overlap(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory; never wrong when it says no."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
-    reach = 0
-    dims = sorted((st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    for stride, size in dims:
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
+    return may_overlap(tensor.shape, tensor.stride(), 1)

@@ -17,7 +17,7 @@ from penstock.core.abc import (
 )
 from penstock.core.errors import FormatError, RestoreMismatchError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
-from penstock.providers.blocks import blocks
+from penstock.providers.blocks import blocks, may_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,9 @@ class ArraySink(ByteSink):
     def __init__(self, array: np.ndarray[Any, Any], path: ObjectPath) -> None:
         self._live = array
         self._path = path
-        self._array = np.empty(array.shape, array.dtype) if _may_overlap(array) else array
+        flat = array.flags.c_contiguous or not array.size
+        overlaps = not flat and may_overlap(array.shape, array.strides, array.itemsize)
+        self._array = np.empty(array.shape, array.dtype) if overlaps else array
         self.nbytes = array.nbytes
         self.device = "cpu"
         flat = array.nbytes > 0 and self._array.flags.c_contiguous
@@ -210,19 +212,6 @@ def _empty(stored: Any) -> np.ndarray[Any, Any]:
 
 def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return array.reshape(-1).view(np.uint8)
-
-
-def _may_overlap(array: np.ndarray[Any, Any]) -> bool:
-    """Whether two elements may share memory; never wrong when it says no."""
-    if array.flags.c_contiguous or not array.size:
-        return False
-    reach = array.itemsize - 1
-    dims = zip(array.strides, array.shape, strict=True)
-    for stride, size in sorted((abs(st), n) for st, n in dims if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:

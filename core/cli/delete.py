@@ -10,14 +10,13 @@ from penstock.core.catalog import Catalog
 from penstock.core.cli.asking import ask
 from penstock.core.cli.render import print_json, print_line, size_text, visible
 from penstock.core.errors import (
-    BlobNotFoundError,
     CheckpointNotFoundError,
     ConfigError,
     DamagedError,
 )
 from penstock.core.manifest import data_prefix, parse_commit_name
 from penstock.core.opening import open_backend
-from penstock.core.survey import read_commit, survey_run
+from penstock.core.survey import survey_run, uids_named
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -78,12 +77,7 @@ def _doomed(backend: Backend, catalog: Catalog, step: int, names: Sequence[str] 
     if names is None:
         catalog.record(step)  # raises, and says which steps there are
         names = catalog.entries()[step]  # else it was committed since they were listed
-    uids = []
-    for name in names:
-        try:
-            uids.append(read_commit(backend, name).uid)
-        except (BlobNotFoundError, DamagedError):
-            continue  # whose data it was is not known: `prune` finds it
+    uids = uids_named(backend, names)
     return Doomed(step, len(names), tuple(uids), data_bytes(backend, uids))
 
 

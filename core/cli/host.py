@@ -110,16 +110,6 @@ def is_filtered() -> bool:
     return re.search(r"^Seccomp:\s*2$", status, re.MULTILINE) is not None
 
 
-def memory_available() -> int | None:
-    """Bytes that can be used without swapping, by the machine's count."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(match[1]) << 10 if match else None
-
-
 def temporary_files(root: Path) -> list[os.stat_result]:
     """Files below `root` that an interrupted publish left: their names begin with `~`."""
     found = []

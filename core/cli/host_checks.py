@@ -12,14 +12,13 @@ from penstock.core.cli.host import (
     is_filtered,
     kernel_value,
     limit_of,
-    memory_available,
     mount_of,
     space_of,
 )
 from penstock.core.cli.render import size_text
 from penstock.core.errors import PenstockError
 from penstock.core.registry import default_registry
-from penstock.core.staging import container_memory
+from penstock.core.staging import container_memory, machine_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,7 +172,7 @@ def _file_size() -> Check:
 
 
 def _memory() -> Check:
-    available, limit = memory_available(), container_memory()
+    available, limit = _machine_memory(), container_memory()
     values = {"available_bytes": available, "container_bytes": limit}
     if available is None:
         return Check("memory", "info", "unknown: /proc is not there", values=values)
@@ -196,3 +195,10 @@ def _count(value: int | None) -> str:
 
 def _size(value: int | None) -> str:
     return "unlimited" if value is None else size_text(value)
+
+
+def _machine_memory() -> int | None:
+    try:
+        return machine_memory()
+    except (OSError, StopIteration):  # a system that does not say
+        return None

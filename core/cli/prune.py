@@ -11,15 +11,13 @@ from penstock.core.catalog import Catalog
 from penstock.core.cli.asking import ask
 from penstock.core.cli.delete import data_bytes
 from penstock.core.cli.render import print_json, print_line, size_text, visible
-from penstock.core.errors import BlobNotFoundError, DamagedError
 from penstock.core.opening import open_backend
 from penstock.core.prune import GRACE_S
-from penstock.core.survey import read_commit, survey_run
+from penstock.core.survey import survey_run, uids_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from penstock.core.abc import Backend
     from penstock.core.prune import PruneReport
 
 _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -51,7 +49,7 @@ def run(url: str, *, grace_s: float, dry_run: bool, yes: bool, as_json: bool) ->
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend)
         report = catalog.prune(grace_s=grace_s, dry_run=True)
-        replaced = _uids(backend, report.superseded)
+        replaced = uids_named(backend, report.superseded)
         before = data_bytes(backend, replaced)
         superseded_bytes = before
         if not dry_run and not report.refused:
@@ -84,16 +82,6 @@ def run(url: str, *, grace_s: float, dry_run: bool, yes: bool, as_json: bool) ->
                 f"than {_time_text(grace_s)} ({size})"
             )
     return not report.refused
-
-
-def _uids(backend: Backend, names: Iterable[str]) -> list[str]:
-    uids = []
-    for name in names:
-        try:
-            uids.append(read_commit(backend, name).uid)
-        except (BlobNotFoundError, DamagedError):
-            continue  # gone, or damaged, since the report was made: the next prune tells
-    return uids
 
 
 def _print(report: PruneReport, superseded_bytes: int, grace_s: float) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from penstock.core.errors import PenstockError, StorageError
-from penstock.core.testing.latency import LatencyBackend
 from penstock.core.testing.wrapper import OPERATIONS, WrapperBackend
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ __all__ = [
     "CrashAt",
     "Fault",
     "FaultyBackend",
-    "LatencyBackend",
     "SimulatedCrashError",
 ]
 

@@ -14,9 +14,9 @@ from penstock.core.errors import BlobNotFoundError, StorageError, StorageFullErr
 from penstock.core.testing.faults import (
     CrashAt,
     FaultyBackend,
-    LatencyBackend,
     SimulatedCrashError,
 )
+from penstock.core.testing.latency import LatencyBackend
 from penstock.core.testing.wrapper import OPERATIONS
 from penstock.core.types import ReadRequest, WriteRequest
 

@@ -1,10 +1,19 @@
-"""A store that can be held up, and what holds it."""
+"""Which file engine, a store that can be held up, and what holds it."""
 
 import pytest
-from tests.integration.support import memory
+from tests.integration.support import memory, uring_missing
 from tests.integration.training import Gate
 
 from penstock.core.testing.faults import FaultyBackend
+
+
+@pytest.fixture(params=["posix", "uring"])
+def kind(request):
+    """Each engine for files that can be used here."""
+    missing = uring_missing() if request.param == "uring" else None
+    if missing:
+        pytest.skip(f"needs io_uring: {missing}")
+    return request.param
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tests.integration.support import checkpointer, uring_missing
+from tests.integration.support import checkpointer
 
 from penstock import CheckpointGoneError, CheckpointNotFoundError
 
@@ -29,12 +29,9 @@ with Checkpointer(url, chunk_bytes=16384, block_bytes=4096, workers=1) as ckpt:
 """
 
 
-@pytest.fixture(params=["posix", "uring"])
-def url(request, tmp_path):
-    missing = uring_missing() if request.param == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    return f"{request.param}://{tmp_path}/root"
+@pytest.fixture
+def url(kind, tmp_path):
+    return f"{kind}://{tmp_path}/root"
 
 
 def start(what, url):

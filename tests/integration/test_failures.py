@@ -655,7 +655,7 @@ from penstock import Checkpointer
 from penstock.core.opening import open_backend
 from penstock.core.config import load_config
 from penstock.core.registry import default_registry
-from penstock.core.testing.faults import LatencyBackend
+from penstock.core.testing.latency import LatencyBackend
 
 config = load_config({{"backend": "posix://" + sys.argv[1]}})
 slow = LatencyBackend(open_backend(config.backend, registry=default_registry()), latency_s=0.1)

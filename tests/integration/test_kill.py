@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.forked_savers import STEP, Forker, make
-from tests.integration.support import checkpointer, same, uring_missing
+from tests.integration.support import checkpointer, same
 
 from penstock.core.survey import survey_records
 from penstock.core.testing.wrapper import OPERATIONS
@@ -29,14 +29,6 @@ def killer():
             return answer
 
         yield kill
-
-
-@pytest.fixture(params=["posix", "uring"])
-def kind(request):
-    missing = uring_missing() if request.param == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    return request.param
 
 
 class Watch:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.support import Run, place_of, same, uring_missing
+from tests.integration.support import Run, place_of, same
 from tests.integration.training import penstock_threads
 
 from penstock import (
@@ -41,14 +41,6 @@ OPTIONS = {
     "workers": 2,
     "rules": [{"match": "encoded", "codecs": ["zstd"]}],
 }
-
-
-@pytest.fixture(params=["posix", "uring"])
-def kind(request):
-    missing = uring_missing() if request.param == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    return request.param
 
 
 def entries(folder):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.support import same, uring_missing
+from tests.integration.support import same
 from tests.integration.test_faults_real import make
 
 from penstock import Checkpointer
@@ -65,12 +65,9 @@ ckpt.save(make(1), 1).result()
 """
 
 
-@pytest.fixture(params=["posix", "uring"])
-def url(request, tmp_path):
-    missing = uring_missing() if request.param == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    return f"{request.param}://{tmp_path}/run"
+@pytest.fixture
+def url(kind, tmp_path):
+    return f"{kind}://{tmp_path}/run"
 
 
 class Server:

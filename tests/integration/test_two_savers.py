@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.integration.forked_savers import Forker, make
-from tests.integration.support import checkpointer, memory, same, uring_missing
+from tests.integration.support import checkpointer, memory, same
 
 from penstock import (
     BlobExistsError,
@@ -29,12 +29,9 @@ def forker():
         yield forker
 
 
-@pytest.fixture(params=["posix", "uring"])
-def url(request, tmp_path):
-    missing = uring_missing() if request.param == "uring" else None
-    if missing:
-        pytest.skip(f"needs io_uring: {missing}")
-    return f"{request.param}://{tmp_path}/root"
+@pytest.fixture
+def url(kind, tmp_path):
+    return f"{kind}://{tmp_path}/root"
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "overwrite"])
