@@ -44,10 +44,11 @@ class Catalog:
         """Names of commit records by step, steps and generations ascending; the last one counts."""
         found: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for info in self._backend.list(COMMIT_PREFIX):
-            parsed = parse_commit_name(info.name)
+            name = "/".join(info.name.split("/", 2)[:2])  # a folder in its place is damage
+            parsed = parse_commit_name(name)
             if parsed is not None:
-                found[parsed[0]].append((parsed[1], info.name))
-        return {step: [name for _, name in sorted(found[step])] for step in sorted(found)}
+                found[parsed[0]].append((parsed[1], name))
+        return {step: [name for _, name in sorted(set(found[step]))] for step in sorted(found)}
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; those with a damaged record included."""
@@ -98,7 +99,8 @@ class Catalog:
                 continue  # deleted, or overwritten, since it was listed
             except FormatError as error:
                 raise FormatError(self._damaged(step, error), error.damaged) from error
-        raise unreadable(self._backend, name)
+        error = unreadable(self._backend, name)
+        raise FormatError(self._damaged(step, error), error.damaged)
 
     def damaged(self) -> dict[int, DamagedError]:
         """Steps whose commit record cannot be read, and why; reads every record."""
@@ -238,9 +240,14 @@ class Catalog:
             kept |= {step for step in steps if step % keep_every == 0}
         used = {uid for step in kept & whole.keys() for uid in whole[step].references}
         doomed = [s for s in steps if s not in kept and whole[s].uid not in used]
+        gone = []
         for step in doomed:
-            delete_records(self._backend, self.entries().get(step, []))
-        return doomed
+            names = self.entries().get(step, [])
+            # Not one that another saver has put in its place meanwhile.
+            seen = {name: survey.records[name].uid for name in names if name in survey.records}
+            if delete_records(self._backend, [name for name in names if name in seen], uids=seen):
+                gone.append(step)
+        return gone
 
     def prune(
         self, *, grace_s: float = GRACE_S, own_uids: Collection[str] = (), dry_run: bool = False

@@ -118,6 +118,11 @@ class FrameWriter:
             self._batches.popleft()
 
     @property
+    def blob_names(self) -> tuple[str, str]:
+        """Names of both blobs, whether they were begun or not."""
+        return self._raw_name, self._enc_name
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._batches

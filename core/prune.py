@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,14 +62,16 @@ def prune(
     Older generations of a step are deleted at once: whoever published the newest one had meant to.
     """
     # Before the records are listed: what was old *then* cannot have been committed since.
-    limit_s = backend.store_time_s() - grace_s
+    # A dry run writes nothing, not even the record by which some stores tell their time.
+    limit_s = (time.time() if dry_run else backend.store_time_s()) - grace_s
     survey = survey_run(backend)
     if survey.unreadable:
         refused = tuple(str(error) for error in survey.unreadable.values())
         return PruneReport(refused=refused, dry_run=dry_run)
     superseded = _superseded(survey.records)
     if superseded and not dry_run:
-        delete_records(backend, superseded)
+        seen = {name: survey.records[name].uid for name in superseded}
+        delete_records(backend, superseded, uids=seen)
     candidates = sorted(survey.data.keys() - survey.needed.union(own_uids))
     probes = backend.list(CLOCK_PREFIX)  # what `store_time_s` leaves where it is cut short
     if not dry_run:

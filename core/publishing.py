@@ -83,14 +83,16 @@ class Publisher:
 
         Raises:
             LostRaceError: Another saver owns this step and generation.
-            CommitUnknownError: It may or may not exist.
+            CommitUnknownError: It may or may not exist, or its data has vanished.
             SaveAbortedError: The save slept too long, or its intent is gone.
         """
         name = commit_name(record.step, record.generation)
         self._check_intent()
         begin()
+        event = Event.PUBLISH_ANSWER_LOST
         try:
-            action = self._commit.feed(self._try(name, encode_commit(record)))
+            event = self._try(name, encode_commit(record))
+            action = self._commit.feed(event)
         except UnsyncedError as error:
             # Reading it would prove nothing: it may be gone after a power cut.
             self._commit.feed(Event.PUBLISH_ANSWER_LOST)
@@ -100,14 +102,18 @@ class Publisher:
             log.warning("publishing %s: %r; looking whether it is there", name, error)
             action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
         if action is Action.RESOLVE:
-            action = self._commit.feed(self._whose(name))
+            whose = self._whose(name)
+            if whose is Event.RECORD_ABSENT and event is Event.PUBLISH_LOST:
+                whose = Event.RECORD_IS_OTHER  # the store's "taken" is definite; deleted since
+            action = self._commit.feed(whose)
         if action is Action.DONE:
+            self._check_data(name)
             return  # the intent stays with the data: prune may be reading both at this moment
         if action is Action.FAIL_LOST_RACE:
             msg = (
                 f"step {record.step} (generation {record.generation}) on {self._backend.url} was "
-                "published by another saver first; its checkpoint stands, this one is given up. "
-                "Save at another step, or with overwrite=True."
+                "published by another saver first; its checkpoint stands unless it was deleted "
+                "since, this one is given up. Save at another step, or with overwrite=True."
             )
             raise LostRaceError(msg)
         msg = (
@@ -126,7 +132,7 @@ class Publisher:
         # No conditional put: look, put, and read back whose it is.
         if not self._exists(name):
             self._backend.publish(name, data)
-        return Event.PUBLISH_LOST
+        return Event.PUBLISH_ANSWER_LOST
 
     def _whose(self, name: str) -> Event:
         try:
@@ -149,6 +155,25 @@ class Publisher:
             return
         msg = f"step {self._step}: not published, since {why} and its data may have been pruned"
         raise SaveAbortedError(msg)
+
+    def _check_data(self, name: str) -> None:
+        """A root that was removed before the publish has the record alone, in a folder made anew.
+
+        Raises:
+            CommitUnknownError: The intent, and so the data beside it, is gone.
+        """
+        try:
+            if self._exists(intent_name(self._uid)):
+                return
+        except StorageError as error:
+            log.warning("%s is published; whether its data is there: %s", name, str(error))
+            return
+        msg = (
+            f"step {self._step}: {name} was published, but its data is not on {self._backend.url} "
+            "any more. Was the folder removed or replaced, or the step deleted, while it was "
+            "saved? Look at steps(), and save again."
+        )
+        raise CommitUnknownError(msg)
 
     def _exists(self, name: str) -> bool:
         try:

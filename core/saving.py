@@ -375,7 +375,8 @@ class SaveJob:
         if self._commit.may_delete_own_data:
             try:
                 names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
-                self._backend.delete(names)
+                # Those that were aborted, too: a store of files then removes the empty folder.
+                self._backend.delete(list(dict.fromkeys([*names, *self._writer.blob_names])))
             except BaseException as error:  # noqa: BLE001 - only rubbish is left behind
                 log.warning("data/%s stays until prune: %r", self.uid, error)
 

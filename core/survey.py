@@ -25,7 +25,7 @@ from penstock.core.manifest import (
 from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, decode_intent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.manifest import CommitRecord
@@ -59,20 +59,29 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
     return decode_commit(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
 
 
-def uids_named(backend: Backend, names: Iterable[str]) -> list[str]:
-    """Whose data these commit records name; of one that is gone or damaged it is not known."""
-    uids = []
+def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
+    """Whose data each commit record names; None: it is damaged. One that is gone is left out."""
+    uids: dict[str, str | None] = {}
     for name in names:
         try:
-            uids.append(read_commit(backend, name).uid)
-        except (BlobNotFoundError, DamagedError):
-            continue  # `prune` finds it
+            uids[name] = read_commit(backend, name).uid
+        except BlobNotFoundError:
+            if is_listed(backend, name):
+                uids[name] = None
+        except DamagedError:
+            uids[name] = None  # `prune` finds what it named
     return uids
+
+
+def is_listed(backend: Backend, name: str) -> bool:
+    """Whether the store lists `name`, or something inside it, though it could not be read."""
+    inside = f"{name}/"
+    return any(f"{info.name}/".startswith(inside) for info in backend.list(name))
 
 
 def unreadable(backend: Backend, name: str) -> FormatError:
     """The error for a record that the store lists, but says is not there."""
-    msg = f"{name} on {backend.url} is listed, but cannot be read: a dangling link?"
+    msg = f"{name} on {backend.url} is listed, but is no file that can be read: a link?"
     return FormatError(msg, [name])
 
 
@@ -87,7 +96,7 @@ def survey_records(backend: Backend) -> Survey:
             record = survey.records[info.name] = read_commit(backend, info.name)
         except BlobNotFoundError:
             # Deleted since; unless the store goes on listing what it cannot read.
-            if any(again.name == info.name for again in backend.list(info.name)):
+            if is_listed(backend, info.name):
                 survey.unreadable[info.name] = unreadable(backend, info.name)
         except DamagedError as error:
             survey.unreadable[info.name] = error
@@ -126,19 +135,34 @@ def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
     backend.delete([blob.name for blob in blobs if blob.name != intent])
 
 
-def delete_records(backend: Backend, names: Iterable[str]) -> None:
+def delete_records(
+    backend: Backend, names: Iterable[str], *, uids: Mapping[str, str | None] | None = None
+) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
 
-    While any other record of the run is unreadable all data stays, for `prune`.
+    A record that is another save's by the time its turn comes stays: a step that was deleted can
+    be saved again under the same name. No store deletes on a condition, so between that look and
+    the deletion a moment is left. While any other record of the run is unreadable all data stays,
+    for `prune`.
+
+    Args:
+        backend: Where.
+        names: Of the records.
+        uids: Whose they were when the caller chose them; default: when this is called.
+
+    Returns:
+        Names of the records that this has deleted.
     """
     names = list(names)
-    uids = set(uids_named(backend, names))
+    chosen = uids_named(backend, names) if uids is None else uids
+    deleted = []
     for name in names:  # durably one by one: of several under way, a power cut may spare any
-        backend.delete([name])
-    if not uids:
-        return
-    survey = survey_run(backend)
-    if survey.unreadable:
-        return
-    for uid in sorted(uids - survey.needed):
-        delete_data(backend, uid, backend.list(data_prefix(uid)))
+        if uids_named(backend, [name]).get(name, "gone") == chosen.get(name):
+            backend.delete([name])
+            deleted.append(name)
+    doomed = {uid for uid in chosen.values() if uid is not None}
+    survey = survey_run(backend) if doomed else Survey()
+    if not survey.unreadable:
+        for uid in sorted(doomed - survey.needed):
+            delete_data(backend, uid, backend.list(data_prefix(uid)))
+    return deleted

@@ -21,6 +21,12 @@ from penstock.core.types import BlobInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    Birth = Callable[[str], None]
+    """Brings an empty file into being at a path where nothing is, in a way of its own.
+
+    Raises OSError or StorageError; what it leaves behind then is removed.
+    """
+
 _T = TypeVar("_T")
 TEMPORARY = "~"
 _TOPS = ("commits", "data", "clock")
@@ -42,8 +48,10 @@ class Namespace:
         """
         return self._walk(name.split("/")[:-1], create=create)
 
-    def create_file(self, name: str) -> tuple[int, Folders]:
+    def create_file(self, name: str, *, birth: Birth | None = None) -> tuple[int, Folders]:
         """Make an empty file that did not exist; both results are the caller's to close.
+
+        With `birth`, it is born under a temporary name and then linked to its own.
 
         Raises:
             StorageError: As `Backend.create`.
@@ -51,8 +59,14 @@ class Namespace:
         check_blob_name(name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         leaf = name.rpartition("/")[2]
+
+        def create(folder: int) -> int:
+            if birth is None:
+                return os.open(leaf, flags, 0o666, dir_fd=folder)
+            return self._adopt(folder, name, birth)
+
         try:
-            return self._make(name, lambda folder: os.open(leaf, flags, 0o666, dir_fd=folder))
+            return self._make(name, create)
         except OSError as error:
             raise storage_error(error, "create", name, self.root) from error
 
@@ -77,13 +91,16 @@ class Namespace:
             raise BlobNotFoundError(msg)
         return fd
 
-    def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
+    def publish(
+        self, name: str, data: bytes, *, exclusive: bool, birth: Birth | None = None
+    ) -> None:
         """As `Backend.publish`: temporary file, fsync, link or rename, fsync of the folders."""
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
         visible = False
+        make = None if birth is None else lambda leaf: birth(self._beside(name, leaf))
         try:
-            temporary, folders = self._make(name, lambda folder: _temporary(folder, data))
+            temporary, folders = self._make(name, lambda folder: _temporary(folder, data, make))
             try:
                 if exclusive:
                     self._link(temporary, leaf, folders.last, name)
@@ -212,6 +229,24 @@ class Namespace:
         make_folder(self.root)
         return os.open(self.root, FOLDER_FLAGS)
 
+    def _beside(self, name: str, leaf: str) -> str:
+        return os.path.join(self.root, *name.split("/")[:-1], leaf)
+
+    def _adopt(self, folder: int, name: str, birth: Birth) -> int:
+        temporary = TEMPORARY + secrets.token_hex(8)
+        try:
+            birth(self._beside(name, temporary))
+            fd = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                self._link(temporary, name.rpartition("/")[2], folder, name)
+            except BaseException:
+                os.close(fd)
+                raise
+        finally:
+            with suppress(OSError):  # not born, or the folder is gone
+                os.unlink(temporary, dir_fd=folder)
+        return fd
+
     def _link(self, temporary: str, leaf: str, folder: int, name: str) -> None:
         try:
             os.link(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
@@ -252,11 +287,15 @@ class Namespace:
                 return
 
 
-def _temporary(folder: int, data: bytes) -> str:
+def _temporary(folder: int, data: bytes, make: Callable[[str], None] | None = None) -> str:
     temporary = TEMPORARY + secrets.token_hex(8)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o666, dir_fd=folder)
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
+        if make is None:
+            flags |= os.O_CREAT | os.O_EXCL
+        else:
+            make(temporary)
+        fd = os.open(temporary, flags, 0o666, dir_fd=folder)
         try:
             rest = memoryview(data)
             while rest:
@@ -288,9 +327,12 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
                         _scan(inner, name + "/", prefix, found)
                     finally:
                         os.close(inner)
-                elif entry.is_file(follow_symlinks=False):
+                else:
+                    # A link or a pipe too: who reads it is refused, but a checkpoint whose record
+                    # was replaced by one must not look as if it had never been.
                     status = entry.stat(follow_symlinks=False)
-                    found.append(BlobInfo(name, status.st_size, status.st_mtime))
+                    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    found.append(BlobInfo(name, size, status.st_mtime))
             except FileNotFoundError:  # deleted while we looked
                 continue
 

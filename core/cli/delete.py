@@ -77,7 +77,7 @@ def _doomed(backend: Backend, catalog: Catalog, step: int, names: Sequence[str] 
     if names is None:
         catalog.record(step)  # raises, and says which steps there are
         names = catalog.entries()[step]  # else it was committed since they were listed
-    uids = uids_named(backend, names)
+    uids = [uid for uid in uids_named(backend, names).values() if uid]
     return Doomed(step, len(names), tuple(uids), data_bytes(backend, uids))
 
 

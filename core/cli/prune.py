@@ -49,7 +49,7 @@ def run(url: str, *, grace_s: float, dry_run: bool, yes: bool, as_json: bool) ->
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend)
         report = catalog.prune(grace_s=grace_s, dry_run=True)
-        replaced = uids_named(backend, report.superseded)
+        replaced = {uid for uid in uids_named(backend, report.superseded).values() if uid}
         before = data_bytes(backend, replaced)
         superseded_bytes = before
         if not dry_run and not report.refused:

@@ -50,7 +50,7 @@ def test_the_probe_leaves_nothing_behind(files, tmp_path):
     assert os.listdir(tmp_path) == ["root"]
 
 
-def test_links_are_neither_listed_nor_followed(files, tmp_path):
+def test_links_are_listed_but_never_followed(files, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret.raw").write_bytes(b"secret")
@@ -59,7 +59,8 @@ def test_links_are_neither_listed_nor_followed(files, tmp_path):
     (root / "data" / "link.raw").symlink_to(outside / "secret.raw")
     (root / "data" / "inner.raw").symlink_to(root / "data" / "real.raw")
     (root / "folder").symlink_to(outside)
-    assert names(files) == ["data/real.raw"]
+    assert names(files, "data/") == ["data/inner.raw", "data/link.raw", "data/real.raw"]
+    assert [b.size_bytes for b in files.list("data/")] == [0, 0, 4]
     assert names(files, "folder/") == []
     target = memoryview(bytearray(6))
     for name in ("data/link.raw", "data/inner.raw", "folder/secret.raw"):
@@ -103,7 +104,7 @@ def test_foreign_and_temporary_files_are_not_listed(files, tmp_path):
         (folder / name).write_bytes(b"x")
     os.mkfifo(folder / "pipe")
     (folder / "lost+found").mkdir()
-    assert names(files) == ["data/a.raw"]
+    assert names(files) == ["data/a.raw", "data/pipe"]
     with pytest.raises(StorageError, match="not a regular file"):
         files.read([ReadRequest("data/pipe", 0, memoryview(bytearray(1)))])
 

@@ -160,6 +160,7 @@ class _Writer:
     """In place of the writer of frames: one blob that appears when it is sealed."""
 
     idle = True
+    blob_names = ()  # what `list` shows is all there is
 
     def __init__(self, turn, uid):
         self._turn = turn
@@ -292,6 +293,7 @@ class Saver:
             first, publisher.publish_intent = publisher.publish_intent, None
             publisher.publish_intent = lambda: _first_then(publisher, first)
         publish, whose = publisher.publish_commit, publisher._whose
+        check_data = publisher._check_data
 
         def publish_commit(record, *, begin):
             turn.note(looking=True)
@@ -301,8 +303,13 @@ class Saver:
             turn.note(looking=False)
             return whose(name)
 
+        def landed(name):
+            turn.note(looking=False)
+            check_data(name)
+
         publisher.publish_commit = publish_commit
         publisher._whose = resolve
+        publisher._check_data = landed
         job._after_commit = lambda report: (
             turn.note(looking=False),
             Checkpointer._after_commit(owner, report, overwrite=self.overwrite),

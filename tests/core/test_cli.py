@@ -633,7 +633,9 @@ def test_completion_knows_the_commands(environment):
     assert sorted(done.stdout.split()) == ["plugins", "prune"]
 
 
-def test_show_completion_prints_a_script(penstock):
+def test_show_completion_prints_a_script(penstock, monkeypatch):
+    # The shell is looked for among the parents otherwise, and there may be none.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     assert "_PENSTOCK_COMPLETE=complete_bash" in penstock("--show-completion", "bash").stdout
 
 

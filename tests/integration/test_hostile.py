@@ -195,14 +195,19 @@ def test_nothing_is_written_through_a_link_in_place_of_a_folder(tmp_path, outsid
 
 
 @pytest.mark.usefixtures("untouched")
-def test_links_among_the_data_are_neither_listed_nor_pruned_through(root, outside):
+def test_links_among_the_data_are_damage_and_not_pruned_through(root, outside):
     for number, target in enumerate([outside, outside / "secret", root, root / "data"]):
         (root / f"data/{number:032x}").symlink_to(target)
         (root / f"commits/{number + 10:08d}-0.json").symlink_to(target)
     with opened(root) as ckpt:
-        assert ckpt.steps() == [1, 2]
-        ckpt.prune()
+        assert ckpt.steps() == [1, 2, 10, 11, 12, 13]
+        with pytest.raises(DamagedError, match="step 13 .* is damaged"):
+            ckpt.latest()
+        assert ckpt.prune().refused
         assert same(ckpt.load(2), make_state(2))
+        for step in (10, 11, 12, 13):
+            ckpt.delete(step)
+        assert ckpt.latest() == 2
 
 
 # -- races -----------------------------------------------------------------------------------------
