@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypedDict, cast
@@ -27,7 +26,7 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from penstock.core.abc import Backend
+from penstock.core.abc import Backend, SizeBytes, parse_size
 from penstock.core.errors import ConfigError
 from penstock.core.opening import BackendConfig, BackendSpec, PluginChoice, open_backend
 from penstock.core.types import PAGE_BYTES
@@ -57,43 +56,11 @@ __all__ = [
 Mode: TypeAlias = Literal["blocking", "async", "lazy"]
 OnBusy: TypeAlias = Literal["wait", "skip", "raise"]
 
-_UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(["", "K", "M", "G", "T"])}}
-_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate(["K", "M", "G", "T"], start=1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def parse_size(value: object) -> object:
-    """Bytes of `"4 GiB"`; what is not a string is left to pydantic.
-
-    Raises:
-        ValueError: Not a number with a known unit.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        msg = f"not a size: give bytes, or a number with one of {', '.join(filter(None, _UNITS))}"
-        raise ValueError(msg)
-    return round(float(match[1]) * units[match[2].lower()])
-
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-SizeBytes: TypeAlias = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0},
-                {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTkmgt]?[iI]?[bB])?\s*$"},
-            ]
-        }
-    ),
-]
 PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
 Patterns: TypeAlias = Annotated[
     tuple[str, ...],

@@ -83,7 +83,7 @@ def open_backend(
             spec = validated(BackendConfig, spec, what="backend")
         cls = registry.backend_class(spec.type)
         config = validated(cls.Config, spec.options, what=f"options of backend {spec.type!r}")
-        return _opened(cls, config, must_exist=must_exist)
+        return _opened(cls, config, registry, must_exist=must_exist)
     url = os.fspath(spec)
     scheme = _scheme(url)
     if scheme in {"", "file"}:
@@ -93,7 +93,7 @@ def open_backend(
         msg = f"{shown_url(url)}: no installed backend serves {scheme}://{nearest(scheme, names)}"
         raise ConfigError(msg)
     cls = registry.backend_class(scheme)
-    return _opened(cls, _from_url(cls, url), must_exist=must_exist)
+    return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
 
 
 def shown_url(url: str) -> str:
@@ -108,11 +108,11 @@ def _open_local(
     for name in better:
         try:
             cls = registry.backend_class(name)
-            return _opened(cls, _from_url(cls, url), must_exist=must_exist)
+            return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
         except (CapabilityError, PluginError) as error:
             _warn_once(f"{name} is not used, {last} takes its place: {error}")
     cls = registry.backend_class(last)
-    return _opened(cls, _from_url(cls, url), must_exist=must_exist)
+    return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
 
 
 def _from_url(cls: type[Backend], url: str) -> PluginConfig:
@@ -133,13 +133,15 @@ def _from_url(cls: type[Backend], url: str) -> PluginConfig:
         raise refusal(error, cls.Config, what=f"options in {shown_url(url)}") from None
 
 
-def _opened(cls: type[Backend], config: PluginConfig, *, must_exist: bool) -> Backend:
+def _opened(
+    cls: type[Backend], config: PluginConfig, registry: Registry, *, must_exist: bool
+) -> Backend:
     path = config.model_dump().get("path") if cls.name in _LOCAL else None
     if must_exist and path is not None and not Path(path).is_dir():
         msg = f"there is no folder {path}"
         raise ConfigError(msg)
     try:
-        return cls(config)
+        return cls.open(config, open_backend=lambda spec: open_backend(spec, registry))
     except PenstockError:
         raise
     except Exception as error:

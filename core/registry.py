@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from penstock.core.abc import API_VERSION, Backend, Codec, PluginConfig, StateProvider
+from penstock.core.abc import (
+    API_VERSION,
+    Backend,
+    Codec,
+    PluginConfig,
+    StateProvider,
+    says_its_version,
+)
 from penstock.core.errors import ConfigError, PluginError
 from penstock.core.provider_set import ProviderSet
 from penstock.core.validation import nearest, validated
@@ -284,6 +291,11 @@ def _breach(entry: EntryPoint, cls: Any, contract: type) -> str | None:
         return (
             f"is for version {cls.api_version} of the {contract.__name__} contract, "
             f"this Penstock has version {API_VERSION}: upgrade {older}"
+        )
+    if not says_its_version(cls):
+        return (
+            f"does not say for which version of the {contract.__name__} contract it was written: "
+            f"write `api_version = {API_VERSION}` into the class"
         )
     if inspect.isabstract(cls):
         return f"lacks {', '.join(sorted(cls.__abstractmethods__))}"

@@ -141,8 +141,8 @@ class Capabilities:
         preferred_io_bytes: Size of request that the store likes best.
         preferred_parallel: Requests in flight that the store likes best.
         exclusive_publish: `publish(exclusive=True)` is decided atomically by the store.
-        ordered: The store can only append: gaps and out-of-order writes are buffered by it or
-            refused; core submits in ascending order in any case.
+        ordered: The store can only append: the writes of one blob come one at a time, each
+            begins where the one before ended or behind it, and the backend fills gaps with zeros.
         local: Blobs live in memory or files of this machine.
     """
 

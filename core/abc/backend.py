@@ -7,36 +7,69 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
 from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
 from penstock.core.types import Capabilities, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.types import BlobInfo, WriteRequest
 
-_SEGMENT = re.compile(r"[A-Za-z0-9._-]+")
+_SEGMENT = re.compile(r"[A-Za-z0-9._-]{1,255}")
+_MOST_CHARACTERS = 800  # object stores allow 1,024 bytes, the prefix of the root included
+_SHOWN = 100
 
 
 def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
-    """Refuse a name that is not relative, `/`-separated segments of `[A-Za-z0-9._-]`.
+    """Refuse a name that is not relative, `/`-separated segments of `[A-Za-z0-9._-]{1,255}`.
 
     Args:
         name: Blob name, or the beginning of one.
         prefix: Whether `name` is a prefix: then its last segment may be empty.
 
     Raises:
-        StorageError: It is malformed, or a segment is `.` or `..`.
+        StorageError: It is malformed, longer than 800 characters, or a segment is `.` or `..`.
     """
     *folders, last = name.split("/")
     segments = [*folders, last] if last or not prefix else folders
-    if all(_SEGMENT.fullmatch(part) and part not in {".", ".."} for part in segments):
+    fine = all(_SEGMENT.fullmatch(part) and part not in {".", ".."} for part in segments)
+    if fine and len(name) <= _MOST_CHARACTERS:
         return
-    msg = f"{name!r} is not a blob name: use relative segments of A-Z a-z 0-9 . _ - (no '..')"
+    shown = repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
+    msg = (
+        f"{shown} is not a blob name: use relative segments of at most 255 of A-Z a-z 0-9 . _ - "
+        f"(no '..'), {_MOST_CHARACTERS} characters in all"
+    )
     raise StorageError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One of the places of which a backend is made, and how what is there moves on.
+
+    Attributes:
+        name: For people, states and logs: `fast`, `durable`; nested ones `fast.durable`.
+        backend: The place.
+        drain_every: Every how many saves goes on to the next tier; 0: none by itself.
+        drain_bytes_per_s: Most that is copied to the next tier; None: as fast as it goes.
+        keep_last: How many checkpoints stay here, of those that the next tier has; None: as many
+            as there is room for.
+        on_full: What a save does that has no room here though all was evicted that may be, and
+            for which the next tier does not answer either.
+        durable: Whether a save counts as durable once it is whole here.
+    """
+
+    name: str
+    backend: Backend
+    drain_every: int = 1
+    drain_bytes_per_s: float | None = None
+    keep_last: int | None = None
+    on_full: Literal["block", "skip", "raise"] = "block"
+    durable: bool = False
 
 
 class BlobWriter(ABC):
@@ -48,7 +81,8 @@ class BlobWriter(ABC):
 
         Core guarantees that offsets ascend from call to call, that no two requests overlap, and
         that no two requests touch one `Capabilities.offset_alignment` unit. Bytes never written
-        read as zero. May be called from several threads at once.
+        read as zero. May be called from several threads at once; where `Capabilities.ordered`
+        says so, only once the call before it has returned.
 
         The buffers belong to the backend until this returns (or raises), never after.
 
@@ -91,6 +125,7 @@ class Backend(ABC):
     Config: ClassVar[type[PluginConfig]] = PluginConfig
 
     _pool: ThreadPoolExecutor | None = None
+    _writing: ThreadPoolExecutor | None = None
     _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards making a `_pool`
 
     @classmethod
@@ -103,6 +138,21 @@ class Backend(ABC):
             pydantic.ValidationError: The options do not fit; core turns it into a ConfigError.
         """
         return cls.Config.model_validate({"url": url, **options})
+
+    @classmethod
+    def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
+        """An instance for `config`; what is made of other backends opens them here.
+
+        Args:
+            config: An instance of `Config`.
+            open_backend: Opens what a path, a URL or a table with `type` in `config` means. The
+                instance closes what it has opened.
+
+        Raises:
+            StorageError: The root cannot be used; nothing stays open.
+        """
+        del open_backend
+        return cls(config)
 
     @abstractmethod
     def __init__(self, config: Any, /) -> None:
@@ -185,15 +235,20 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Release everything; waits for what is in flight. Idempotent."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        pools = self._pool, self._writing
+        self._pool = self._writing = None
+        for pool in pools:
+            if pool is not None:
+                pool.shutdown(wait=True)
 
     # Slow-but-correct defaults -----------------------------------------------------------------
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """`writer.write(requests)` in the background; the buffers are in use until it is done."""
-        return self._executor().submit(writer.write, requests)
+        """`writer.write(requests)` in the background; the buffers are in use until it is done.
+
+        Where `Capabilities.ordered` says so, one call at a time, in the order of submission.
+        """
+        return self._executor(ordered=self.capabilities.ordered).submit(writer.write, requests)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """`read(requests)` in the background; the targets are in use until it is done."""
@@ -222,6 +277,23 @@ class Backend(ABC):
                 raise FormatError(msg, [name]) from error
         return bytes(data)
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The places of which this is made, the fastest first; empty: it is one place.
+
+        Core then saves to one of them, copies from each to the next, and reads another's copy
+        where one is damaged.
+        """
+        return ()
+
+    def free_bytes(self) -> int | None:
+        """Room for more blobs, as far as the store can tell; None: it cannot.
+
+        Raises:
+            StorageError: The store does not answer.
+        """
+        return None
+
     def sweep(self, before_s: float, /) -> None:  # noqa: B027 - most stores hide nothing
         """Remove what crashes left behind and no name shows: temporary files, empty folders.
 
@@ -238,8 +310,13 @@ class Backend(ABC):
         finally:
             self.delete([probe])
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _executor(self, *, ordered: bool = False) -> ThreadPoolExecutor:
         with Backend._pool_lock:
+            if ordered:
+                if self._writing is None:
+                    name = f"penstock-{self.name}-write"
+                    self._writing = ThreadPoolExecutor(1, thread_name_prefix=name)
+                return self._writing
             if self._pool is None:
                 # Two: one batch moves while the next is handed over.
                 self._pool = ThreadPoolExecutor(2, thread_name_prefix=f"penstock-{self.name}")

@@ -47,7 +47,8 @@ class ByteSource(ABC):
     Attributes:
         nbytes: Raw bytes.
         device: `"cpu"`, `"cuda:0"`, ...
-        address: Host address when the bytes lie contiguously in host memory, else None.
+        address: Host address when the bytes lie contiguously in host memory, else None. Read
+            later and from other threads, too: it stays true as long as this object lives.
         memory: Identity of the memory, None for values and empty tensors.
     """
 

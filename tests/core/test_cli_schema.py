@@ -69,6 +69,7 @@ def test_schema_takes_nested_models_and_leaves_out_what_is_broken(plugin_site, c
                 tuning: Tuning = Tuning()
 
             class Acme(Lz4Codec):
+                api_version = 1
                 name = "acme"
                 Config = Options
         """,

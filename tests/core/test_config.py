@@ -433,6 +433,7 @@ def test_third_party_backend_is_opened_by_its_scheme(plugin_site):
                 region: str = "eu"
 
             class Store(MemoryBackend):
+                api_version = 1
                 name = "acme"
                 from_url = classmethod(lambda cls, url, options: Config(url=url, **options))
                 Config = Config
@@ -493,6 +494,7 @@ def test_only_what_uring_cannot_do_falls_back(plugin_site, tmp_path, caplog):
             from penstock.backends.posix import PosixBackend
 
             class Store(PosixBackend):
+                api_version = 1
                 name = "uring"
                 def __init__(self, config, /):
                     raise StorageError("the disk is on fire")

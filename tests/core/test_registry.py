@@ -17,6 +17,7 @@ CODEC = """
         level: int = 1
 
     class Good(Codec):
+        api_version = 1
         name = "{name}"
         version = {version}
         lossless = True
@@ -32,6 +33,7 @@ PROVIDER = """
     from penstock.core.abc import StateProvider
 
     class Provider(StateProvider):
+        api_version = 1
         name = "{name}"
         forms = {forms}
         def claims(self, kind, /):
@@ -125,6 +127,7 @@ BROKEN = {
     "other_class": ("class Good: pass", "is not a subclass of Codec"),
     "abstract": (_codec("bad").replace("def decode", "def decoed"), "lacks decode"),
     "other_api": (_codec("bad") + "    Good.api_version = 99", "version 99 of the Codec contract"),
+    "no_api": (_codec("bad").replace("api_version", "other"), "write `api_version = 1` into"),
     "other_name": (_codec("good"), "calls itself 'good', not 'bad'"),
     "no_name": (_codec("bad") + "    del Good.name", "calls itself None, not 'bad'"),
     "other_config": (_codec("bad") + "    Good.Config = dict", "not a subclass of PluginConfig"),

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from tests.integration.support import checkpointer, make_state, memory, same
 
-from penstock import CommitUnknownError, DamagedError, LostRaceError
+from penstock import CommitUnknownError, DamagedError, LostRaceError, SaveError
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog import Catalog
 from penstock.core.testing.wrapper import WrapperBackend
@@ -54,7 +54,7 @@ def test_a_root_that_vanishes_before_the_commit_is_no_success(replaced, tmp_path
             root.mkdir()
 
     with checkpointer(Between(files(root), "publish", "commits/", vanish)) as ckpt:
-        with pytest.raises(CommitUnknownError, match="its data is not on .* any more"):
+        with pytest.raises(CommitUnknownError, match=r"its data is not on .* any more"):
             ckpt.save(make_state(1), 1, mode="blocking")
         ckpt.save(make_state(2), 2, mode="blocking")
         assert same(ckpt.load(2), make_state(2))
@@ -149,9 +149,9 @@ def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
     with checkpointer(files(root)) as ckpt:
         ckpt.save(make_state(1), 1, mode="blocking")
     before = sorted(root.rglob("*"))
-    with checkpointer(Between(files(root), "seal", "blobs/", fail)) as ckpt:
-        with pytest.raises(Exception, match="the disk is gone"):
-            ckpt.save(make_state(2), 2, mode="blocking")
+    failing = checkpointer(Between(files(root), "seal", "blobs/", fail))
+    with failing as ckpt, pytest.raises(SaveError, match="the disk is gone"):
+        ckpt.save(make_state(2), 2, mode="blocking")
     assert sorted(root.rglob("*")) == before
 
 
@@ -173,7 +173,7 @@ def test_a_record_that_was_replaced_is_damage_until_it_is_deleted(form, tmp_path
             (record / "inside").touch()
         assert ckpt.steps() == [1, 2]
         for use in (ckpt.latest, ckpt.load, lambda: ckpt.load(2)):
-            with pytest.raises(DamagedError, match="step 2 .* is damaged"):
+            with pytest.raises(DamagedError, match=r"step 2 .* is damaged"):
                 use()
         assert ckpt.prune().refused
         assert (root / f"data/{uid}/index").is_file()

@@ -185,6 +185,7 @@ class HeldSource(TensorSource):
 class HeldProvider(StateProvider):
     """As a third party's: nothing in Penstock knows of it."""
 
+    api_version = 1
     name = "held"
 
     def claims(self, kind, /):

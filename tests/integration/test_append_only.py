@@ -1,0 +1,94 @@
+"""A store that can only append gets the bytes of each blob in order, in every mode."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.integration.support import same
+
+import penstock
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.abc import BlobWriter
+from penstock.core.errors import StorageError
+from penstock.core.testing.backends import check_backend
+from penstock.core.testing.wrapper import WrapperBackend
+
+
+class AppendOnly(WrapperBackend):
+    """Refuses what comes out of order, or while another write of the blob is under way."""
+
+    api_version = 1
+
+    @property
+    def capabilities(self):
+        return replace(self.inner.capabilities, ordered=True)
+
+    def create(self, name, /, *, size_hint=None):
+        return _Appending(self.inner.create(name, size_hint=size_hint))
+
+
+class _Appending(BlobWriter):
+    def __init__(self, inner):
+        self.inner = inner
+        self.end = 0
+        self.busy = threading.Lock()
+
+    def write(self, requests, /):
+        if not self.busy.acquire(blocking=False):
+            raise StorageError("two writes at once")
+        try:
+            time.sleep(0.001)  # gives another write the time to come
+            for request in requests:
+                if request.offset < self.end:
+                    raise StorageError(f"{request.offset} comes after {self.end}")
+                self.end = request.offset + request.length
+            self.inner.write(requests)
+        finally:
+            self.busy.release()
+
+    def seal(self, length, /):
+        self.inner.seal(length)
+
+    def abort(self):
+        self.inner.abort()
+
+
+@pytest.fixture
+def store():
+    backend = AppendOnly(MemoryBackend(MemoryConfig()))
+    yield backend
+    backend.close()
+
+
+def test_the_conformance_suite_passes():
+    check_backend(lambda root: AppendOnly(MemoryBackend(MemoryConfig(name=f"append-{root}"))))
+
+
+def large_state(seed):
+    """More than three batches of raw chunks, and as many encoded ones."""
+    made = torch.Generator().manual_seed(seed)
+    model = torch.nn.Linear(1024, 4096)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(1, 1024, generator=made)).sum().backward()
+    optimizer.step()
+    table = torch.randint(0, 9, (70 << 17,), generator=made)
+    return {"model": model, "optimizer": optimizer, "table": table, "packed": table.clone()}
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 1 << 20], ids=["staged", "straight"])
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_every_blob_is_written_in_order(mode, staging_bytes, store):
+    options = {
+        "chunk_bytes": 1 << 18,
+        "staging_bytes": staging_bytes,
+        "rules": [{"match": "packed", "codecs": ["lz4"]}],
+    }
+    state = large_state(1)
+    with penstock.Checkpointer(store, **options) as ckpt:
+        ckpt.save(state, 1, mode=mode).result()
+        got = ckpt.load(1)
+    assert same(got["table"], state["table"])
+    assert same(got["packed"], state["packed"])
+    assert same(got["model"]["weight"], state["model"].weight.detach())
