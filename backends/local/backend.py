@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from penstock.backends.local.batch import Engine
+    from penstock.backends.local.folders import Folders
     from penstock.backends.local.transfer import Transfer
     from penstock.core.abc import BlobWriter, PluginConfig
     from penstock.core.types import BlobInfo, ReadRequest, WriteRequest
@@ -85,10 +86,11 @@ class LocalBackend(Backend):
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """As the contract says. The unfinished file may be listed before it is sealed."""
         engine = self._running_engine()
-        fd, folders = self._names.create_file(name)
+        fd, folders = self._create_file(name, size_hint)
         try:
             with explained("create", name, self._names.root):
                 direct = self._direct.for_write(fd)
+                blob = self._opened(name, fd, direct=direct, writing=True)
         except BaseException:
             os.unlink(name.rpartition("/")[2], dir_fd=folders.last)
             os.close(fd)
@@ -96,9 +98,7 @@ class LocalBackend(Backend):
             raise
         # Blocks reserved in memory file systems are memory, and buffered ones are placed late.
         ahead = Ahead(self._config.allocate_bytes if direct else 0, size_hint)
-        writer = FileWriter(
-            self._names.root, OpenBlob(name, fd, direct), folders, engine=engine, ahead=ahead
-        )
+        writer = FileWriter(self._names.root, blob, folders, engine=engine, ahead=ahead)
         with self._lock:
             self._writers.add(writer)
         return writer
@@ -168,6 +168,11 @@ class LocalBackend(Backend):
         self._check_open()
         self._names.sweep(before_s)
 
+    def free_bytes(self) -> int:
+        """What the file system has for users without privileges; quotas are not heeded."""
+        self._check_open()
+        return self._names.free_bytes()
+
     def close(self) -> None:
         """As the contract says; blobs that were not sealed are aborted."""
         with self._lock:
@@ -185,6 +190,16 @@ class LocalBackend(Backend):
         super().close()
 
     # -- below --------------------------------------------------------------------------------
+
+    def _create_file(self, name: str, size_hint: int | None) -> tuple[int, Folders]:
+        """An empty file that did not exist; subclasses may give it a layout of its own."""
+        del size_hint
+        return self._names.create_file(name)
+
+    def _opened(self, name: str, fd: int, *, direct: bool, writing: bool) -> OpenBlob:
+        """A file to be written, or to be read in large requests; `OSError` is the caller's."""
+        del writing
+        return OpenBlob(name, fd, direct)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -238,7 +253,8 @@ class LocalBackend(Backend):
             if wish:
                 with explained("read", name, self._names.root):
                     direct = self._direct.for_read(fd)
-                blobs[name, wish] = blob = OpenBlob(name, fd, direct)
+                    blob = self._opened(name, fd, direct=direct, writing=False)
+                blobs[name, wish] = blob
         return blob
 
     def _check_range(self, blob: OpenBlob, offset: int, length: int) -> None:

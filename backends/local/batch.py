@@ -6,12 +6,14 @@ import threading
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.backends.local.failures import storage_error
+from penstock.backends.local.failures import advised, storage_error
 from penstock.core.errors import BlobTruncatedError, StorageError
+from penstock.core.types import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.backends.local.failures import Advise
     from penstock.backends.local.transfer import Transfer
 
 
@@ -21,12 +23,20 @@ class Batch:
     The future is resolved only when the kernel no longer uses any buffer of the batch.
     """
 
-    def __init__(self, what: str, root: str, *, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        root: str,
+        *,
+        finish: Callable[[], None] | None = None,
+        advise: Advise | None = None,
+    ) -> None:
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # cancelling cannot take buffers back
         self._what = what
         self._root = root
         self._finish = finish
+        self._advise = advise
         self._left = 0
         self._error: Exception | None = None
         self._lock = threading.Lock()  # guards `_left` and `_error`
@@ -46,7 +56,7 @@ class Batch:
         """Note an error, in our terms."""
         with self._lock:
             if self._error is None:
-                self._error = self._explain(error, transfer.name if transfer else "")
+                self._error = self._explain(error, transfer)
 
     def done(self) -> None:
         """One transfer is over, well or not, and its buffers are free."""
@@ -64,9 +74,15 @@ class Batch:
         else:
             self.future.set_result(None)
 
-    def _explain(self, error: Exception, name: str) -> Exception:
+    def _explain(self, error: Exception, transfer: Transfer | None) -> Exception:
+        name = transfer.name if transfer else ""
         if isinstance(error, OSError):
-            mapped: Exception = storage_error(error, self._what, name, self._root)
+            advice = ""
+            if self._advise is not None and transfer is not None:
+                where = ByteRange(transfer.offset, transfer.offset + transfer.length)
+                advice = self._advise(error, where)
+            known = storage_error(error, self._what, name, self._root)
+            mapped: Exception = advised(known, advice)
         elif isinstance(error, EOFError):
             msg = f"{name} under {self._root} ends before the range that was asked for"
             mapped = BlobTruncatedError(msg)

@@ -66,7 +66,7 @@ class FileWriter(BlobWriter):
             self._check_open("write")
             self._claim_edges(flat)
             self._in_flight += 1
-        batch = Batch("write", self._root)
+        batch = Batch("write", self._root, advise=self._blob.advise)
         batch.future.add_done_callback(self._landed)
         try:
             if flat:
@@ -91,7 +91,7 @@ class FileWriter(BlobWriter):
                 self._wait_idle()
                 self._check_open("seal")
                 ours, self._state = True, _State.SEALING
-            with explained("seal", self._blob.name, self._root):
+            with explained("seal", self._blob.name, self._root, self._blob.advise):
                 os.ftruncate(self._blob.fd, length)
                 os.fsync(self._blob.fd)
                 self._folders.sync()

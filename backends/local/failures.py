@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,15 @@ from penstock.core.errors import (
     StorageError,
     StorageFullError,
 )
+from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from penstock.core.types import ByteRange
+
+    Advise = Callable[[OSError, ByteRange | None], str]
+    """What more can be said of a failure in these bytes of a blob; empty: nothing."""
 
 _HINTS = {
     errno.EACCES: "check the owner and the permissions of the folder",
@@ -33,6 +40,9 @@ _HINTS = {
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _READING = {"read", "stat"}
 _IN_THE_WAY = {errno.ELOOP, errno.ENOTDIR}
+# The kernel cuts a write short at the size limit of the process: a direct one then ends within a
+# block, which is refused, or within a page, and gets no further. EFBIG comes only behind the limit.
+_CUT_SHORT = {errno.EINVAL, errno.EIO}
 
 
 def storage_error(error: OSError, what: str, name: str, root: str) -> StorageError:
@@ -48,19 +58,36 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
     if number in _FULL:
         msg = f"{where}: {text} ({code}); {_free(root)}; make room or raise the quota"
         return StorageFullError(msg)
-    hint = _HINTS.get(number)
+    hint = _limit_within_a_page() if what == "write" and number in _CUT_SHORT else None
+    hint = hint or _HINTS.get(number)
     # What stands there is no blob of ours: to a reader it is missing, which is damage, no outage.
     kind = BlobNotFoundError if what in _READING and number in _IN_THE_WAY else StorageError
     return kind(f"{where}: {text} ({code})" + (f"; {hint}" if hint else ""))
 
 
 @contextmanager
-def explained(what: str, name: str, root: str) -> Iterator[None]:
+def explained(what: str, name: str, root: str, advise: Advise | None = None) -> Iterator[None]:
     """Turn any `OSError` from inside into one of our errors."""
     try:
         yield
     except OSError as error:
-        raise storage_error(error, what, name, root) from error
+        advice = "" if advise is None else advise(error, None)
+        raise advised(storage_error(error, what, name, root), advice) from error
+
+
+def advised(error: StorageError, advice: str) -> StorageError:
+    """`error` with more in its message."""
+    return type(error)(f"{error}; {advice}") if advice else error
+
+
+def _limit_within_a_page() -> str | None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY or limit % PAGE_BYTES == 0:
+        return None
+    return (
+        f"files of this process may have {limit} bytes at most, which is no multiple of "
+        f"{PAGE_BYTES}: raise or round the limit (ulimit -f)"
+    )
 
 
 def _free(root: str) -> str:

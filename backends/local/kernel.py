@@ -90,11 +90,21 @@ def direct_alignment(fd: int) -> int | None:
     return max(memory, offset) if memory and offset else 0
 
 
+def file_system_type(fd: int) -> int:
+    """The magic number of the file system, `f_type` of statfs(2).
+
+    Raises:
+        OSError: It does not say.
+    """
+    out = ctypes.create_string_buffer(_STATX_BYTES)
+    _call("fstatfs", fd, out)
+    (number,) = struct.unpack_from("@l", out)
+    return int(number) & 0xFFFFFFFF  # some are negative where `long` has 32 bits
+
+
 def memory_file_system(fd: int) -> str | None:
     """Name of the file system if it keeps its files in memory (it may accept O_DIRECT, too)."""
-    out = ctypes.create_string_buffer(_STATX_BYTES)
     try:
-        _call("fstatfs", fd, out)
+        return _MEMORY_FILE_SYSTEMS.get(file_system_type(fd))
     except OSError:
         return None
-    return _MEMORY_FILE_SYSTEMS.get(struct.unpack_from("@l", out)[0])

@@ -163,6 +163,19 @@ class Namespace:
                 raise storage_error(error, "delete", names[start], self.root) from error
             start = stop
 
+    def free_bytes(self) -> int:
+        """As `Backend.free_bytes`, where the root is or will be."""
+        folder = self.root
+        while True:
+            try:
+                status = os.statvfs(folder)
+            except FileNotFoundError:
+                folder = os.path.dirname(folder)
+            except OSError as error:
+                raise storage_error(error, "look at", "the free space", self.root) from error
+            else:
+                return status.f_bavail * status.f_frsize
+
     def sweep(self, before_s: float) -> None:
         """As `Backend.sweep`: temporary files, and folders without any file.
 

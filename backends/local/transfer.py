@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from penstock.backends.local.batch import Batch
+    from penstock.backends.local.failures import Advise
 
 TRANSFER_BYTES = 16 << 20
 SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB and its edge pages go in one call
@@ -47,6 +48,7 @@ class Transfer:
         write: Direction.
         direct: Whether `fd` bypasses the page cache; then all offsets are whole pages.
         offset: In the file.
+        stripe_bytes: As of the blob.
         needed: Bytes from `offset` that must have moved; the last page of a read may be short.
         parts: Caller's memory, or pages of the slot, in file order.
     """
@@ -57,6 +59,7 @@ class Transfer:
     write: bool
     direct: bool
     offset: int
+    stripe_bytes: int = 0
     needed: int = 0
     parts: list[memoryview | Bounce] = field(default_factory=list)
     length: int = 0
@@ -67,6 +70,8 @@ class Transfer:
         length = part_bytes(part)
         slot = length if isinstance(part, Bounce) else 0
         if at != self.offset + self.length or len(self.parts) >= MAX_VECTOR:
+            return False
+        if self.parts and self.stripe_bytes and at % self.stripe_bytes == 0:
             return False
         if self.parts and (
             self.length + length > TRANSFER_BYTES + SLACK_BYTES
@@ -202,11 +207,21 @@ Piece = tuple[int, "memoryview | Bounce"]
 
 @dataclass(frozen=True, slots=True)
 class OpenBlob:
-    """Where transfers go: an open file, and whether it bypasses the page cache."""
+    """Where transfers go.
+
+    Attributes:
+        name: For messages.
+        fd: Open file.
+        direct: Whether it bypasses the page cache.
+        stripe_bytes: No transfer crosses a multiple of it, which is one of pages; 0: any may.
+        advise: What more can be said of a failed write.
+    """
 
     name: str
     fd: int
     direct: bool
+    stripe_bytes: int = 0
+    advise: Advise | None = None
 
 
 def cut_writes(
@@ -244,23 +259,35 @@ def _put(
     write: bool,
 ) -> None:
     if not transfers or not transfers[-1].take(at, part):
-        transfers.append(Transfer(batch, blob.name, blob.fd, write, blob.direct, at))
+        transfers.append(
+            Transfer(batch, blob.name, blob.fd, write, blob.direct, at, blob.stripe_bytes)
+        )
         transfers[-1].take(at, part)
 
 
 def _pieces(blob: OpenBlob, offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
-    return _aligned(offset, buffers) if blob.direct else _plain(offset, buffers)
+    cut = _aligned if blob.direct else _plain
+    return cut(offset, buffers, blob.stripe_bytes)
 
 
-def _plain(offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
+def _spans(start: int, stop: int, most: int, stripe_bytes: int) -> Iterator[tuple[int, int]]:
+    """`[start, stop)` in pieces of at most `most` bytes, none across the end of a stripe."""
+    while start < stop:
+        end = min(start + most, stop)
+        if stripe_bytes:
+            end = min(end, align_down(start, stripe_bytes) + stripe_bytes)
+        yield start, end
+        start = end
+
+
+def _plain(offset: int, buffers: Iterable[memoryview], stripe_bytes: int) -> Iterator[Piece]:
     for buffer in buffers:
-        for start in range(0, buffer.nbytes, TRANSFER_BYTES):
-            part = buffer[start : start + TRANSFER_BYTES]
-            yield offset + start, part
+        for low, high in _spans(offset, offset + buffer.nbytes, TRANSFER_BYTES, stripe_bytes):
+            yield low, buffer[low - offset : high - offset]
         offset += buffer.nbytes
 
 
-def _aligned(offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
+def _aligned(offset: int, buffers: Iterable[memoryview], stripe_bytes: int) -> Iterator[Piece]:
     waiting: list[tuple[int, memoryview]] = []
     start = align_down(offset, PAGE_BYTES)
     position = offset
@@ -270,9 +297,8 @@ def _aligned(offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
         if high - low >= MIN_DIRECT_BYTES and (address(buffer) - position) % PAGE_BYTES == 0:
             if low > position:
                 waiting.append((position, buffer[: low - position]))
-            yield from _bounced(start, low, waiting)
-            for at in range(low, high, TRANSFER_BYTES):
-                stop = min(at + TRANSFER_BYTES, high)
+            yield from _bounced(start, low, waiting, stripe_bytes)
+            for at, stop in _spans(low, high, TRANSFER_BYTES, stripe_bytes):
                 yield at, buffer[at - position : stop - position]
             start = high
             waiting = [(high, buffer[high - position :])] if end > high else []
@@ -280,14 +306,15 @@ def _aligned(offset: int, buffers: Iterable[memoryview]) -> Iterator[Piece]:
             waiting.append((position, buffer))
         position = end
     if waiting:
-        yield from _bounced(start, align_up(position, PAGE_BYTES), waiting)
+        yield from _bounced(start, align_up(position, PAGE_BYTES), waiting, stripe_bytes)
 
 
-def _bounced(start: int, stop: int, waiting: list[tuple[int, memoryview]]) -> Iterator[Piece]:
+def _bounced(
+    start: int, stop: int, waiting: list[tuple[int, memoryview]], stripe_bytes: int
+) -> Iterator[Piece]:
     queue = iter(waiting)
     at, view = next(queue, (stop, memoryview(b"")))
-    for low in range(start, stop, SLOT_BYTES):
-        high = min(low + SLOT_BYTES, stop)
+    for low, high in _spans(start, stop, SLOT_BYTES, stripe_bytes):
         copies = []
         while at < high and view:
             part = view[: high - at]

@@ -1,0 +1,253 @@
+"""Gives new files their layout, before their first byte: `lfs setstripe` makes the file."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+import zlib
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from penstock.backends.lustre.advice import about_default, about_osts, stripes_records_widely
+from penstock.backends.lustre.client import existing_folder
+from penstock.backends.lustre.layout import parse_layout
+from penstock.backends.lustre.policy import Demand, Striping, plan_striping
+from penstock.backends.lustre.text import parse_df, parse_getstripe
+from penstock.core.errors import (
+    CapabilityError,
+    FormatError,
+    PenstockError,
+    StorageError,
+    StorageFullError,
+    StorageTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from penstock.backends.local.failures import Advise
+    from penstock.backends.local.namespace import Birth
+    from penstock.backends.lustre.client import Answer, LustreClient
+    from penstock.backends.lustre.config import LustreConfig
+    from penstock.backends.lustre.layout import Layout
+    from penstock.backends.lustre.policy import Ost
+    from penstock.core.types import ByteRange
+
+log = logging.getLogger("penstock")
+
+FREE_SPACE_IS_GOOD_FOR_S: Final = 600.0  # `lfs df` asks every OST: not once per blob
+_DOM_BYTES: Final = "64K"
+
+
+class Placer:
+    """Decides and sets the layout of every new file under one root."""
+
+    def __init__(
+        self, client: LustreClient, root: str, config: LustreConfig, ranks: tuple[int, int]
+    ) -> None:
+        self._client = client
+        self._root = root
+        self._config = config
+        self._ranks = ranks
+        self._lock = threading.Lock()  # guards what follows
+        self._osts: tuple[Ost, ...] = ()
+        self._asked_s: float | None = None
+        self._default: Layout | None = None
+        self._default_known = False
+        self._said: set[str] = set()
+
+    def blob(self, name: str, size_hint: int | None, io_bytes: int) -> Birth | None:
+        """How the file of a blob comes into being; None: as the folder's default says."""
+        config = self._config
+        inherit = config.stripe_count == "inherit"
+        self._advise_on_default(size_hint, blobs_inherit=inherit)
+        if inherit:
+            return None
+        striping = self._striping(name, size_hint, io_bytes)
+        return lambda path: self._place(path, striping)
+
+    def record(self) -> Birth | None:
+        """How the file of a small record comes into being; None: as the folder's default says."""
+        kind = self._config.records
+        if kind == "dom":
+            layout = ("-E", _DOM_BYTES, "-L", "mdt", "-E", "-1", "-c", "1")
+            return lambda path: self._set_or_inherit(path, *layout)
+        if kind == "auto" and stripes_records_widely(self._folder_default()):
+            return lambda path: self._set_or_inherit(path, "-c", "1")
+        return None
+
+    def layout(self, fd: int, name: str, *, ask_lfs: bool) -> Layout | None:
+        """The layout of an open blob; None: it cannot be told.
+
+        Args:
+            fd: The open file.
+            name: Of the blob.
+            ask_lfs: Whether to start `lfs` where the kernel does not show it.
+
+        Raises:
+            OSError: The file system failed.
+        """
+        data = self._client.layout_attribute(fd)
+        try:
+            if data is not None:
+                return parse_layout(data)
+            return self._shown_layout(os.path.join(self._root, name)) if ask_lfs else None
+        except FormatError as error:
+            self._say("a layout is not understood, so requests are not cut at stripes", error)
+            return None
+
+    def adviser(self, layout: Layout | None) -> Advise:
+        """Says which OST an error of a write to a file of `layout` is about."""
+
+        def advise(error: OSError, where: ByteRange | None) -> str:
+            osts: tuple[Ost, ...] = ()
+            if error.errno == errno.ENOSPC:
+                # In the engine's thread: what is in flight is reaped only afterwards. But the
+                # blob is lost, and the free space of a minute ago would name the wrong OST.
+                osts = self._free_space(max_age_s=0.0)
+            return about_osts(error.errno or 0, layout, where, osts)
+
+        return advise
+
+    # -- below --------------------------------------------------------------------------------
+
+    def _striping(self, name: str, size_hint: int | None, io_bytes: int) -> Striping:
+        config = self._config
+        writers, writer = self._ranks
+        folder, _, leaf = name.rpartition("/")
+        demand = Demand(
+            blob_bytes=size_hint,
+            writers=writers,
+            writer=writer,
+            io_bytes=io_bytes if config.stripe_bytes == "auto" else config.stripe_bytes,
+            in_flight=config.parallel,
+            salt=zlib.crc32(f"{folder} {leaf.rpartition('.')[2]}".encode()),
+        )
+        if config.stripe_count == "auto" and not config.pool:
+            return plan_striping(demand, self._free_space(max_age_s=FREE_SPACE_IS_GOOD_FOR_S))
+        planned = plan_striping(demand, ())
+        if isinstance(config.stripe_count, int):
+            return Striping(config.stripe_count, planned.stripe_bytes)
+        return planned
+
+    def _place(self, path: str, striping: Striping) -> None:
+        """By the plan; else with OSTs of the server's choice; else as the folder says."""
+        common = ["-c", str(striping.stripe_count), "-S", str(striping.stripe_bytes)]
+        if self._config.pool:
+            common += ["-p", self._config.pool]
+        if striping.osts:
+            named = self._setstripe(path, *common, "-o", ",".join(map(str, striping.osts)))
+            if named is None or named.code == 0:
+                return
+            self._say("OSTs cannot be named, so the server chooses", _complaint(named))
+        self._set_or_inherit(path, *common, "-i", "-1")
+
+    def _set_or_inherit(self, path: str, *layout: str) -> None:
+        answer = self._setstripe(path, *layout)
+        if answer is None or answer.code == 0:
+            return
+        self._refuse_if_final(path, answer)
+        self._say("layouts cannot be set, files get the folder's default", _complaint(answer))
+        _plain_file(path)
+
+    def _setstripe(self, path: str, *arguments: str) -> Answer | None:
+        """None: there is no `lfs`, and a plain file was made instead."""
+        try:
+            answer = self._client.lfs("setstripe", *arguments, path)
+        except CapabilityError as error:
+            self._say("layouts cannot be set, files get the folder's default", error)
+            _plain_file(path)
+            return None
+        if answer.code != 0:
+            _remove(path)  # made, but without the layout
+        elif answer.complaint:
+            # So it goes where an administrator reserves layouts: a warning, and a plain file.
+            self._say("lfs setstripe warns", answer.complaint)
+        if answer.code == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return answer
+
+    def _refuse_if_final(self, path: str, answer: Answer) -> None:
+        where = f"cannot create {os.path.relpath(path, self._root)} under {self._root}"
+        if "pool" in answer.complaint.lower() and self._config.pool:
+            msg = (
+                f"{where} in the OST pool {self._config.pool!r}: {_complaint(answer)}; "
+                "'lfs pool_list' shows the pools there are"
+            )
+            raise StorageError(msg)
+        if answer.code == errno.ENOSPC:
+            osts = self._free_space(max_age_s=0.0)
+            free = ", ".join(
+                f"OST {ost.index} (OST{ost.index:04x}): {ost.free_bytes / 1e6:,.1f} MB"
+                for ost in sorted(osts, key=lambda ost: ost.free_bytes)[:4]
+            )
+            msg = f"{where}: no room for its objects; least free: {free or 'unknown'}; make room"
+            raise StorageFullError(msg)
+
+    def _free_space(self, *, max_age_s: float) -> tuple[Ost, ...]:
+        with self._lock:
+            now = time.monotonic()
+            if self._asked_s is not None and now - self._asked_s < max_age_s:
+                return self._osts
+            try:
+                answer = self._client.lfs("df", self._root)
+                self._osts = parse_df(answer.text)
+            except (CapabilityError, FormatError, StorageTimeoutError) as error:
+                self._osts = ()
+                self._say("the OSTs are not known, so their choice is the server's", error)
+            self._asked_s = time.monotonic()
+            return self._osts
+
+    def _folder_default(self) -> Layout | None:
+        with self._lock:
+            if not self._default_known:
+                self._default_known = True
+                folder = existing_folder(self._root)  # a new one takes over its parent's default
+                try:
+                    data = self._client.layout_attribute(folder)
+                    if data is not None:
+                        self._default = parse_layout(data)
+                    else:
+                        self._default = self._shown_layout(folder, "-d")
+                except (OSError, PenstockError) as error:
+                    self._say(f"the default layout of {folder} is not known", error)
+            return self._default
+
+    def _shown_layout(self, path: str, *options: str) -> Layout | None:
+        try:
+            answer = self._client.lfs("getstripe", *options, "-y", path)
+            if answer.code != 0:
+                answer = self._client.lfs("getstripe", *options, path)  # before 2.11: no YAML
+        except (CapabilityError, StorageTimeoutError):
+            return None
+        return parse_getstripe(answer.text) if answer.code == 0 else None
+
+    def _advise_on_default(self, blob_bytes: int | None, *, blobs_inherit: bool) -> None:
+        said = about_default(
+            self._folder_default(),
+            blob_bytes=blob_bytes,
+            blobs_inherit=blobs_inherit,
+            records_inherit=self._config.records == "inherit",
+        )
+        if said:
+            self._say(self._root, said)
+
+    def _say(self, what: str, why: object) -> None:
+        if what not in self._said:  # once, though every file has a name of its own in `why`
+            self._said.add(what)
+            log.warning("lustre: %s: %s", what, why)
+
+
+def _complaint(answer: Answer) -> str:
+    lines = [line.strip() for line in answer.complaint.splitlines() if line.strip()]
+    return lines[0] if lines else f"lfs ended with {answer.code}"
+
+
+def _plain_file(path: str) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+
+
+def _remove(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)

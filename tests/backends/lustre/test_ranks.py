@@ -1,0 +1,25 @@
+"""Which rank this is, as launchers say."""
+
+import pytest
+
+from penstock.backends.lustre.ranks import ranks_from
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, (1, 0)),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, (8, 3)),
+        ({"SLURM_NTASKS": "16", "SLURM_PROCID": "15"}, (16, 15)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, (4, 0)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, (2, 1)),
+        ({"WORLD_SIZE": "8", "RANK": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, (8, 1)),
+        ({"WORLD_SIZE": "8"}, (1, 0)),
+        ({"WORLD_SIZE": "8", "RANK": "8"}, (1, 0)),
+        ({"WORLD_SIZE": "-8", "RANK": "x"}, (1, 0)),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, (1, 0)),
+        ({"WORLD_SIZE": "²", "RANK": "0"}, (1, 0)),
+    ],
+)
+def test_launchers_are_believed_where_they_make_sense(environment, ranks):
+    assert ranks_from(environment) == ranks
