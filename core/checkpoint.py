@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +15,8 @@ from penstock.core.errors import (
 )
 from penstock.core.loading import Loader
 from penstock.core.paths import parse_path, show_path
-from penstock.core.reading import raise_damaged
+from penstock.core.progress import Meter, metered
+from penstock.core.reading import bytes_of, raise_damaged
 from penstock.core.region_reading import as_region, read_region
 from penstock.core.registry import default_registry
 from penstock.core.reports import CheckpointInfo, Damage, VerifyReport
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from penstock.core.contents import Located
     from penstock.core.manifest import CommitRecord, ObjectRecord, PartHead
     from penstock.core.registry import Registry
+    from penstock.core.reports import Progress
+
+log = logging.getLogger("penstock")
 
 _FEW = 1000
 
@@ -73,9 +78,20 @@ class Checkpoint:
             CheckpointNotFoundError: There is none; the message lists what there is.
             DamagedError: Its commit record cannot be read.
         """
+        record = Catalog(backend).record(step)
+        log.debug(
+            "step %d: opened %s-%d, %d objects in %d part(s), %d bytes stored, written by %s",
+            record.step,
+            record.uid,
+            record.generation,
+            record.objects,
+            len(record.parts),
+            record.bytes_stored,
+            record.engine,
+        )
         return cls(
             backend,
-            Catalog(backend).record(step),
+            record,
             registry=registry or default_registry(),
             loader=loader or Loader(backend, Workers(2)),
             allow_pickle=allow_pickle,
@@ -131,12 +147,13 @@ class Checkpoint:
         parts = parse_path(path)
         if not any(o.record.path[: len(parts)] == parts for o in self.contents.objects()):
             raise self._nothing_at(path)
-        value = build_new(
+        value, _ = build_new(
             self,
             selection=Below(parts),
             device=None,
             registry=self._registry,
             allow_pickle=self._allow_pickle,
+            meter=Meter(),
         )
         for segment in parts:
             keys: Iterable[object] = ()
@@ -175,19 +192,70 @@ class Checkpoint:
         return self._read_region(located, as_region(region, located.record.spec.shape, path))
 
     def verify(
-        self, *, deep: bool = True, progress: Callable[[int, int], None] | None = None
+        self, *, deep: bool = True, on_progress: Callable[[Progress], None] | None = None
     ) -> VerifyReport:
         """Compare every checksum; reports all damage, not only the first.
 
+        With tiers, the copy in each of them.
+
         Args:
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
-            progress: Called with bytes done and bytes in all, on another thread than the caller's.
+            on_progress: Called with a `Progress` some ten times per second, never twice at once:
+                by the caller's thread when a phase begins, by one of the engine's while bytes are
+                read. Reading waits for it. What it raises is logged and goes no further.
 
         Raises:
             CheckpointGoneError: It was deleted meanwhile.
             PluginError: A codec that it needs is not installed.
         """
+        with metered(on_progress, "the verification") as meter:
+            if self.backend.tiers:
+                return self._verify_tiers(meter, deep=deep)
+            return self._verify(meter, deep=deep)
+
+    def still_there(self) -> bool:
+        """Whether the commit record still names this very checkpoint."""
+        try:
+            return Catalog(self.backend).record(self.step).uid == self._record.uid
+        except CheckpointNotFoundError:
+            return False
+        except DamagedError:
+            return True
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
+
+    # ------------------------------------------------------------------------------------------
+
+    def _verify_tiers(self, meter: Meter, *, deep: bool) -> VerifyReport:
         began = time.monotonic()
+        reports: list[VerifyReport] = []
+        damaged: list[Damage] = []
+        for tier in self.backend.tiers:
+            try:
+                one = Checkpoint.open(tier.backend, self.step, registry=self._registry)
+            except CheckpointNotFoundError:
+                continue
+            except DamagedError as error:
+                found = [Damage(name, str(error)) for name in error.damaged]
+            else:
+                reports.append(one._verify(meter, deep=deep))  # noqa: SLF001 - one of its own
+                found = list(reports[-1].damaged)
+            damaged += [Damage(d.what, f"in tier {tier.name}: {d.detail}") for d in found]
+        return VerifyReport(
+            step=self.step,
+            ok=not damaged,
+            damaged=tuple(damaged),
+            objects=self._record.objects,
+            frames=sum(report.frames for report in reports),
+            bytes_read=sum(report.bytes_read for report in reports),
+            deep=deep,
+            seconds=time.monotonic() - began,
+        )
+
+    def _verify(self, meter: Meter, *, deep: bool) -> VerifyReport:
+        began = time.monotonic()
+        meter.begin("manifest")
         damaged: list[Damage] = []
         heads, objects = self.contents.sweep(
             lambda what, detail: damaged.append(Damage(what, detail))
@@ -195,17 +263,10 @@ class Checkpoint:
         missing_blob = self._verify_sizes(heads, damaged)
         frames = bytes_read = 0
         if deep:
-            done = 0
-            total = self._record.bytes_stored
-
-            def advance(size: int) -> None:
-                nonlocal done
-                done += size
-                if progress is not None:
-                    progress(done, total)
-
             jobs, _ = self.contents.jobs([Wish(o, None) for o in objects])
-            stats = self.loader.run(jobs, progress=advance)
+            meter.will_enter("read")
+            meter.expect(bytes_of(jobs))
+            stats = self.loader.run(jobs, progress=meter.advance)
             frames, bytes_read = stats.frames, stats.bytes_read
             damaged += [Damage(name, detail) for name, detail in stats.damaged]
             missing_blob |= stats.missing_blob
@@ -221,20 +282,6 @@ class Checkpoint:
             deep=deep,
             seconds=time.monotonic() - began,
         )
-
-    def still_there(self) -> bool:
-        """Whether the commit record still names this very checkpoint."""
-        try:
-            return Catalog(self.backend).record(self.step).uid == self._record.uid
-        except CheckpointNotFoundError:
-            return False
-        except DamagedError:
-            return True
-
-    def __repr__(self) -> str:
-        return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
-
-    # ------------------------------------------------------------------------------------------
 
     def _verify_sizes(self, heads: Sequence[PartHead], damaged: list[Damage]) -> bool:
         missing = False

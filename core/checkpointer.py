@@ -6,46 +6,47 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import time
-import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
 from penstock.core.abc import Backend
 from penstock.core.config import CheckpointerConfig, load_config
 from penstock.core.describe import describe_tree
-from penstock.core.errors import (
-    BusyError,
-    ConfigError,
-    FenceTimeoutError,
-    PenstockError,
-    StepExistsError,
-)
-from penstock.core.events import announce
+from penstock.core.draining import Drains
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.events import DeleteEvent, PruneEvent, SaveEvent
 from penstock.core.opening import open_backend
+from penstock.core.pending import Pending
+from penstock.core.progress import follow
 from penstock.core.record import check_metadata
 from penstock.core.registry import default_registry
-from penstock.core.reports import SaveHandle, skipped_save
+from penstock.core.reports import skipped_save
+from penstock.core.retaining import clean_up_after
 from penstock.core.run import Run, valid_step
 from penstock.core.saving import SaveJob
-from penstock.core.staging import Staging, default_budget
+from penstock.core.starting import choose_destination, claim_generation, log_plan, staging_for
 from penstock.core.states import ChainTable, plan_state
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
+    from threading import Thread
     from types import TracebackType
 
     from penstock.core.config import BackendConfig, CheckpointerOptions
+    from penstock.core.events import Event
     from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
-    from penstock.core.reports import SaveEvent, SaveReport
+    from penstock.core.reports import Progress, SaveHandle, SaveReport
+    from penstock.core.staging import Staging
 
 log = logging.getLogger("penstock")
 
 _MODES = ("blocking", "async", "lazy")
+_LAST_CALL_S = 5.0  # how long a blocking save waits for its last `on_progress` to return
 
 
 class Checkpointer(Run):
@@ -59,7 +60,7 @@ class Checkpointer(Run):
         backend: str | Path | Mapping[str, Any] | BackendConfig | Backend,
         *,
         registry: Registry | None = None,
-        on_event: Callable[[SaveEvent], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         **options: Unpack[CheckpointerOptions],
     ) -> None:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
@@ -67,8 +68,9 @@ class Checkpointer(Run):
         Args:
             backend: Where checkpoints live. A `Backend` instance stays the caller's to close.
             registry: Where providers, codecs and backends are looked up; default: entry points.
-            on_event: Called with every `SaveEvent`, mostly on background threads; what it raises
-                is logged and goes no further.
+            on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
+                and `PruneEvent`, those of saves mostly on background threads; what it raises is
+                logged and goes no further.
             options: Any field of `CheckpointerConfig` but `backend`: `rules`, `retention`,
                 `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
                 `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`.
@@ -85,15 +87,27 @@ class Checkpointer(Run):
             config=config,
             registry=registry,
             workers=Workers(count),
+            on_event=on_event,
         )
+        if log.isEnabledFor(logging.DEBUG):  # capabilities may need a probe
+            log.debug(
+                "%s: engine %s, direct_io=%s, exclusive_publish=%s, %d workers",
+                self._backend.url,
+                self._backend.name,
+                self._backend.capabilities.direct_io,
+                self._backend.capabilities.exclusive_publish,
+                count,
+            )
         self._owns_backend = not isinstance(backend, Backend)
         self._table = ChainTable(config, registry)
         self._staging: Staging | None = None
-        self._job: SaveJob | None = None
-        self._unseen: SaveHandle | None = None
-        self._on_event = on_event
+        self._drains: Drains | None = None
+        if self._backend.tiers:
+            self._drains = Drains(
+                self._backend.tiers, workers=self._workers, grace_s=self._config.grace_s
+            )
+        self._pending = Pending(self._drains)
         self._warned_straight = False
-        _open_checkpointers.add(self)
 
     @classmethod
     def from_config(
@@ -118,6 +132,7 @@ class Checkpointer(Run):
         mode: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
     ) -> SaveHandle:
         """Save `state` as the checkpoint of `step`.
 
@@ -131,6 +146,9 @@ class Checkpointer(Run):
             mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's.
             metadata: JSON-like; goes into the commit record.
             overwrite: Replace the checkpoint of this step by a next generation.
+            on_progress: Called with a `Progress` some ten times per second until the save ended, on
+                a thread of its own, which the save does not wait for. What it raises is logged and
+                goes no further.
 
         Returns:
             The handle of this save. With `on_busy="skip"` it may be `skipped`.
@@ -150,9 +168,9 @@ class Checkpointer(Run):
             raise ConfigError(msg)
         step = valid_step(step)
         metadata = check_metadata({} if metadata is None else metadata)
-        if not self._take_turn():
-            return skipped_save(step)
-        generation = self._claim(step, overwrite=overwrite)
+        if not self._pending.take_turn(self._config.on_busy):
+            return self._skipped(step, on_progress)
+        generation = claim_generation(self._backend, step, overwrite=overwrite)
         request = plan_state(
             describe_tree(
                 state,
@@ -167,22 +185,31 @@ class Checkpointer(Run):
             metadata=metadata,
             engine=self._backend.name,
         )
+        destination = choose_destination(self._backend, self._drains, request)
+        if destination is None:
+            return self._skipped(step, on_progress)
+        # Memory that may still belong to a stuck disk is left to it.
+        reusable = self._staging if self._pending.released else None
+        staging = self._staging = staging_for(request, reusable, self._config)
         job = SaveJob(
             request,
-            backend=self._backend,
-            staging=self._staging_for(request.staging_bytes, pin=request.pin),
+            backend=destination.backend,
+            onward=destination.onward,
+            staging=staging,
             workers=self._workers,
-            after_commit=lambda report: self._after_commit(report, overwrite=overwrite),
+            after_commit=lambda report: self._after_commit(job, report, overwrite=overwrite),
         )
-        earlier = self._unseen_error()
+        earlier = self._pending.unseen_error()
+        watching: Thread | None = None
         try:
-            self._job, self._unseen = job, job.handle
-            if self._on_event is not None:
-                with job.ending.calling_back():
-                    announce(job.handle, self._on_event)
+            self._pending.begin(job)
+            log_plan(job, staging)
+            with job.ending.calling_back():
+                self._events.announce(job.handle)
+            watching = self._watch(job.handle, on_progress)
             if job.deferred_bytes:
                 fence_hook.arm(job, self._config.fence_timeout_s)
-                job.handle.durable.add_done_callback(lambda _: fence_hook.disarm(job))
+                job.handle.committed.add_done_callback(lambda _: fence_hook.disarm(job))
             job.capture_now(on_captured=lambda: self._on_captured(job))
         except BaseException as error:
             job.interrupt(error)
@@ -191,6 +218,8 @@ class Checkpointer(Run):
         job.add_blocked(time.monotonic() - began)
         if mode == "blocking":
             job.wait_durable()
+            if watching is not None:
+                watching.join(_LAST_CALL_S)
         if earlier is not None:
             how = "has failed too" if job.handle.failed else "has started"
             earlier.add_note(f"This earlier save failed; the save of step {step} {how}.")
@@ -207,13 +236,8 @@ class Checkpointer(Run):
             PenstockError: A background save failed and nobody has seen it yet.
         """
         self._check_process()
-        job = self._job
-        if job is not None:
-            job.ending.check_may_wait()
-            if not job.fence(timeout, give_up=False):
-                msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
-                raise FenceTimeoutError(msg)
-        self._raise_unseen()
+        self._pending.fence(timeout)
+        self._pending.raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is under way.
@@ -223,13 +247,8 @@ class Checkpointer(Run):
             PenstockError: A background save failed and nobody has seen it yet.
         """
         self._check_process()
-        if self._job is not None:
-            self._job.ending.check_may_wait()
-            self._job.fence(timeout, give_up=False)  # this thread waits, so it changes nothing
-            if not self._job.finished(timeout):
-                msg = f"the save of step {self._job.request.step} is still under way"
-                raise TimeoutError(msg)
-        self._raise_unseen()
+        self._pending.wait(timeout)
+        self._pending.raise_unseen()
 
     def rewind(self, step: int) -> list[int]:
         """Forget every step after `step`, to go on from there.
@@ -242,16 +261,23 @@ class Checkpointer(Run):
         """
         self._check_open()
         self.wait()
-        return self._catalog.rewind(valid_step(step))
+        gone = self._catalog.rewind(valid_step(step))
+        if gone:
+            self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
+        return gone
 
     def prune(self, *, dry_run: bool = False) -> PruneReport:
         """Delete data that no checkpoint and no save under way can need any more."""
         self._check_open()
         own = [self._job.uid] if self._job is not None else []
-        return self._catalog.prune(grace_s=self._config.grace_s, own_uids=own, dry_run=dry_run)
+        report = self._catalog.prune(grace_s=self._config.grace_s, own_uids=own, dry_run=dry_run)
+        self._events.emit(PruneEvent("pruned", report))
+        return report
 
     def close(self) -> None:
         """Wait for the pending save, then release everything. Idempotent.
+
+        With tiers also until nothing is left to be copied, or what is left keeps failing.
 
         Raises:
             SaveError: Called in a callback that the pending save waits for.
@@ -263,21 +289,20 @@ class Checkpointer(Run):
         if self._pid != os.getpid():
             self._closed = True
             return  # a forked child: the threads, and all that they hold, are the parent's
-        job = self._job
-        if job is not None:
-            job.ending.check_may_wait()
+        self._pending.check_may_end()
         self._closed = True
-        if job is not None:
-            job.fence(None)
-            job.finished(None)
+        self._pending.end()
+        if self._drains is not None:
+            self._drains.settle()
+            self._drains.close()
         self._workers.close()
         if self._owns_backend:
-            if job is None or job.released.is_open:
+            if self._pending.released:
                 self._backend.close()
             else:  # a stuck store, or a callback of the save itself, which has yet to end
-                self._workers.spawn("close", lambda: self._close_after(job))
+                self._workers.spawn("close", self._close_late)
         if sys.exc_info()[0] is None:
-            self._raise_unseen()
+            self._pending.raise_unseen()
 
     def __enter__(self) -> Self:
         return self
@@ -296,58 +321,38 @@ class Checkpointer(Run):
 
     # ------------------------------------------------------------------------------------------
 
-    def _take_turn(self) -> bool:
-        """One save at a time; False when this one shall be skipped."""
-        job = self._job
-        if job is None or job.finished(0):
-            return True
-        if self._config.on_busy == "skip":
-            return False
-        if self._config.on_busy == "raise":
-            msg = (
-                f"the save of step {job.request.step} is still under way "
-                f"({job.progress().phase}); wait(), or use on_busy='wait' or 'skip'"
-            )
-            raise BusyError(msg)
-        job.ending.check_may_wait()
-        job.fence(None)
-        job.finished(None)
-        return True
+    @property
+    def _job(self) -> SaveJob | None:
+        return self._pending.job
 
-    def _claim(self, step: int, *, overwrite: bool) -> int:
-        steps = self._catalog.steps()
-        if overwrite:
-            return self._catalog.next_generation(step)
-        if steps and step <= steps[-1]:
-            what = "exists" if step in steps else f"is before the latest step {steps[-1]}"
-            older = [s for s in steps if s < step]
-            way = f"call rewind({older[-1]})" if older else f"delete steps {steps[0]} and later"
-            msg = (
-                f"step {step} on {self._backend.url} {what}. Pass overwrite=True to save it all "
-                f"the same, or {way} first to go on from there."
-            )
-            raise StepExistsError(msg)
-        return 0
+    def _skipped(self, step: int, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
+        self._events.emit(SaveEvent("skipped", step))
+        handle = skipped_save(step)
+        self._watch(handle, on_progress)
+        return handle
 
-    def _close_after(self, job: SaveJob) -> None:
-        job.released.wait()
+    def _before_delete(self, uids: Collection[str]) -> None:
+        """No copy may come to be committed of what is being deleted."""
+        if self._drains is not None:
+            self._drains.withdraw(uids)
+
+    def _repair(self) -> None:
+        """Bring copies that turned out to be damaged from the tier that has good ones."""
+        rescued = self._loader.take_rescued()
+        if self._drains is not None and rescued:
+            self._drains.repair(rescued)
+
+    def _watch(
+        self, handle: SaveHandle, on_progress: Callable[[Progress], None] | None
+    ) -> Thread | None:
+        if on_progress is None:
+            return None
+        return self._workers.spawn("progress", partial(follow, handle, on_progress))
+
+    def _close_late(self) -> None:
+        if self._job is not None:
+            self._job.released.wait()
         self._backend.close()
-
-    def _staging_for(self, need_bytes: int, *, pin: bool) -> Staging:
-        job = self._job
-        if job is not None and not job.released.is_open:
-            self._staging = None  # its memory may still belong to a stuck disk
-        budget = self._config.staging_bytes
-        if budget is None:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            budget = default_budget(need_bytes, local_ranks)
-        budget = max(budget, 2 * self._config.chunk_bytes)
-        if self._staging is None:
-            self._staging = Staging(budget)
-        self._staging.budget_bytes = max(self._staging.budget_bytes, budget)
-        largest = min(need_bytes, self._config.chunk_bytes)
-        self._staging.expect(need_bytes, largest_bytes=largest, pin=pin)
-        return self._staging
 
     def _on_captured(self, job: SaveJob) -> None:
         if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
@@ -359,44 +364,13 @@ class Checkpointer(Run):
                 job.request.step,
             )
 
-    def _after_commit(self, report: SaveReport, *, overwrite: bool) -> None:
-        """Clean-up on rank 0, outside of `durable`: its failure is logged, never the save's."""
-        protect = {report.step}
-        if self._restored_from is not None:
-            protect.add(self._restored_from)
-        keep = self._config.retention
-        try:
-            if overwrite:
-                self._catalog.delete_older_generations(report.step)
-            if keep is not None:
-                self._catalog.apply_retention(
-                    keep_last=keep.keep_last, keep_every=keep.keep_every, protect=protect
-                )
-        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the log
-            log.warning("cleaning up after step %d failed: %s", report.step, error)
-
-    def _unseen_error(self) -> BaseException | None:
-        handle, self._unseen = self._unseen, None
-        if handle is None or handle.error_seen or not handle.durable.done():
-            self._unseen = handle if handle is not None and not handle.done() else None
-            return None
-        return handle.durable.exception()
-
-    def _raise_unseen(self) -> None:
-        error = self._unseen_error()
-        if error is not None:
-            raise error
-
-
-_open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-def _finish_at_exit() -> None:
-    """Let pending saves end before the interpreter stops its thread pools."""
-    for checkpointer in list(_open_checkpointers):
-        if checkpointer._job is not None and checkpointer._pid == os.getpid():  # noqa: SLF001
-            checkpointer._job.finished(None)  # noqa: SLF001
-
-
-# `atexit` comes after the pools are gone; this is what concurrent.futures itself uses.
-threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined] # noqa: SLF001
+    def _after_commit(self, job: SaveJob, report: SaveReport, *, overwrite: bool) -> None:
+        with job.ending.calling_back():  # `on_event` may be called
+            clean_up_after(
+                report,
+                self._catalog,
+                overwrite=overwrite,
+                retention=self._config.retention,
+                protect=() if self._restored_from is None else (self._restored_from,),
+                events=self._events,
+            )

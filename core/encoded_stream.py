@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.workers import BusyClock
+
+log = logging.getLogger("penstock")
 
 _GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
 _GROUPS = 3
@@ -35,6 +39,7 @@ class EncodedStream:
         tick: Callable[[int], None],
     ) -> None:
         self._backend = backend
+        self._name = name
         self._writer = backend.create(name, size_hint=size_hint)
         self._clock = clock
         self._tick = tick
@@ -70,9 +75,12 @@ class EncodedStream:
             for flight in self._flights:
                 if flight is not None:
                     flight.result()
+            began = time.monotonic()
             self._writer.seal(length)
+            seconds = time.monotonic() - began
             self._tick(0)
-            return length
+        log.debug("sealed %s: %d bytes in %.3f s", self._name, length, seconds)
+        return length
 
     def abort(self) -> None:
         """Give the blob up, once nothing is in flight."""

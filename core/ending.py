@@ -64,10 +64,18 @@ class Ending:
         """Everything is captured, unless the save has failed."""
         self._resolve([self._handle.captured], lambda future: future.set_result(None))
 
+    def commit(self, report: SaveReport) -> None:
+        """It is committed, and cannot fail any more; comes too late after `fail`."""
+        self._resolve([self._handle.committed], lambda future: future.set_result(report))
+
     def succeed(self, report: SaveReport) -> None:
         """It is durable; comes too late after `fail`."""
         futures = [self._handle.committed, self._handle.durable]
         self._resolve(futures, lambda future: future.set_result(report))
+
+    def leave(self, error: BaseException) -> None:
+        """It is committed, but will not be durable."""
+        self._resolve([self._handle.durable], lambda future: future.set_exception(error))
 
     def fail(self, why: Callable[[], BaseException], *, first: Callable[[], None]) -> bool:
         """Give the save up; False: it has ended already.
@@ -78,7 +86,7 @@ class Ending:
         """
         handle = self._handle
         with self.lock:
-            if self.error is not None or handle.durable in self._claimed:
+            if self.error is not None or handle.committed in self._claimed:
                 return False
             error = self.error = why()
             first()

@@ -36,7 +36,7 @@ def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tup
         except DamagedError as error:
             if number == len(steps) - 1:
                 raise
-            log.warning("step %d is damaged, taking an older one: %s", step, error)
+            log.warning("step %d is damaged, taking an older one: %s", step, str(error))
     msg = "there is no checkpoint to restore"
     raise CheckpointNotFoundError(msg)
 

@@ -5,8 +5,10 @@ Batches move, not frames: under a busy training loop every return to Python wait
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
+import time
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from penstock.core.abc import CodecContext
 from penstock.core.blocks import frame_blocks
 from penstock.core.chain import checksum_blocks
 from penstock.core.encoded_stream import EncodedStream
+from penstock.core.errors import CodecError
 from penstock.core.sections import ChunkResult
 from penstock.core.types import WriteRequest
 from penstock.core.workers import BusyClock
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.capture import Captured
-    from penstock.core.chain import CodecChain
+    from penstock.core.chain import CodecChain, EncodedFrame
     from penstock.core.plan import Chunk, SavePlan
     from penstock.core.workers import Workers
+
+log = logging.getLogger("penstock")
 
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
@@ -48,12 +53,14 @@ class WriteJob:
         plan: Its chunks.
         chains: Codec chains by number; None is raw.
         contexts: Dtype, itemsize and region shape of an item.
+        shown: Path of an item, for messages.
         block_bytes: Distance of the checksums in raw frames.
     """
 
     plan: SavePlan
     chains: Sequence[CodecChain | None]
     contexts: Callable[[int], tuple[str, int, tuple[int, ...]]]
+    shown: Callable[[int], str]
     block_bytes: int
 
 
@@ -145,7 +152,7 @@ class FrameWriter:
         seals: list[Future[None]] = []
         if self._raw is not None:
             raw, length = self._raw, self._plan.raw_blob_bytes
-            seals.append(self._workers.submit(lambda: raw.seal(length)))
+            seals.append(self._workers.submit(lambda: _seal(raw, self._raw_name, length)))
             blobs.append((self._raw_name, length))
         try:
             if self._enc is not None:
@@ -240,7 +247,7 @@ class FrameWriter:
                 if slot is None:
                     slot = self._slots.view = memoryview(mmap.mmap(-1, max(self._slot_bytes, 1)))
                 try:
-                    frame = chain.encode(captured.view, slot, context=self._context(chunk))
+                    frame = self._encoded(chain, captured, slot, chunk)
                 finally:
                     self._release(captured)
             offset = stream.append(slot[: frame.length])
@@ -254,6 +261,17 @@ class FrameWriter:
             self._tick(chunk.length)
 
         return task
+
+    def _encoded(
+        self, chain: CodecChain, captured: Captured, slot: memoryview, chunk: Chunk
+    ) -> EncodedFrame:
+        try:
+            return chain.encode(captured.view, slot, context=self._context(chunk))
+        except CodecError as error:
+            first = self._job.shown(chunk.pieces[0].item)
+            more = f" and {len(chunk.pieces) - 1} more" if len(chunk.pieces) > 1 else ""
+            msg = f"{first}{more}: {error}"
+            raise CodecError(msg) from (error.__cause__ or error)
 
     def _context(self, chunk: Chunk) -> CodecContext:
         piece, *others = chunk.pieces
@@ -273,3 +291,9 @@ class FrameWriter:
             self._release(item)
         if error is not None:
             raise error
+
+
+def _seal(writer: BlobWriter, name: str, length: int) -> None:
+    began = time.monotonic()
+    writer.seal(length)
+    log.debug("sealed %s: %d bytes in %.3f s", name, length, time.monotonic() - began)

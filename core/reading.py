@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.contents import Wish
 from penstock.core.errors import CheckpointGoneError, DamagedError, PenstockError, RestoreError
+from penstock.core.progress import Meter
 from penstock.core.stored_tree import StoredTree
 from penstock.core.types import Kind
 
@@ -16,9 +19,12 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.contents import Contents, Located
+    from penstock.core.frames import FrameJob
     from penstock.core.loading import Loader
     from penstock.core.select import Rename
     from penstock.core.types import ObjectPath
+
+log = logging.getLogger("penstock")
 
 LISTED = 8
 
@@ -76,10 +82,11 @@ class BytesSink(ByteSink):
 
 @dataclass(slots=True)
 class Tally:
-    """Bytes of blobs that a restore needed, and that it read."""
+    """Bytes of blobs that a restore needed, and that it read; who is told of them meanwhile."""
 
     needed: int = 0
     read: int = 0
+    meter: Meter = field(default_factory=Meter)
 
     def add(self, needed: int, read: int) -> None:
         """Count one more load."""
@@ -101,6 +108,7 @@ def read_stored(
     checkpoint: Opened,
     selected: Callable[[ObjectPath], bool],
     rename: Rename,
+    meter: Meter,
 ) -> Stored:
     """Find the selected objects, under the template's names, and read the values among them."""
     contents = checkpoint.contents
@@ -118,7 +126,7 @@ def read_stored(
         else:
             located[path] = by_path[item.record.same_as]
             aliases[path] = moved[item.record.same_as]
-    tally = Tally()
+    tally = Tally(meter=meter)
     wishes, sinks = [], {}
     for path, item in located.items():
         if item.record.kind is Kind.VALUE:
@@ -146,15 +154,35 @@ def fill(checkpoint: Opened, wishes: Sequence[Wish], tally: Tally) -> None:
         RestoreError: The store failed.
     """
     jobs, needed = checkpoint.contents.jobs(wishes)
+    if not jobs:
+        return
+    began = time.monotonic()
+    tally.meter.expect(bytes_of(jobs))
     try:
-        stats = checkpoint.loader.run(jobs)
+        stats = checkpoint.loader.run(jobs, progress=tally.meter.advance)
     except PenstockError as error:
         url = checkpoint.backend.url
         msg = f"step {checkpoint.step} could not be read from {url}: {error}"
         raise RestoreError(msg) from error
     tally.add(needed, stats.bytes_read)
+    if log.isEnabledFor(logging.DEBUG):  # counting takes a moment where there are many
+        log.debug(
+            "step %d: %d frames, %d encoded, in %d ranges; %d bytes needed, %d read in %.3f s",
+            checkpoint.step,
+            len(jobs),
+            sum(job.chain is not None for job in jobs),
+            sum(len(job.ranges) for job in jobs),
+            needed,
+            stats.bytes_read,
+            time.monotonic() - began,
+        )
     if stats.damaged:
         raise_damaged(checkpoint, stats.damaged, missing_blob=stats.missing_blob)
+
+
+def bytes_of(jobs: Sequence[FrameJob]) -> int:
+    """How much `jobs` will read."""
+    return sum(span.length for job in jobs for span in job.ranges)
 
 
 def raise_damaged(

@@ -35,6 +35,8 @@ class SaveReport:
         straight_bytes: Bytes written straight from live tensors because staging was too small.
         seconds: `blocked`, `capture`, `encode`, `write`, `commit`, `total`. `encode` and `write`
             are the time in which any such work was under way.
+        tiers: Tiers that have it whole, the fastest first, when this is given; empty: the backend
+            is one place.
     """
 
     step: int
@@ -50,11 +52,21 @@ class SaveReport:
     deferred_bytes: int
     straight_bytes: int
     seconds: Mapping[str, float]
+    tiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save is. `phase` is capture, write, commit, durable, failed or skipped."""
+    """How far a save, a restore, a load or a verification is.
+
+    Attributes:
+        bytes_done: Written, or read and verified, by now.
+        bytes_total: To be written or read, as far as that is known; it may grow while `phase` is
+            `plan` or `read`.
+        phase: Of a save `capture`, `write`, `commit`, with tiers `drain`; then `durable`, `failed`
+            or `skipped`. Of a restore or load `plan`, `read`, `place`, of a verification
+            `manifest`, `read`; then `done` or `failed`.
+    """
 
     bytes_done: int
     bytes_total: int
@@ -196,23 +208,6 @@ class Outcome(Future[T]):
         if not self._over.wait(timeout):
             raise TimeoutError
         return super().exception(0)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveEvent:
-    """Something that happened to a save.
-
-    Attributes:
-        kind: `started`, `captured`, `committed`, `durable` or `failed`.
-        step: Of the save.
-        report: With `committed` and `durable`.
-        error: With `failed`.
-    """
-
-    kind: str
-    step: int
-    report: SaveReport | None
-    error: BaseException | None
 
 
 class SaveHandle:

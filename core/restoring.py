@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import StoredObject
+from penstock.core.blame import said
 from penstock.core.contents import Wish
 from penstock.core.errors import (
     PenstockError,
@@ -23,11 +25,12 @@ from penstock.core.select import Rename, Selection
 from penstock.core.types import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Placement, Target
     from penstock.core.contents import Located
     from penstock.core.fallback import Overwritten
+    from penstock.core.progress import Meter
     from penstock.core.reading import Opened, Stored
     from penstock.core.registry import Registry
     from penstock.core.types import ObjectPath, TensorSpec
@@ -37,7 +40,7 @@ log = logging.getLogger("penstock")
 _SHOWN = 50  # so many differences are spelled out in a message; the error holds all
 
 
-def restore_into(
+def restore_into(  # noqa: PLR0913 - what `restore` is asked for, and what it is done with
     checkpoint: Opened,
     state: Mapping[str, Any],
     *,
@@ -47,13 +50,14 @@ def restore_into(
     registry: Registry,
     allow_pickle: bool,
     overwritten: Overwritten,
+    meter: Meter,
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
 
     `overwritten` is what attempts at damaged checkpoints have left in them.
     """
     began = time.monotonic()
-    stored = read_stored(checkpoint, selection.selects, rename)
+    stored = read_stored(checkpoint, selection.selects, rename, meter)
     placement = place_tree(
         state,
         providers=registry.providers,
@@ -70,6 +74,7 @@ def restore_into(
         overwritten.check_mismatch(error)
         raise
     planned = time.monotonic()
+    meter.will_enter("read")
     earlier = overwritten.begin(placement.targets)
     try:
         _fill_targets(checkpoint, placement, stored, aside)
@@ -78,24 +83,82 @@ def restore_into(
         error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
         raise
     read = time.monotonic()
+    meter.enter("place")
     _finish(placement, checkpoint.step)
     overwritten.check_left(earlier, placement.targets, checkpoint.step)
     used = {t.path for t in placement.targets} | set(placement.values)
     order = [path for path in stored.located if path in used]
+    values = {
+        show_path(p): stored_value(
+            p, providers=registry.providers, stored=stored.tree, allow_pickle=allow_pickle
+        )
+        for p in order
+        if stored.located[p].record.kind is Kind.VALUE
+    }
+    return _report(
+        checkpoint,
+        stored,
+        order,
+        times=(began, planned, read),
+        missing=tuple(show_path(p) for p in missing),
+        unexpected=tuple(show_path(p) for p in unexpected),
+        values=values,
+        matched_by=placement.notes.get("matched_by", "name"),
+    )
+
+
+def build_new(
+    checkpoint: Opened,
+    *,
+    selection: Selection | Below,
+    device: str | None,
+    registry: Registry,
+    allow_pickle: bool,
+    meter: Meter,
+) -> tuple[Any, RestoreReport]:
+    """Build the selected part of `checkpoint` anew; the report has no values."""
+    began = time.monotonic()
+    stored = read_stored(checkpoint, selection.selects, Rename(None), meter)
+    selection.check_used(stored.every_path)
+    placement = rebuild_tree(
+        providers=registry.providers,
+        stored=stored.tree,
+        selected=selection.selects,
+        device=device,
+        allow_pickle=allow_pickle,
+    )
+    if placement.problems or placement.missing:
+        what = "hold all that building the selection needs"
+        raise _mismatch(placement.problems, placement.missing, checkpoint.step, what=what)
+    planned = time.monotonic()
+    meter.will_enter("read")
+    _fill_targets(checkpoint, placement, stored, {})
+    read = time.monotonic()
+    meter.enter("place")
+    tree = _finish(placement, checkpoint.step)
+    return tree, _report(checkpoint, stored, stored.located, times=(began, planned, read))
+
+
+def _report(
+    checkpoint: Opened,
+    stored: Stored,
+    order: Iterable[ObjectPath],
+    *,
+    times: tuple[float, float, float],
+    missing: tuple[str, ...] = (),
+    unexpected: tuple[str, ...] = (),
+    values: Mapping[str, Any] | None = None,
+    matched_by: str = "name",
+) -> RestoreReport:
+    began, planned, read = times
     now = time.monotonic()
     return RestoreReport(
         step=checkpoint.step,
         restored=tuple(show_path(p) for p in order),
-        missing=tuple(show_path(p) for p in missing),
-        unexpected=tuple(show_path(p) for p in unexpected),
-        values={
-            show_path(p): stored_value(
-                p, providers=registry.providers, stored=stored.tree, allow_pickle=allow_pickle
-            )
-            for p in order
-            if stored.located[p].record.kind is Kind.VALUE
-        },
-        matched_by=placement.notes.get("matched_by", "name"),
+        missing=missing,
+        unexpected=unexpected,
+        values=values or {},
+        matched_by=matched_by,
         bytes_needed=stored.tally.needed,
         bytes_read=stored.tally.read,
         bytes_metadata=checkpoint.contents.bytes_read,
@@ -108,31 +171,6 @@ def restore_into(
             "total": now - began,
         },
     )
-
-
-def build_new(
-    checkpoint: Opened,
-    *,
-    selection: Selection | Below,
-    device: str | None,
-    registry: Registry,
-    allow_pickle: bool,
-) -> Any:
-    """Build the selected part of `checkpoint` anew."""
-    stored = read_stored(checkpoint, selection.selects, Rename(None))
-    selection.check_used(stored.every_path)
-    placement = rebuild_tree(
-        providers=registry.providers,
-        stored=stored.tree,
-        selected=selection.selects,
-        device=device,
-        allow_pickle=allow_pickle,
-    )
-    if placement.problems or placement.missing:
-        what = "hold all that building the selection needs"
-        raise _mismatch(placement.problems, placement.missing, checkpoint.step, what=what)
-    _fill_targets(checkpoint, placement, stored, {})
-    return _finish(placement, checkpoint.step)
 
 
 class Below:
@@ -216,13 +254,30 @@ def _fill_targets(
     """Fill every target; tied ones share a sink, and are read once."""
     unique = {id(t.sink): t for t in placement.targets}
     for target in unique.values():
-        target.sink.opened()
+        with _of_sink(target):
+            target.sink.opened()
     wishes = [Wish(stored.located[t.path], t.sink) for key, t in unique.items() if key not in aside]
     fill(checkpoint, wishes, stored.tally)
     for key, target in unique.items():
-        if key in aside:
-            target.sink.copy_in(0, aside[key])
-        target.sink.written()
+        with _of_sink(target):
+            if key in aside:
+                target.sink.copy_in(0, aside[key])
+            target.sink.written()
+
+
+@contextmanager
+def _of_sink(target: Target) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        kind = type(target.sink)
+        msg = (
+            f"{show_path(target.path)} cannot be restored: {kind.__module__}.{kind.__qualname__} "
+            f"failed with {said(error)}"
+        )
+        raise RestoreError(msg) from error
 
 
 def _compare(

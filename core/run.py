@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 from penstock.core import fence as fence_hook
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
 from penstock.core.errors import ConfigError, SaverClosedError
+from penstock.core.events import DeleteEvent, EventStream, RestoreEvent, VerifyEvent
 from penstock.core.fallback import Overwritten, with_fallback
 from penstock.core.loading import Loader
+from penstock.core.progress import metered
 from penstock.core.restoring import build_new, restore_into, with_history
 from penstock.core.select import Rename, Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.config import CheckpointerConfig
+    from penstock.core.events import Event
+    from penstock.core.progress import Meter
     from penstock.core.registry import Registry
-    from penstock.core.reports import CheckpointInfo, RestoreReport, VerifyReport
+    from penstock.core.reports import CheckpointInfo, Progress, RestoreReport, VerifyReport
     from penstock.core.select import RenameSpec
     from penstock.core.workers import Workers
 
-log = logging.getLogger("penstock")
+T = TypeVar("T")
 
 
 class Run:
@@ -39,13 +42,15 @@ class Run:
         config: CheckpointerConfig,
         registry: Registry,
         workers: Workers,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
         self._registry = registry
         self._workers = workers
-        self._catalog = Catalog(backend)
-        self._loader = Loader(backend, workers)
+        self._catalog = Catalog(backend, before_delete=self._before_delete)
+        self._loader = Loader(backend, workers, io_timeout_s=config.io_timeout_s)
+        self._events = EventStream(on_event)
         self._restored_from: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -60,6 +65,7 @@ class Run:
         strict: bool = True,
         rename: RenameSpec = None,
         on_damage: str = "raise",
+        on_progress: Callable[[Progress], None] | None = None,
     ) -> RestoreReport:
         """Restore a checkpoint into the live objects of `state`, in place.
 
@@ -71,6 +77,9 @@ class Run:
             strict: Whether a path that the checkpoint lacks is an error.
             rename: Stored prefix -> template prefix, or a function of shown paths.
             on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
+            on_progress: Called with a `Progress` some ten times per second, never twice at once:
+                by the caller's thread when a phase begins, by one of the engine's while bytes are
+                read. Reading waits for it. What it raises is logged and goes no further.
 
         Raises:
             CheckpointNotFoundError: No such step.
@@ -84,10 +93,10 @@ class Run:
         overwritten = Overwritten(
             state, self._registry.providers, allow_pickle=self._config.allow_pickle
         )
-        report, skipped = with_fallback(
-            self._candidates(step, on_damage),
-            lambda number: restore_into(
-                self.open(number),
+
+        def attempt(checkpoint: Checkpoint, meter: Meter) -> RestoreReport:
+            report = restore_into(
+                checkpoint,
                 state,
                 selection=selection,
                 rename=renaming,
@@ -95,17 +104,15 @@ class Run:
                 registry=self._registry,
                 allow_pickle=self._config.allow_pickle,
                 overwritten=overwritten,
-            ),
+                meter=meter,
+            )
+            self._restored_from = report.step
+            return report
+
+        report, skipped = self._read(
+            "restore", self._candidates(step, on_damage), attempt, on_progress
         )
-        self._restored_from = report.step
-        log.info(
-            "restored %d objects of step %d: %.1f MB in %.2f s",
-            len(report.restored),
-            report.step,
-            report.bytes_read / 1e6,
-            report.seconds["total"],
-        )
-        return with_history(report, skipped)
+        return self._tell_read("restore", report, skipped)
 
     def load(
         self,
@@ -115,8 +122,17 @@ class Run:
         exclude: str | Iterable[str] | None = None,
         device: str | None = None,
         on_damage: str = "raise",
+        on_progress: Callable[[Progress], None] | None = None,
     ) -> Any:
         """Load a checkpoint, or a part of it, without a template.
+
+        Args:
+            step: A step, or `"latest"`.
+            include: Globs of paths to load; default: all. Only what is selected is read.
+            exclude: Globs of paths to leave out.
+            device: Where tensors go; default: CPU.
+            on_damage: As for `restore`.
+            on_progress: As for `restore`.
 
         Returns:
             The tree: dicts, lists, tensors (on `device`, default CPU) and values. A module comes
@@ -129,16 +145,21 @@ class Run:
         """
         self._check_open()
         selection = Selection(include, exclude)
-        tree, _ = with_fallback(
-            self._candidates(step, on_damage),
-            lambda number: build_new(
-                self.open(number),
+
+        def attempt(checkpoint: Checkpoint, meter: Meter) -> tuple[Any, RestoreReport]:
+            return build_new(
+                checkpoint,
                 selection=selection,
                 device=device,
                 registry=self._registry,
                 allow_pickle=self._config.allow_pickle,
-            ),
+                meter=meter,
+            )
+
+        (tree, report), skipped = self._read(
+            "load", self._candidates(step, on_damage), attempt, on_progress
         )
+        self._tell_read("load", report, skipped)
         return tree
 
     def steps(self) -> list[int]:
@@ -168,24 +189,73 @@ class Run:
             allow_pickle=self._config.allow_pickle,
         )
 
-    def verify(self, step: int | str = "latest", *, deep: bool = True) -> VerifyReport:
+    def verify(
+        self,
+        step: int | str = "latest",
+        *,
+        deep: bool = True,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> VerifyReport:
         """Read a checkpoint and compare all checksums; reports all damage, not only the first.
 
         Args:
             step: A step, or `"latest"`.
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+            on_progress: As for `restore`.
         """
-        return self.open(step).verify(deep=deep)
+        report = self.open(step).verify(deep=deep, on_progress=on_progress)
+        self._events.emit(VerifyEvent("verified", report.step, report))
+        return report
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint: its record first, durably, then its data."""
         self._check_open()
-        self._catalog.delete(valid_step(step))
+        number = valid_step(step)
+        self._catalog.delete(number)
+        self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._backend.url} ({self._backend.name})>"
 
     # ------------------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        verb: str,
+        candidates: Sequence[int],
+        attempt: Callable[[Checkpoint, Meter], T],
+        on_progress: Callable[[Progress], None] | None,
+    ) -> tuple[T, tuple[int, ...]]:
+        """Try to read one of `candidates`, and say so; also returns those that are damaged."""
+        trying = candidates[0]
+
+        def one(number: int) -> T:
+            nonlocal trying
+            trying = number
+            self._events.emit(RestoreEvent(f"{verb}_started", number))
+            meter.begin("plan")
+            return attempt(self.open(number), meter)
+
+        try:
+            with metered(on_progress, f"the {verb}") as meter:
+                return with_fallback(candidates, one)
+        except BaseException as error:
+            self._events.emit(RestoreEvent(f"{verb}_failed", trying, error=error))
+            raise
+
+    def _tell_read(
+        self, verb: str, report: RestoreReport, skipped: tuple[int, ...]
+    ) -> RestoreReport:
+        self._repair()
+        report = with_history(report, skipped)
+        self._events.emit(RestoreEvent(f"{verb}_done", report.step, report=report))
+        return report
+
+    def _before_delete(self, uids: Collection[str]) -> None:
+        """These checkpoints are about to be deleted."""
+
+    def _repair(self) -> None:
+        """What was read turned out to be damaged in one tier, perhaps."""
 
     def _before_restore(self) -> None:
         """Live objects are about to change, perhaps those of another run's pending save."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from penstock.core.bars import ProgressBar
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
 from penstock.core.cli.render import print_json, print_line, print_wrapped, size_text, visible
@@ -18,9 +18,10 @@ from penstock.core.reports import Damage, VerifyReport
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
+    from penstock.core.reports import Progress
 
 
 def run(url: str, *, step: int | None, every: bool, deep: bool, as_json: bool) -> bool:
@@ -37,9 +38,9 @@ def run(url: str, *, step: int | None, every: bool, deep: bool, as_json: bool) -
         with closing(Workers(min(4, os.cpu_count() or 1))) as workers:
             loader = Loader(backend, workers)
             for number in _steps(backend, step, every=every):
+                bar = ProgressBar(f"step {number}", every_s=None, transient=True)
                 try:
-                    with _progress(number) as progress:
-                        report = _verified(backend, number, loader, deep=deep, progress=progress)
+                    report = _verified(backend, number, loader, deep=deep, on_progress=bar)
                 except CheckpointNotFoundError:
                     if not every:
                         raise
@@ -75,39 +76,14 @@ def _verified(
     loader: Loader,
     *,
     deep: bool,
-    progress: Callable[[int, int], None] | None,
+    on_progress: Callable[[Progress], None],
 ) -> VerifyReport:
     try:
         checkpoint = Checkpoint.open(backend, step, loader=loader)
     except DamagedError as error:
         damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
         return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
-    return checkpoint.verify(deep=deep, progress=progress)
-
-
-@contextmanager
-def _progress(step: int) -> Iterator[Callable[[int, int], None] | None]:
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"step {step}", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    return checkpoint.verify(deep=deep, on_progress=on_progress)
 
 
 def _print(report: VerifyReport) -> None:

@@ -19,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.core.bars import ProgressBar
     from penstock.core.checkpoint import Checkpoint
     from penstock.core.checkpointer import Checkpointer
     from penstock.core.config import BackendConfig, CheckpointerConfig
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         FenceTimeoutError,
         FormatError,
         LostRaceError,
+        NotDrainedError,
         PenstockError,
         PluginError,
         RestoreError,
@@ -54,12 +56,18 @@ if TYPE_CHECKING:
         UnsupportedStateError,
         UnsyncedError,
     )
+    from penstock.core.events import (
+        DeleteEvent,
+        PruneEvent,
+        RestoreEvent,
+        SaveEvent,
+        VerifyEvent,
+    )
     from penstock.core.markers import Grads, Rng
     from penstock.core.reports import (
         CheckpointInfo,
         Progress,
         RestoreReport,
-        SaveEvent,
         SaveHandle,
         SaveReport,
         VerifyReport,
@@ -85,15 +93,20 @@ __all__ = [
     "CommitUnknownError",
     "ConfigError",
     "DamagedError",
+    "DeleteEvent",
     "FenceTimeoutError",
     "FormatError",
     "Grads",
     "LostRaceError",
+    "NotDrainedError",
     "PenstockError",
     "PluginError",
     "Progress",
+    "ProgressBar",
+    "PruneEvent",
     "Region",
     "RestoreError",
+    "RestoreEvent",
     "RestoreMismatchError",
     "RestoreReport",
     "Rng",
@@ -112,6 +125,7 @@ __all__ = [
     "TornSnapshotError",
     "UnsupportedStateError",
     "UnsyncedError",
+    "VerifyEvent",
     "VerifyReport",
 ]
 
@@ -121,14 +135,19 @@ _HOME = {
     "CheckpointInfo": "penstock.core.reports",
     "Checkpointer": "penstock.core.checkpointer",
     "CheckpointerConfig": "penstock.core.config",
+    "DeleteEvent": "penstock.core.events",
     "Grads": "penstock.core.markers",
     "Progress": "penstock.core.reports",
+    "ProgressBar": "penstock.core.bars",
+    "PruneEvent": "penstock.core.events",
     "Region": "penstock.core.types",
+    "RestoreEvent": "penstock.core.events",
     "RestoreReport": "penstock.core.reports",
     "Rng": "penstock.core.markers",
-    "SaveEvent": "penstock.core.reports",
+    "SaveEvent": "penstock.core.events",
     "SaveHandle": "penstock.core.reports",
     "SaveReport": "penstock.core.reports",
+    "VerifyEvent": "penstock.core.events",
     "VerifyReport": "penstock.core.reports",
 }
 """Where each public name lives; the others are errors."""

@@ -170,15 +170,15 @@ def test_without_a_region_read_gives_all(checkpoint):
 
 def test_verify_counts_what_it_looked_at(checkpoint):
     seen = []
-    report = checkpoint.verify(progress=lambda done, total: seen.append((done, total)))
+    report = checkpoint.verify(on_progress=seen.append)
     assert report.ok
     assert report.damaged == ()
     assert report.deep
     assert report.objects == len(checkpoint)
     assert report.frames > 5
     assert report.bytes_read > checkpoint.info.bytes_raw
-    assert seen
-    assert seen[-1][0] <= seen[-1][1] == checkpoint.info.bytes_stored
+    assert [p.phase for p in (seen[0], seen[-1])] == ["manifest", "done"]
+    assert 0 < seen[-1].bytes_done == seen[-1].bytes_total <= checkpoint.info.bytes_stored
     shallow = checkpoint.verify(deep=False)
     assert shallow.ok
     assert shallow.frames == 0

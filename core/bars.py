@@ -1,0 +1,145 @@
+"""A bar for whoever watches, a line now and then for whoever reads a log later."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.reports import Progress
+
+_ENDS = {"done", "durable", "failed", "skipped"}
+
+
+class ProgressBar:
+    """Shows the progress of one operation at a time, as its `on_progress`.
+
+    In a terminal and in a notebook it is a bar on standard error. In a pipe it is a line of text on
+    standard error every `every_s` seconds, and nothing where all is over sooner. It can be used
+    again when an operation has ended.
+    """
+
+    def __init__(
+        self,
+        label: str = "",
+        *,
+        every_s: float | None = 5.0,
+        transient: bool = False,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is shown before the first call.
+
+        Args:
+            label: What it stands for: `"restore"`.
+            every_s: Seconds between lines in a pipe; None: no lines.
+            transient: Whether the bar goes away at the end.
+            file: Where to, instead of standard error.
+            clock: Seconds; for tests.
+        """
+        self._label = label
+        self._every_s = every_s
+        self._transient = transient
+        self._file = file
+        self._clock = clock
+        self._bar: _Bar | None = None
+        self._began_s: float | None = None
+        self._line_s: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Show `progress`."""
+        if self._began_s is None:
+            self._began_s = self._clock()
+            self._bar = _open_bar(self._label, self._stream, transient=self._transient)
+        if self._bar is not None:
+            self._bar.show(progress)
+        else:
+            self._write_line(progress)
+        if progress.phase in _ENDS:
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar off the terminal's hands; idempotent, and done at the end by itself."""
+        bar, self._bar = self._bar, None
+        self._began_s = self._line_s = None
+        if bar is not None:
+            bar.close()
+
+    @property
+    def _stream(self) -> TextIO:
+        return self._file or sys.stderr  # looked up late: tests and notebooks replace it
+
+    def _write_line(self, progress: Progress) -> None:
+        if self._every_s is None or self._began_s is None:
+            return
+        now_s = self._clock()
+        since_s = self._began_s if self._line_s is None else self._line_s
+        over = progress.phase in _ENDS and self._line_s is not None  # whoever read A reads B too
+        if over or now_s - since_s >= self._every_s:
+            self._line_s = now_s
+            self._stream.write(f"{line_of(self._label, progress, now_s - self._began_s)}\n")
+            self._stream.flush()
+
+
+def line_of(label: str, progress: Progress, seconds: float) -> str:
+    """`restore: read, 1200.0 of 4000.0 MB (30 %), 600.0 MB/s`."""
+    done, total = progress.bytes_done, progress.bytes_total
+    text = f"{label}: {progress.phase}" if label else progress.phase
+    if total:
+        text += f", {done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done // total} %)"
+    if done and seconds > 0:
+        text += f", {done / 1e6 / seconds:.1f} MB/s"
+    return text
+
+
+class _Bar:
+    """A bar of rich's, drawn when it is told to: no thread of its own that could outlive it."""
+
+    def __init__(self, bars: Any, task: Any) -> None:
+        self._bars = bars
+        self._task = task
+
+    def show(self, progress: Progress) -> None:
+        self._bars.update(
+            self._task,
+            completed=progress.bytes_done,
+            total=progress.bytes_total or None,  # None: it moves without saying how far
+            phase=progress.phase,
+            refresh=True,
+        )
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def _open_bar(label: str, stream: TextIO, *, transient: bool) -> _Bar | None:
+    if not stream.isatty() and "ipykernel" not in sys.modules:
+        return None  # without having imported rich, which takes a tenth of a second
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(file=stream)
+    if not (console.is_terminal or console.is_jupyter):
+        return None
+    bars = Progress(
+        TextColumn("{task.description}{task.fields[phase]}", markup=False),
+        BarColumn(None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=console,
+        transient=transient,
+        auto_refresh=False,
+        expand=True,
+    )
+    task = bars.add_task(f"{label}: " if label else "", total=None, phase="")
+    bars.start()
+    return _Bar(bars, task)
