@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.core.blame import blaming
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.latch import Latch
 from penstock.core.paths import show_path
@@ -55,6 +56,11 @@ class Subject:
     path: ObjectPath
     source: ByteSource
     version: int | None
+
+    def shown(self) -> str:
+        """Which object it is, and whose."""
+        kind = type(self.source)
+        return f"in {kind.__module__}.{kind.__qualname__}, the source of {show_path(self.path)}"
 
 
 class CaptureRun:
@@ -245,13 +251,15 @@ class CaptureRun:
         if chunk.slab:
             ctypes.memset(block.address, 0, chunk.length)  # gaps are zero, not old state
         for piece in chunk.pieces:
-            source = self._subjects[piece.item].source
+            subject = self._subjects[piece.item]
+            source = subject.source
             length = piece.stop - piece.start
             if source.address is not None:
                 ctypes.memmove(block.address + piece.at, source.address + piece.start, length)
                 continue
             out = block.view[piece.at : piece.at + length]
-            copy = source.copy_out(piece.start, out)
+            with blaming(subject.shown):
+                copy = source.copy_out(piece.start, out)
             if copy is not None:
                 copies.append(copy)
 
@@ -260,9 +268,11 @@ class CaptureRun:
         if chunk.slab:
             return None
         piece = chunk.pieces[0]
-        source = self._subjects[piece.item].source
-        if source.address is None or not source.steady():
-            return None
+        subject = self._subjects[piece.item]
+        source = subject.source
+        with blaming(subject.shown):
+            if source.address is None or not source.steady():
+                return None
         if chunk.offset is not None and (source.address + piece.start) % PAGE_BYTES != chunk.phase:
             return None
         view = source.view()

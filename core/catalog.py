@@ -7,6 +7,7 @@ the lowest generation of a step first: a crash in between leaves data that nobod
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,13 @@ from penstock.core.prune import GRACE_S, PruneReport, prune
 from penstock.core.survey import delete_records, read_commit, survey_records, unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
     from penstock.core.manifest import CommitRecord
+
+log = logging.getLogger("penstock")
 
 _SHOWN_STEPS = 20
 _TRIES = 5
@@ -35,8 +38,17 @@ _TRIES = 5
 class Catalog:
     """All checkpoints under one root. Holds no state of its own: every answer is the store's."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self, backend: Backend, *, before_delete: Callable[[Collection[str]], None] = lambda _: None
+    ) -> None:
+        """Look at the run of `backend`.
+
+        Args:
+            backend: Where it is.
+            before_delete: Called with the uids of checkpoints that are about to be deleted.
+        """
         self._backend = backend
+        self._before = before_delete
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -99,8 +111,8 @@ class Catalog:
                 continue  # deleted, or overwritten, since it was listed
             except FormatError as error:
                 raise FormatError(self._damaged(step, error), error.damaged) from error
-        error = unreadable(self._backend, name)
-        raise FormatError(self._damaged(step, error), error.damaged)
+        listed = unreadable(self._backend, name)
+        raise FormatError(self._damaged(step, listed), listed.damaged)
 
     def damaged(self) -> dict[int, DamagedError]:
         """Steps whose commit record cannot be read, and why; reads every record."""
@@ -178,7 +190,7 @@ class Catalog:
         entries = self.entries()
         if step not in entries:
             raise self._not_found(step, list(entries))
-        delete_records(self._backend, entries[step])
+        delete_records(self._backend, entries[step], before=self._before)
 
     def delete_older_generations(self, step: int) -> None:
         """Delete what an overwrite of `step` replaced.
@@ -190,7 +202,8 @@ class Catalog:
         keep = self.record(step)
         names = self.entries().get(step, [])
         keep_name = commit_name(step, keep.generation)
-        delete_records(self._backend, names[: names.index(keep_name)] if keep_name in names else [])
+        older = names[: names.index(keep_name)] if keep_name in names else []
+        delete_records(self._backend, older, before=self._before)
 
     def rewind(self, step: int) -> list[int]:
         """Forget every step after `step`, newest first, to go on from there.
@@ -206,7 +219,7 @@ class Catalog:
             raise self._not_found(step, list(entries))
         later = [s for s in entries if s > step]
         for number in reversed(later):
-            delete_records(self._backend, entries[number])
+            delete_records(self._backend, entries[number], before=self._before)
         return later
 
     def apply_retention(
@@ -240,12 +253,14 @@ class Catalog:
             kept |= {step for step in steps if step % keep_every == 0}
         used = {uid for step in kept & whole.keys() for uid in whole[step].references}
         doomed = [s for s in steps if s not in kept and whole[s].uid not in used]
+        log.debug("retention: of %d whole checkpoints %d go", len(steps), len(doomed))
         gone = []
         for step in doomed:
             names = self.entries().get(step, [])
             # Not one that another saver has put in its place meanwhile.
             seen = {name: survey.records[name].uid for name in names if name in survey.records}
-            if delete_records(self._backend, [name for name in names if name in seen], uids=seen):
+            doomed_names = [name for name in names if name in seen]
+            if delete_records(self._backend, doomed_names, uids=seen, before=self._before):
                 gone.append(step)
         return gone
 

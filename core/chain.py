@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from penstock.core.blame import blaming
 from penstock.core.errors import CodecError, PenstockError
 from penstock.core.types import Buffer, ByteRange, flat_view
 
@@ -100,7 +101,7 @@ class CodecChain:
         raw_checksum = checksum(source) if self.lossless else None
         lengths: list[int] = []
         for number, codec in enumerate(self.codecs):
-            bound = codec.max_encoded_size(source.nbytes)
+            bound = _bound(codec, source.nbytes)
             last = number == len(self.codecs) - 1
             target = flat_view(out) if last else _scratch.take(number % 2, bound)
             if target.nbytes < bound:
@@ -154,7 +155,7 @@ class CodecChain:
     def _bounds(self, raw_length: int) -> list[int]:
         bounds, length = [], raw_length
         for codec in self.codecs:
-            length = codec.max_encoded_size(length)
+            length = _bound(codec, length)
             bounds.append(length)
         return bounds
 
@@ -202,11 +203,22 @@ def _link_context(context: CodecContext, number: int, raw: memoryview) -> CodecC
     )
 
 
+def _bound(codec: Codec, raw_length: int) -> int:
+    try:
+        return codec.max_encoded_size(raw_length)
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"codec {codec.name} cannot say how large {raw_length} bytes may get: {error!r}"
+        raise CodecError(msg) from error
+
+
 def _encode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> int:
     try:
-        length = codec.encode(source, target, context=context)
+        with blaming(lambda: f"in codec {codec.name}"):
+            length = codec.encode(source, target, context=context)
     except PenstockError:
         raise
     except Exception as error:
@@ -222,8 +234,9 @@ def _decode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> None:
     try:
-        codec.decode(source, target, context=context)
-    except PenstockError:
+        with blaming(lambda: f"in codec {codec.name}"):
+            codec.decode(source, target, context=context)
+    except (PenstockError, MemoryError):  # too little memory says nothing about the frame
         raise
     except Exception as error:
         msg = f"codec {codec.name} failed on a frame of {source.nbytes} bytes: {error!r}"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import DescribeContext, Node, StateObject
+from penstock.core.blame import said
 from penstock.core.containers import dict_meta, key_segment, key_types, tuple_class
-from penstock.core.errors import UnsupportedStateError
+from penstock.core.errors import PenstockError, PluginError, UnsupportedStateError
 from penstock.core.paths import show_path
 from penstock.core.tree import Found, Scan
 
@@ -92,6 +93,17 @@ def refuse_ranks() -> None:
         raise UnsupportedStateError(msg)
 
 
+def plugin_error(
+    provider: StateProvider, path: ObjectPath, what: str, error: BaseException
+) -> PluginError:
+    """What a provider raised beside its contract, as one of ours."""
+    kind = type(provider)
+    return PluginError(
+        f"{show_path(path) or 'the root'}: {what} failed in provider {provider.name!r} "
+        f"({kind.__module__}.{kind.__qualname__}) with {said(error)}"
+    )
+
+
 class NameTable:
     """Which names the modules of a tree give to a tensor."""
 
@@ -111,7 +123,14 @@ class NameTable:
     def _add(self, found: Found) -> None:
         assert self._names is not None
         front = ".".join(found.path)
-        for name, tensor in found.provider.parameters(found.value):
+        try:
+            parameters = list(found.provider.parameters(found.value))
+        except PenstockError:
+            raise
+        except Exception as error:
+            what = "naming its parameters"
+            raise plugin_error(found.provider, found.path, what, error) from error
+        for name, tensor in parameters:
             # The tensor is held so that its id stays its own.
             _, bare, prefixed = self._names.setdefault(id(tensor), (tensor, [], []))
             full = f"{front}.{name}" if name else front
@@ -152,7 +171,17 @@ class _Describing(DescribeContext):
         else:
             self.seen.append(Found(path, provider, value))
         self.used.add(provider)
-        return provider.describe(value, path, context=self)
+        return self._described(provider, value, path)
+
+    def _described(
+        self, provider: StateProvider, value: Any, path: ObjectPath
+    ) -> Iterator[StateObject | Node]:
+        try:
+            yield from provider.describe(value, path, context=self)
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:
+            raise plugin_error(provider, path, "describing it", error) from error
 
     def _container(self, value: Any, path: ObjectPath) -> Iterator[StateObject | Node]:
         if isinstance(value, dict):
@@ -243,8 +272,22 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
 
 
 def _deferrable(seen: list[Found]) -> frozenset[MemoryKey]:
-    claimed = {key for f in seen for key in f.provider.claimed_memory(f.value)}
-    if not claimed:
-        return frozenset()
-    unsteady = {place for f in seen for place in f.provider.unsteady_memory(f.value)}
+    claimed: set[MemoryKey] = set()
+    unsteady: set[tuple[str, int]] = set()
+    for found in seen:
+        try:
+            claimed.update(found.provider.claimed_memory(found.value))
+        except PenstockError:
+            raise
+        except Exception as error:
+            what = "claiming its memory"
+            raise plugin_error(found.provider, found.path, what, error) from error
+    for found in seen if claimed else ():
+        try:
+            unsteady.update(found.provider.unsteady_memory(found.value))
+        except PenstockError:
+            raise
+        except Exception as error:
+            what = "naming its unsteady memory"
+            raise plugin_error(found.provider, found.path, what, error) from error
     return frozenset(k for k in claimed if (k.device, k.storage) not in unsteady)

@@ -78,6 +78,10 @@ class LostRaceError(SaveError):
     """Another process published the same step and generation first; it won."""
 
 
+class NotDrainedError(SaveError):
+    """The checkpoint is whole in a faster tier, but was not copied to the durable one (yet)."""
+
+
 class CommitUnknownError(SaveError):
     """The answer to the publish was lost: the checkpoint may or may not exist.
 

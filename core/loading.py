@@ -7,18 +7,23 @@ stored and the decoded bytes of encoded ones.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import time
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.blame import blaming, said
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
     PenstockError,
     RestoreError,
+    StorageError,
+    StorageTimeoutError,
 )
 from penstock.core.frames import FrameReader, direct_target
 from penstock.core.pipeline import BATCH_BYTES
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
     from penstock.core.staging import Block
     from penstock.core.workers import Workers
 
+log = logging.getLogger("penstock")
+
 _SCRATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
@@ -41,12 +48,21 @@ _BATCH_FRAMES = 256
 
 @dataclass(slots=True)
 class LoadStats:
-    """What a load read, and the damage it found: `(object, detail)`."""
+    """What a load read, and the damage it found.
+
+    Attributes:
+        bytes_read: Of blobs.
+        frames: Looked at.
+        damaged: `(object, detail)`.
+        missing_blob: Whether a blob was not there.
+        rescued: Of damage that another tier made good, `(blob, tier)`.
+    """
 
     bytes_read: int = 0
     frames: int = 0
     damaged: list[tuple[str, str]] = field(default_factory=list)
     missing_blob: bool = False
+    rescued: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +81,7 @@ class _Flight:
 
     reads: list[_Read]
     future: Future[None] | None
-    checks: list[Future[list[tuple[str, str]]]] = field(default_factory=list)
+    checks: list[Future[list[tuple[_Read, str]]]] = field(default_factory=list)
 
     def outlast(self) -> None:
         """Wait until nothing uses the memory."""
@@ -78,12 +94,16 @@ class _Flight:
 class Loader:
     """Reads frames of one backend. Thread-safe."""
 
-    def __init__(self, backend: Backend, workers: Workers) -> None:
+    def __init__(
+        self, backend: Backend, workers: Workers, *, io_timeout_s: float | None = None
+    ) -> None:
+        self._io_timeout_s = io_timeout_s
         self._backend = backend
         self._workers = workers
         self._pid = os.getpid()
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
         self._reader = FrameReader()
+        self._rescued: list[tuple[str, str]] = []
 
     def run(
         self,
@@ -101,6 +121,8 @@ class Loader:
 
         Raises:
             StorageError: The store failed in another way than by missing or short blobs.
+            StorageTimeoutError: It made no progress for `io_timeout_s`. What was to be filled may
+                still change when it answers.
         """
         scratch = self._borrow()
         session = _Session(
@@ -112,9 +134,22 @@ class Loader:
             progress=progress,
         )
         # Ctrl-C must not come between handing memory to the store and taking note of it.
-        stats = self._workers.apart("load", lambda: session.run(jobs), cancel=session.cancel)
+        stats = self._workers.apart(
+            "load",
+            lambda: session.run(jobs),
+            cancel=session.cancel,
+            check=lambda: session.check_moving(self._io_timeout_s),
+        )
+        for blob, tier in dict(stats.rescued).items():
+            log.warning("%s is damaged; the copy in tier %s is good, and was read", blob, tier)
+        self._rescued += stats.rescued
         self._idle.append(scratch)  # after an error it is not worth finding out what it holds
         return stats
+
+    def take_rescued(self) -> list[tuple[str, str]]:
+        """Damaged blobs, each with the tier whose copy was good, since this was asked last."""
+        rescued, self._rescued = self._rescued, []
+        return rescued
 
     def _borrow(self) -> Staging:
         """Scratch for one run: whoever shared it could wait for what another run holds."""
@@ -142,6 +177,7 @@ class _Session:
     ) -> None:
         self._stats = LoadStats()
         self._cancelled = False
+        self._moved = time.monotonic()
         self._backend = backend
         self._workers = workers
         self._scratch = scratch
@@ -162,6 +198,11 @@ class _Session:
             self._submit()
             while self._flights:
                 self._settle_oldest()
+        except PenstockError:
+            raise
+        except BaseException as error:  # on this thread nothing is Ctrl-C
+            msg = f"reading failed: {said(error)}"
+            raise RestoreError(msg) from error
         finally:
             for flight in self._flights:
                 flight.outlast()
@@ -170,6 +211,23 @@ class _Session:
     def cancel(self) -> None:
         """Make `run` end soon, from any thread."""
         self._cancelled = True
+
+    def check_moving(self, limit_s: float | None) -> None:
+        """Look at the progress, from any thread.
+
+        Raises:
+            StorageTimeoutError: There was none for `limit_s` seconds.
+        """
+        stuck_s = time.monotonic() - self._moved
+        if limit_s is None or stuck_s <= limit_s:
+            return
+        names = {read.request.name for flight in list(self._flights) for read in flight.reads}
+        msg = (
+            f"{self._backend.url} made no progress for {stuck_s:.0f} s (io_timeout_s={limit_s:g}) "
+            f"while it read {' '.join(sorted(names))}; what that was to fill is undefined, and may "
+            "still change when the store answers"
+        )
+        raise StorageTimeoutError(msg)
 
     def _add(self, job: FrameJob, span: ByteRange) -> None:
         """Put one range of a frame into the batch, and the batch under way when it is full."""
@@ -186,7 +244,8 @@ class _Session:
     def _prepare(self, job: FrameJob, span: ByteRange) -> _Read | None:
         """Decide where `span` is read to; None: scratch is full for now."""
         offset = job.frame.offset + span.start
-        target = direct_target(job, span)
+        with blaming(lambda: _whose(job)):
+            target = direct_target(job, span)
         if target is not None:
             return _Read(job, ReadRequest(job.blob, offset, target), span, None, direct=True)
         block = self._scratch.acquire(span.length, offset % PAGE_BYTES)
@@ -220,6 +279,7 @@ class _Session:
             flight = self._flights[0]
             self._settle(flight)
             self._flights.popleft()
+            self._moved = time.monotonic()
             for read in flight.reads:
                 if read.block is not None:
                     self._scratch.release(read.block)
@@ -231,6 +291,7 @@ class _Session:
         assert flight.future is not None
         error = flight.future.exception()
         flight.future = None
+        self._moved = time.monotonic()
         if isinstance(error, BlobNotFoundError | BlobTruncatedError):
             self._read_singly(flight.reads)
         elif error is not None:
@@ -244,7 +305,9 @@ class _Session:
             flight.checks.append(self._workers.submit(check))
         wait(flight.checks)
         while flight.checks:
-            self._stats.damaged += flight.checks.pop(0).result()
+            for read, detail in flight.checks.pop(0).result():
+                if not self._rescue(read):
+                    self._stats.damaged += [(name, detail) for name in read.job.label]
         if any(isinstance(r.error, BlobNotFoundError) for r in flight.reads):
             self._stats.missing_blob = True
 
@@ -256,22 +319,38 @@ class _Session:
             except (BlobNotFoundError, BlobTruncatedError) as error:
                 read.error = error
 
-    def _checker(self, reads: list[_Read]) -> Callable[[], list[tuple[str, str]]]:
-        def task() -> list[tuple[str, str]]:
+    def _rescue(self, read: _Read) -> bool:
+        """Take a damaged piece from another tier, if one has it whole."""
+        for tier in self._backend.tiers:
+            try:
+                tier.backend.read([read.request])
+            except StorageError:
+                continue
+            if self._check(read) is None:
+                read.error = None
+                self._stats.rescued.append((read.job.blob, tier.name))
+                return True
+        return False
+
+    def _checker(self, reads: list[_Read]) -> Callable[[], list[tuple[_Read, str]]]:
+        def task() -> list[tuple[_Read, str]]:
             damaged = []
             for read in reads:
-                if read.error is not None:
-                    detail: str | None = str(read.error)
-                else:
-                    detail = self._reader.finish(
-                        read.job,
-                        read.span,
-                        read.request.target,
-                        placed=read.direct,
-                        decode=self._decode,
-                    )
+                detail = self._check(read) if read.error is None else str(read.error)
                 if detail is not None:
-                    damaged += [(name, detail) for name in read.job.label]
+                    damaged.append((read, detail))
             return damaged
 
         return task
+
+    def _check(self, read: _Read) -> str | None:
+        with blaming(lambda: _whose(read.job)):
+            return self._reader.finish(
+                read.job, read.span, read.request.target, placed=read.direct, decode=self._decode
+            )
+
+
+def _whose(job: FrameJob) -> str:
+    kinds = {type(u.sink) for u in job.uses if u.sink is not None}
+    sinks = "".join(f", for {k.__module__}.{k.__qualname__}" for k in kinds)
+    return f"with {' '.join(job.label)} from {job.blob}{sinks}"

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import Node, PlaceContext, Placement, StateObject, Target
 from penstock.core.compare import compare
 from penstock.core.containers import assemble, key_segment
-from penstock.core.describe import NameTable, check_root, describe_tree, refuse_ranks
+from penstock.core.describe import (
+    NameTable,
+    check_root,
+    describe_tree,
+    plugin_error,
+    refuse_ranks,
+)
 from penstock.core.errors import PenstockError, RestoreError, UnsupportedStateError
 from penstock.core.stored_tree import StoredTree, children_of
 from penstock.core.tree import Scan
@@ -16,7 +22,7 @@ from penstock.core.types import Kind, show_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from penstock.core.abc import StoredObject
+    from penstock.core.abc import StateProvider, StoredObject
     from penstock.core.tree import Providers
     from penstock.core.types import ObjectPath
 
@@ -125,10 +131,10 @@ class _Placing(PlaceContext):
     def place(self, value: object, path: ObjectPath, /) -> Placement:
         provider = self.scan.provider_for(type(value))
         if provider is not None:
-            return provider.place(value, path, context=self)
+            return self._place_by_provider(provider, value, path)
         if self.scan.is_container(value, path):
             return self.place_container(value, path)
-        return self.scan.value_provider.place(value, path, context=self)
+        return self._place_by_provider(self.scan.value_provider, value, path)
 
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
         node = self._nodes.get(path)
@@ -291,6 +297,16 @@ class _Placing(PlaceContext):
                 f"and cannot be built from that: {type(error).__name__}: {error}"
             )
             raise RestoreError(msg) from error
+
+    def _place_by_provider(
+        self, provider: StateProvider, value: object, path: ObjectPath
+    ) -> Placement:
+        try:
+            return provider.place(value, path, context=self)
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:
+            raise plugin_error(provider, path, "planning its restore", error) from error
 
     def compared(self, placement: Placement) -> Placement:
         """Leave only targets that fit; list the rest."""

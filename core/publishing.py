@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class Publisher:
         began = _boot_s()
         self._backend.publish(intent_name(self._uid), encode_intent(record))
         self._refreshed = began
+        log.debug("step %d: published %s", self._step, intent_name(self._uid))
 
     def refresh_intent(self) -> None:
         """Publish the intent again when it is getting old.
@@ -90,6 +92,7 @@ class Publisher:
         self._check_intent()
         begin()
         event = Event.PUBLISH_ANSWER_LOST
+        lost: BaseException | None = None
         try:
             event = self._try(name, encode_commit(record))
             action = self._commit.feed(event)
@@ -99,7 +102,8 @@ class Publisher:
             msg = f"step {record.step} is published, but perhaps not durably: {error}"
             raise CommitUnknownError(msg) from error
         except BaseException as error:  # noqa: BLE001 - whatever it was, the record may be there
-            log.warning("publishing %s: %r; looking whether it is there", name, error)
+            log.warning("publishing %s: %s; looking whether it is there", name, repr(error))
+            lost = error
             action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
         if action is Action.RESOLVE:
             whose = self._whose(name)
@@ -107,6 +111,7 @@ class Publisher:
                 whose = Event.RECORD_IS_OTHER  # the store's "taken" is definite; deleted since
             action = self._commit.feed(whose)
         if action is Action.DONE:
+            log.debug("step %d: published %s", record.step, name)
             self._check_data(name)
             return  # the intent stays with the data: prune may be reading both at this moment
         if action is Action.FAIL_LOST_RACE:
@@ -120,7 +125,9 @@ class Publisher:
             f"step {record.step}: whether {name} was published on {self._backend.url} is unknown. "
             "Look at steps() when the store answers again; nothing of it is deleted."
         )
-        raise CommitUnknownError(msg)
+        if lost is not None:
+            msg += f" What came back: {lost}"
+        raise CommitUnknownError(msg) from lost
 
     def _try(self, name: str, data: bytes) -> Event:
         if self._backend.capabilities.exclusive_publish:
@@ -173,6 +180,9 @@ class Publisher:
             "any more. Was the folder removed or replaced, or the step deleted, while it was "
             "saved? Look at steps(), and save again."
         )
+        with suppress(StorageError):  # who finds it there is told that it is damaged
+            if self._whose(name) is Event.RECORD_IS_OURS:
+                self._backend.delete([name])
         raise CommitUnknownError(msg)
 
     def _exists(self, name: str) -> bool:

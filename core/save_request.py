@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.pipeline import WriteJob
 
@@ -40,3 +40,19 @@ class EncodedManifest:
     index_name: str
     index: bytes
     record: CommitRecord
+
+
+class Onward(Protocol):
+    """What becomes of a checkpoint behind its commit, until it is durable."""
+
+    def prepare(self, record: CommitRecord) -> None:
+        """Before it is committed."""
+
+    def go(self, told: Callable[[BaseException | None], None]) -> None:
+        """It is committed; `told` is called once, when it is durable, or with why it is not."""
+
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers that have it, for the report."""
+
+    def check(self) -> None:
+        """Raise a NotDrainedError if waiting for it makes no sense."""

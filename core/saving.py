@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.core.blame import said
 from penstock.core.capture import Captured, CaptureRun
 from penstock.core.commit import Commit, Event, State
 from penstock.core.ending import Ending
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.save_request import SaveRequest
+    from penstock.core.save_request import Onward, SaveRequest
     from penstock.core.staging import Staging
     from penstock.core.workers import Workers
 
@@ -62,15 +63,19 @@ class SaveJob:
         staging: Staging,
         workers: Workers,
         after_commit: Callable[[SaveReport], None],
+        onward: Onward | None = None,
     ) -> None:
         subjects = request.subjects
         # Only the capture holds the state, and lets go of it when the save is over.
         request = self.request = replace(request, subjects=())
         self._after_commit = after_commit
+        self._onward = onward
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
         self._caller = threading.get_ident()
         self.handle.progress_source = self.progress
+        # What else has to happen until it is durable keeps no other save waiting.
+        self._over = self.handle.durable if onward is None else self.handle.committed
         self.uid = secrets.token_hex(16)
         self.released = Latch()  # nothing of this save is in memory or in flight
         self._backend = backend
@@ -161,8 +166,14 @@ class SaveJob:
         return self._capture.straight_bytes
 
     def wait_durable(self) -> None:
-        """Wait until the save ended, well or badly."""
-        self.handle.durable.wait()
+        """Wait until the save ended, well or badly.
+
+        Raises:
+            NotDrainedError: It is committed, and what would make it durable keeps failing.
+        """
+        while not self.handle.durable.wait(None if self._onward is None else _POLL_S):
+            if self._onward is not None and self.handle.committed.done():
+                self._onward.check()
 
     def add_blocked(self, seconds: float) -> None:
         """Count time for which training stood still."""
@@ -174,7 +185,7 @@ class SaveJob:
         A stuck store may keep its memory for ever; that is not waited for. Nor is it in a callback
         of the save, which has to return first.
         """
-        if not self.handle.durable.wait(timeout_s):
+        if not self._over.wait(timeout_s):
             return False
         if not self.ending.in_callback:
             self.released.wait(_RELEASE_S)
@@ -186,7 +197,7 @@ class SaveJob:
         Never raises: what went wrong is in the handle. With `give_up`, a save whose capture
         takes too long is aborted.
         """
-        if self.handle.durable.done():
+        if self._over.done():
             return True
         began = time.monotonic()
         complete = True
@@ -228,8 +239,10 @@ class SaveJob:
 
     def progress(self) -> Progress:
         """How far it is."""
-        total = self.request.plan.raw_bytes
-        return Progress(min(self._done_bytes, total), total, self._phase)
+        total, phase = self.request.plan.raw_bytes, self._phase
+        # The last count may come late.
+        done = total if phase in {"drain", "durable"} else self._done_bytes
+        return Progress(min(done, total), total, phase)
 
     # -- background -----------------------------------------------------------------------------
 
@@ -265,8 +278,7 @@ class SaveJob:
             self.fail(_of_our_tree(error, self.request.step))
             self._clean_up()
         else:
-            self._phase = "durable"
-            self.ending.succeed(report)
+            self._succeeded(report)
             log.info(
                 "saved step %d: %.1f MB in %.2f s (blocked %.3f s)",
                 report.step,
@@ -278,6 +290,24 @@ class SaveJob:
         finally:
             self._capture.forget()
             self.released.open()
+
+    def _succeeded(self, report: SaveReport) -> None:
+        onward = self._onward
+        if onward is None:
+            self._phase = "durable"
+            self.ending.succeed(report)
+            return
+
+        def told(error: BaseException | None) -> None:
+            if error is not None:
+                self.ending.leave(error)
+                return
+            self._phase = "durable"
+            self.ending.succeed(replace(report, tiers=onward.tiers()))
+
+        self._phase = "drain"
+        self.ending.commit(report)
+        onward.go(told)
 
     def _save(self) -> SaveReport:
         self._publisher.publish_intent()
@@ -295,14 +325,18 @@ class SaveJob:
         self._commit.feed(Event.SEALED)
         self._publish(manifest.part_name, manifest.part)
         self._publish(manifest.index_name, manifest.index)
+        if self._onward is not None:
+            self._onward.prepare(manifest.record)
         self._publisher.publish_commit(manifest.record, begin=self._begin_to_publish)
         self._tick(0)
         return self._report(blobs)
 
     def _publish(self, name: str, data: bytes) -> None:
         self._raise_if_failed()
+        began = time.monotonic()
         self._backend.publish(name, data)
         self._tick(0)
+        log.debug("published %s: %d bytes in %.3f s", name, len(data), time.monotonic() - began)
 
     def _begin_to_publish(self) -> None:
         """The last moment at which the save can be given up."""
@@ -378,14 +412,18 @@ class SaveJob:
                 # Those that were aborted, too: a store of files then removes the empty folder.
                 self._backend.delete(list(dict.fromkeys([*names, *self._writer.blob_names])))
             except BaseException as error:  # noqa: BLE001 - only rubbish is left behind
-                log.warning("data/%s stays until prune: %r", self.uid, error)
+                log.warning("data/%s stays until prune: %s", self.uid, repr(error))
+            else:
+                log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
+        else:
+            log.debug("step %d: data/%s stays for prune", self.request.step, self.uid)
 
     def _watch(self) -> None:
         """Give the save up when the store makes no progress for `io_timeout_s`."""
         limit = self.request.io_timeout_s
         while not self.released.wait(min(1.0, limit / 4)):
             stuck_s = time.monotonic() - self._moved
-            if stuck_s <= limit or self.handle.durable.done():
+            if stuck_s <= limit or self._over.done():
                 continue
             self._fail_because(partial(self._stuck, stuck_s))
 
@@ -433,8 +471,8 @@ class SaveJob:
 
 
 def _of_our_tree(error: BaseException, step: int) -> Exception:
-    if isinstance(error, PenstockError | MemoryError):
+    if isinstance(error, PenstockError):
         return error
-    wrapped = SaveError(f"step {step}: {type(error).__name__}: {error}")
+    wrapped = SaveError(f"step {step}: {said(error)}")
     wrapped.__cause__ = error
     return wrapped

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.core.abc import StateObject
+from penstock.core.blame import said
 from penstock.core.capture import Subject
+from penstock.core.errors import PenstockError, PluginError
 from penstock.core.index import encode_index
 from penstock.core.manifest import (
     BlobRecord,
@@ -20,11 +22,12 @@ from penstock.core.publishing import now_iso
 from penstock.core.save_request import EncodedManifest, SaveRequest
 from penstock.core.sections import ObjectEntry, build_sections
 from penstock.core.select import Selection
-from penstock.core.types import PAGE_BYTES, Kind, align_up
+from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.core.abc import ByteSource
     from penstock.core.chain import CodecChain
     from penstock.core.config import CheckpointerConfig
     from penstock.core.describe import Description
@@ -83,7 +86,8 @@ def plan_state(
     entries: list[ObjectEntry | NodeRecord] = []
     items: list[PlanItem] = []
     subjects: list[Subject] = []
-    described: list[tuple[TensorSpec, Region]] = []  # not the objects: those hold the state
+    # Not the objects: those hold the state.
+    described: list[tuple[ObjectPath, TensorSpec, Region]] = []
     for ordinal, entry in enumerate(description.entries):
         if not isinstance(entry, StateObject):
             entries.append(NodeRecord(ordinal, entry.path, entry.form, entry.meta))
@@ -117,15 +121,15 @@ def plan_state(
                 capture=_capture(entry, description, mode=mode, defer=defer),
             )
         )
-        described.append((entry.spec, entry.region))
-        subjects.append(Subject(entry.path, source, source.version()))
+        described.append((entry.path, entry.spec, entry.region))
+        subjects.append(Subject(entry.path, source, _version(entry)))
     plan = plan_save(items, chunk_bytes=config.chunk_bytes)
     chains = table.records()
 
     used = description.providers_used
 
     def context(item: int) -> tuple[str, int, tuple[int, ...]]:
-        spec, region = described[item]
+        _, spec, region = described[item]
         return spec.dtype, spec.itemsize, region.sizes
 
     def manifest(
@@ -171,6 +175,7 @@ def plan_state(
         subjects=subjects,
         chains=table.chains,
         contexts=context,
+        shown=lambda item: show_path(described[item][0]),
         manifest=manifest,
         block_bytes=config.block_bytes,
         grace_s=config.grace_s,
@@ -179,6 +184,23 @@ def plan_state(
         staging_bytes=_staging_need(plan, subjects, blocking=mode == "blocking"),
         pin=any(s.source.device.startswith("cuda") for s in subjects),
     )
+
+
+def _version(entry: StateObject) -> int | None:
+    try:
+        return entry.source.version()
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"{show_path(entry.path)}: its source cannot say its version: {said(error)}"
+        raise PluginError(msg) from error
+
+
+def _steady(source: ByteSource) -> bool:
+    try:
+        return source.steady()
+    except Exception:  # noqa: BLE001 - the capture asks again, and says whose it is
+        return False
 
 
 def _capture(
@@ -199,7 +221,7 @@ def _staging_need(plan: SavePlan, subjects: Sequence[Subject], *, blocking: bool
     total = 0
     for chunk in plan.chunks:
         source = subjects[chunk.pieces[0].item].source
-        if blocking and not chunk.slab and source.address is not None and source.steady():
+        if blocking and not chunk.slab and source.address is not None and _steady(source):
             continue  # lent, not copied
         total += align_up(chunk.phase + chunk.length, PAGE_BYTES)
     return total

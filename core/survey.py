@@ -23,9 +23,10 @@ from penstock.core.manifest import (
     parse_commit_name,
 )
 from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, decode_intent
+from penstock.core.second_copy import from_any_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.manifest import CommitRecord
@@ -39,12 +40,14 @@ class Survey:
     Attributes:
         records: Commit records by name.
         needed: Uids that a commit record names, or that one or an intent references.
+        references: Those of them that one references.
         data: Blobs and records by the uid they belong to, as listed before the intents were read.
         unreadable: Why a record cannot be read, by its name; such a one may need anything.
     """
 
     records: dict[str, CommitRecord] = field(default_factory=dict)
     needed: set[str] = field(default_factory=set)
+    references: set[str] = field(default_factory=set)
     data: dict[str, list[BlobInfo]] = field(default_factory=dict)
     unreadable: dict[str, DamagedError] = field(default_factory=dict)
 
@@ -56,7 +59,10 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
         BlobNotFoundError: It is not there.
         FormatError: It cannot be read, or is of an unknown version.
     """
-    return decode_commit(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
+    return from_any_tier(
+        backend,
+        lambda one: decode_commit(one.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name),
+    )
 
 
 def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
@@ -102,6 +108,7 @@ def survey_records(backend: Backend) -> Survey:
             survey.unreadable[info.name] = error
         else:
             survey.needed |= {record.uid, *record.references}
+            survey.references.update(record.references)
     return survey
 
 
@@ -125,6 +132,7 @@ def survey_run(backend: Backend) -> Survey:
             survey.unreadable[name] = error
         else:
             survey.needed |= set(intent.references)
+            survey.references.update(intent.references)
     return survey
 
 
@@ -136,7 +144,11 @@ def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
 
 
 def delete_records(
-    backend: Backend, names: Iterable[str], *, uids: Mapping[str, str | None] | None = None
+    backend: Backend,
+    names: Iterable[str],
+    *,
+    uids: Mapping[str, str | None] | None = None,
+    before: Callable[[Collection[str]], None] = lambda _: None,
 ) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
 
@@ -149,18 +161,21 @@ def delete_records(
         backend: Where.
         names: Of the records.
         uids: Whose they were when the caller chose them; default: when this is called.
+        before: Called with these uids before anything is deleted: what else of this process works
+            on them has to stop.
 
     Returns:
         Names of the records that this has deleted.
     """
     names = list(names)
     chosen = uids_named(backend, names) if uids is None else uids
+    doomed = {uid for uid in chosen.values() if uid is not None}
+    before(doomed)
     deleted = []
     for name in names:  # durably one by one: of several under way, a power cut may spare any
         if uids_named(backend, [name]).get(name, "gone") == chosen.get(name):
             backend.delete([name])
             deleted.append(name)
-    doomed = {uid for uid in chosen.values() if uid is not None}
     survey = survey_run(backend) if doomed else Survey()
     if not survey.unreadable:
         for uid in sorted(doomed - survey.needed):

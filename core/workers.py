@@ -1,4 +1,4 @@
-"""The threads of the engine; nothing else in core makes any."""
+"""The threads of the engine; nothing else in core makes any, but for `pool`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.latch import Latch
+from penstock.core.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PATIENCE_S = 5.0  # how long Ctrl-C waits for a store that may be stuck
+_LOOK_S = 1.0  # only bounds how late a stuck store is noticed
 
 
 class Workers:
@@ -34,8 +36,8 @@ class Workers:
             self._pid, self._pool = os.getpid(), self._make_pool()
         return self._pool.submit(task)
 
-    def _make_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.count, thread_name_prefix="penstock-work")
+    def _make_pool(self) -> Pool:
+        return Pool(self.count, "penstock-work")
 
     def spawn(self, name: str, task: Callable[[], None]) -> threading.Thread:
         """Run `task` on a thread of its own. Daemonic: a stuck disk must not hold up an exit."""
@@ -43,11 +45,19 @@ class Workers:
         thread.start()
         return thread
 
-    def apart(self, name: str, task: Callable[[], T], *, cancel: Callable[[], None]) -> T:
+    def apart(
+        self,
+        name: str,
+        task: Callable[[], T],
+        *,
+        cancel: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> T:
         """Run `task` on a thread of its own, and return its result.
 
-        Whatever interrupts the wait (Ctrl-C) calls `cancel`, and is raised once `task` is over, or
-        does not come to its end: its thread then holds on to all that it uses.
+        Whatever interrupts the wait (Ctrl-C, or what `check` raises now and then) calls `cancel`,
+        and is raised once `task` is over, or does not come to its end: its thread then holds on to
+        all that it uses.
         """
         mine = threading.Lock()  # taken for ever by whoever is first
         over = Latch()
@@ -55,7 +65,8 @@ class Workers:
         work = partial(_run, task, mine, outcome, over)
         try:
             self.spawn(name, work)
-            over.wait()
+            while not over.wait(_LOOK_S):
+                check()
         except BaseException as error:
             if not _outlast(mine, over, cancel):
                 error.add_note(f"penstock: a stuck {name} was left behind")

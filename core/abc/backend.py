@@ -6,16 +6,17 @@ import re
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
 from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
+from penstock.core.pool import Pool
 from penstock.core.types import Capabilities, ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from penstock.core.types import BlobInfo, WriteRequest
 
@@ -68,7 +69,7 @@ class Tier:
     drain_every: int = 1
     drain_bytes_per_s: float | None = None
     keep_last: int | None = None
-    on_full: Literal["block", "skip", "raise"] = "block"
+    on_full: Literal["block", "skip", "raise"] = "skip"
     durable: bool = False
 
 
@@ -124,8 +125,8 @@ class Backend(ABC):
     name: ClassVar[str]
     Config: ClassVar[type[PluginConfig]] = PluginConfig
 
-    _pool: ThreadPoolExecutor | None = None
-    _writing: ThreadPoolExecutor | None = None
+    _pool: Pool | None = None
+    _writing: Pool | None = None
     _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards making a `_pool`
 
     @classmethod
@@ -248,11 +249,13 @@ class Backend(ABC):
 
         Where `Capabilities.ordered` says so, one call at a time, in the order of submission.
         """
-        return self._executor(ordered=self.capabilities.ordered).submit(writer.write, requests)
+        return self._executor(ordered=self.capabilities.ordered).submit(
+            lambda: writer.write(requests)
+        )
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """`read(requests)` in the background; the targets are in use until it is done."""
-        return self._executor().submit(self.read, requests)
+        return self._executor().submit(lambda: self.read(requests))
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """A whole small record, as one publisher wrote it.
@@ -310,14 +313,13 @@ class Backend(ABC):
         finally:
             self.delete([probe])
 
-    def _executor(self, *, ordered: bool = False) -> ThreadPoolExecutor:
+    def _executor(self, *, ordered: bool = False) -> Pool:
         with Backend._pool_lock:
             if ordered:
                 if self._writing is None:
-                    name = f"penstock-{self.name}-write"
-                    self._writing = ThreadPoolExecutor(1, thread_name_prefix=name)
+                    self._writing = Pool(1, f"penstock-{self.name}-write")
                 return self._writing
             if self._pool is None:
                 # Two: one batch moves while the next is handed over.
-                self._pool = ThreadPoolExecutor(2, thread_name_prefix=f"penstock-{self.name}")
+                self._pool = Pool(2, f"penstock-{self.name}")
             return self._pool

@@ -203,7 +203,7 @@ def test_a_thin_device_that_has_less_room_than_its_file_system(kind, tmp_path):
     ):
         work.save()
         work.kib = 4096
-        work.fails(StorageError)
+        work.fails(StorageError, "blobs/")
         work.kib = 256
         work.check()
 
@@ -221,12 +221,14 @@ def limited(which, soft):
         resource.setrlimit(which, old)
 
 
-def test_a_limit_on_the_size_of_files(kind, tmp_path):
+@pytest.mark.parametrize("beyond", [0, 100, 512], ids=["pages", "bytes", "blocks"])
+def test_a_limit_on_the_size_of_files(beyond, kind, tmp_path):
+    """Within a page or a block of the device, direct I/O is told of it by other names."""
     with job(kind, tmp_path / "run") as work:
         work.save()
-        with limited(resource.RLIMIT_FSIZE, 64 << 10):
+        with limited(resource.RLIMIT_FSIZE, (64 << 10) + beyond):
             for mode in ("async", "blocking"):
-                work.fails(StorageError, "EFBIG", "ulimit -f", mode=mode)
+                work.fails(StorageError, "ulimit -f", "EFBIG" if not beyond else "(E", mode=mode)
         work.check()
         work.no_rubbish()
         work.save()
@@ -451,6 +453,22 @@ def test_a_wall_clock_that_jumps_costs_no_save_and_no_data(jump_s, kind, tmp_pat
         monkeypatch.undo()
         assert work.ckpt.prune().uids == ()
         work.save()
+        work.check()
+
+
+@pytest.mark.parametrize("jump_s", [-10 * 365 * 86400, 10 * 365 * 86400], ids=["back", "ahead"])
+def test_a_wall_clock_that_jumps_in_the_middle_of_a_save_costs_nothing(
+    jump_s, kind, tmp_path, monkeypatch
+):
+    really = time.time
+    with held_job(kind, tmp_path / "run", "seal") as (work, held):
+        fault = held.hold()
+        handle = work.ckpt.save(make(1), 1)
+        fault.reached.wait()
+        monkeypatch.setattr(time, "time", lambda: really() + jump_s)
+        held.gate.set()
+        handle.result(60)
+        work.committed = [1]
         work.check()
 
 

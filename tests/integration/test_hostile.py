@@ -201,7 +201,7 @@ def test_links_among_the_data_are_damage_and_not_pruned_through(root, outside):
         (root / f"commits/{number + 10:08d}-0.json").symlink_to(target)
     with opened(root) as ckpt:
         assert ckpt.steps() == [1, 2, 10, 11, 12, 13]
-        with pytest.raises(DamagedError, match="step 13 .* is damaged"):
+        with pytest.raises(DamagedError, match=r"step 13 .* is damaged"):
             ckpt.latest()
         assert ckpt.prune().refused
         assert same(ckpt.load(2), make_state(2))

@@ -153,7 +153,8 @@ def holds(url, *steps):
 
 def test_sigterm_with_its_default_handler_costs_the_pending_save_only(run, url):
     body = """
-held_save(ckpt, 2)
+handle = held_save(ckpt, 2)
+assert not handle.durable.wait(0.3)  # nothing of it can be there yet
 say("ready")
 time.sleep(60)
 """

@@ -1,0 +1,172 @@
+"""A store that never answers again: the save is given up, training goes on, everything ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.support import memory, same
+from tests.integration.training import SMALL
+
+from penstock import (
+    BusyError,
+    Checkpointer,
+    CommitUnknownError,
+    RestoreError,
+    StorageTimeoutError,
+)
+from penstock.core import saving, workers
+from penstock.core.testing.faults import FaultyBackend
+
+OPTIONS = {**SMALL, "rules": [{"match": "encoded", "codecs": ["zstd"]}], "io_timeout_s": 1.5}
+OPERATIONS = [
+    "create .raw",
+    "create .enc",
+    "write .raw",
+    "write .enc",
+    "seal .raw",
+    "seal .enc",
+    "publish intent",
+    "publish parts/",
+    "publish index",
+    "stat intent",
+    "publish commits/",
+]
+
+
+def make(number):
+    flat = torch.arange(9000.0) + number
+    return {"raw": flat, "encoded": -flat, "optimizer": torch.optim.SGD([flat]), "number": number}
+
+
+def plain(ckpt, step):
+    return ckpt.load(step, include=["raw", "encoded", "number"])
+
+
+def expected(step):
+    return {key: value for key, value in make(step).items() if key != "optimizer"}
+
+
+class Stuck:
+    """A checkpointer whose save of step 2 meets a call that hangs, for as long as `gate` says."""
+
+    def __init__(self, stack, on_busy, operation, gate):
+        name, _, match = operation.partition(" ")
+        self.inner = memory()
+        store = FaultyBackend(self.inner)
+        self.ckpt = stack.enter_context(Checkpointer(store, on_busy=on_busy, **OPTIONS))
+        self.ckpt.save(make(1), 1).result()
+        fault = store.block(name, gate, match=match)
+        self.state = make(2)
+        self.handle = self.ckpt.save(self.state, 2)
+        assert fault.reached.wait(60)
+        store.clear()  # only that one call hangs
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, monkeypatch):
+    monkeypatch.setattr(saving, "_RELEASE_S", 0.01)  # nor does anybody wait for its memory
+    given_up = CommitUnknownError if "commits" in operation else StorageTimeoutError
+    with ExitStack() as stack:
+        stack.callback(gate.set)
+        wait, skip, refuse = stuck = [
+            Stuck(stack, on_busy, operation, gate) for on_busy in ("wait", "skip", "raise")
+        ]
+        assert skip.ckpt.save(make(3), 3).skipped
+        with pytest.raises(BusyError, match="step 2 is still under way"):
+            refuse.ckpt.save(make(3), 3)
+        for each in stuck:
+            assert not each.handle.done()
+            each.state["optimizer"].step()  # does not wait: all is captured
+        with pytest.raises(given_up, match=r"step 2.*io_timeout_s=1\.5") as caught:
+            wait.ckpt.save(make(3), 3)
+        assert "the save of step 3 has started" in caught.value.__notes__[0]
+        wait.ckpt.wait()
+        for each in (skip, refuse):
+            with pytest.raises(given_up, match=r"memory://.*io_timeout_s=1\.5"):
+                each.handle.result(60)
+            each.ckpt.save(make(3), 3).result(60)
+        for each in stuck:
+            each.ckpt.close()  # although the call still hangs
+            with Checkpointer(each.inner) as fresh:
+                assert fresh.steps() == [1, 3]
+                assert all(same(plain(fresh, step), expected(step)) for step in (1, 3))
+                assert all(fresh.verify(step, deep=True).ok for step in (1, 3))
+
+
+# -- for ever --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [".raw", ".enc"])
+def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate, monkeypatch):
+    monkeypatch.setattr(workers, "_PATIENCE_S", 0.01)
+    store = FaultyBackend(memory())
+    with Checkpointer(store, **OPTIONS) as ckpt:
+        ckpt.save(make(1), 1).result()
+        store.block("read", gate, match=which)
+        for read in (lambda: ckpt.restore(expected(5), 1), lambda: ckpt.load(1)):
+            with pytest.raises(
+                RestoreError, match=rf"step 1.*io_timeout_s=1\.5.*{which}"
+            ) as caught:
+                read()
+            assert isinstance(caught.value.__cause__, StorageTimeoutError)
+        with pytest.raises(StorageTimeoutError, match=which):
+            ckpt.verify(1)
+        store.clear()
+        gate.set()
+        assert same(plain(ckpt, 1), expected(1))
+        assert ckpt.verify(1).ok
+
+
+PROGRAM = """
+import sys, threading, logging
+from tests.integration import test_hanging_store as test
+from penstock import Checkpointer, PenstockError
+from penstock.core import saving, workers
+from penstock.core.testing.faults import FaultyBackend
+
+logging.getLogger("penstock").setLevel(logging.CRITICAL)
+saving._RELEASE_S = workers._PATIENCE_S = 0.01
+never = threading.Event()
+open_ones = []
+for operation in [*test.OPERATIONS, "read .raw", "read .enc"]:
+    name, _, match = operation.partition(" ")
+    store = FaultyBackend(test.memory())
+    ckpt = Checkpointer(store, **test.OPTIONS)
+    ckpt.save(test.make(1), 1).result()
+    store.block(name, never, match=match)
+    open_ones.append((operation, ckpt, None if name == "read" else ckpt.save(test.make(2), 2)))
+for operation, ckpt, handle in open_ones:
+    try:
+        handle.result() if handle else ckpt.load(1)
+    except PenstockError as error:
+        print(operation, type(error).__name__, flush=True)
+    if operation != "seal .enc":  # that one is left to the exit
+        ckpt.close()
+print("over", flush=True)
+"""
+
+
+def test_an_interpreter_exits_although_calls_of_every_kind_hang():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert done.returncode == 0, done.stderr
+    told = [f"{o} StorageTimeoutError" for o in OPERATIONS[:-1]]
+    told += [
+        f"{OPERATIONS[-1]} CommitUnknownError",
+        "read .raw RestoreError",
+        "read .enc RestoreError",
+    ]
+    assert done.stdout.splitlines() == [*told, "over"]
