@@ -1,7 +1,7 @@
 """Configuration: mapping, TOML, YAML or JSON -> `CheckpointerConfig`.
 
 Unknown keys are refused with the nearest valid name. Relative paths, in a configuration file
-too, are relative to the current directory.
+too, are relative to the current directory. `${NAME}` in a file is filled from the environment.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from penstock.core.abc import Backend, SizeBytes, parse_size
+from penstock.core.environment import filled
 from penstock.core.errors import ConfigError
 from penstock.core.opening import BackendConfig, BackendSpec, PluginChoice, open_backend
 from penstock.core.types import PAGE_BYTES
@@ -210,7 +211,9 @@ def load_config(
     if isinstance(source, Mapping):
         return validated(CheckpointerConfig, source, what="configuration")
     path = Path(source)
-    return validated(CheckpointerConfig, _read_file(path), what=f"configuration {path}")
+    what = f"configuration {path}"
+    values = filled(_read_file(path), os.environ, what=what)
+    return validated(CheckpointerConfig, values, what=what)
 
 
 def json_schema() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.abc import CodecContext
 from penstock.core.catalog import Catalog
@@ -15,6 +15,7 @@ from penstock.core.index import IndexReader
 from penstock.core.part import decode_hashes, decode_head, decode_section
 from penstock.core.paths import path_hash, show_path
 from penstock.core.restore_plan import Wanted, plan_restore
+from penstock.core.second_copy import from_any_tier
 from penstock.core.types import ByteRange, ReadRequest
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     )
     from penstock.core.registry import Registry
     from penstock.core.types import ObjectPath
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,11 @@ class Contents:
         """Head of a part, bound by the commit record's digest."""
         if part not in self._heads:
             entry = self.record.parts[part]
-            data = self._fetch(entry.name, 0, entry.head_length)
-            self._heads[part] = decode_head(data, entry, self.record)
+            self._heads[part] = self._decoded(
+                entry.name,
+                (0, entry.head_length),
+                lambda data: decode_head(data, entry, self.record),
+            )
         return self._heads[part]
 
     def section(self, part: int, number: int) -> Section:
@@ -79,8 +85,11 @@ class Contents:
         if key not in self._sections:
             head = self.head(part)
             info = head.sections[number]
-            data = self._fetch(self.record.parts[part].name, info.offset, info.length)
-            self._sections[key] = decode_section(data, info, head)
+            self._sections[key] = self._decoded(
+                self.record.parts[part].name,
+                (info.offset, info.length),
+                lambda data: decode_section(data, info, head),
+            )
         return self._sections[key]
 
     def objects(self) -> list[Located]:
@@ -93,7 +102,10 @@ class Contents:
 
     def find(self, path: ObjectPath) -> Located | None:
         """One object by its path, by way of the index: the rest is not read."""
-        index, reader = self.record.index, self._index()
+        return from_any_tier(self._backend, lambda backend: self._find(path, backend))
+
+    def _find(self, path: ObjectPath, backend: Backend) -> Located | None:
+        index, reader = self.record.index, self._index(backend)
         for part, number in reader.find(path_hash(path)):
             if part >= len(self.record.parts) or number >= len(self.head(part).sections):
                 msg = f"{index.name}: an entry points to section {number} of part {part}"
@@ -167,7 +179,7 @@ class Contents:
         index = self.record.index
         with _reported(index.name, damage):
             self._check_size(index.name, index.length)
-            self._index().verify()
+            self._index(self._backend).verify()
         for part, entry in enumerate(self.record.parts):
             with _reported(entry.name, damage):
                 self._check_size(entry.name, entry.length)
@@ -177,7 +189,8 @@ class Contents:
                 continue
             head = self.head(part)
             with _reported(entry.name, damage):
-                decode_hashes(self._fetch(entry.name, head.hashes.offset, head.hashes.length), head)
+                place = head.hashes.offset, head.hashes.length
+                decode_hashes(self._fetch(entry.name, *place, self._backend), head)
             for number in range(len(head.sections)):
                 with _reported(f"{entry.name} section {number}", damage):
                     found = self.section(part, number).objects
@@ -226,26 +239,32 @@ class Contents:
             )
             raise FormatError(msg, [name])
 
-    def _index(self) -> IndexReader:
+    def _index(self, backend: Backend) -> IndexReader:
         index = self.record.index
         return IndexReader(
-            lambda offset, length: self._fetch(index.name, offset, length),
+            lambda offset, length: self._fetch(index.name, offset, length, backend),
             size=index.length,
             sha256=index.sha256,
             name=index.name,
         )
 
-    def _fetch(self, name: str, offset: int, length: int) -> bytes:
-        size = self._size(name)
+    def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
+        """What `decode` makes of the bytes at `place`, `(offset, length)`."""
+        return from_any_tier(
+            self._backend, lambda backend: decode(self._fetch(name, *place, backend))
+        )
+
+    def _fetch(self, name: str, offset: int, length: int, backend: Backend) -> bytes:
+        size = self._size(name, backend)
         if offset + length > size:
             msg = (
-                f"{name} on {self._backend.url} has {size} bytes, but {offset + length} are "
+                f"{name} on {backend.url} has {size} bytes, but {offset + length} are "
                 "recorded: it was cut off"
             )
             raise FormatError(msg, [name])
         data = bytearray(length)
         try:
-            self._backend.read([ReadRequest(name, offset, memoryview(data))])
+            backend.read([ReadRequest(name, offset, memoryview(data))])
         except BlobNotFoundError as error:
             raise self._missing(name) from error
         except BlobTruncatedError as error:
@@ -254,14 +273,14 @@ class Contents:
         return bytes(data)
 
     def _check_size(self, name: str, length: int) -> None:
-        size = self._size(name)
+        size = self._size(name, self._backend)
         if size != length:
             msg = f"{name} on {self._backend.url} has {size} bytes, {length} were written"
             raise FormatError(msg, [name])
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: str, backend: Backend) -> int:
         try:
-            return self._backend.stat(name).size_bytes
+            return backend.stat(name).size_bytes
         except BlobNotFoundError as error:
             raise self._missing(name) from error
 

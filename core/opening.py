@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.core.abc import Backend
 from penstock.core.errors import CapabilityError, ConfigError, PenstockError, PluginError
+from penstock.core.guarding import guarded
 from penstock.core.registry import default_registry
 from penstock.core.validation import nearest, refusal, validated
 
@@ -46,8 +47,13 @@ BackendSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | BackendCo
 _LOCAL = ("uring", "posix")
 _LIGHT_LOCAL = ("posix",)
 
+# The backend for schemes that no backend is named after.
+_ANY_URL = "fsspec"
+_WITHOUT_FSSPEC = {"s3", "s3a"}  # its own path to these needs botocore alone
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SECRETS = re.compile(r"(://)[^/?#]*@|\?.*", re.DOTALL)
+# User and password; the latter may hold slashes, as those of S3 do.
+_SECRETS = re.compile(r"(://)(?:[^/?#]*@|[^/?#@:]+:(?!\d+/)[^?#@]*@)|\?.*", re.DOTALL)
 
 _warned: set[str] = set()
 
@@ -62,7 +68,8 @@ def open_backend(
     """Open the backend that `spec` means; a `Backend` is returned as it is.
 
     A plain path or `file://` takes `uring` when its probe passes, else `posix`, with one warning
-    per reason and process that says why. Options stand in a URL's query.
+    per reason and process that says why. A scheme that no backend is named after is `fsspec`'s,
+    if fsspec knows it. Options stand in a URL's query.
 
     Args:
         spec: Path, URL, table with `type`, `BackendConfig`, or an open backend.
@@ -76,7 +83,7 @@ def open_backend(
         StorageError: It cannot be opened.
     """
     if isinstance(spec, Backend):
-        return spec
+        return guarded(spec)
     registry = registry or default_registry()
     if isinstance(spec, (Mapping, BackendConfig)):
         if not isinstance(spec, BackendConfig):
@@ -88,8 +95,10 @@ def open_backend(
     scheme = _scheme(url)
     if scheme in {"", "file"}:
         return _open_local(_LIGHT_LOCAL if light else _LOCAL, url, registry, must_exist=must_exist)
-    if scheme not in registry.names("backend"):
-        names = registry.names("backend")
+    names = registry.names("backend")
+    if scheme not in names and _ANY_URL in names and _is_known_to_fsspec(scheme):
+        scheme = _ANY_URL
+    if scheme not in names:
         msg = f"{shown_url(url)}: no installed backend serves {scheme}://{nearest(scheme, names)}"
         raise ConfigError(msg)
     cls = registry.backend_class(scheme)
@@ -147,6 +156,16 @@ def _opened(
     except Exception as error:
         msg = f"backend {cls.name!r} ({cls.__module__}) cannot be opened: {error!r}"
         raise PluginError(msg) from error
+
+
+def _is_known_to_fsspec(scheme: str) -> bool:
+    if scheme in _WITHOUT_FSSPEC:
+        return True
+    try:
+        from fsspec.registry import known_implementations, registry  # noqa: PLC0415 - 80 ms
+    except ImportError:
+        return False
+    return scheme in known_implementations or scheme in registry
 
 
 def _scheme(url: str) -> str:

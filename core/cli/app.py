@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, cast
 
 import typer
 
@@ -12,11 +13,14 @@ Examples:
   penstock ls runs/gpt                        which checkpoints there are
   penstock show runs/gpt --include optimizer  what the newest one holds
   penstock verify runs/gpt --all              compare every checksum
+  penstock copy runs/gpt s3://bucket/gpt      bring the newest one elsewhere
+  penstock diff runs/gpt                      what differs between the two newest
   penstock prune runs/gpt --dry-run           what crashed saves left behind
   penstock doctor /nvme/new-run               what this machine can do there
 
 \b
-URL is the root of a run: a path, or a URL such as posix:///data/run.
+URL is the root of a run: a path, a URL such as posix:///data/run, or the
+configuration file of the run.
 Every command takes --json. Exit codes: 0 all is well, 1 something failed or
 is damaged, 2 the command was called wrongly.
 """
@@ -29,8 +33,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _backend_of(url: str) -> str:
+    """A configuration file stands for the backend in it."""
+    if not url.endswith((".toml", ".yaml", ".yml", ".json")) or not Path(url).is_file():
+        return url
+    from penstock.core.config import load_config  # noqa: PLC0415
+
+    # A table passes as it is: whoever opens a backend takes either.
+    return cast("str", load_config(url).backend)
+
+
 Url = Annotated[
-    str, typer.Argument(metavar="URL", help="Root of the run: a path, or a URL such as posix://.")
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="Root of the run: a path, a URL such as posix://, or a configuration file.",
+        callback=_backend_of,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Step = Annotated[
@@ -48,6 +68,16 @@ class Debugging:
 
 
 debugging = Debugging()
+
+
+@dataclass(slots=True)
+class Exits:
+    """With what the command exits when something went wrong: `diff` means another thing by 1."""
+
+    trouble: int = 1
+
+
+exits = Exits()
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,18 @@ from penstock.core.cli.render import (
     state_cell,
     visible,
 )
-from penstock.core.errors import BlobNotFoundError, FormatError
+from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
 from penstock.core.opening import open_backend
 from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit
+from penstock.core.tiers import pending
 
 if TYPE_CHECKING:
-    from penstock.core.abc import Backend
+    from collections.abc import Sequence
+
+    from penstock.core.abc import Backend, Tier
     from penstock.core.manifest import CommitRecord
 
+_TIERS = Column("TIERS", keep=6)
 _COLUMNS = (
     Column("STEP", right=True),
     Column("GEN", right=True, keep=1),
@@ -47,11 +51,21 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One step of a run: its newest record, or why that cannot be read."""
+    """One step of a run: its newest record, or why that cannot be read.
+
+    Attributes:
+        step: Which.
+        record: The record.
+        error: Why there is none.
+        tiers: Which tiers have it whole, of a run in tiers.
+        waiting: Whether it has yet to be copied from one of them to the next.
+    """
 
     step: int
     record: CommitRecord | None
     error: str | None
+    tiers: tuple[str, ...] = ()
+    waiting: bool = False
 
 
 def run(url: str, *, metadata: bool, as_json: bool) -> None:
@@ -66,15 +80,21 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         PenstockError: The run cannot be looked at.
     """
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
-        listed = list_run(backend)
+        tiered, silent = bool(backend.tiers), dict[str, str]()
+        listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
         if as_json:
-            print_json({"url": backend.url, "checkpoints": [_as_json(one) for one in listed]})
+            found: dict[str, Any] = {"url": backend.url}
+            found["checkpoints"] = [_as_json(one, tiered=tiered) for one in listed]
+            print_json({**found, "silent": silent} if tiered else found)
             return
+        for name, why in silent.items():
+            print_line(f"tier {name} does not answer: {visible(why)}", style="red")
         if not listed:
             print_line(f"no checkpoints under {visible(backend.url)}")
             return
     now_s = time.time()
-    print_table(_COLUMNS, [_as_row(one, now_s) for one in listed])
+    columns = (*_COLUMNS[:-1], _TIERS, _COLUMNS[-1]) if tiered else _COLUMNS
+    print_table(columns, [_as_row(one, now_s, tiered=tiered) for one in listed])
     for one in listed:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
@@ -106,10 +126,38 @@ def list_run(backend: Backend) -> list[Listed]:
     return listed
 
 
-def _as_json(one: Listed) -> dict[str, Any]:
+def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
+    """As `list_run`, of all tiers that answer; why others do not goes to `silent`."""
+    found: dict[int, Listed] = {}
+    for tier in tiers:
+        try:
+            listed = list_run(tier.backend)
+            waiting = {record.uid for record in pending(tier.backend)}
+        except StorageError as error:
+            silent[tier.name] = str(error)
+            continue
+        for one in listed:
+            before = found.get(one.step)
+            if one.record is None:  # the next tier may have a good one
+                found.setdefault(one.step, one)
+            elif before is None or before.record is None or _is_newer(one.record, before.record):
+                marked = one.record.uid in waiting
+                found[one.step] = replace(one, tiers=(tier.name,), waiting=marked)
+            elif before.record.uid == one.record.uid:
+                marked = before.waiting or one.record.uid in waiting
+                found[one.step] = replace(before, tiers=(*before.tiers, tier.name), waiting=marked)
+    return [found[step] for step in sorted(found)]
+
+
+def _is_newer(one: CommitRecord, other: CommitRecord) -> bool:
+    return one.uid != other.uid and one.generation > other.generation
+
+
+def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
     if one.record is None:
         return {"step": one.step, "state": "damaged", "error": one.error}
-    return {"step": one.step, "state": "ok", **record_json(one.record)}
+    more = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
+    return {"step": one.step, "state": "ok", **record_json(one.record), **more}
 
 
 def record_json(record: CommitRecord) -> dict[str, Any]:
@@ -131,10 +179,11 @@ def record_json(record: CommitRecord) -> dict[str, Any]:
     }
 
 
-def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
+def _as_row(one: Listed, now_s: float, *, tiered: bool) -> list[str | Cell]:
     record = one.record
+    where = ["+".join(one.tiers) + (" (to copy)" if one.waiting else "")] if tiered else []
     if record is None:
-        return [str(one.step), *["-"] * 6, state_cell("damaged"), ""]
+        return [str(one.step), *["-"] * 6, state_cell("damaged"), *where, ""]
     created_s = datetime.fromisoformat(record.created).timestamp()
     return [
         str(record.step),
@@ -145,5 +194,6 @@ def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
         size_text(record.bytes_stored),
         ratio_text(record.bytes_raw, record.bytes_stored),
         state_cell("ok"),
+        *where,
         metadata_text(record.metadata),
     ]

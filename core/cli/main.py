@@ -7,16 +7,17 @@ import os
 import sys
 from typing import NoReturn
 
-from penstock.core.cli import looking, tidying  # noqa: F401 - they declare the commands
-from penstock.core.cli.app import app, debugging
+from penstock.core.cli import between, looking, tidying  # noqa: F401 - they declare the commands
+from penstock.core.cli.app import app, debugging, exits
 from penstock.core.errors import PenstockError
 
 
 def main() -> None:
     """Run the command; errors are one message, without a traceback unless `--debug` is given.
 
-    Exits with 0, 1 after an error, 2 when it was called wrongly.
+    Exits with 0, 1 after an error (but see `exits`), 2 when it was called wrongly.
     """
+    exits.trouble = 1
     try:
         try:
             app(_debug_first(sys.argv[1:]), prog_name="penstock")
@@ -52,7 +53,7 @@ def _complain(message: str) -> NoReturn:
 
     lines = [visible(line) for line in message.splitlines()]
     sys.stderr.write("\n".join([f"penstock: {lines[0]}", *lines[1:]]) + "\n")
-    sys.exit(1)
+    sys.exit(exits.trouble)
 
 
 def _show_traceback() -> None:
@@ -68,4 +69,4 @@ def _end_output(error: OSError) -> NoReturn:
     if error.errno != errno.EPIPE:  # whoever stopped reading needs no message
         what = error.filename or "standard output"
         sys.stderr.write(f"penstock: {what}: {error.strerror or error}\n")
-    sys.exit(1)
+    sys.exit(exits.trouble)

@@ -23,7 +23,6 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig, _Blob
 from penstock.core import publishing, survey
 from penstock.core.abc import Backend
 from penstock.core.catalog import Catalog
-from penstock.core.checkpointer import Checkpointer
 from penstock.core.commit import Commit
 from penstock.core.ending import Ending
 from penstock.core.errors import (
@@ -53,8 +52,10 @@ from penstock.core.pipeline import BATCH_BYTES
 from penstock.core.publishing import Publisher
 from penstock.core.record import decode_commit, encode_commit, encode_intent
 from penstock.core.reports import SaveHandle
+from penstock.core.retaining import clean_up_after
 from penstock.core.save_request import EncodedManifest
 from penstock.core.saving import SaveJob
+from penstock.core.starting import claim_generation
 from penstock.core.types import Capabilities
 
 _NOW = "2026-01-01T00:00:00Z"
@@ -187,6 +188,8 @@ class _Job(SaveJob):
         self._backend = turn
         self._turn = turn
         self.handle = SaveHandle(step)
+        self._over = self.handle.durable
+        self._onward = None
         self.ending = Ending(self.handle)
         self.ending.capture()
         self._references = references
@@ -265,18 +268,10 @@ class Saver:
 
     def run(self, turn):
         catalog = Catalog(turn)
-        owner = SimpleNamespace(
-            _catalog=catalog,
-            _backend=turn,
-            _restored_from=None,
-            _config=SimpleNamespace(
-                retention=self.keep_last
-                and SimpleNamespace(keep_last=self.keep_last, keep_every=None)
-            ),
-        )
+        retention = self.keep_last and SimpleNamespace(keep_last=self.keep_last, keep_every=None)
         references = ()
         try:
-            generation = Checkpointer._claim(owner, self.step, overwrite=self.overwrite)
+            generation = claim_generation(turn, self.step, overwrite=self.overwrite)
             if self.like is not None:
                 references = (catalog.record(self.like).uid,)
         except (StepExistsError, CheckpointNotFoundError) as error:
@@ -312,7 +307,14 @@ class Saver:
         publisher._check_data = landed
         job._after_commit = lambda report: (
             turn.note(looking=False),
-            Checkpointer._after_commit(owner, report, overwrite=self.overwrite),
+            clean_up_after(
+                report,
+                catalog,
+                overwrite=self.overwrite,
+                retention=retention,
+                protect=(),
+                events=SimpleNamespace(emit=lambda event: None),
+            ),
         )
         job._run()
 

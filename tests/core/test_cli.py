@@ -673,7 +673,7 @@ def test_wrong_url_is_one_message_without_traceback(penstock, arguments):
     done = penstock(command, "s3://user:s3cret@bucket/run", *options)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("penstock: s3://bucket/run: no installed backend serves s3://")
+    assert done.stderr.startswith("penstock: options in s3://bucket/run: 1 problem\n  url: cred")
     assert "s3cret" not in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -14,7 +14,7 @@ from penstock.core.cli.main import app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-FREE = {"codecs", "providers", "metadata"}  # mappings whose keys are names of parts, or the user's
+FREE = {"codecs", "providers", "metadata", "lost"}  # mappings whose keys are names of parts, or the user's
 
 
 @pytest.fixture
@@ -78,6 +78,11 @@ def test_verify_json_is_as_documented(call, run):
 def test_prune_and_delete_json_are_as_documented(call, run, command, steps):
     found = call(command, run, *steps, "--dry-run", "--json").json
     assert keys(found) == keys(documented(command))
+
+
+def test_drain_json_is_as_documented(call, run, tmp_path):
+    url = f"tiered://?fast=posix://{run}&durable=posix://{tmp_path}/durable"
+    assert keys(call("drain", url, "--json").json) == keys(documented("drain"))
 
 
 def test_doctor_json_is_as_documented(call, run):

@@ -382,7 +382,10 @@ def test_folder_that_must_exist_is_not_made(opened, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "error", "complaint"),
     [
-        ("s3://bucket/run", ConfigError, "no installed backend serves s3://; known are memory"),
+        ("nope://b/run", ConfigError, "no installed backend serves nope://; known are "),
+        ("s3://", ConfigError, "url: it should be s3://bucket/folder"),
+        ("s3://key:word@bucket/run", ConfigError, "credentials do not belong into the URL"),
+        ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
         ("posx:///a", ConfigError, "did you mean posix?"),
         ("posix:///a?dirct_io=on", ConfigError, "dirct_io: unknown key; did you mean direct_io?"),
         ("posix:///a?direct_io=on&direct_io=off", ConfigError, "'direct_io' is given twice"),

@@ -1,0 +1,6 @@
+"""`tiered`: a fast place in front of a durable one."""
+
+from penstock.backends.tiered.backend import TieredBackend
+from penstock.backends.tiered.config import TieredConfig
+
+__all__ = ["TieredBackend", "TieredConfig"]

@@ -1,0 +1,312 @@
+"""Copies checkpoints from tier to tier in the background.
+
+Training never waits for this, and never fails because of it. What a tier has yet to copy stands in
+its mark (see `tiers`), so whatever ends the process, the next one goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.core.copying import CheckpointCopy
+from penstock.core.drain_link import DrainLink
+from penstock.core.errors import (
+    NotDrainedError,
+    StorageError,
+    StorageFullError,
+)
+from penstock.core.manifest import data_uid
+from penstock.core.prune import CLOCK_PREFIX
+from penstock.core.tiers import (
+    Rooms,
+    is_marked,
+    is_whole,
+    mark,
+    pending,
+    whereabouts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from penstock.core.abc import Tier
+    from penstock.core.drain_link import DrainState
+    from penstock.core.manifest import CommitRecord
+    from penstock.core.workers import Workers
+
+log = logging.getLogger("penstock")
+
+_BLOCKED_POLL_S = 0.5
+_LEFT = (
+    "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
+    "goes on with it; it was not copied to the durable one yet"
+)
+
+
+class Drains:
+    """All links between neighbouring tiers of one run. Thread-safe."""
+
+    def __init__(self, tiers: Sequence[Tier], *, workers: Workers, grace_s: float) -> None:
+        self._tiers = tiers
+        self._told: dict[str, Callable[[BaseException | None], None]] = {}
+        self._counts = [0] * len(tiers)
+        self._lock = threading.Lock()  # guards `_told`, `_counts` and what stands below it
+        self._withdrawn: set[str] = set()
+        self._bringing: dict[str, CheckpointCopy] = {}
+        self._brought = threading.Condition(self._lock)
+        self._workers = workers
+        self._grace_s = grace_s
+        self._resumed = False
+        self._repairs: list[threading.Thread] = []
+        self.rooms = Rooms(tiers)
+        self._links = [
+            DrainLink(tiers, number, self, workers=workers, grace_s=grace_s)
+            for number in range(len(tiers) - 1)
+        ]
+        self.durable = max((n for n, tier in enumerate(tiers) if tier.durable), default=0)
+
+    def place(self, step: int, need_bytes: int) -> int | None:
+        """The fastest tier that has room, made if need be; None: this save is to be skipped.
+
+        Raises:
+            StorageFullError: None has, and the configuration says `raise`.
+        """
+        said = False
+        while True:
+            why = []
+            for number, tier in enumerate(self._tiers):
+                try:
+                    if self._has_room(number, need_bytes):
+                        return number
+                    why.append(f"tier {tier.name} ({tier.backend.url}) is full")
+                except StorageError as error:
+                    why.append(f"tier {tier.name} does not answer: {error}")
+            msg = (
+                f"no tier has room for the {need_bytes} bytes of step {step}: {'; '.join(why)}. "
+                "What is only in the fast tier is not given up for it."
+            )
+            policy = self._tiers[0].on_full
+            if policy == "raise":
+                raise StorageFullError(msg)
+            if policy == "skip":
+                log.error("step %d is not saved: %s", step, msg)
+                return None
+            if not said:
+                log.error("the save of step %d waits: %s", step, msg)
+                said = True
+            time.sleep(_BLOCKED_POLL_S)
+
+    def is_failing(self) -> bool:
+        """Whether a tier has failed for so long that waiting for it makes no sense."""
+        return any(link.is_failing() for link in self._links)
+
+    def _has_room(self, number: int, need_bytes: int) -> bool:
+        if number:  # of one that cannot tell its room it has to be known that it is there
+            self._tiers[number].backend.list(CLOCK_PREFIX)
+        return self.rooms.make_room(number, need_bytes)
+
+    def prepare(self, number: int, uid: str, step: int) -> bool:
+        """Before a checkpoint is committed in a tier: mark it, if it shall go on from there.
+
+        Raises:
+            StorageError: The tier failed.
+        """
+        wanted = number < len(self._links) and self._is_turn(number)
+        if wanted:
+            mark(self._tiers[number].backend, uid, step)
+        return wanted
+
+    def committed(
+        self,
+        number: int,
+        record: CommitRecord,
+        told: Callable[[BaseException | None], None],
+        *,
+        marked: bool,
+    ) -> None:
+        """A checkpoint is whole in a tier: go on from there if it is marked.
+
+        Args:
+            number: Of the tier.
+            record: Of the checkpoint.
+            told: Called once, when it is as durable as it shall be, or with why it is not.
+            marked: What `prepare` has said of it.
+        """
+        if number >= self.durable or not marked:
+            told(None)
+        else:
+            with self._lock:
+                self._told[record.uid] = told
+        if marked:
+            self._links[number].add(record)
+
+    def resume_once(self) -> None:
+        """Begin to `resume`, in the background, unless that was begun before."""
+        if not self._resumed:
+            self._resumed = True
+            self._workers.spawn("resume", self._resume)
+
+    def _resume(self) -> None:
+        self.resume()
+
+    def repair(self, damaged: Sequence[tuple[str, str]]) -> None:
+        """Bring copies anew, in the background, that turned out to be damaged.
+
+        Args:
+            damaged: Blobs, each with the name of the tier whose copy is good.
+        """
+        self._repairs.append(self._workers.spawn("repair", partial(self._repair, dict(damaged))))
+
+    def withdraw(self, uids: Collection[str]) -> None:
+        """Copy these no more; on return none of them is being copied.
+
+        Before they are deleted: else the record of a copy could come after the deletion of its
+        data.
+        """
+        with self._lock:
+            self._withdrawn.update(uids)
+            bringing = [copy for uid, copy in self._bringing.items() if uid in uids]
+        for copy in bringing:
+            copy.cancel()
+        for link in self._links:
+            link.withdraw(uids)
+        with self._brought:
+            self._brought.wait_for(lambda: not self._bringing.keys() & set(uids))
+
+    def resume(self) -> int:
+        """Go on with what was left by whoever used these tiers before; returns how many."""
+        found = 0
+        for number, link in enumerate(self._links):
+            try:
+                left = pending(self._tiers[number].backend)
+            except StorageError as error:
+                log.warning("tier %s: what is left to copy: %s", self._tiers[number].name, error)
+                continue
+            for record in left:
+                found += link.add(record)
+        return found
+
+    def having(self, record: CommitRecord) -> tuple[str, ...]:
+        """Names of the tiers that have a checkpoint, of those that answer."""
+        found = []
+        for tier in self._tiers:
+            try:
+                if is_whole(tier.backend, record):
+                    found.append(tier.name)
+            except StorageError:
+                continue
+        return tuple(found)
+
+    def states(self) -> list[DrainState]:
+        """What each link is doing, from the fastest tier on."""
+        return [link.state() for link in self._links]
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left, or what is left is failing; False: neither, in time."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for repair in self._repairs:
+            repair.join(None if end is None else max(0.0, end - time.monotonic()))
+        # What one has finished is the next one's to do.
+        return all(link.settle(end) for link in self._links)
+
+    def _repair(self, damaged: Mapping[str, str]) -> None:
+        good = {data_uid(blob): name for blob, name in damaged.items()}
+        try:
+            for uid, where in whereabouts(self._tiers).items():
+                numbers = [n for n in where.tiers if self._tiers[n].name == good.get(uid)]
+                for number in where.tiers if numbers else ():
+                    if number < numbers[0] and number not in where.waiting:
+                        self._bring(where.record, numbers[0], number)
+        except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
+            log.warning("repairing a damaged copy failed: %s", str(error))
+
+    def _bring(self, record: CommitRecord, good: int, bad: int) -> None:
+        """Replace one tier's copy of a checkpoint; it is not listed there meanwhile."""
+        source, target = self._tiers[good], self._tiers[bad]
+        copy = CheckpointCopy(
+            source.backend,
+            target.backend,
+            record,
+            workers=self._workers,
+            grace_s=self._grace_s,
+        )
+        with self._lock:
+            if record.uid in self._withdrawn:
+                return
+            self._bringing[record.uid] = copy
+        try:
+            self.rooms.evict(bad, record)
+            copy.run()
+        finally:
+            with self._brought:
+                del self._bringing[record.uid]
+                self._brought.notify_all()
+        log.info("step %d: repaired in tier %s from %s", record.step, target.name, source.name)
+
+    def close(self) -> None:
+        """Stop; whoever waits for a checkpoint that is still on its way is told so."""
+        for link in self._links:
+            link.close()
+        with self._lock:
+            left, self._told = self._told, {}
+        for told in left.values():
+            told(
+                NotDrainedError(f"{_LEFT}, since the run was closed before"),
+            )
+
+    def _is_turn(self, number: int) -> bool:
+        every = self._tiers[number].drain_every
+        with self._lock:
+            count, self._counts[number] = self._counts[number], self._counts[number] + 1
+        return every > 0 and count % every == 0
+
+    def arrived(self, number: int, record: CommitRecord) -> None:
+        """A link has copied a checkpoint to tier `number`."""
+        marked = number < len(self._links) and is_marked(self._tiers[number].backend, record.uid)
+        if marked:
+            self._links[number].add(record)
+        if number >= self.durable or not marked:
+            self.tell(record, None)
+
+    def tell(self, record: CommitRecord, error: BaseException | None) -> None:
+        """Let know who waits for a checkpoint, if anybody does."""
+        with self._lock:
+            told = self._told.pop(record.uid, None)
+        if told is not None:
+            told(error)
+
+
+class Onward:
+    """What becomes of one save that was committed in tier `number`; see `save_request.Onward`."""
+
+    def __init__(self, drains: Drains, number: int) -> None:
+        self._drains = drains
+        self._number = number
+        self._record: CommitRecord | None = None
+        self._marked = False
+
+    def prepare(self, record: CommitRecord) -> None:
+        """Mark it, if it shall go on."""
+        self._record = record
+        self._marked = self._drains.prepare(self._number, record.uid, record.step)
+
+    def go(self, told: Callable[[BaseException | None], None]) -> None:
+        """Let it go on, if it is marked."""
+        assert self._record is not None
+        self._drains.committed(self._number, self._record, told, marked=self._marked)
+
+    def tiers(self) -> tuple[str, ...]:
+        """Names of those that have it by now."""
+        assert self._record is not None
+        return self._drains.having(self._record)
+
+    def check(self) -> None:
+        """Raise if a tier has been failing for long."""
+        if self._drains.is_failing():
+            why = "; ".join(state.error for state in self._drains.states() if state.error)
+            msg = f"{_LEFT}: {why}"
+            raise NotDrainedError(msg)

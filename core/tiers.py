@@ -1,0 +1,215 @@
+"""Checkpoints in several tiers: where each is whole, which may go, where the next one fits.
+
+A tier holds a checkpoint if the tier itself lists its commit record, which is published there last
+(see `copying`); so nothing here needs a journal of what is where. Only what is *still to be*
+copied is written down: `data/<uid>/drain.json` stands beside the data in the tier to copy from,
+from before the commit until the next tier has it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog import Catalog
+from penstock.core.errors import BlobNotFoundError, DamagedError, StorageError
+from penstock.core.manifest import (
+    DATA_PREFIX,
+    commit_name,
+    data_prefix,
+    data_uid,
+    parse_commit_name,
+)
+from penstock.core.survey import delete_records, read_commit, survey_records
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from penstock.core.abc import Backend, Tier
+    from penstock.core.manifest import CommitRecord
+
+log = logging.getLogger("penstock")
+
+_MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
+
+
+def mark_name(uid: str) -> str:
+    """Name of the mark that an attempt has yet to be copied to the next tier."""
+    return f"{data_prefix(uid)}drain.json"
+
+
+def mark(backend: Backend, uid: str, step: int) -> None:
+    """Write down that an attempt is to be copied to the next tier, before it is committed."""
+    backend.publish(mark_name(uid), json.dumps({"uid": uid, "step": step}).encode())
+
+
+def is_marked(backend: Backend, uid: str) -> bool:
+    """Whether an attempt has yet to be copied from one tier to the next."""
+    name = mark_name(uid)
+    return any(info.name == name for info in backend.list(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Which tiers have one checkpoint.
+
+    Attributes:
+        record: Its commit record.
+        tiers: Numbers of the tiers that have it whole, ascending.
+        waiting: Those of them that have yet to copy it to the next one.
+    """
+
+    record: CommitRecord
+    tiers: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+def whereabouts(tiers: Sequence[Tier]) -> dict[str, Whereabouts]:
+    """Where each readable checkpoint is, by uid.
+
+    Raises:
+        StorageError: A tier does not answer.
+    """
+    records: dict[str, CommitRecord] = {}
+    having: dict[str, list[int]] = {}
+    waiting: dict[str, list[int]] = {}
+    for number, tier in enumerate(tiers):
+        marked = _marked(tier.backend)
+        for record in survey_records(tier.backend).records.values():
+            records[record.uid] = record
+            having.setdefault(record.uid, []).append(number)
+            if record.uid in marked:
+                waiting.setdefault(record.uid, []).append(number)
+    return {
+        uid: Whereabouts(record, tuple(having[uid]), tuple(waiting.get(uid, ())))
+        for uid, record in records.items()
+    }
+
+
+def pending(backend: Backend) -> list[CommitRecord]:
+    """Checkpoints of one tier that have yet to be copied, lowest step first.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    marked = _marked(backend)
+    if not marked:
+        return []
+    found = [r for r in survey_records(backend).records.values() if r.uid in marked]
+    return sorted(found, key=lambda record: (record.step, record.generation))
+
+
+def _marked(backend: Backend) -> set[str]:
+    infos = backend.list(DATA_PREFIX)
+    found = {(data_uid(info.name), info.name) for info in infos}
+    return {uid for uid, name in found if uid is not None and name == mark_name(uid)}
+
+
+class Rooms:
+    """Makes room in tiers by evicting what a later tier has, whole."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+
+    def make_room(self, number: int, need_bytes: int) -> bool:
+        """Evict from a tier, oldest first, until `need_bytes` fit; False: they do not.
+
+        Raises:
+            StorageError: The tier itself does not answer.
+        """
+        backend = self._tiers[number].backend
+        need_bytes += _MARGIN_BYTES
+        free = backend.free_bytes()
+        if free is None or free >= need_bytes:
+            return True
+        try:
+            candidates = self._evictable(number)
+        except StorageError as error:
+            log.warning("nothing is evicted from %s: %s", backend.url, error)
+            return False
+        for record in candidates:
+            self.evict(number, record)
+            free = backend.free_bytes()
+            if free is None or free >= need_bytes:
+                return True
+        return False
+
+    def trim(self, number: int, *, protect: Collection[str] = ()) -> list[int]:
+        """Evict all but the newest `keep_last` of what a later tier has; returns their steps.
+
+        Raises:
+            StorageError: A tier does not answer.
+        """
+        keep = self._tiers[number].keep_last
+        if keep is None:
+            return []
+        kept = {r.uid for r in _by_age(survey_records(self._tiers[number].backend).records)[-keep:]}
+        kept = set(protect) | (kept if keep else set())
+        gone = [record for record in self._evictable(number) if record.uid not in kept]
+        for record in gone:
+            self.evict(number, record)
+        return [record.step for record in gone]
+
+    def evict(self, number: int, record: CommitRecord) -> None:
+        """Delete one tier's copy: its record first, durably, then its data."""
+        tier = self._tiers[number]
+        name = commit_name(record.step, record.generation)
+        delete_records(tier.backend, [name], uids={name: record.uid})
+        log.debug("evicted step %d from tier %s", record.step, tier.name)
+
+    def _evictable(self, number: int) -> list[CommitRecord]:
+        """What a tier has that waits for nothing, and that a later tier has whole; oldest first."""
+        backend = self._tiers[number].backend
+        here = survey_records(backend).records
+        marked = _marked(backend)
+        later: set[str] = set()
+        for tier in self._tiers[number + 1 :]:
+            later |= {record.uid for record in survey_records(tier.backend).records.values()}
+        return [r for r in _by_age(here) if r.uid in later and r.uid not in marked]
+
+
+def _by_age(records: Mapping[str, CommitRecord]) -> list[CommitRecord]:
+    return sorted(records.values(), key=lambda record: (record.step, record.generation))
+
+
+def known_entries(tiers: Sequence[Tier]) -> dict[int, list[str]]:
+    """As `Catalog.entries`, of all tiers that answer; warns of those that do not.
+
+    For who is about to save: an outage of one tier must not stop it.
+
+    Raises:
+        StorageError: No tier answers.
+    """
+    names: dict[int, set[str]] = {}
+    failure: StorageError | None = None
+    answers = 0
+    for tier in tiers:
+        try:
+            for step, found in Catalog(tier.backend).entries().items():
+                names.setdefault(step, set()).update(found)
+            answers += 1
+        except StorageError as error:
+            failure = error
+            log.warning("tier %s does not answer, going on without it: %s", tier.name, str(error))
+    if failure is not None and not answers:
+        raise failure
+    return {step: sorted(names[step], key=_generation) for step in sorted(names)}
+
+
+def _generation(name: str) -> int:
+    parsed = parse_commit_name(name)
+    return -1 if parsed is None else parsed[1]
+
+
+def is_whole(backend: Backend, record: CommitRecord) -> bool:
+    """Whether one tier has this very checkpoint.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    try:
+        return read_commit(backend, commit_name(record.step, record.generation)).uid == record.uid
+    except (BlobNotFoundError, DamagedError):
+        return False

@@ -1,0 +1,134 @@
+"""`penstock drain`, and what `ls` and `verify` say of tiers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.core.command import caller
+from tests.integration.support import checkpointer, make_state
+
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.catalog import Catalog
+from penstock.core.tiers import mark
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+class Run:
+    """A run in two folders, saved to the fast one as if the durable one had been away."""
+
+    def __init__(self, root):
+        self.fast, self.durable = root / "fast", root / "durable"
+        self.url = f"tiered://?fast=posix://{self.fast}&durable=posix://{self.durable}"
+
+    def save(self, *steps, marked=True):
+        backend = PosixBackend(PosixConfig(path=str(self.fast)))
+        with checkpointer(backend) as ckpt:
+            for step in steps:
+                ckpt.save(make_state(step), step, mode="blocking")
+                if marked:
+                    mark(backend, Catalog(backend).record(step).uid, step)
+        backend.close()
+
+    def blob(self, root):
+        return next(path for path in sorted(root.rglob("*.raw")))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def test_what_was_left_is_copied(call, run):
+    run.save(1, 2)
+    done = call("drain", run.url)
+    assert done.code == 0
+    assert "copied 2 checkpoint(s)" in done.out
+    assert call("ls", f"posix://{run.durable}", "--json").json["checkpoints"][1]["step"] == 2
+    done = call("drain", run.url)
+    assert (done.code, done.out.strip()) == (0, "nothing was left to copy")
+
+
+def test_json_says_what_was_found_and_what_is_left(call, run):
+    run.save(1)
+    found = call("drain", run.url, "--json").json
+    assert (found["found"], found["left"]) == (1, [])
+    assert found["bytes"] > 0
+    assert [(link["source"], link["target"]) for link in found["links"]] == [("fast", "durable")]
+
+
+def test_what_cannot_be_copied_is_said_and_the_exit_code_is_one(call, run):
+    run.save(1, 2)
+    data = bytearray(run.blob(run.fast).read_bytes())
+    data[len(data) // 2] ^= 1
+    run.blob(run.fast).write_bytes(data)
+    done = call("drain", run.url)
+    assert done.code == 1
+    assert "cannot be copied to durable" in done.out
+    assert "still to be copied: steps" in done.out
+
+
+def test_one_place_has_nothing_to_drain(call, run):
+    run.save(1)
+    done = call("drain", f"posix://{run.fast}")
+    assert done.code == 1
+    assert "tiered://?fast=" in done.err
+
+
+def test_a_configuration_file_stands_for_its_backend(call, run, tmp_path):
+    run.save(1)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[backend]\ntype = "tiered"\nfast = "posix://{run.fast}"\ndurable = "posix://{run.durable}"\n'
+    )
+    assert call("drain", config).code == 0
+    assert call("ls", config, "--json").json["checkpoints"][0]["tiers"] == ["fast", "durable"]
+
+
+def test_ls_says_where_each_checkpoint_is(call, run):
+    run.save(1)
+    call("drain", run.url)
+    run.save(2)
+    run.save(3, marked=False)
+    found = call("ls", run.url, "--json").json
+    assert [(c["step"], c["tiers"], c["waiting"]) for c in found["checkpoints"]] == [
+        (1, ["fast", "durable"], False),
+        (2, ["fast"], True),
+        (3, ["fast"], False),
+    ]
+    assert found["silent"] == {}
+    shown = call("ls", run.url).out
+    assert "TIERS" in shown
+    assert "fast+durable" in shown
+    assert "fast (to copy)" in shown
+
+
+def test_ls_without_tiers_says_nothing_of_them(call, run):
+    run.save(1)
+    assert "TIERS" not in call("ls", f"posix://{run.fast}").out
+    assert '"tiers"' not in json.dumps(call("ls", f"posix://{run.fast}", "--json").json)
+
+
+def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
+    run.save(1)
+    run.durable.symlink_to(run.durable)  # too many levels of links
+    found = call("ls", run.url)
+    assert "tier durable does not answer" in found.out
+    assert found.code == 0
+
+
+def test_verify_names_the_tier_of_the_damage(call, run):
+    run.save(1)
+    call("drain", run.url)
+    data = bytearray(run.blob(run.fast).read_bytes())
+    data[len(data) // 2] ^= 1
+    run.blob(run.fast).write_bytes(data)
+    done = call("verify", run.url, "--json")
+    assert done.code == 1
+    details = [d["detail"] for d in done.json["reports"][0]["damaged"]]
+    assert details
+    assert all("in tier fast" in detail for detail in details)

@@ -1,0 +1,335 @@
+"""Copies from tier to tier, without training: what goes on, what stops it, what is left."""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from tests.integration.support import checkpointer, make_state, memory, same
+
+from penstock.core import drain_link, draining
+from penstock.core.abc import Tier
+from penstock.core.catalog import Catalog
+from penstock.core.draining import Drains
+from penstock.core.errors import (
+    CheckpointGoneError,
+    DamagedError,
+    NotDrainedError,
+    StepExistsError,
+    StorageError,
+    StorageFullError,
+)
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers import is_marked, mark, pending, whereabouts
+from penstock.core.workers import Workers
+
+GRACE_S = 3600.0
+
+
+def saved(backend, *steps, marked=True):
+    records = []
+    with checkpointer(backend) as ckpt:
+        for step in steps:
+            ckpt.save(make_state(step), step, mode="blocking")
+            record = Catalog(backend).record(step)
+            if marked:
+                mark(backend, record.uid, step)
+            records.append(record)
+    return records
+
+
+def steps_of(backend):
+    return Catalog(backend).steps()
+
+
+@contextmanager
+def drains_of(*tiers):
+    workers = Workers(2)
+    drains = Drains(tiers, workers=workers, grace_s=GRACE_S)
+    try:
+        yield drains
+    finally:
+        drains.close()
+        workers.close()
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(drain_link, "_PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(draining, "_BLOCKED_POLL_S", 0.01)
+    monkeypatch.setattr(drain_link, "_PATIENCE_S", 0.2)
+
+
+class Told:
+    def __init__(self):
+        self.answers = []
+        self.over = threading.Event()
+
+    def __call__(self, error):
+        self.answers.append(error)
+        self.over.set()
+
+    def get(self):
+        assert self.over.wait(30), "nobody was told"
+        (error,) = self.answers
+        return error
+
+
+def test_a_marked_checkpoint_goes_to_the_next_tier_and_whoever_waits_is_told():
+    fast, durable = memory(), memory()
+    (record,) = saved(fast, 1)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        told = Told()
+        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert told.get() is None
+        assert drains.settle(30)
+    assert steps_of(durable) == [1]
+    assert pending(fast) == []
+    with checkpointer(durable) as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+        assert ckpt.verify(1).ok
+
+
+def test_what_is_not_marked_stays_where_it_is():
+    fast, durable = memory(), memory()
+    (record,) = saved(fast, 1, marked=False)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        told = Told()
+        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert told.get() is None
+        assert drains.resume() == 0
+        assert drains.settle(30)
+    assert steps_of(durable) == []
+
+
+def test_every_nth_save_is_marked():
+    fast = memory()
+    with drains_of(Tier("fast", fast, drain_every=3), Tier("durable", memory())) as drains:
+        wanted = [drains.prepare(0, f"{n:032x}", n) for n in range(7)]
+    assert wanted == [True, False, False, True, False, False, True]
+    assert [n for n in range(7) if is_marked(fast, f"{n:032x}")] == [0, 3, 6]
+
+
+def test_what_a_process_left_is_found_by_the_next_lowest_step_first():
+    fast, durable = memory(), FaultyBackend(memory())
+    saved(fast, 1, 2, 3)
+    order = []
+
+    class Noting(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            if name.startswith("commits/"):
+                order.append(name)
+            super().publish(name, data, exclusive=exclusive)
+
+    target = Noting(durable)
+    with drains_of(Tier("fast", fast), Tier("durable", target, durable=True)) as drains:
+        assert drains.resume() == 3
+        assert drains.resume() == 0
+        assert drains.settle(30)
+    assert [int(name[8:16]) for name in order] == [1, 2, 3]
+    assert pending(fast) == []
+
+
+def test_through_three_tiers():
+    one, two, three = memory(), memory(), memory()
+    (record,) = saved(one, 1)
+    tiers = Tier("a", one), Tier("b", two), Tier("c", three, durable=True)
+    with drains_of(*tiers) as drains:
+        told = Told()
+        drains.committed(0, record, told, marked=is_marked(one, record.uid))
+        assert told.get() is None
+        assert drains.settle(30)
+        assert [steps_of(b) for b in (one, two, three)] == [[1], [1], [1]]
+        assert whereabouts(tiers)[record.uid].tiers == (0, 1, 2)
+        assert whereabouts(tiers)[record.uid].waiting == ()
+
+
+def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
+    fast, durable = memory(), FaultyBackend(memory())
+    for operation in ("list", "publish", "create", "read", "stat"):
+        durable.add(Fault(operation, times=None, error=StorageError("no route to host")))
+    (record,) = saved(fast, 1)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        told = Told()
+        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert drains.settle(30)  # it fails, so waiting makes no sense
+        assert drains.is_failing()
+        assert "no route to host" in drains.states()[0].error
+        assert not told.over.is_set()
+        durable.clear()
+        assert told.get() is None
+        assert drains.settle(30)
+        assert drains.states()[0].error == ""
+    assert steps_of(durable) == [1]
+    errors = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert len(errors) == 1  # not one for each try
+    assert "will be tried again" in errors[0].getMessage()
+
+
+def test_who_waits_is_told_when_the_run_is_closed_before():
+    fast, durable = memory(), FaultyBackend(memory())
+    durable.add(Fault("list", times=None, error=StorageError("no route to host")))
+    (record,) = saved(fast, 1)
+    told = Told()
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert drains.settle(30)
+    assert isinstance(told.get(), NotDrainedError)
+    assert [r.step for r in pending(fast)] == [1]
+
+
+def test_closing_ends_a_copy_that_is_under_way():
+    fast, durable = memory(), FaultyBackend(memory())
+    (record,) = saved(fast, 1)
+    event = threading.Event()
+    held = durable.block("create", event)
+    told = Told()
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert held.reached.wait(30)
+        threading.Timer(0.2, event.set).start()
+    assert isinstance(told.get(), NotDrainedError)
+    assert steps_of(durable) == []
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        assert drains.resume() == 1
+        assert drains.settle(30)
+    assert steps_of(durable) == [1]
+
+
+@pytest.mark.parametrize("why", ["damaged", "another's"])
+def test_what_can_never_be_copied_is_told_once_and_stops_nothing_else(why, caplog):
+    fast, durable = memory(), memory()
+    first, second = saved(fast, 1, 2)
+    if why == "damaged":
+        blob = next(i.name for i in fast.list(f"data/{first.uid}/blobs/") if ".raw" in i.name)
+        data = bytearray(fast._store.blobs[blob].data)
+        data[len(data) // 2] ^= 1
+        fast._store.blobs[blob] = replace(fast._store.blobs[blob], data=bytes(data))
+    else:
+        saved(durable, 1, marked=False)
+    tolds = Told(), Told()
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        for record, told in zip((first, second), tolds, strict=True):
+            drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert tolds[1].get() is None
+        error = DamagedError if why == "damaged" else StepExistsError
+        assert isinstance(tolds[0].get(), error)
+        assert drains.settle(30)
+        assert list(drains.states()[0].lost) == [1]
+    assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
+    assert 2 in steps_of(durable)
+    assert [r.step for r in pending(fast)] == [1]  # nobody evicts it
+
+
+def test_one_that_is_deleted_before_it_is_copied_is_gone():
+    fast, durable = memory(), memory()
+    (record,) = saved(fast, 1)
+    told = Told()
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        real = drains._links[0].add
+
+        def deleted_first(record):
+            Catalog(fast).delete(1)
+            return real(record)
+
+        drains._links[0].add = deleted_first
+        drains.committed(0, record, told, marked=is_marked(fast, record.uid))
+        assert isinstance(told.get(), CheckpointGoneError)
+    assert steps_of(durable) == []
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+class Small(WrapperBackend):
+    """Has so many bytes of room in all."""
+
+    room = 0
+
+    def free_bytes(self):
+        return self.room - sum(i.size_bytes for i in self.inner.list("data/"))
+
+
+def small(backend, room):
+    backend = Small(backend)
+    backend.room = room
+    return backend
+
+
+@pytest.fixture(autouse=True)
+def no_margin(monkeypatch):
+    from penstock.core import tiers
+
+    monkeypatch.setattr(tiers, "_MARGIN_BYTES", 0)
+
+
+def size_of_one():
+    backend = memory()
+    saved(backend, 1)
+    return sum(i.size_bytes for i in backend.list("data/"))
+
+
+def test_room_is_made_of_what_the_next_tier_has_oldest_first():
+    size = size_of_one()
+    fast, durable = small(memory(), int(3.5 * size)), memory()
+    saved(fast, 1, 2, 3)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.resume()
+        assert drains.settle(30)
+        assert drains.place(4, size) == 0
+    assert steps_of(fast) == [2, 3]
+    assert steps_of(durable) == [1, 2, 3]
+
+
+def test_what_only_the_fast_tier_has_is_never_evicted():
+    size = size_of_one()
+    fast, durable = small(memory(), int(2.5 * size)), memory()
+    saved(fast, 1, marked=False)
+    saved(fast, 2)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        assert drains.place(3, size) == 1  # the durable one has room: write through
+    assert steps_of(fast) == [1, 2]
+
+
+def test_what_the_next_tier_has_lost_is_not_evicted():
+    size = size_of_one()
+    fast, durable = small(memory(), int(1.5 * size)), memory()
+    saved(fast, 1)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.resume()
+        assert drains.settle(30)
+        Catalog(durable).delete(1)
+        assert drains.place(2, size) == 1
+    assert steps_of(fast) == [1]
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise", "block"])
+def test_without_any_room_the_policy_decides(policy, caplog):
+    size = size_of_one()
+    fast, durable = small(memory(), size // 2), FaultyBackend(memory())
+    durable.add(Fault("list", times=None, error=StorageError("no route to host")))
+    tiers = Tier("fast", fast, on_full=policy), Tier("durable", durable, durable=True)
+    with drains_of(*tiers) as drains:
+        if policy == "raise":
+            with pytest.raises(StorageFullError, match=r"tier fast .* is full.*no route to host"):
+                drains.place(1, size)
+        elif policy == "skip":
+            assert drains.place(1, size) is None
+            assert "step 1 is not saved" in caplog.text
+        else:
+            threading.Timer(0.1, durable.clear).start()
+            assert drains.place(1, size) == 1
+            assert "waits" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_a_tier_keeps_so_many_of_what_the_next_one_has(keep):
+    fast, durable = memory(), memory()
+    saved(fast, 1, 2, 3)
+    tiers = Tier("fast", fast, keep_last=keep), Tier("durable", durable, durable=True)
+    with drains_of(*tiers) as drains:
+        drains.resume()
+        assert drains.settle(30)
+    assert steps_of(fast) == [1, 2, 3][3 - keep :]
+    assert steps_of(durable) == [1, 2, 3]

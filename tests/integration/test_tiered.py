@@ -1,0 +1,329 @@
+"""Saving to a fast tier that is copied to a durable one, by configuration alone."""
+
+import threading
+
+import pytest
+import torch
+from tests.integration.support import blank, checkpointer, make_state, same
+
+import penstock
+from penstock import NotDrainedError, SaveSkippedError, StorageError
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core import drain_link, draining, tiers
+from penstock.core.catalog import Catalog
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers import pending
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(drain_link, "_PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(draining, "_BLOCKED_POLL_S", 0.01)
+    monkeypatch.setattr(drain_link, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(tiers, "_MARGIN_BYTES", 0)
+
+
+class Places:
+    """A fast and a durable store that outlive their backends."""
+
+    count = 0
+
+    def __init__(self):
+        Places.count += 1
+        self.fast = MemoryBackend(MemoryConfig(name=f"places-fast-{Places.count}"))
+        self.durable = MemoryBackend(MemoryConfig(name=f"places-durable-{Places.count}"))
+
+    def open(self, *, fast=None, durable=None, options=None, **more):
+        config = TieredConfig(fast="memory://", durable="memory://", **(options or {}))
+        backend = TieredBackend(
+            config,
+            fast=fast or MemoryBackend(MemoryConfig(name=self.fast._name)),
+            durable=durable or MemoryBackend(MemoryConfig(name=self.durable._name)),
+        )
+        return checkpointer(backend, **more)
+
+    def steps(self):
+        return Catalog(self.fast).steps(), Catalog(self.durable).steps()
+
+
+@pytest.fixture
+def places():
+    return Places()
+
+
+def away(backend):
+    """`backend`, which does not answer until it is cleared."""
+    faulty = FaultyBackend(backend)
+    for operation in ("list", "publish", "create", "read", "stat", "delete"):
+        faulty.add(Fault(operation, times=None, error=StorageError("no route to host")))
+    return faulty
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_a_save_is_committed_in_the_fast_tier_and_durable_in_the_other(mode, places):
+    with places.open() as ckpt:
+        handle = ckpt.save(make_state(1), 1, mode=mode)
+        committed = handle.committed.result(30)
+        report = handle.result(30)
+        assert (committed.tiers, report.tiers) == ((), ("fast", "durable"))
+        assert handle.progress().phase == "durable"
+        assert report.engine == "memory"
+    assert places.steps() == ([1], [1])
+    assert pending(places.fast) == []
+    for backend in (places.fast, places.durable):
+        with checkpointer(backend) as alone:
+            assert same(alone.load(1), make_state(1))
+
+
+def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_is_back(
+    places, caplog
+):
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handles = [ckpt.save(make_state(n), n) for n in range(1, 6)]
+        for handle in handles:
+            handle.committed.result(30)
+            assert not handle.durable.done()
+        assert handles[-1].progress().phase == "drain"
+        ckpt.wait()  # for saves, not for a tier that is away
+        ckpt.fence()
+        durable.clear()
+        for handle in handles:
+            assert handle.result(30).tiers == ("fast", "durable")
+    assert places.steps() == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert "no route to host" in caplog.text
+
+
+def test_closing_while_the_durable_tier_is_away_leaves_the_rest_to_the_next_process(places):
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        handle.committed.result(30)
+    with pytest.raises(NotDrainedError, match="penstock drain"):
+        handle.result(30)
+    assert places.steps() == ([1], [])
+    with places.open() as ckpt:
+        ckpt.save(make_state(2), 2).result(30)
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_a_blocking_save_does_not_wait_for_ever_for_a_tier_that_is_away(places):
+    with places.open(durable=away(places.durable)) as ckpt:
+        with pytest.raises(NotDrainedError, match="no route to host"):
+            ckpt.save(make_state(1), 1, mode="blocking")
+        assert places.steps()[0] == [1]
+
+
+def test_every_nth_save_goes_on_and_the_others_are_as_durable_as_the_configuration_says(places):
+    with places.open(options={"drain_every": 2}) as ckpt:
+        tiers = [ckpt.save(make_state(n), n).result(30).tiers for n in range(1, 5)]
+    assert tiers == [("fast", "durable"), ("fast",)] * 2
+    assert places.steps() == ([1, 2, 3, 4], [1, 3])
+
+
+def test_durable_may_mean_the_fast_tier(places):
+    durable = away(places.durable)
+    with places.open(durable=durable, options={"durable_means": "fast"}) as ckpt:
+        assert ckpt.save(make_state(1), 1, mode="blocking").result(30).tiers == ("fast",)
+
+
+def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    fast = Full(MemoryBackend(MemoryConfig(name=places.fast._name)))
+    with places.open(fast=fast) as ckpt:
+        report = ckpt.save(make_state(2), 2).result(30)
+        assert report.tiers == ("durable",)
+    assert places.steps() == ([], [1, 2])  # the first was evicted in vain
+
+
+def test_without_room_anywhere_a_save_is_skipped_and_training_goes_on(places, caplog):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    fast = Full(MemoryBackend(MemoryConfig(name=places.fast._name)))
+    options = {"on_full": "skip"}
+    with places.open(fast=fast, durable=away(places.durable), options=options) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert handle.skipped
+        with pytest.raises(SaveSkippedError):
+            handle.result()
+    assert "step 1 is not saved" in caplog.text
+
+
+def test_a_restore_takes_the_fastest_tier_and_falls_back_to_the_other(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    reads = []
+
+    class Noting(WrapperBackend):
+        def _around(self, operation, names, call):
+            if operation == "read" and any("/blobs/" in name for name in names):
+                reads.append(self.url)
+            return super()._around(operation, names, call)
+
+    def opened(**kept):
+        return places.open(
+            fast=Noting(MemoryBackend(MemoryConfig(name=places.fast._name))),
+            durable=Noting(MemoryBackend(MemoryConfig(name=places.durable._name))),
+        )
+
+    with opened() as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+        assert set(reads) == {places.fast.url}
+        reads.clear()
+        Catalog(places.fast).delete(1)
+        assert same(ckpt.load(1), make_state(1))
+        assert places.durable.url in reads
+
+
+def blob_of(backend, suffix):
+    (name,) = (i.name for i in backend.list("data/") if i.name.endswith(suffix))
+    return name
+
+
+def damage(backend, name, how):
+    from dataclasses import replace
+
+    blobs = backend._store.blobs
+    data = bytearray(blobs[name].data)
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    elif how == "cut":
+        del data[len(data) // 2 :]
+    if how == "missing":
+        del blobs[name]
+    else:
+        blobs[name] = replace(blobs[name], data=bytes(data))
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "missing"])
+@pytest.mark.parametrize("what", [".raw", ".enc", ".json.zst", "index", "commit"])
+def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog):
+    rules = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
+    with places.open(**rules) as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    name = "commits/00000001-0.json" if what == "commit" else blob_of(places.fast, what)
+    good = places.fast._store.blobs[name].data
+    damage(places.fast, name, how)
+    with places.open(**rules) as ckpt:
+        tree = blank(make_state(1))
+        report = ckpt.restore(tree)
+        assert report.fell_back_from == ()
+        for key in ("model", "optimizer", "table"):
+            assert same(tree[key], make_state(1)[key])
+        view = ckpt.open(1)
+        assert same(view["model/weight"], make_state(1)["model"]["weight"])
+    if what in {".raw", ".enc"} and how != "missing":
+        assert "the copy in tier durable is good" in caplog.text
+        assert places.fast._store.blobs[name].data == good  # repaired
+        assert "repaired in tier fast" in caplog.text or caplog.records
+        with checkpointer(places.fast) as alone:
+            assert alone.verify(1).ok
+
+
+def test_damage_in_both_tiers_is_damage(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(2), 2).result(30)
+        uid = ckpt.info(2).uid
+    for backend in (places.fast, places.durable):
+        damage(backend, f"data/{uid}/blobs/00000-0.raw", "flip")
+    with places.open() as ckpt:
+        with pytest.raises(penstock.DamagedError, match="checksum"):
+            ckpt.load(2)
+        tree = blank(make_state(1))
+        assert ckpt.restore(tree, on_damage="fallback").step == 1
+
+
+def test_a_deleted_step_is_deleted_everywhere_and_comes_back_nowhere(places):
+    with places.open() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(make_state(step), step).result(30)
+        ckpt.delete(2)
+        assert places.steps() == ([1, 3], [1, 3])
+        ckpt.rewind(1)
+        assert places.steps() == ([1], [1])
+        ckpt.save(make_state(2), 2).result(30)
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_retention_counts_all_tiers_and_the_fast_one_may_keep_less(places):
+    options = {"keep_fast": 1}
+    with places.open(options=options, retention={"keep_last": 3}) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(make_state(step), step).result(30)
+            ckpt.wait()
+    assert places.steps() == ([5], [3, 4, 5])
+
+
+def test_a_step_of_another_tier_is_taken(places):
+    with checkpointer(places.durable) as alone:
+        alone.save(make_state(5), 5, mode="blocking")
+    with places.open() as ckpt:
+        with pytest.raises(penstock.StepExistsError):
+            ckpt.save(make_state(4), 4)
+        assert ckpt.latest() == 5
+        report = ckpt.save(make_state(55), 5, overwrite=True).result(30)
+        assert report.generation == 1
+        ckpt.wait()
+        assert ckpt.load(5)["epoch"] == 55
+    assert places.steps() == ([5], [5])
+
+
+def test_prune_looks_at_each_tier_by_itself(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    for backend in (places.fast, places.durable):
+        backend.publish(f"data/{'d' * 32}/index", b"left behind")
+    # What is left of an eviction that was cut short: the durable tier's record does not need it.
+    with checkpointer(places.fast) as alone:
+        uid = alone.info(1).uid
+    places.fast.delete(["commits/00000001-0.json"])
+    with places.open(grace_s=0) as ckpt:
+        import time
+
+        time.sleep(0.01)
+        report = ckpt.prune()
+        assert set(report.uids) == {"d" * 32, uid}
+        assert same(ckpt.load(1), make_state(1))
+    assert list(places.fast.list("data/")) == []
+
+
+def test_a_partial_copy_is_never_listed(places):
+    """While a copy is held in its middle, the durable tier has no such step."""
+    durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
+    event = threading.Event()
+    held = durable.block("publish", event, match="commits/")
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert held.reached.wait(30)
+        assert Catalog(places.durable).steps() == []
+        assert any("/blobs/" in i.name for i in places.durable.list("data/"))
+        event.set()
+        handle.result(30)
+    assert places.steps() == ([1], [1])
+
+
+def test_by_configuration_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAST", str(tmp_path / "fast"))
+    config = tmp_path / "penstock.toml"
+    config.write_text(
+        '[backend]\ntype = "tiered"\nfast = "${FAST}"\n'
+        f'durable = {{ type = "posix", path = "{tmp_path}/durable" }}\nkeep_fast = 1\n'
+    )
+    model = torch.nn.Linear(8, 8)
+    with penstock.Checkpointer.from_config(config) as ckpt:
+        for step in (1, 2):
+            ckpt.save({"model": model, "epoch": step}, step).result(30)
+    assert len(list((tmp_path / "durable/commits").iterdir())) == 2
+    assert len(list((tmp_path / "fast/commits").iterdir())) == 1
+    with penstock.Checkpointer.from_config(config) as ckpt:
+        assert same(ckpt.load(1)["model"]["weight"], model.weight.detach())

@@ -1,0 +1,237 @@
+"""Kills a process that saves, drains and evicts, again and again, and looks at what is left.
+
+    python tools/kill_drains.py --kills 200
+
+Each child saves small states to a run in tiers: the fast one has room for a few checkpoints only,
+so it copies and evicts all the time. It is killed at a random moment. Then each tier is opened by
+itself: whatever it lists must be whole, and hold what was saved. What the child was told to be
+durable must be in the durable tier; what it was told to be committed must be in one of them. The
+next child goes on. In the end everything is drained, pruned, and nothing may be left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.core import drain_link
+from penstock.core.opening import open_backend
+from penstock.core.survey import survey_records
+
+_ELEMENTS = 200_000  # some 1.6 MB in all: several writes, and a copy that takes a while
+
+
+@dataclass
+class Told:
+    """What children were told."""
+
+    committed: set[int] = field(default_factory=set)
+    durable: set[int] = field(default_factory=set)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """What step `step` holds."""
+    made = torch.Generator().manual_seed(step)
+    return {
+        "raw": torch.randn(_ELEMENTS, generator=made),
+        "packed": torch.randint(0, 9, (_ELEMENTS,), generator=made, dtype=torch.int32),
+        "step": step,
+    }
+
+
+def is_same(tree: dict[str, Any], step: int) -> bool:
+    """Whether a loaded tree is that of `step`."""
+    expected = state_of(step)
+    return (
+        tree["step"] == step
+        and torch.equal(tree["raw"], expected["raw"])
+        and torch.equal(tree["packed"], expected["packed"])
+    )
+
+
+def config_of(fast: str, durable: str) -> dict[str, Any]:
+    """The run: a fast tier that keeps one of what the durable one has."""
+    return {
+        "backend": {
+            "type": "tiered",
+            "fast": fast,
+            "durable": durable,
+            "keep_fast": 1,
+            "drain_bytes_per_s": "100 MB",
+        },
+        "rules": [{"match": "packed", "codecs": ["lz4"]}],
+        "retention": {"keep_last": 4},
+        "workers": 1,
+        "grace_s": 3600,
+    }
+
+
+def child(config: dict[str, Any], first: int, pipe: int) -> None:
+    """Save step after step until the end, which comes from outside."""
+    drain_link._PAUSE_S = (0.01, 0.1)  # noqa: SLF001 - minutes would be too long here
+    with penstock.Checkpointer.from_config(config) as ckpt:
+        for step in range(first, first + 10_000):
+            handle = ckpt.save(state_of(step), step)
+            handle.committed.result()
+            os.write(pipe, f"committed {step}\n".encode())
+
+            def told(future: Any, step: int = step) -> None:
+                if future.exception() is None and "durable" in future.result().tiers:
+                    os.write(pipe, f"durable {step}\n".encode())
+
+            handle.durable.add_done_callback(told)
+
+
+def kill_one(
+    config: dict[str, Any], first: int, told: Told, *, wait_for: int, delay_s: float
+) -> None:
+    """Fork a child, kill it after a while, and take down what it was told.
+
+    Args:
+        config: The run.
+        first: Its first step.
+        told: What children were told.
+        wait_for: So many things it is told first.
+        delay_s: How long it goes on after that.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        try:
+            child(config, first, writing)
+        except BaseException as error:  # noqa: BLE001 - the parent has to hear of it
+            os.write(writing, f"error {error!r}\n".encode())
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        heard = [lines.readline() for _ in range(wait_for)]
+        time.sleep(delay_s)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        for line in (*heard, *lines):
+            word, _, rest = line.strip().partition(" ")
+            if word == "error":
+                sys.exit(f"the child failed by itself: {rest}")
+            getattr(told, word).add(int(rest))
+    if os.WTERMSIG(status) != signal.SIGKILL:
+        sys.exit("the child ended by itself")
+
+
+def problems_of(fast: str, durable: str, told: Told, config: dict[str, Any]) -> list[str]:
+    """What is not as promised."""
+    found = []
+    listed: dict[str, list[int]] = {}
+    for name, url in (("fast", fast), ("durable", durable)):
+        with penstock.Checkpointer(url) as ckpt:
+            listed[name] = ckpt.steps()
+            for step in ckpt.steps():
+                try:
+                    if not is_same(ckpt.load(step), step):
+                        found.append(f"step {step} in tier {name} is another's")
+                except penstock.PenstockError as error:
+                    found.append(f"step {step} is listed in tier {name}, and not whole: {error}")
+    keep = config["retention"]["keep_last"]
+    newest = sorted({*listed["fast"], *listed["durable"]})[-keep:]
+    # A step that was told may be gone only by retention: then `keep` newer ones are there.
+    floor = newest[0] if len(newest) == keep else 0
+    found += [
+        f"step {step} was told durable, and the durable tier lacks it"
+        for step in told.durable
+        if step >= floor and step not in listed["durable"]
+    ]
+    found += [
+        f"step {step} was told committed, and no tier has it"
+        for step in told.committed
+        if step >= floor and step not in {*listed["fast"], *listed["durable"]}
+    ]
+    return found
+
+
+def rubbish_of(url: str) -> list[str]:
+    """Names that no checkpoint needs."""
+    backend = open_backend(url)
+    needed = survey_records(backend).needed
+    names = [info.name for info in backend.list("")]
+    backend.close()
+    return [n for n in names if n.startswith("data/") and n.split("/")[1] not in needed]
+
+
+def run(kills: int, seconds: float, fast: str, durable: str, seed: int) -> int:
+    """Kill so often, or for so long; returns how many problems there were."""
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    config, told, seen = config_of(fast, durable), Told(), Counter[str]()
+    problems: list[str] = []
+    began = time.monotonic()
+    gc.freeze()
+    for number in range(kills):
+        if time.monotonic() - began > seconds:
+            break
+        first = max(told.committed, default=0) + 2  # the one after may exist, untold
+        wait_for, delay_s = chance.randrange(5), chance.random() * 0.3
+        kill_one(config, first, told, wait_for=wait_for, delay_s=delay_s)
+        with_marks = [i.name for i in _listed(fast) if i.name.endswith("/drain.json")]
+        copying = [i.name for i in _listed(durable) if i.name.endswith("/copy.json")]
+        seen["kills"] += 1
+        seen["with something left to copy"] += bool(with_marks)
+        seen["in the middle of a copy"] += bool(copying)
+        problems += [f"kill {number}: {p}" for p in problems_of(fast, durable, told, config)]
+    with penstock.Checkpointer.from_config(config) as ckpt:
+        step = max(told.committed, default=0) + 2
+        ckpt.save(state_of(step), step).result()
+        ckpt.wait()
+    with penstock.Checkpointer.from_config({**config, "grace_s": 0}) as ckpt:
+        time.sleep(0.05)
+        report = ckpt.prune()
+        problems += [f"prune refused: {why}" for why in report.refused]
+    problems += [f"left over: {name}" for url in (fast, durable) for name in rubbish_of(url)]
+    problems += problems_of(fast, durable, told, config)
+    seen["told committed"], seen["told durable"] = len(told.committed), len(told.durable)
+    for problem in problems:
+        print(problem)
+    print(", ".join(f"{count} {what}" for what, count in seen.items()), end="; ")
+    print(f"{len(problems)} problems")
+    return len(problems)
+
+
+def _listed(url: str) -> Any:
+    backend = open_backend(url)
+    try:
+        return backend.list("data/")
+    finally:
+        backend.close()
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--durable", help="URL of the durable tier; default: a folder")
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.getLogger("penstock").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=arguments.root) as folder:
+        fast, durable = f"posix://{folder}/fast", arguments.durable or f"posix://{folder}/durable"
+        sys.exit(bool(run(arguments.kills, arguments.seconds, fast, durable, arguments.seed)))
+
+
+if __name__ == "__main__":
+    main()
