@@ -8,7 +8,7 @@ import shutil
 import pytest
 from tests.integration.support import checkpointer, make_state, memory, same
 
-from penstock import CommitUnknownError, DamagedError, LostRaceError, SaveError
+from penstock import CommitUnknownError, DamagedError, LostRaceError, StorageError
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog import Catalog
 from penstock.core.testing.wrapper import WrapperBackend
@@ -56,6 +56,7 @@ def test_a_root_that_vanishes_before_the_commit_is_no_success(replaced, tmp_path
     with checkpointer(Between(files(root), "publish", "commits/", vanish)) as ckpt:
         with pytest.raises(CommitUnknownError, match=r"its data is not on .* any more"):
             ckpt.save(make_state(1), 1, mode="blocking")
+        assert ckpt.steps() == []  # the record that came too late is gone again
         ckpt.save(make_state(2), 2, mode="blocking")
         assert same(ckpt.load(2), make_state(2))
 
@@ -150,7 +151,7 @@ def test_a_save_that_failed_leaves_no_folders_behind(tmp_path):
         ckpt.save(make_state(1), 1, mode="blocking")
     before = sorted(root.rglob("*"))
     failing = checkpointer(Between(files(root), "seal", "blobs/", fail))
-    with failing as ckpt, pytest.raises(SaveError, match="the disk is gone"):
+    with failing as ckpt, pytest.raises(StorageError, match="the disk is gone"):
         ckpt.save(make_state(2), 2, mode="blocking")
     assert sorted(root.rglob("*")) == before
 

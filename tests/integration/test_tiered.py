@@ -312,6 +312,32 @@ def test_a_partial_copy_is_never_listed(places):
     assert places.steps() == ([1], [1])
 
 
+@pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])
+def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
+    durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
+    event = threading.Event()
+    held = durable.block("create" if at == "blobs/" else "publish", event, match=at)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert held.reached.wait(30)
+        deleting = threading.Thread(target=ckpt.delete, args=(1,))
+        deleting.start()
+        deleting.join(0.2)
+        assert deleting.is_alive()  # it waits until the copy is over
+        event.set()
+        deleting.join(30)
+        with pytest.raises(penstock.PenstockError) as caught:
+            handle.durable.result(30)
+            raise penstock.CheckpointGoneError  # it was durable for a moment: as good
+        assert isinstance(caught.value, penstock.CheckpointGoneError)
+        ckpt.save(make_state(10), 1).result(30)
+        assert same(ckpt.load(1), make_state(10))
+    assert places.steps() == ([1], [1])
+    for backend in (places.fast, places.durable):
+        with checkpointer(backend) as alone:
+            assert same(alone.load(1), make_state(10))
+
+
 def test_by_configuration_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("FAST", str(tmp_path / "fast"))
     config = tmp_path / "penstock.toml"
