@@ -34,7 +34,9 @@ class Event(StrEnum):
     GRACE_HALF_PASSED = "half the grace time passed without a refresh of the intent"
     PUBLISH_STARTED = "publish started"  # parts and index are durable, the intent was there
     PUBLISH_OK = "publish ok"
-    PUBLISH_LOST = "publish lost"  # the name is taken; by an earlier try of our own, if the store errs
+    PUBLISH_LOST = (
+        "publish lost"  # the name is taken; by an earlier try of our own, if the store errs
+    )
     PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: it may or may not have happened
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"

@@ -59,7 +59,7 @@ class StepExistsError(SaveError):
 
 
 class BusyError(SaveError):
-    """Another save is under way and `on_busy="raise"`."""
+    """Another save is under way and `on_busy="raise"`, or another copy of the same checkpoint."""
 
 
 class SaveSkippedError(SaveError):

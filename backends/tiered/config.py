@@ -29,8 +29,8 @@ class TieredConfig(PluginConfig):
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    fast: Place
-    durable: Place
+    fast: Place = Field(repr=False)  # may hold credentials
+    durable: Place = Field(repr=False)
     durable_means: Literal["fast", "durable"] = "durable"
     drain_every: int = Field(default=1, ge=0)
     drain_bytes_per_s: SizeBytes | None = Field(default=None, gt=0)
