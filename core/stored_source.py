@@ -1,0 +1,105 @@
+"""Stored objects as sources of bytes for a save: read when they are captured, a chunk at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.core.abc import ByteSink, ByteSource
+from penstock.core.contents import Wish
+from penstock.core.reading import BytesSink, Tally, fill
+from penstock.core.types import ByteRange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc import PendingCopy
+    from penstock.core.contents import Located
+    from penstock.core.reading import Opened
+    from penstock.core.save_request import SaveRequest
+    from penstock.core.types import ObjectPath
+
+
+class StoredSource(ByteSource):
+    """The bytes of a stored object."""
+
+    __slots__ = ("_reader", "address", "device", "located", "memory", "nbytes")
+
+    def __init__(self, reader: StoredReader, located: Located) -> None:
+        self._reader = reader
+        self.located = located
+        self.nbytes = located.record.spec.nbytes
+        self.device = "cpu"
+        self.address = None
+        self.memory = None
+
+    def view(self) -> memoryview | None:
+        """None: they are in the store."""
+        return None
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        """Read them, and compare their checksums."""
+        self._reader.read(self.located, start, out)
+        return None
+
+
+class StoredReader:
+    """Reads pieces of stored objects; those of one slab at once. Used by one thread."""
+
+    def __init__(self, checkpoint: Opened) -> None:
+        self._checkpoint = checkpoint
+        self._slabs: dict[ObjectPath, Sequence[Located]] = {}
+        self._slab: Sequence[Located] = ()
+        self._held: dict[ObjectPath, BytesSink] = {}
+
+    def read_together(self, request: SaveRequest) -> None:
+        """Small objects that go into one slab are read at once: a read for each takes too long."""
+        for chunk in request.plan.chunks:
+            if chunk.slab:
+                sources = (request.subjects[piece.item].source for piece in chunk.pieces)
+                slab = [source.located for source in sources if isinstance(source, StoredSource)]
+                self._slabs |= dict.fromkeys((located.record.path for located in slab), slab)
+
+    def read(self, located: Located, start: int, out: memoryview) -> None:
+        """Fill `out` with the object's bytes from `start` on.
+
+        Raises:
+            DamagedError: They are not what was written.
+        """
+        path = located.record.path
+        slab = self._slabs.get(path)
+        if slab is None:
+            sink = _Slice(out, start)
+            ranges = [ByteRange(start, start + out.nbytes)]
+            fill(self._checkpoint, [Wish(located, sink, ranges)], Tally())
+            return
+        if slab is not self._slab:
+            self._slab = slab
+            self._held = {o.record.path: BytesSink(o.record.spec.nbytes) for o in slab}
+            wishes = [Wish(o, self._held[o.record.path]) for o in slab]
+            fill(self._checkpoint, wishes, Tally())
+        out[:] = memoryview(self._held[path].data)[start : start + out.nbytes]
+
+
+class _Slice(ByteSink):
+    """Takes those bytes of an object that lie in `out`, its bytes from `origin` on."""
+
+    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
+
+    def __init__(self, out: memoryview, origin: int) -> None:
+        self._out = out
+        self._origin = origin
+        self.nbytes = out.nbytes
+        self.device = "cpu"
+        self.address = None
+        self.memory = None
+
+    def view(self) -> memoryview | None:
+        """None: offsets differ from the object's."""
+        return None
+
+    def copy_in(self, start: int, data: memoryview, /) -> None:
+        """Copy without the GIL; a memoryview's slice assignment would hold it."""
+        at = start - self._origin
+        np.frombuffer(self._out[at : at + data.nbytes], np.uint8)[:] = np.frombuffer(data, np.uint8)
