@@ -1,0 +1,207 @@
+"""The backend: names, lifetimes, forks. What moves bytes is one of two kinds of store."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, ClassVar
+
+from penstock.backends.fsspec.config import S3_SCHEMES, FsspecConfig, is_secret_name, shown
+from penstock.backends.fsspec.errors import place
+from penstock.backends.fsspec.writer import StoreWriter
+from penstock.core.abc import Backend, check_blob_name
+from penstock.core.errors import (
+    BlobExistsError,
+    ConfigError,
+    FormatError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.backends.fsspec.store import Store
+    from penstock.core.abc import BlobWriter, PluginConfig
+    from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
+
+
+class FsspecBackend(Backend):
+    """Blobs and records below any URL that fsspec knows; `s3://` by a path of its own."""
+
+    name: ClassVar[str] = "fsspec"
+    Config: ClassVar[type[PluginConfig]] = FsspecConfig
+
+    def __init__(self, config: FsspecConfig, /) -> None:
+        """Finds the file system, and connects to nothing yet."""
+        self._config = config
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards all below
+        self._writers: weakref.WeakSet[StoreWriter] = weakref.WeakSet()
+        self._opened: Store | None = _open_store(config)
+
+    @classmethod
+    def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
+        """Options for any URL: what the backend knows is its own, the rest is the store's.
+
+        Raises:
+            ConfigError: The query holds a credential.
+        """
+        secret = sorted(name for name in options if is_secret_name(name))
+        if secret:
+            msg = (
+                f"{shown(url)}: {', '.join(secret)}: credentials do not belong into a URL, where "
+                "shells and logs keep them; use the environment, or `options` of a configuration "
+                "file"
+            )
+            raise ConfigError(msg)
+        own = {k: v for k, v in options.items() if k in FsspecConfig.model_fields}
+        rest = {k: v for k, v in options.items() if k not in own}
+        own.pop("options", None)
+        return cls.Config.model_validate({**own, "url": url, "options": rest})
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials."""
+        return self._config.shown_url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the store can do."""
+        return self._store().capabilities
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """As the contract says."""
+        check_blob_name(name)
+        store = self._store()
+        writer = store.writer(name, size_hint=size_hint)
+        with self._lock:
+            if any(other.name == name and not other.over for other in self._writers):
+                msg = f"{place('create', name, self.url)}: it is being written"
+                raise BlobExistsError(msg)
+            self._writers.add(writer)
+        try:
+            store.refuse_taken("create", name)
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
+        """Natively: batches of one writer reach the store in the order of submission."""
+        if not isinstance(writer, StoreWriter):
+            return super().submit_write(writer, requests)
+        try:
+            return writer.submit(requests)
+        except StorageError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """In the background, on threads that a fork does not take along."""
+        self._check_requests(requests)
+        store = self._store()
+        return store.feeds.submit(store.read, requests)
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """As the contract says."""
+        self._check_requests(requests)
+        self._store().read(requests)
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """As the contract says, by one request, so of one version."""
+        check_blob_name(name)
+        data = self._store().read_record(name, limit_bytes=limit_bytes)
+        if isinstance(data, int):
+            msg = f"{name} on {self.url} has {data} bytes, more than the {limit_bytes} allowed"
+            raise FormatError(msg, [name])
+        return data
+
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """As the contract says; see `S3Client.put_if_absent` for what becomes of a lost answer."""
+        check_blob_name(name)
+        self._store().publish(name, data, exclusive=exclusive)
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """As the contract says; what is not a name of ours is left out."""
+        check_blob_name(prefix, prefix=True)
+        found = [i for i in self._store().list(prefix) if _is_name(i.name, prefix)]
+        return sorted(found, key=lambda info: info.name)
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """As the contract says."""
+        check_blob_name(name)
+        return self._store().stat(name)
+
+    def delete(self, names: Sequence[str], /) -> None:
+        """As the contract says."""
+        for name in names:
+            check_blob_name(name)
+        self._store().delete(names)
+
+    def sweep(self, before_s: float, /) -> None:
+        """As the contract says: uploads and temporary records that nobody finished."""
+        self._store().sweep(before_s)
+
+    def close(self) -> None:
+        """As the contract says; blobs that were not sealed are aborted."""
+        if self._pid != os.getpid():
+            # Threads, connections and locks are the parent's.
+            self._closed = True
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            store, self._opened = self._opened, None
+            writers = list(self._writers)
+        for writer in writers:
+            writer.abort()
+        if store is not None:
+            store.close()
+        super().close()
+
+    # -- below ----------------------------------------------------------------------------------
+
+    def _store(self) -> Store:
+        if self._pid != os.getpid() and not self._closed:
+            # A fork has none of the threads, shares the connections, and its locks may be held
+            # for ever.
+            self._lock = threading.Lock()
+            self._writers = weakref.WeakSet()
+            self._opened, self._pid = None, os.getpid()
+        with self._lock:
+            if self._closed:
+                msg = f"the backend {self.url} is closed"
+                raise StorageError(msg)
+            if self._opened is None:
+                self._opened = _open_store(self._config)
+            return self._opened
+
+    def _check_requests(self, requests: Sequence[ReadRequest]) -> None:
+        for request in requests:
+            check_blob_name(request.name)
+            if request.offset < 0:
+                msg = f"{place('read', request.name, self.url)}: offset {request.offset} is below 0"
+                raise StorageError(msg)
+
+
+def _open_store(config: FsspecConfig) -> Store:
+    if config.scheme in S3_SCHEMES:
+        from penstock.backends.fsspec.s3 import S3Store  # noqa: PLC0415 - one kind or the other
+
+        return S3Store(config)
+    from penstock.backends.fsspec.files import FileStore  # noqa: PLC0415
+
+    return FileStore(config)
+
+
+def _is_name(name: str, prefix: str) -> bool:
+    try:
+        check_blob_name(name)
+    except StorageError:
+        return False
+    return name.startswith(prefix)

@@ -1,0 +1,144 @@
+"""Options of the `fsspec` backend. Whatever may be secret stays out of `repr` and of messages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from penstock.core.abc import PluginConfig, SizeBytes
+
+S3_SCHEMES = frozenset({"s3", "s3a"})
+MIN_PART_BYTES = 5 << 20  # S3's rule for all parts but the last
+MAX_PARTS = 10_000  # likewise
+
+# A password may hold slashes, as those of S3 do.
+_USER = re.compile(r"(?<=://)(?:[^/@]*@|[^/@:]+:(?!\d+/)[^@]*@)")
+_SECRET_WORDS = ("secret", "token", "password", "passwd", "passphrase", "credential", "sig")
+_SECRET_NAMES = frozenset({"key", "pass", "pwd", "account_key", "api_key", "access_key"})
+
+
+class FsspecConfig(PluginConfig):
+    """Options of `fsspec`.
+
+    Attributes:
+        url: The root: `s3://bucket/run`, or any other URL that fsspec knows.
+        options: What the store itself takes. For S3 see `S3Options`; for others the arguments of
+            the fsspec file system. Credentials are better left to the environment.
+        part_bytes: Smallest part of an upload, and largest piece of a read. Blobs of more than
+            10,000 parts get larger ones.
+        parallel: Requests in flight.
+        buffer_bytes: Memory for parts on their way out; what covers whole parts is not copied.
+        merge_gap_bytes: Ranges that are nearer to each other are read in one request.
+        timeout_s: How long a store may take to connect, or to go on.
+        attempts: How often an operation that is safe to repeat is tried.
+        retry_total_s: After this long nothing is tried again.
+        conditional_put: Whether an S3 store honours `If-None-Match: *`: `auto` knows it of AWS,
+            and tries it out with a record of its own elsewhere.
+        checksums: Whether each part of an S3 upload carries a CRC for the store to check.
+    """
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    url: str = Field(repr=False)
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    part_bytes: SizeBytes = Field(default=8 << 20, ge=MIN_PART_BYTES, le=5 << 30)
+    parallel: int = Field(default=16, ge=1, le=256)
+    buffer_bytes: SizeBytes = Field(default=64 << 20, ge=0)
+    merge_gap_bytes: SizeBytes = Field(default=64 << 10, ge=0)
+    timeout_s: float = Field(default=60.0, gt=0)
+    attempts: int = Field(default=6, ge=1)
+    retry_total_s: float = Field(default=60.0, ge=0)
+    conditional_put: Literal["auto", "yes", "no"] = "auto"
+    checksums: bool = True
+
+    @field_validator("url")
+    @classmethod
+    def _usable(cls, url: str) -> str:
+        scheme, found, rest = url.partition("://")
+        if not found or not scheme:
+            msg = "it needs a scheme: s3://bucket/run"
+            raise ValueError(msg)
+        if scheme.lower() in S3_SCHEMES:
+            bucket = rest.partition("/")[0]
+            if "@" in rest or ":" in bucket:
+                msg = (
+                    "credentials do not belong into the URL: use the environment "
+                    "(AWS_ACCESS_KEY_ID, AWS_PROFILE, a role) or options"
+                )
+                raise ValueError(msg)
+            if not bucket or "?" in rest:
+                msg = "it should be s3://bucket/folder"
+                raise ValueError(msg)
+        return url.rstrip("/")
+
+    @property
+    def scheme(self) -> str:
+        """In lower case, without `://`."""
+        return self.url.partition("://")[0].lower()
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without user, password, query and fragment."""
+        return shown(self.url)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Values that no message may show."""
+        found = [urlsplit(self.url).password or ""]
+        _collect(self.options, found, secret=False)
+        return tuple({text for text in found if text})
+
+
+class S3Options(BaseModel):
+    """`options` for S3. What is not given comes from where every AWS tool takes it.
+
+    That is: environment, `~/.aws`, web identity, container or instance role.
+
+    Attributes:
+        endpoint_url: For stores other than AWS: `https://minio.example:9000`.
+        region: Of the bucket.
+        profile: Section of `~/.aws/config`.
+        key: Access key id.
+        secret: Secret access key.
+        token: Session token.
+        anon: Ask without credentials.
+        addressing_style: How the bucket is addressed: in the host name or in the path.
+        verify: Whether TLS certificates are checked, or the file with those to trust.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    key: str | None = Field(default=None, repr=False)
+    secret: str | None = Field(default=None, repr=False)
+    token: str | None = Field(default=None, repr=False)
+    anon: bool = False
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    verify: bool | str = True
+
+
+def shown(url: str) -> str:
+    """`url` without user, password, query and fragment."""
+    return _USER.sub("", url.partition("?")[0].partition("#")[0])
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option of that name may hold what nobody should see."""
+    lower = name.lower()
+    return lower in _SECRET_NAMES or any(word in lower for word in _SECRET_WORDS)
+
+
+def _collect(value: object, found: list[str], *, secret: bool) -> None:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _collect(inner, found, secret=secret or is_secret_name(str(name)))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _collect(inner, found, secret=secret)
+    elif secret and isinstance(value, str):
+        found.append(value)

@@ -1,0 +1,112 @@
+"""The one place where errors of fsspec's file systems become ours, without credentials."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    CapabilityError,
+    PenstockError,
+    StorageError,
+    StorageFullError,
+    StorageTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"@]+@|[^/\s'\"@:]+:(?!\d+/)[^\s'\"@]*@)")
+_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_MANY_REQUESTS, _NOT_FOUND, _SERVER_ERROR = 429, 404, 500
+_DENIED = {401, 403}
+
+
+class Scrubber:
+    """Takes credentials out of text."""
+
+    def __init__(self, secrets: tuple[str, ...]) -> None:
+        # The longest first, in case one is the beginning of another.
+        self._secrets = sorted(secrets, key=len, reverse=True)
+
+    def __call__(self, text: str) -> str:
+        """`text` without known secrets, user names in URLs and queries."""
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return _QUERY.sub(r"\1", _USER_INFO.sub("", text))
+
+
+def place(what: str, name: str, url: str) -> str:
+    """How every message begins."""
+    return f"cannot {what} {name or 'the root'} on {url}"
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that an error tells of, as most file systems over HTTP name it; else 0."""
+    status = getattr(error, "status", None) or getattr(error, "status_code", None)
+    return status if isinstance(status, int) else 0
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another attempt may succeed."""
+    if isinstance(error, PenstockError):
+        return False
+    status = status_of(error)
+    if status:
+        return status >= _SERVER_ERROR or status == _MANY_REQUESTS
+    if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
+        return True
+    # What comes from a network library is an OSError without a number, or of its own kind.
+    library = type(error).__module__.partition(".")[0]
+    return library in {"aiohttp", "urllib3", "requests", "httpx"}
+
+
+def storage_error(
+    error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
+) -> StorageError:
+    """`error` as one of our tree; `what` is the verb that failed, `name` the blob or record."""
+    where = place(what, name, url)
+    status = status_of(error)
+    text = scrub(str(error)) or type(error).__name__
+    kind: type[StorageError] = StorageError
+    if isinstance(error, FileNotFoundError) or status == _NOT_FOUND:
+        kind, text = BlobNotFoundError, "it does not exist"
+    elif isinstance(error, (IsADirectoryError, NotADirectoryError)):
+        kind = BlobNotFoundError if what in {"read", "stat"} else StorageError
+        text = "a folder stands where the blob should be, or the other way round"
+    elif isinstance(error, FileExistsError):
+        kind, text = BlobExistsError, "the name is taken"
+    elif isinstance(error, PermissionError) or status in _DENIED:
+        text = f"access denied ({text}); check credentials and permissions"
+    elif isinstance(error, OSError) and error.errno in _FULL:
+        kind, text = StorageFullError, f"{os.strerror(error.errno)}; make room or raise the quota"
+    elif isinstance(error, NotImplementedError):
+        kind = CapabilityError
+        text = f"this kind of store cannot do that ({text}); save to another"
+    elif isinstance(error, TimeoutError):
+        kind, text = StorageTimeoutError, "no answer in time; is the store reachable?"
+    else:
+        text = f"{type(error).__name__}: {text}"
+        if is_transient(error):
+            text += "; look whether the store is reachable, and try again"
+    return kind(f"{where}: {text}")
+
+
+@contextmanager
+def explained(what: str, name: str, *, url: str, scrub: Scrubber) -> Iterator[None]:
+    """Turn whatever a file system raises inside into one of our errors."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:  # noqa: BLE001 - every file system has errors of its own
+        found = storage_error(error, what, name, url=url, scrub=scrub)
+        # A traceback shows the cause's own text, which may hold what `scrub` takes out.
+        clean = scrub(str(error)) == str(error)
+        raise found from (error if clean else None)

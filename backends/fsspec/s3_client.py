@@ -1,0 +1,314 @@
+"""S3 as a few blocking operations, with retries for what is safe to repeat.
+
+botocore signs, finds credentials and speaks HTTP; its own retries are off, since it does not know
+which operations of ours may be repeated, and would hide a lost answer to a conditional put.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.backends.fsspec.errors import Scrubber, place
+from penstock.backends.fsspec.s3_errors import (
+    PRECONDITION_FAILED,
+    BrokenAnswerError,
+    is_definite,
+    is_transient,
+    status_of,
+    storage_error,
+)
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    ConfigError,
+    PenstockError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+
+    from penstock.backends.fsspec.config import FsspecConfig, S3Options
+    from penstock.backends.fsspec.ranges import Span
+    from penstock.backends.fsspec.retry import Retry
+
+T = TypeVar("T")
+
+_SEND_BYTES = 8 << 20  # handed to the socket at once, outside the GIL
+_SCRATCH_BYTES = 64 << 10
+# What the next page is asked for with, and where the last one says it.
+_MARKERS = {
+    "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
+    "list_multipart_uploads": {
+        "KeyMarker": "NextKeyMarker",
+        "UploadIdMarker": "NextUploadIdMarker",
+    },
+    "list_parts": {"PartNumberMarker": "NextPartNumberMarker"},
+}
+
+
+class S3Client:
+    """One bucket, and a prefix in it. Thread-safe; not to be used across a fork."""
+
+    def __init__(self, config: FsspecConfig, options: S3Options, *, retry: Retry) -> None:
+        bucket, _, path = config.url.partition("://")[2].partition("/")
+        self.bucket = bucket
+        self.prefix = f"{path.strip('/')}/" if path.strip("/") else ""
+        self.url = config.shown_url
+        self._retry = retry
+        self._scrub = Scrubber(config.secrets)
+        self._api = self._explained("open", "", lambda: _connect(config, options))
+
+    @property
+    def is_aws(self) -> bool:
+        """Whether this is S3 itself, and not a store that speaks the same."""
+        host = str(self._api.meta.endpoint_url).partition("://")[2].partition("/")[0]
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+    def call(
+        self,
+        operation: str,
+        what: str,
+        name: str,
+        *,
+        body: memoryview | None = None,
+        stop: threading.Event | None = None,
+        **parameters: Any,
+    ) -> dict[str, Any]:
+        """One operation that is safe to repeat; returns botocore's answer."""
+        ask = getattr(self._api, operation)
+        if name:
+            parameters["Key"] = self.prefix + name
+
+        def attempt() -> dict[str, Any]:
+            # A fresh stream for each: the one before may have been read in part.
+            sent = {} if body is None else _body(body)
+            answer: dict[str, Any] = ask(Bucket=self.bucket, **parameters, **sent)
+            return answer
+
+        return self._explained(
+            what, name, lambda: self._retry.run(attempt, transient=is_transient, stop=stop)
+        )
+
+    def pages(self, operation: str, what: str, **parameters: Any) -> Iterator[dict[str, Any]]:
+        """All answers of a listing, each asked for when it is needed."""
+        while True:
+            page = self.call(operation, what, "", **parameters)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            for asked, told in _MARKERS[operation].items():
+                parameters[asked] = page[told]
+
+    def size(self, what: str, name: str) -> int:
+        """Bytes of a blob, as the store has them."""
+        return int(self.call("head_object", what, name)["ContentLength"])
+
+    def abort_upload(self, what: str, name: str, number: str) -> None:
+        """End a multipart upload; that it is gone already is no error."""
+        with suppress(BlobNotFoundError):
+            self.call("abort_multipart_upload", what, name, UploadId=number)
+
+    def put(
+        self, what: str, name: str, data: memoryview, *, stop: threading.Event | None = None
+    ) -> None:
+        """Store a blob, replacing what is there; the same bytes twice are the same blob."""
+        self.call("put_object", what, name, body=data, stop=stop)
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Store a record unless the name is taken, by one conditional put.
+
+        Repeating it is safe: it can only create what is not there. But once an attempt had an
+        unknown end (a reset, a timeout, any 5xx), a later 412 may be the answer to our own
+        record, so it is not reported as a lost race but as what it is: an unknown outcome.
+
+        Raises:
+            BlobExistsError: The store refused, and nothing of ours can have been stored.
+            StorageError: Unknown outcome; read the record to learn whose it is.
+        """
+        unknown: list[Exception] = []
+
+        def attempt() -> None:
+            try:
+                self._api.put_object(
+                    Bucket=self.bucket,
+                    Key=self.prefix + name,
+                    IfNoneMatch="*",
+                    **_body(memoryview(data)),
+                )
+            except Exception as error:
+                if unknown and status_of(error) == PRECONDITION_FAILED:
+                    msg = (
+                        f"{place('publish', name, self.url)}: unknown outcome. An answer was lost "
+                        f"({self._scrub(str(unknown[0]))}), and by now the name is taken, "
+                        "perhaps by this very record: read it to learn whose it is"
+                    )
+                    raise StorageError(msg) from error
+                if not is_definite(error):
+                    unknown.append(error)
+                raise
+
+        self._explained("publish", name, lambda: self._retry.run(attempt, transient=is_transient))
+
+    def get(self, name: str, *, limit_bytes: int) -> bytes | int:
+        """A whole blob as one version of it, or its size if that is above `limit_bytes`."""
+
+        def attempt() -> bytes | int:
+            answer = self._api.get_object(Bucket=self.bucket, Key=self.prefix + name)
+            with answer["Body"] as body:
+                size = int(answer["ContentLength"])
+                if size > limit_bytes:
+                    return size
+                data = bytearray(size)
+                _fill(body, memoryview(data))
+            return bytes(data)
+
+        return self._explained(
+            "read", name, lambda: self._retry.run(attempt, transient=is_transient)
+        )
+
+    def fill(self, span: Span, *, stop: threading.Event | None = None) -> None:
+        """Read a span into its targets, by one request."""
+
+        def attempt() -> None:
+            answer = self._api.get_object(
+                Bucket=self.bucket,
+                Key=self.prefix + span.name,
+                Range=f"bytes={span.start}-{span.stop - 1}",
+            )
+            with answer["Body"] as body:
+                self._check_range(span, answer)
+                at = span.start
+                for piece in span.pieces:
+                    _skip(body, piece.offset - at)
+                    _fill(body, piece.target)
+                    at = piece.stop
+
+        self._explained(
+            "read", span.name, lambda: self._retry.run(attempt, transient=is_transient, stop=stop)
+        )
+
+    def _check_range(self, span: Span, answer: dict[str, Any]) -> None:
+        told = str(answer.get("ContentRange", ""))  # bytes 0-99/1000
+        size = told.rpartition("/")[2]
+        if size.isdigit() and int(size) < span.stop:
+            msg = (
+                f"cannot read bytes {span.start} to {span.stop} of {span.name} on {self.url}: "
+                f"it has {size}"
+            )
+            raise BlobTruncatedError(msg)
+        expected = f"bytes {span.start}-{span.stop - 1}/"
+        length = int(answer["ContentLength"])
+        if not told.startswith(expected) or length != span.stop - span.start:
+            msg = f"asked for {expected[:-1]}, the answer holds {length} bytes ({told or 'all'})"
+            raise BrokenAnswerError(msg)
+
+    def _explained(self, what: str, name: str, operation: Callable[[], T]) -> T:
+        try:
+            return operation()
+        except PenstockError:
+            raise
+        except Exception as error:  # noqa: BLE001 - botocore, urllib3, http, ssl: no common root
+            found = storage_error(error, what, name, url=self.url, scrub=self._scrub)
+            clean = self._scrub(str(error)) == str(error)
+            raise found from (error if clean else None)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.close()
+
+
+class ViewStream(io.RawIOBase):
+    """A view as the file that botocore wants, without copying it.
+
+    `read` returns more than was asked for: http.client would otherwise take 16 KiB at a time,
+    each with a return to Python, where one call to `sendall` moves megabytes outside the GIL.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view = view
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._view.nbytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> Any:
+        stop = self._view.nbytes
+        if size is not None and size >= 0:
+            stop = min(stop, self._at + max(size, _SEND_BYTES))
+        found = self._view[self._at : stop]
+        self._at = stop
+        return found
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._view.nbytes}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+def _body(view: memoryview) -> dict[str, Any]:
+    return {"Body": ViewStream(view), "ContentLength": view.nbytes}
+
+
+def _fill(body: Any, target: memoryview) -> None:
+    at = 0
+    while at < target.nbytes:
+        count = body.readinto(target[at:])
+        if not count:
+            msg = f"the answer ended {target.nbytes - at} bytes early"
+            raise BrokenAnswerError(msg)
+        at += count
+
+
+def _skip(body: Any, count: int) -> None:
+    if count:
+        scratch = memoryview(bytearray(min(count, _SCRATCH_BYTES)))
+        for at in range(0, count, len(scratch)):
+            _fill(body, scratch[: count - at])
+
+
+def _connect(config: FsspecConfig, options: S3Options) -> Any:
+    try:
+        import botocore.session  # noqa: PLC0415 - 140 ms, and an extra
+        from botocore import UNSIGNED  # noqa: PLC0415
+        from botocore.config import Config  # noqa: PLC0415
+    except ImportError as error:
+        msg = f"{config.shown_url}: S3 needs botocore: pip install 'penstock[s3]'"
+        raise ConfigError(msg) from error
+    s3: dict[str, Any] = {"payload_signing_enabled": False}  # 0.6 s of SHA-256 per GiB
+    if options.addressing_style != "auto":
+        s3["addressing_style"] = options.addressing_style
+    session = botocore.session.Session(profile=options.profile)
+    return session.create_client(
+        "s3",
+        region_name=options.region,
+        endpoint_url=options.endpoint_url,
+        verify=None if options.verify is True else options.verify,
+        aws_access_key_id=options.key,
+        aws_secret_access_key=options.secret,
+        aws_session_token=options.token,
+        config=Config(
+            connect_timeout=min(10.0, config.timeout_s),
+            read_timeout=config.timeout_s,
+            max_pool_connections=config.parallel + 4,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            # Checksums of ours bind every stored byte; a CRC of each part is sent besides.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            signature_version=UNSIGNED if options.anon else None,
+            s3=s3,
+        ),
+    )

@@ -1,0 +1,135 @@
+"""A multipart upload: parts by number, sent in the background."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from concurrent.futures import wait
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import BlobNotFoundError, PenstockError, StorageError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+    from concurrent.futures import Executor, Future
+
+    from penstock.backends.fsspec.s3_client import S3Client
+
+
+class Upload:
+    """An upload that is begun by its first part. `start` and `complete` are for one thread.
+
+    Args:
+        client: The bucket.
+        name: Of the blob.
+        pool: Sends the parts; its threads bound those in flight.
+        checksums: Whether the store is given a CRC of each part to check.
+        stop: Set: nothing is tried again.
+        failed: Called, by any thread, with why a part cannot be sent.
+    """
+
+    def __init__(
+        self,
+        client: S3Client,
+        name: str,
+        *,
+        pool: Executor,
+        checksums: bool,
+        stop: threading.Event,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._pool = pool
+        self._checksums = checksums
+        self._stop = stop
+        self._failed = failed
+        self._number = ""
+        self._parts: dict[int, Future[dict[str, Any]]] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether the store knows of it."""
+        return bool(self._number)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._parts
+
+    def start(
+        self, index: int, view: memoryview, *, over: Callable[[BaseException | None], None]
+    ) -> None:
+        """Send part `index` (from 0 on); call `over` with the error, if any, once it is done.
+
+        Nothing uses `view` after that.
+        """
+        if not self._number:
+            extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
+            answer = self._client.call(
+                "create_multipart_upload", "create", self._name, stop=self._stop, **extra
+            )
+            self._number = str(answer["UploadId"])
+        part = self._pool.submit(self._send, index, view)
+        self._parts[index] = part
+
+        def done(part: Future[dict[str, Any]]) -> None:
+            error = StorageError("given up") if part.cancelled() else part.exception()
+            if error is not None:
+                self._failed(error)
+            over(error)
+
+        part.add_done_callback(done)
+
+    def complete(self, count: int, length: int) -> None:
+        """Make the first `count` parts the blob, of `length` bytes.
+
+        Raises:
+            StorageError: A part failed, or the blob may not be there.
+        """
+        parts = [self._parts[index].result() for index in range(count)]
+        try:
+            self._client.call(
+                "complete_multipart_upload",
+                "seal",
+                self._name,
+                UploadId=self._number,
+                MultipartUpload={"Parts": parts},
+            )
+        except StorageError as error:
+            # An answer may have been lost after it was done; then the upload is gone, and the
+            # blob, whose name nobody else uses, is there.
+            try:
+                size = self._client.size("seal", self._name)
+            except BlobNotFoundError:
+                raise error from None
+            if size != length:
+                raise
+
+    def abort(self) -> None:
+        """Give back what is stored, once nothing is in flight."""
+        for part in self._parts.values():
+            part.cancel()
+        wait(self._parts.values())
+        self._parts.clear()
+        if self._number:
+            # What cannot be ended now is for `sweep`, or a rule of the bucket.
+            with suppress(PenstockError):
+                self._client.abort_upload("abort", self._name, self._number)
+
+    def _send(self, index: int, view: memoryview) -> dict[str, Any]:
+        checksum: dict[str, Any] = {}
+        if self._checksums:
+            crc = zlib.crc32(view).to_bytes(4, "big")
+            checksum["ChecksumCRC32"] = base64.b64encode(crc).decode()
+        answer = self._client.call(
+            "upload_part",
+            f"upload part {index + 1} of",
+            self._name,
+            body=view,
+            stop=self._stop,
+            UploadId=self._number,
+            PartNumber=index + 1,
+            **checksum,
+        )
+        return {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}

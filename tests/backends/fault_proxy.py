@@ -1,0 +1,203 @@
+"""An HTTP proxy in front of a store that does, on demand, what networks and busy stores do."""
+
+import http.client
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+_CODES = {
+    "500": (500, "InternalError", "We encountered an internal error."),
+    "503": (503, "SlowDown", "Please reduce your request rate."),
+    "expired": (400, "ExpiredToken", "The provided token has expired."),
+    "denied": (403, "AccessDenied", "Access Denied"),
+    "conflict": (409, "ConditionalRequestConflict", "A conflicting operation is under way."),
+}
+
+
+@dataclass
+class Fault:
+    """One thing to go wrong.
+
+    Attributes:
+        kind: A key of `_CODES`: the store answers so, and does nothing. `reset`: the connection
+            is reset before the store sees the request. `lost`: the store does it, the answer is
+            lost. `lost-500`: the store does it, but answers that it failed. `cut`: the answer
+            breaks off in the middle. `short`: the answer has, and announces, one byte less.
+            `stall`: no answer until the proxy closes.
+        method: Only requests of this method.
+        part: Only requests whose path and query, with a `&` behind, hold this.
+        times: How often; afterwards all is well.
+    """
+
+    kind: str
+    method: str = ""
+    part: str = ""
+    times: int = 1
+    seen: int = 0
+
+
+@dataclass
+class Exchange:
+    """One request that came, and how many bytes of a body went back."""
+
+    method: str
+    path: str
+    headers: dict
+    sent_bytes: int = 0
+    body_bytes: int = 0
+
+
+@dataclass
+class FaultProxy:
+    """The proxy. `drop_headers`: what the store behind it never gets to see.
+
+    Attributes of the class are what a test may set or look at.
+    """
+
+    upstream: str
+    faults: list = field(default_factory=list)
+    exchanges: list = field(default_factory=list)
+    ending: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    putting: int = 0
+    most_putting: int = 0
+    drop_headers: tuple = ()
+
+    def __enter__(self):
+        proxy = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.proxy = proxy
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.ending.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+    def fail(self, kind, **where):
+        """From now on let this go wrong; returns it, to see how often it did."""
+        fault = Fault(kind, **where)
+        self.faults.append(fault)
+        return fault
+
+    def heal(self):
+        self.faults.clear()
+
+    def requests(self, method, part=""):
+        """What came in so far."""
+        return [e for e in self.exchanges if e.method == method and part in f"{e.path}&"]
+
+    def take(self, method, path):
+        with self.lock:
+            for fault in self.faults:
+                fits = fault.method in ("", method) and fault.part in f"{path}&"
+                if fits and fault.seen < fault.times:
+                    fault.seen += 1
+                    return fault.kind
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: FaultProxy
+
+    def log_message(self, *_):
+        pass
+
+    def handle(self):
+        with suppress(ConnectionError):
+            super().handle()
+
+    def answer(self):
+        proxy = self.proxy
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        exchange = Exchange(self.command, self.path, dict(self.headers), body_bytes=len(body))
+        with proxy.lock:
+            proxy.exchanges.append(exchange)
+            proxy.putting += self.command == "PUT"
+            proxy.most_putting = max(proxy.most_putting, proxy.putting)
+        try:
+            self._answer(proxy.take(self.command, self.path), body, exchange)
+        finally:
+            with proxy.lock:
+                proxy.putting -= self.command == "PUT"
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer  # noqa: N815 - http.server's names
+
+    def handle_expect_100(self):
+        # The refusal of a request may come before its body does.
+        self.send_response_only(100)
+        self.end_headers()
+        return True
+
+    def _answer(self, fault, body, exchange):
+        if fault == "stall":
+            self.proxy.ending.wait()
+            return self._reset()
+        if fault == "reset":
+            return self._reset()
+        if fault in _CODES:
+            status, code, message = _CODES[fault]
+            return self._refuse(status, code, message)
+        status, headers, data = self._forward(body)
+        if fault == "lost":
+            return self._reset()
+        if fault == "lost-500":
+            return self._refuse(*_CODES["500"])
+        length = headers.get("Content-Length", str(len(data)))
+        if fault == "short":
+            data, length = data[:-1], str(len(data) - 1)
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if fault == "cut":
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            return self._reset()
+        exchange.sent_bytes = len(data)
+        self.wfile.write(data)
+        return None
+
+    def _forward(self, body):
+        target = urlsplit(self.proxy.upstream)
+        connection = http.client.HTTPConnection(target.hostname, target.port, timeout=60)
+        dropped = {"expect", "connection", *self.proxy.drop_headers}
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
+        try:
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+    def _refuse(self, status, code, message):
+        text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        if self.command == "HEAD":
+            text = b""
+        self.send_response_only(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def _reset(self):
+        # Linger of zero seconds: the peer gets a reset, not an orderly end.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()

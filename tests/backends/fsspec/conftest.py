@@ -1,0 +1,80 @@
+"""Stores under test: a real S3 server on loopback, a proxy that breaks it, and file systems."""
+
+import uuid
+
+import pytest
+from tests.backends import s3_server
+from tests.backends.fault_proxy import FaultProxy
+
+from penstock.backends.fsspec import FsspecBackend, FsspecConfig
+
+PART = 5 << 20  # the smallest that S3 takes
+
+
+@pytest.fixture(scope="session")
+def s3_url():
+    """An S3 server; one for each process that runs tests."""
+    missing = s3_server.missing()
+    if missing:
+        pytest.skip(f"needs an S3 server on loopback: {missing} is missing")
+    with s3_server.running() as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch):
+    for name, value in s3_server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def proxy(s3_url):
+    """A proxy in front of the server, through which nothing goes wrong yet."""
+    with FaultProxy(s3_url) as running:
+        yield running
+
+
+@pytest.fixture
+def folder():
+    """A folder of the bucket that no other test uses."""
+    return f"{s3_server.BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def look(s3_url):
+    """A plain client, to look at what is really stored."""
+    client = s3_server.client(s3_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def opened():
+    """Opens backends by their options, and closes them."""
+    found = []
+
+    def open_one(url, **options):
+        found.append(FsspecBackend(FsspecConfig(url=url, **options)))
+        return found[-1]
+
+    yield open_one
+    for backend in found:
+        backend.close()
+
+
+@pytest.fixture
+def store(opened, folder, s3_url):
+    """A backend on the server itself."""
+    return opened(f"s3://{folder}", options={"endpoint_url": s3_url}, part_bytes=PART)
+
+
+@pytest.fixture
+def shaky(opened, folder, proxy):
+    """A backend behind the proxy, which knows that conditional puts work."""
+    return opened(
+        f"s3://{folder}",
+        options={"endpoint_url": proxy.url},
+        part_bytes=PART,
+        conditional_put="yes",
+        timeout_s=2,
+    )

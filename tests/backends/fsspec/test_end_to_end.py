@@ -1,0 +1,189 @@
+"""Checkpoints in S3, from save to delete, by the library and by the command."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import penstock
+from penstock.core.errors import LostRaceError
+
+pytestmark = pytest.mark.s3
+
+PART = 5 << 20
+
+
+def state(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.Linear(900, 700))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    big = torch.randn(4 << 20, generator=generator)  # 16 MiB
+    return {"model": model, "big": big, "epoch": seed}
+
+
+def assert_equal(one, other):
+    assert torch.equal(one["big"], other["big"])
+    for a, b in zip(one["model"].parameters(), other["model"].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def config(folder, proxy):
+    return {
+        "backend": {
+            "type": "fsspec",
+            "url": f"s3://{folder}",
+            "options": {"endpoint_url": proxy.url},
+            "part_bytes": PART,
+        }
+    }
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async"])
+@pytest.mark.parametrize("codecs", [[], ["zstd"]])
+def test_round_trip(config, mode, codecs):
+    saved = state(1)
+    rules = [{"match": "**", "codecs": codecs}] if codecs else []
+    with penstock.Checkpointer.from_config({**config, "rules": rules}) as checkpointer:
+        report = checkpointer.save(saved, step=5, mode=mode).result()
+        assert report.exclusive
+        target = state(2)
+        restored = checkpointer.restore(target)
+        assert restored.step == 5
+        assert_equal(target, saved)
+        assert restored.values["epoch"] == 1
+        assert checkpointer.verify(5, deep=True).ok
+
+
+def test_restore_of_a_part_reads_little_more_than_the_part(config, proxy):
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        saved = state(1)
+        checkpointer.save(saved, step=5, mode="blocking").result()
+        proxy.exchanges.clear()
+        target = state(2)
+        report = checkpointer.restore(target, include="model")
+    assert torch.equal(target["model"][0].weight, saved["model"][0].weight)
+    got = sum(e.sent_bytes for e in proxy.requests("GET", "/blobs/"))
+    assert report.bytes_needed > 4 * 700 * 900
+    assert report.bytes_needed <= got <= 1.05 * report.bytes_needed
+
+
+def test_several_steps_retention_delete_and_prune(config, look, folder):
+    with penstock.Checkpointer.from_config(
+        {**config, "retention": {"keep_last": 2}}
+    ) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save({"x": torch.full((10,), step)}, step=step, mode="blocking").result()
+        checkpointer.wait()
+        assert checkpointer.steps() == [2, 3]
+        checkpointer.delete(2)
+        assert checkpointer.steps() == [3]
+        checkpointer.prune()
+        assert checkpointer.load()["x"].tolist() == [3] * 10
+        checkpointer.delete(3)
+    bucket, _, prefix = folder.partition("/")
+    left = look.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+    assert [e["Key"] for e in left if "/blobs/" in e["Key"] or "/commits/" in e["Key"]] == []
+
+
+def test_lost_answer_to_the_commit_is_a_checkpoint(config, proxy):
+    fault = proxy.fail("lost", method="PUT", part="/commits/")
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        report = checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
+        assert report.step == 1
+        assert checkpointer.steps() == [1]
+    assert fault.seen == 1
+
+
+def test_of_two_savers_of_one_step_one_wins(config, proxy):
+    with (
+        penstock.Checkpointer.from_config(config) as one,
+        penstock.Checkpointer.from_config(config) as two,
+    ):
+        taken = proxy.take
+        turn = []
+
+        def take(method, path):
+            if method == "PUT" and "/commits/" in path and not turn:
+                turn.append(path)
+                two.save({"x": torch.zeros(3)}, step=1, mode="blocking").result()
+            return taken(method, path)
+
+        proxy.take = take
+        with pytest.raises(LostRaceError):
+            one.save({"x": torch.ones(3)}, step=1, mode="blocking").result()
+        assert one.load()["x"].tolist() == [0, 0, 0]
+
+
+def test_save_through_a_busy_store_goes_well(config, proxy):
+    for part in ("partNumber=1&", "partNumber=2&", "uploadId=", "/index", "/parts/", "/intent"):
+        proxy.fail("503", part=part, times=2)
+    proxy.fail("cut", method="GET", part="/blobs/", times=2)
+    saved, target = state(1), state(2)
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        checkpointer.save(saved, step=1, mode="blocking").result()
+        checkpointer.restore(target)
+    assert_equal(target, saved)
+
+
+def test_store_without_conditional_puts_is_reported(config):
+    config["backend"]["conditional_put"] = "no"
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        report = checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
+        assert not report.exclusive
+        assert checkpointer.steps() == [1]
+
+
+def test_doctor_looks_at_the_store(config, folder, s3_url):
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "doctor", f"s3://{folder}?endpoint_url={s3_url}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"s3://{folder}" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_command_line(config, folder, s3_url):
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        checkpointer.save({"x": torch.arange(9)}, step=42, mode="blocking").result()
+    url = f"s3://{folder}?endpoint_url={s3_url}"
+
+    def penstock_command(command, *arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", command, url, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "42" in penstock_command("ls")
+    assert "x" in penstock_command("show")
+    penstock_command("verify")
+    penstock_command("prune")
+    penstock_command("delete", "42", "--yes", "--force")
+    assert "42" not in penstock_command("ls", "--json")
+
+
+def test_looking_at_s3_imports_neither_fsspec_nor_torch(config, folder, s3_url):
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
+    code = (
+        "import sys\n"
+        "from penstock.core.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print([n for n in ('torch', 'fsspec', 'moto') if n in sys.modules])\n"
+    )
+    url = f"s3://{folder}?endpoint_url={s3_url}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "ls", url], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,239 @@
+"""What other file systems of fsspec offer: read-only ones, asynchronous ones, odd streams."""
+
+import functools
+import http.server
+import io
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+import penstock
+from penstock.backends.fsspec import FsspecBackend, FsspecConfig
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    CapabilityError,
+    ConfigError,
+    StorageError,
+    StorageFullError,
+)
+from penstock.core.opening import open_backend
+from penstock.core.types import ReadRequest, WriteRequest
+
+
+class RangeHandler(http.server.SimpleHTTPRequestHandler):
+    """The standard library's file server, with ranges."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        wanted = self.headers.get("Range")
+        path = self.translate_path(self.path)
+        if not wanted or path.endswith("/"):
+            return super().do_GET()
+        try:
+            data = Path(path).read_bytes()
+        except OSError:
+            return self.send_error(404)
+        start, _, stop = wanted.removeprefix("bytes=").partition("-")
+        part = data[int(start) : int(stop) + 1]
+        if not part:
+            return self.send_error(416)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{int(start) + len(part) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+        return None
+
+
+@pytest.fixture
+def web(tmp_path):
+    """A web server over `tmp_path`."""
+    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
+    handler = functools.partial(RangeHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_checkpoint_can_be_read_over_http(web, tmp_path):
+    state = {"model": {"w": torch.randn(300, 300), "b": torch.randn(300)}, "epoch": 7}
+    with penstock.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(state, step=3, mode="blocking").result()
+    with penstock.Checkpointer(f"{web}/run") as checkpointer:
+        assert checkpointer.steps() == [3]
+        tree = checkpointer.load(step=3)
+        assert torch.equal(tree["model"]["w"], state["model"]["w"])
+        assert tree["epoch"] == 7
+        assert checkpointer.load(step=3, include="model/b")["model"]["b"].shape == (300,)
+        assert checkpointer.verify(3, deep=True).ok
+        with pytest.raises(penstock.PenstockError, match="http can only be read"):
+            checkpointer.save(state, step=4, mode="blocking").result()
+
+
+def test_writing_over_http_is_refused(web, opened):
+    backend = opened(f"{web}/run")
+    for call in (
+        lambda: backend.create("b.raw"),
+        lambda: backend.publish("r.json", b"x"),
+        lambda: backend.delete(["r.json"]),
+    ):
+        with pytest.raises(CapabilityError, match="http can only be read; save to another store"):
+            call()
+
+
+def test_missing_and_short_blobs_are_told_over_http(web, opened, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "r").write_bytes(b"12345")
+    backend = opened(f"{web}/run", attempts=1)
+    assert backend.read_record("r", limit_bytes=9) == b"12345"
+    with pytest.raises(BlobNotFoundError):
+        backend.stat("none")
+    with pytest.raises(BlobNotFoundError):
+        backend.read([ReadRequest("none", 0, memoryview(bytearray(1)))])
+    with pytest.raises(BlobTruncatedError):
+        backend.read([ReadRequest("r", 3, memoryview(bytearray(9)))])
+
+
+class OddFile(MemoryFile):
+    """A stream that takes little at a time, and has no file below."""
+
+    def write(self, data):
+        return super().write(bytes(data[:1000]))
+
+    def fileno(self):
+        raise io.UnsupportedOperation("fileno")
+
+    def truncate(self, size=None):
+        raise io.UnsupportedOperation("truncate")
+
+
+class OddFileSystem(MemoryFileSystem):
+    protocol = "odd"
+    store = {}  # noqa: RUF012 - as its parent has it
+    pseudo_dirs = [""]  # noqa: RUF012
+    fails_with = None
+
+    def _open(self, path, mode="rb", **options):
+        if mode == "wb":
+            if self.fails_with:
+                raise self.fails_with
+            self.store[path] = file = OddFile(self, path, options.get("data"))
+            return file
+        return super()._open(path, mode, **options)
+
+
+@pytest.fixture
+def odd(opened, monkeypatch):
+    fsspec.register_implementation("odd", OddFileSystem, clobber=True)
+    monkeypatch.setattr(OddFileSystem, "store", {})
+    return opened("odd://run")
+
+
+def test_streams_that_take_little_and_have_no_fileno_are_written_whole(odd):
+    data = bytes(range(256)) * 100
+    writer = odd.create("b.raw")
+    writer.write([WriteRequest(5000, (memoryview(data), memoryview(b"end")))])
+    writer.seal(5000 + len(data) + 3)
+    assert odd.read_record("b.raw", limit_bytes=1 << 20) == bytes(5000) + data + b"end"
+
+
+def test_streams_that_cannot_be_cut_are_written_again(odd):
+    writer = odd.create("b.raw")
+    writer.write([WriteRequest(0, (memoryview(b"123456"),))])
+    writer.seal(3)
+    assert odd.read_record("b.raw", limit_bytes=9) == b"123"
+
+
+def test_writes_that_go_back_are_refused(odd):
+    writer = odd.create("b.raw")
+    writer.write([WriteRequest(10, (memoryview(b"later"),))])
+    with pytest.raises(StorageError, match="offset 0 comes too late"):
+        writer.write([WriteRequest(0, (memoryview(b"early"),))])
+    with pytest.raises(StorageError, match=r"dead since an earlier failure \(.*too late"):
+        writer.seal(15)
+    writer.abort()
+    assert odd.list("") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (OSError(28, "No space left"), StorageFullError, "make room or raise the quota"),
+        (PermissionError("nope"), StorageError, "check credentials and permissions"),
+        (ConnectionResetError("reset"), StorageError, "look whether the store is reachable"),
+        (NotImplementedError(), CapabilityError, "this kind of store cannot do that"),
+        (RuntimeError("boom"), StorageError, "RuntimeError: boom"),
+    ],
+)
+def test_errors_of_file_systems_become_ours(odd, monkeypatch, error, kind, told):
+    monkeypatch.setattr(OddFileSystem, "fails_with", error)
+    writer = odd.create("b.raw")
+    with pytest.raises(kind, match=f"b.raw on odd://run.*{told}"):
+        writer.write([WriteRequest(0, (memoryview(b"x"),))])
+    writer.abort()
+
+
+def test_reads_are_tried_again_and_writes_are_not(odd, monkeypatch):
+    odd.publish("r.json", b"x")
+    seen = []
+    info = OddFileSystem.info
+
+    def flaky(self, path, **options):
+        seen.append(path)
+        if len(seen) < 3:
+            raise ConnectionResetError("reset")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(OddFileSystem, "info", flaky)
+    assert odd.stat("r.json").size_bytes == 1
+    assert len(seen) == 3
+
+
+def test_listing_is_never_remembered(tmp_path, opened):
+    one, two = opened(f"file://{tmp_path}/run"), opened(f"file://{tmp_path}/run")
+    assert one.list("") == []
+    two.publish("r.json", b"x")
+    assert [info.name for info in one.list("")] == ["r.json"]
+    two.delete(["r.json"])
+    assert one.list("") == []
+
+
+def test_temporary_records_are_not_listed_and_are_swept(tmp_path, opened):
+    backend = opened(f"file://{tmp_path}/run")
+    backend.publish("r.json", b"x")
+    left = tmp_path / "run" / "s.json~0123456789abcdef"
+    left.write_bytes(b"torn")
+    assert [info.name for info in backend.list("")] == ["r.json"]
+    now = backend.store_time_s()
+    backend.sweep(now - 3600)
+    assert left.exists()
+    backend.sweep(now + 3600)
+    assert not left.exists()
+    assert [info.name for info in backend.list("")] == ["r.json"]
+
+
+def test_any_scheme_of_fsspec_opens_this_backend(opened, tmp_path):
+    fsspec.register_implementation("odd", OddFileSystem, clobber=True)
+    with_scheme = open_backend("odd://run?parallel=3")
+    assert isinstance(with_scheme, FsspecBackend)
+    assert with_scheme.capabilities.preferred_parallel == 3
+    with_scheme.close()
+
+
+def test_file_system_that_is_not_installed_is_said():
+    fsspec.register_implementation(
+        "absent", "absent_package.AbsentFileSystem", errtxt="install absent-package", clobber=True
+    )
+    with pytest.raises(ConfigError, match=r"absent://x: .*absent"):
+        FsspecBackend(FsspecConfig(url="absent://x"))

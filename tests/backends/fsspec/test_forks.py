@@ -1,0 +1,111 @@
+"""A forked child can go on using a backend, and cannot disturb its parent."""
+
+import functools
+import http.server
+import os
+import signal
+import sys
+import threading
+import warnings
+
+import pytest
+
+from penstock.core.errors import StorageError
+from penstock.core.types import WriteRequest
+
+PART = 5 << 20
+_PATIENCE_S = 60
+
+
+def in_child(task):
+    """Run `task` in a fork; raises what it raised, as text."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        # Forking a process with threads is what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_PATIENCE_S)
+            task()
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(write, repr(error).encode())
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        text = told.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, text or f"the child ended with status {status}"
+
+
+def put(backend, name, data):
+    writer = backend.create(name)
+    writer.write([WriteRequest(0, (memoryview(data),))])
+    writer.seal(len(data))
+
+
+def check_forks(backend):
+    put(backend, "before.raw", bytes(2 * PART))
+    assert backend.submit_read([]).result(60) is None
+    unfinished = backend.create("unfinished.raw")
+    unfinished.write([WriteRequest(0, (memoryview(b"parent"),))])
+
+    def child():
+        assert [info.name for info in backend.list("before")] == ["before.raw"]
+        backend.publish("from-child.json", b"child")
+        put(backend, "from-child.raw", b"x" * (2 * PART))
+        with pytest.raises(StorageError, match="begun in another process"):
+            unfinished.write([WriteRequest(PART, (memoryview(b"child"),))])
+        with pytest.raises(StorageError, match="begun in another process"):
+            unfinished.seal(6)
+        unfinished.abort()
+        backend.close()
+
+    in_child(child)
+    in_child(backend.close)
+    unfinished.seal(6)
+    names = [info.name for info in backend.list("")]
+    assert names == ["before.raw", "from-child.json", "from-child.raw", "unfinished.raw"]
+    assert backend.read_record("unfinished.raw", limit_bytes=9) == b"parent"
+
+
+@pytest.mark.s3
+def test_forked_child_can_use_s3(store):
+    check_forks(store)
+
+
+def test_forked_child_can_use_a_file_system(opened, tmp_path):
+    check_forks(opened(f"file://{tmp_path}/run"))
+
+
+def test_forked_child_can_use_an_asynchronous_file_system(opened, tmp_path):
+    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
+    (tmp_path / "r.json").write_bytes(b"record")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        backend = opened(f"http://127.0.0.1:{server.server_port}")
+        assert backend.read_record("r.json", limit_bytes=9) == b"record"
+
+        def child():
+            assert backend.read_record("r.json", limit_bytes=9) == b"record"
+            assert [info.name for info in backend.list("")] == ["r.json"]
+
+        in_child(child)
+        assert backend.read_record("r.json", limit_bytes=9) == b"record"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,112 @@
+"""Credentials are used, and never shown: not in URLs, errors, logs, reprs or what is stored."""
+
+import logging
+import traceback
+
+import pytest
+import torch
+
+import penstock
+from penstock.backends.fsspec import FsspecBackend, FsspecConfig
+from penstock.backends.fsspec.errors import Scrubber
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.opening import open_backend
+
+SECRETS = ("AKIDVERYSECRET", "s3cr3t/w0rd+", "t0k3n==")
+OPTIONS = {"key": SECRETS[0], "secret": SECRETS[1], "token": SECRETS[2]}
+
+
+def shown(text):
+    return [secret for secret in SECRETS if secret in text]
+
+
+def everything(error):
+    return f"{error!r} {error} {''.join(traceback.format_exception(error))}"
+
+
+@pytest.mark.s3
+def test_nothing_of_a_run_shows_the_credentials(s3_url, proxy, folder, look, caplog):
+    caplog.set_level(logging.DEBUG, "penstock")
+    config = {
+        "backend": {
+            "type": "fsspec",
+            "url": f"s3://{folder}",
+            "options": {**OPTIONS, "endpoint_url": proxy.url},
+        }
+    }
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        told = [repr(checkpointer), str(checkpointer)]
+        handle = checkpointer.save({"a": torch.arange(10)}, step=1, mode="blocking")
+        told.append(repr(handle.result()))
+        told.append(repr(checkpointer.info(1)))
+        told.append(repr(checkpointer.restore({"a": torch.zeros(10, dtype=torch.int64)})))
+        proxy.fail("denied", times=1000)
+        with pytest.raises(PenstockError) as caught:
+            checkpointer.verify(1)
+        told.append(everything(caught.value))
+        proxy.heal()
+    bucket = folder.partition("/")[0]
+    for entry in look.list_objects_v2(Bucket=bucket)["Contents"]:
+        told.append(entry["Key"])
+        body = look.get_object(Bucket=bucket, Key=entry["Key"])["Body"]
+        told.append(body.read().decode("latin-1"))
+    told.append(caplog.text)
+    assert any(e.headers["Authorization"].find(SECRETS[0]) > 0 for e in proxy.exchanges)
+    assert shown(" ".join(told)) == []
+
+
+def test_config_and_backend_do_not_show_them():
+    config = FsspecConfig(url="s3://bucket/run", options=OPTIONS)
+    backend = FsspecBackend(config)
+    told = f"{config!r} {config} {backend!r} {backend} {backend.url} {vars(backend)}"
+    backend.close()
+    assert shown(told) == []
+    assert backend.url == "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"s3://{SECRETS[0]}:{SECRETS[1]}@bucket/run",
+        f"s3://bucket/run?secret={SECRETS[1]}",
+        {"type": "fsspec", "url": "s3://bucket/run", "options": {**OPTIONS, "nonsense": 1}},
+        {"type": "fsspec", "url": "s3://bucket/run", "options": {"anon": SECRETS[0]}},
+        {"type": "fsspec", "url": "s3://bucket/run", "options": OPTIONS, "parallel": SECRETS[1]},
+        {"type": "fsspec", "url": "memory://x", "options": SECRETS[0]},
+    ],
+)
+def test_refusals_do_not_show_them(spec):
+    with pytest.raises(ConfigError) as caught:
+        open_backend(spec)
+    assert shown(everything(caught.value)) == []
+
+
+def test_url_of_any_file_system_is_shown_without_them():
+    config = FsspecConfig(url=f"http://user:{SECRETS[2]}@127.0.0.1:9/run")
+    with FsspecConfigured(config, attempts=1) as backend:
+        assert backend.url == "http://127.0.0.1:9/run"
+        with pytest.raises(PenstockError) as caught:
+            backend.stat("r.json")
+    assert shown(everything(caught.value)) == []
+    assert "user" not in str(caught.value)
+
+
+class FsspecConfigured:
+    """A backend for the length of a block."""
+
+    def __init__(self, config, **options):
+        self.backend = FsspecBackend(config.model_copy(update=options))
+
+    def __enter__(self):
+        return self.backend
+
+    def __exit__(self, *exc):
+        self.backend.close()
+
+
+def test_scrubber_takes_out_secrets_users_and_queries():
+    scrub = Scrubber(("abc", "abcdef"))
+    assert scrub("ftp://me:p/w@host/path") == "ftp://host/path"
+    assert scrub("http://host:80/a@b") == "http://host:80/a@b"
+    text = "abcdef at https://me:pw@host/path?sig=xyz&x=1, and abc"
+    assert scrub(text) == "*** at https://host/path and ***"
