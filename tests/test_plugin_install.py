@@ -1,73 +1,18 @@
 """The example plugin is installed like anybody's, in an environment of its own, and used there."""
 
-import importlib.util
-import json
-import os
 import shutil
-import subprocess
-import sys
-import sysconfig
-import textwrap
 from pathlib import Path
 
 import pytest
+from tests.environments import Environment, missing_to_install
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "plugin"
-VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-
-
-class Environment:
-    """A virtual environment that sees the packages of the one that runs the tests."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.python = folder / "venv" / "bin" / "python"
-        command = [sys.executable, "-m", "venv", "--without-pip", folder / "venv"]
-        subprocess.run(command, check=True)
-        paths = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-        self.site = Path(paths.stdout.strip())
-        # addsitedir, not the bare path: editable installs are .pth files of their own.
-        parents = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        lines = [f"import site; site.addsitedir({parent!r})" for parent in sorted(parents)]
-        (self.site / "parent.pth").write_text("\n".join(lines) + "\n")
-
-    def run(self, *arguments, check=True):
-        """`python arguments`, away from the sources, with nothing but the environment's path."""
-        variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        done = subprocess.run(
-            [self.python, *arguments],
-            cwd=self.folder,
-            env=variables | VARIABLES,
-            text=True,
-            capture_output=True,
-            check=False,
-        )
-        if check:
-            assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def code(self, source, *arguments, check=True):
-        return self.run("-c", textwrap.dedent(source), *arguments, check=check)
-
-    def install(self, project):
-        """Offline, with the build backend that is here; the sources stay as they are."""
-        copy = self.folder / "build" / project.name
-        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".pytest_cache")
-        shutil.copytree(project, copy, ignore=ignored)
-        options = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--quiet")
-        self.run("-m", "pip", "install", *options, copy)
-        shutil.rmtree(copy)
-
-    def plugins(self, *options, check=True):
-        done = self.run("-m", "penstock", "plugins", "--json", *options, check=check)
-        return json.loads(done.stdout)["plugins"]
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    for needed in ("pip", "setuptools"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"needs {needed}, to build and install the example without a network")
+    if missing_to_install():
+        pytest.skip(f"needs {missing_to_install()}, to build and install the example")
     environment = Environment(tmp_path_factory.mktemp("plugin"))
     environment.install(EXAMPLE)
     return environment
