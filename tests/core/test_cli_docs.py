@@ -14,7 +14,8 @@ from penstock.core.cli.main import app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-FREE = {"codecs", "providers", "metadata", "lost"}  # mappings whose keys are names of parts, or the user's
+# Mappings whose keys are names of parts or steps, or the user's.
+FREE = {"codecs", "providers", "metadata", "lost"}
 
 
 @pytest.fixture

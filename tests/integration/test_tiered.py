@@ -326,10 +326,8 @@ def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
         assert deleting.is_alive()  # it waits until the copy is over
         event.set()
         deleting.join(30)
-        with pytest.raises(penstock.PenstockError) as caught:
-            handle.durable.result(30)
-            raise penstock.CheckpointGoneError  # it was durable for a moment: as good
-        assert isinstance(caught.value, penstock.CheckpointGoneError)
+        error = handle.durable.exception(30)  # none: it was durable for a moment, which is as good
+        assert error is None or isinstance(error, penstock.CheckpointGoneError)
         ckpt.save(make_state(10), 1).result(30)
         assert same(ckpt.load(1), make_state(10))
     assert places.steps() == ([1], [1])
