@@ -70,12 +70,15 @@ class LinkReport(Protocol):
 
     def prepare(self, number: int, uid: str, step: int) -> bool:
         """Before a checkpoint is committed in tier `number`."""
+        ...
 
     def arrived(self, number: int, record: CommitRecord) -> None:
         """A checkpoint is whole in tier `number`."""
+        ...
 
     def tell(self, record: CommitRecord, error: BaseException | None) -> None:
         """It will get no further, because of `error`."""
+        ...
 
 
 class DrainLink:

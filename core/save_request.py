@@ -47,12 +47,16 @@ class Onward(Protocol):
 
     def prepare(self, record: CommitRecord) -> None:
         """Before it is committed."""
+        ...
 
     def go(self, told: Callable[[BaseException | None], None]) -> None:
         """It is committed; `told` is called once, when it is durable, or with why it is not."""
+        ...
 
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers that have it, for the report."""
+        ...
 
     def check(self) -> None:
         """Raise a NotDrainedError if waiting for it makes no sense."""
+        ...
