@@ -205,12 +205,16 @@ def _link_context(context: CodecContext, number: int, raw: memoryview) -> CodecC
 
 def _bound(codec: Codec, raw_length: int) -> int:
     try:
-        return codec.max_encoded_size(raw_length)
+        bound = codec.max_encoded_size(raw_length)
     except PenstockError:
         raise
     except Exception as error:
         msg = f"codec {codec.name} cannot say how large {raw_length} bytes may get: {error!r}"
         raise CodecError(msg) from error
+    if type(bound) is not int or bound < 0:
+        msg = f"codec {codec.name} broke its contract: max_encoded_size is {bound!r}, no size"
+        raise CodecError(msg)
+    return bound
 
 
 def _encode_link(
@@ -224,8 +228,11 @@ def _encode_link(
     except Exception as error:
         msg = f"codec {codec.name} failed on {source.nbytes} bytes of {context.dtype}: {error!r}"
         raise CodecError(msg) from error
-    if not 0 <= length <= target.nbytes:
-        msg = f"codec {codec.name} broke its contract: wrote {length} bytes into {target.nbytes}"
+    if type(length) is not int or not 0 <= length <= target.nbytes:
+        msg = (
+            f"codec {codec.name} broke its contract: wrote {length!r} bytes into {target.nbytes}, "
+            "as encode says"
+        )
         raise CodecError(msg)
     return length
 

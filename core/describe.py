@@ -104,6 +104,21 @@ def plugin_error(
     )
 
 
+def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> PluginError:
+    """A provider did what its contract forbids."""
+    kind = type(provider)
+    return PluginError(
+        f"{show_path(path) or 'the root'}: provider {provider.name!r} "
+        f"({kind.__module__}.{kind.__qualname__}) broke its contract: {what}"
+    )
+
+
+def _check_entry(entry: object, provider: StateProvider, path: ObjectPath) -> None:
+    if not isinstance(entry, (StateObject, Node)):
+        what = f"describe yields {type(entry).__name__}, no StateObject or Node"
+        raise broken_contract(provider, path, what)
+
+
 class NameTable:
     """Which names the modules of a tree give to a tensor."""
 
@@ -177,7 +192,9 @@ class _Describing(DescribeContext):
         self, provider: StateProvider, value: Any, path: ObjectPath
     ) -> Iterator[StateObject | Node]:
         try:
-            yield from provider.describe(value, path, context=self)
+            for entry in provider.describe(value, path, context=self):
+                _check_entry(entry, provider, path)
+                yield entry
         except (PenstockError, RecursionError):
             raise
         except Exception as error:

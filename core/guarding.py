@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from penstock.core.abc import Backend, BlobWriter
 from penstock.core.errors import PenstockError, StorageError
+from penstock.core.types import Capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.core.abc.backend import Tier
-    from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
+    from penstock.core.types import BlobInfo, ReadRequest, WriteRequest
 
 log = logging.getLogger("penstock")
 
@@ -49,12 +50,19 @@ class GuardedBackend(Backend):
     def capabilities(self) -> Capabilities:
         """The wrapped backend's."""
         with self._mapped("say what it can do", ()):
-            return self.inner.capabilities
+            found = self.inner.capabilities
+        if not isinstance(found, Capabilities):
+            raise self._broken(found, "capabilities", "Capabilities")
+        return found
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """As the contract says."""
         with self._mapped("create", [name]):
-            return _GuardedWriter(self, name, self.inner.create(name, size_hint=size_hint))
+            writer = self.inner.create(name, size_hint=size_hint)
+        if not isinstance(writer, BlobWriter):
+            what = f"create({name!r})"
+            raise self._broken(writer, what, "a BlobWriter")
+        return _GuardedWriter(self, name, writer)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """As the contract says."""
@@ -140,6 +148,13 @@ class GuardedBackend(Backend):
         return StorageError(
             f"cannot {what}{blobs and ' '}{blobs} on {self.url}: backend {self.name!r} "
             f"({kind.__module__}.{kind.__qualname__}) failed with {text}"
+        )
+
+    def _broken(self, found: object, what: str, expected: str) -> StorageError:
+        kind = type(self.inner)
+        return StorageError(
+            f"backend {self.name!r} ({kind.__module__}.{kind.__qualname__}) broke its contract: "
+            f"{what} is {type(found).__name__}, not {expected}"
         )
 
     def _future(

@@ -55,6 +55,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # User and password; the latter may hold slashes, as those of S3 do.
 _SECRETS = re.compile(r"(://)(?:[^/?#]*@|[^/?#@:]+:(?!\d+/)[^?#@]*@)|\?.*", re.DOTALL)
 
+_CONFIGURATION = re.compile(r"\.(toml|ya?ml|json)$", re.IGNORECASE)
+
 _warned: set[str] = set()
 
 
@@ -92,6 +94,12 @@ def open_backend(
         config = validated(cls.Config, spec.options, what=f"options of backend {spec.type!r}")
         return _opened(cls, config, registry, must_exist=must_exist)
     url = os.fspath(spec)
+    if _CONFIGURATION.search(url) and not _scheme(url) and not Path(url).is_dir():
+        msg = (
+            f"{url} looks like a configuration file, not like the folder of a run: use "
+            f"Checkpointer.from_config({url!r}), or file:// before the path of a folder"
+        )
+        raise ConfigError(msg)
     scheme = _scheme(url)
     if scheme in {"", "file"}:
         return _open_local(_LIGHT_LOCAL if light else _LOCAL, url, registry, must_exist=must_exist)
@@ -150,7 +158,7 @@ def _opened(
         msg = f"there is no folder {path}"
         raise ConfigError(msg)
     try:
-        return cls.open(config, open_backend=lambda spec: open_backend(spec, registry))
+        return guarded(cls.open(config, open_backend=lambda spec: open_backend(spec, registry)))
     except PenstockError:
         raise
     except Exception as error:

@@ -9,6 +9,7 @@ from penstock.core.compare import compare
 from penstock.core.containers import assemble, key_segment
 from penstock.core.describe import (
     NameTable,
+    broken_contract,
     check_root,
     describe_tree,
     plugin_error,
@@ -102,6 +103,14 @@ def stored_value(
     """
     context = _Placing(providers, stored, lambda _: True, allow_pickle=allow_pickle)
     return context.value(path)
+
+
+def _check_placement(
+    placement: object, provider: StateProvider, path: ObjectPath, what: str
+) -> None:
+    if not isinstance(placement, Placement):
+        msg = f"{what} returned {type(placement).__name__}, not a Placement"
+        raise broken_contract(provider, path, msg)
 
 
 class _Placing(PlaceContext):
@@ -288,7 +297,7 @@ class _Placing(PlaceContext):
     def _rebuild_by_provider(self, stored: StoredObject | Node, device: str | None) -> Placement:
         provider = self._providers.for_form(stored.form)
         try:
-            return provider.rebuild(stored, device=device, context=self)
+            built = provider.rebuild(stored, device=device, context=self)
         except (PenstockError, RecursionError):
             raise
         except Exception as error:  # out of memory, or a manifest that makes no sense to it
@@ -297,16 +306,23 @@ class _Placing(PlaceContext):
                 f"and cannot be built from that: {type(error).__name__}: {error}"
             )
             raise RestoreError(msg) from error
+        _check_placement(built, provider, stored.path, "building it")
+        if built.finish is None and not built.missing and not built.problems:
+            msg = "rebuild returned a Placement without finish, so nothing would be built"
+            raise broken_contract(provider, stored.path, msg)
+        return built
 
     def _place_by_provider(
         self, provider: StateProvider, value: object, path: ObjectPath
     ) -> Placement:
         try:
-            return provider.place(value, path, context=self)
+            placed = provider.place(value, path, context=self)
         except (PenstockError, RecursionError):
             raise
         except Exception as error:
             raise plugin_error(provider, path, "planning its restore", error) from error
+        _check_placement(placed, provider, path, "planning its restore")
+        return placed
 
     def compared(self, placement: Placement) -> Placement:
         """Leave only targets that fit; list the rest."""

@@ -286,6 +286,24 @@ def _checked(kind: PluginKind, entry: EntryPoint, loaded: object) -> type:
 
 
 def _breach(entry: EntryPoint, cls: Any, contract: type) -> str | None:
+    wrong = _breach_of_versions(entry, cls, contract)
+    if wrong is not None:
+        return wrong
+    if inspect.isabstract(cls):
+        return f"lacks {', '.join(sorted(cls.__abstractmethods__))}"
+    if getattr(cls, "name", None) != entry.name:
+        return f"calls itself {getattr(cls, 'name', None)!r}, not {entry.name!r}"
+    options = getattr(cls, "Config", PluginConfig)  # providers have none
+    if not (isinstance(options, type) and issubclass(options, PluginConfig)):
+        return "has a Config that is not a subclass of PluginConfig"
+    return None
+
+
+def _breach_of_versions(entry: EntryPoint, cls: Any, contract: type) -> str | None:
+    if type(cls.api_version) is not int:
+        return f"has the api_version {cls.api_version!r}: it must be the integer {API_VERSION}"
+    if contract is not Backend and type(cls.version) is not int:
+        return f"has the version {cls.version!r}: it must be an integer"
     if cls.api_version != API_VERSION:
         older = "penstock" if cls.api_version > API_VERSION else _who(entry)[0]
         return (
@@ -297,13 +315,6 @@ def _breach(entry: EntryPoint, cls: Any, contract: type) -> str | None:
             f"does not say for which version of the {contract.__name__} contract it was written: "
             f"write `api_version = {API_VERSION}` into the class"
         )
-    if inspect.isabstract(cls):
-        return f"lacks {', '.join(sorted(cls.__abstractmethods__))}"
-    if getattr(cls, "name", None) != entry.name:
-        return f"calls itself {getattr(cls, 'name', None)!r}, not {entry.name!r}"
-    options = getattr(cls, "Config", PluginConfig)  # providers have none
-    if not (isinstance(options, type) and issubclass(options, PluginConfig)):
-        return "has a Config that is not a subclass of PluginConfig"
     return None
 
 

@@ -127,9 +127,11 @@ class Namespace:
         try:
             with self._folders(prefix) as folders:
                 _scan(folders.last, folder + "/" if folder else "", prefix, found)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return []
         except OSError as error:
+            if isinstance(error, NotADirectoryError) and os.path.isdir(self.root):
+                return []
             raise storage_error(error, "list", prefix, self.root) from error
         return sorted(found, key=lambda info: info.name)
 
