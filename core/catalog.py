@@ -18,12 +18,19 @@ from penstock.core.errors import (
     DamagedError,
     FormatError,
 )
-from penstock.core.manifest import COMMIT_PREFIX, commit_name, data_prefix, parse_commit_name
+from penstock.core.manifest import COMMIT_PREFIX, data_prefix, mark_name, parse_commit_name
 from penstock.core.prune import GRACE_S, PruneReport, prune
-from penstock.core.survey import delete_records, read_commit, survey_records, unreadable
+from penstock.core.survey import (
+    delete_records,
+    is_listed,
+    is_whole,
+    read_commit,
+    survey_records,
+    unreadable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
@@ -200,10 +207,19 @@ class Catalog:
             CheckpointNotFoundError: There is no checkpoint at that step.
         """
         keep = self.record(step)
-        names = self.entries().get(step, [])
-        keep_name = commit_name(step, keep.generation)
-        older = names[: names.index(keep_name)] if keep_name in names else []
-        delete_records(self._backend, older, before=self._before)
+        tiers = [tier.backend for tier in self._backend.tiers]
+        if not tiers:
+            self._delete_below(keep)
+        for number, one in enumerate(tiers):
+            # What a slower tier has stays until that one has the newer generation, too: the faster
+            # one may be lost with its machine.
+            if any(is_whole(backend, keep) for backend in tiers[number:]):
+                Catalog(one, before_delete=self._before)._delete_below(keep)  # noqa: SLF001 - our own
+
+    def _delete_below(self, keep: CommitRecord) -> None:
+        parsed = {name: parse_commit_name(name) for name in self.entries().get(keep.step, [])}
+        below = [name for name, found in parsed.items() if found and found[1] < keep.generation]
+        delete_records(self._backend, below, before=self._before)
 
     def rewind(self, step: int) -> list[int]:
         """Forget every step after `step`, newest first, to go on from there.
@@ -251,6 +267,7 @@ class Catalog:
         kept = {*protect, *steps[-max(keep_last or 1, 1) :]}
         if keep_every is not None:
             kept |= {step for step in steps if step % keep_every == 0}
+        kept |= self._kept_for_tiers(whole, max(keep_last or 1, 1))
         used = {uid for step in kept & whole.keys() for uid in whole[step].references}
         doomed = [s for s in steps if s not in kept and whole[s].uid not in used]
         log.debug("retention: of %d whole checkpoints %d go", len(steps), len(doomed))
@@ -263,6 +280,22 @@ class Catalog:
             if delete_records(self._backend, doomed_names, uids=seen, before=self._before):
                 gone.append(step)
         return gone
+
+    def _kept_for_tiers(self, whole: Mapping[int, CommitRecord], keep_last: int) -> set[int]:
+        """Steps that stay since a slower tier has nothing newer yet.
+
+        The newest ones of each tier, and the oldest that is still to be copied: else retention
+        would take the only durable checkpoint, and each new one before it became durable.
+        """
+        kept: set[int] = set()
+        tiers = [tier.backend for tier in self._backend.tiers]
+        for one in tiers:
+            here = {record.uid for record in survey_records(one).records.values()}
+            marks = {u for u in here if one is not tiers[-1] and is_listed(one, mark_name(u))}
+            having = sorted(step for step, record in whole.items() if record.uid in here)
+            kept |= {*having[-keep_last:]}
+            kept |= {*[step for step in having if whole[step].uid in marks][:1]}
+        return kept
 
     def prune(
         self, *, grace_s: float = GRACE_S, own_uids: Collection[str] = (), dry_run: bool = False

@@ -104,7 +104,10 @@ class Checkpointer(Run):
         self._drains: Drains | None = None
         if self._backend.tiers:
             self._drains = Drains(
-                self._backend.tiers, workers=self._workers, grace_s=self._config.grace_s
+                self._backend.tiers,
+                workers=self._workers,
+                grace_s=self._config.grace_s,
+                stuck_s=self._config.io_timeout_s,
             )
         self._pending = Pending(self._drains)
         self._warned_straight = False
@@ -297,7 +300,8 @@ class Checkpointer(Run):
             self._drains.close()
         self._workers.close()
         if self._owns_backend:
-            if self._pending.released:
+            stuck = self._drains is not None and self._drains.is_stuck()
+            if self._pending.released and not stuck:
                 self._backend.close()
             else:  # a stuck store, or a callback of the save itself, which has yet to end
                 self._workers.spawn("close", self._close_late)

@@ -10,22 +10,25 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.core.copying import CheckpointCopy
+from penstock.core.copying import CheckpointCopy, confirmed, retract
 from penstock.core.errors import (
     CheckpointGoneError,
     DamagedError,
     LostRaceError,
     PenstockError,
     SaveAbortedError,
+    SaveError,
     StepExistsError,
 )
-from penstock.core.tiers import Rooms, is_whole, mark_name
+from penstock.core.manifest import mark_name
+from penstock.core.survey import is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from penstock.core.abc import Tier
     from penstock.core.manifest import CommitRecord
+    from penstock.core.tiers import Rooms
     from penstock.core.workers import Workers
 
 log = logging.getLogger("penstock")
@@ -33,6 +36,7 @@ log = logging.getLogger("penstock")
 _PAUSE_S = (1.0, 60.0)  # between two tries, doubled from the first to the second
 _REPEAT_LOG_S = 600.0
 _PATIENCE_S = 30.0  # after so long a tier that fails is not waited for
+_STUCK = "no progress for %g s"
 _HOPELESS = (LostRaceError, StepExistsError, DamagedError)
 
 
@@ -92,6 +96,7 @@ class DrainLink:
         *,
         workers: Workers,
         grace_s: float,
+        stuck_s: float = 600.0,
     ) -> None:
         self._number = number
         self._source = tiers[number]
@@ -99,6 +104,8 @@ class DrainLink:
         self._report = report
         self._workers = workers
         self._grace_s = grace_s
+        self._stuck_s = stuck_s  # a store that has not moved for so long is not waited for
+        self._alive_s = time.monotonic()
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[CommitRecord] = deque()
         self._current: CommitRecord | None = None
@@ -157,7 +164,7 @@ class DrainLink:
                 0 if current is None else current.bytes_stored,
                 self._moved_bytes,
                 tuple(record.step for record in self._queue),
-                self._error,
+                self._error or (_STUCK % self._stuck_s if self.is_stuck() else ""),
                 dict(self._lost),
             )
 
@@ -180,7 +187,8 @@ class DrainLink:
         if copy is not None:
             copy.cancel()
         with self._changed:
-            self._changed.wait_for(lambda: not self._running)
+            while self._running and not self.is_stuck():
+                self._changed.wait(1.0)
 
     # ------------------------------------------------------------------------------------------
 
@@ -191,7 +199,13 @@ class DrainLink:
     def is_failing(self) -> bool:
         """Whether a tier has failed for so long that nobody should wait for it."""
         since_s = self._failing_since_s
-        return since_s is not None and time.monotonic() - since_s > _PATIENCE_S
+        failing = since_s is not None and time.monotonic() - since_s > _PATIENCE_S
+        return failing or self.is_stuck()
+
+    def is_stuck(self) -> bool:
+        """Whether a store neither answers nor fails."""
+        busy = self._current is not None
+        return busy and time.monotonic() - self._alive_s > self._stuck_s
 
     def _is_over(self, record: CommitRecord) -> bool:
         return self._closed or record.uid in self._withdrawn
@@ -203,6 +217,14 @@ class DrainLink:
         while (record := self._next()) is not None:
             try:
                 self._carry(record)
+            except BaseException as error:  # noqa: BLE001 - the link itself must go on
+                log.error(  # noqa: TRY400 - a record with the exception would hold its frames
+                    "step %d: copying it to tier %s ended with %r; the next process goes on",
+                    record.step,
+                    self._target.name,
+                    error,
+                )
+                self._report.tell(record, SaveError(f"step {record.step}: {error!r}"))
             finally:
                 with self._changed:
                     self._current = None
@@ -217,6 +239,7 @@ class DrainLink:
             record = min(self._queue, key=lambda r: (r.step, r.generation))
             self._queue.remove(record)
             self._current, self._done_bytes = record, 0
+            self._alive_s = time.monotonic()
             return record
 
     def _carry(self, record: CommitRecord) -> None:
@@ -242,6 +265,7 @@ class DrainLink:
                     delay_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
                     self._changed.wait_for(lambda: self._is_over(record), delay_s)
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
+                self._alive_s = time.monotonic()
             else:
                 self._succeeded(record, time.monotonic() - began)
                 return
@@ -250,8 +274,9 @@ class DrainLink:
         """Make the next tier have it; False: this one has it no more."""
         source, target = self._source.backend, self._target.backend
         if not is_whole(source, record):
+            retract(target, record)
             return False
-        if not is_whole(target, record):
+        if not confirmed(target, record):
             self._report.rooms.make_room(self._number + 1, record.bytes_stored)
             if record.uid != self._prepared:
                 self._report.prepare(self._number + 1, record.uid, record.step)
@@ -278,6 +303,7 @@ class DrainLink:
         return True
 
     def _moved(self, size_bytes: int) -> None:
+        self._alive_s = time.monotonic()
         self._done_bytes += size_bytes
         self._moved_bytes += size_bytes
 

@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.copying import CheckpointCopy
+from penstock.core.copying import CheckpointCopy, verify_blobs
 from penstock.core.drain_link import DrainLink
 from penstock.core.errors import (
     NotDrainedError,
@@ -21,10 +21,10 @@ from penstock.core.errors import (
 )
 from penstock.core.manifest import data_uid
 from penstock.core.prune import CLOCK_PREFIX
+from penstock.core.survey import is_whole
 from penstock.core.tiers import (
     Rooms,
     is_marked,
-    is_whole,
     mark,
     pending,
     whereabouts,
@@ -50,10 +50,19 @@ _LEFT = (
 class Drains:
     """All links between neighbouring tiers of one run. Thread-safe."""
 
-    def __init__(self, tiers: Sequence[Tier], *, workers: Workers, grace_s: float) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        workers: Workers,
+        grace_s: float,
+        stuck_s: float = 600.0,
+    ) -> None:
         self._tiers = tiers
         self._told: dict[str, Callable[[BaseException | None], None]] = {}
         self._counts = [0] * len(tiers)
+        self._closed = False
+        self._telling: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards `_told`, `_counts` and what stands below it
         self._withdrawn: set[str] = set()
         self._bringing: dict[str, CheckpointCopy] = {}
@@ -64,7 +73,7 @@ class Drains:
         self._repairs: list[threading.Thread] = []
         self.rooms = Rooms(tiers)
         self._links = [
-            DrainLink(tiers, number, self, workers=workers, grace_s=grace_s)
+            DrainLink(tiers, number, self, workers=workers, grace_s=grace_s, stuck_s=stuck_s)
             for number in range(len(tiers) - 1)
         ]
         self.durable = max((n for n, tier in enumerate(tiers) if tier.durable), default=0)
@@ -104,6 +113,10 @@ class Drains:
         """Whether a tier has failed for so long that waiting for it makes no sense."""
         return any(link.is_failing() for link in self._links)
 
+    def is_stuck(self) -> bool:
+        """Whether a store neither answers nor fails; what it was given may be in use for ever."""
+        return any(link.is_stuck() for link in self._links)
+
     def _has_room(self, number: int, need_bytes: int) -> bool:
         if number:  # of one that cannot tell its room it has to be known that it is there
             self._tiers[number].backend.list(CLOCK_PREFIX)
@@ -136,11 +149,15 @@ class Drains:
             told: Called once, when it is as durable as it shall be, or with why it is not.
             marked: What `prepare` has said of it.
         """
-        if number >= self.durable or not marked:
-            told(None)
-        else:
-            with self._lock:
+        waits = marked and number < self.durable
+        with self._lock:
+            closed = self._closed
+            if waits and not closed:
                 self._told[record.uid] = told
+        if not waits:
+            told(None)
+        elif closed:
+            told(_left_by_close())
         if marked:
             self._links[number].add(record)
 
@@ -211,7 +228,15 @@ class Drains:
         for repair in self._repairs:
             repair.join(None if end is None else max(0.0, end - time.monotonic()))
         # What one has finished is the next one's to do.
-        return all(link.settle(end) for link in self._links)
+        return all(link.settle(end) for link in self._links) and self._all_told(end)
+
+    def _all_told(self, end: float | None) -> bool:
+        """Wait for callbacks; one of them may call this, and does not wait for itself."""
+        with self._lock:
+            telling = [t for t in self._telling if t is not threading.current_thread()]
+        for thread in telling:
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in telling)
 
     def _repair(self, damaged: Mapping[str, str]) -> None:
         good = {data_uid(blob): name for blob, name in damaged.items()}
@@ -227,6 +252,8 @@ class Drains:
     def _bring(self, record: CommitRecord, good: int, bad: int) -> None:
         """Replace one tier's copy of a checkpoint; it is not listed there meanwhile."""
         source, target = self._tiers[good], self._tiers[bad]
+        # A copy that is damaged elsewhere is better than none, where this one is damaged too.
+        verify_blobs(source.backend, record, workers=self._workers)
         copy = CheckpointCopy(
             source.backend,
             target.backend,
@@ -252,11 +279,10 @@ class Drains:
         for link in self._links:
             link.close()
         with self._lock:
+            self._closed = True
             left, self._told = self._told, {}
         for told in left.values():
-            told(
-                NotDrainedError(f"{_LEFT}, since the run was closed before"),
-            )
+            told(_left_by_close())
 
     def _is_turn(self, number: int) -> bool:
         every = self._tiers[number].drain_every
@@ -276,8 +302,21 @@ class Drains:
         """Let know who waits for a checkpoint, if anybody does."""
         with self._lock:
             told = self._told.pop(record.uid, None)
-        if told is not None:
-            told(error)
+            self._telling = [thread for thread in self._telling if thread.is_alive()]
+            if told is not None:
+                # Callbacks may do anything, also wait for a link.
+                self._telling.append(self._workers.spawn("told", partial(_tell, told, error)))
+
+
+def _tell(told: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+    try:
+        told(error)
+    except BaseException as raised:  # noqa: BLE001 - the caller's code: recorded in the log
+        log.error("a callback at the end of a save raised %r", raised)  # noqa: TRY400
+
+
+def _left_by_close() -> NotDrainedError:
+    return NotDrainedError(f"{_LEFT}, since the run was closed before")
 
 
 class Onward:

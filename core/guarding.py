@@ -50,7 +50,7 @@ class GuardedBackend(Backend):
     def capabilities(self) -> Capabilities:
         """The wrapped backend's."""
         with self._mapped("say what it can do", ()):
-            found = self.inner.capabilities
+            found: object = self.inner.capabilities
         if not isinstance(found, Capabilities):
             raise self._broken(found, "capabilities", "Capabilities")
         return found
@@ -58,7 +58,7 @@ class GuardedBackend(Backend):
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """As the contract says."""
         with self._mapped("create", [name]):
-            writer = self.inner.create(name, size_hint=size_hint)
+            writer: object = self.inner.create(name, size_hint=size_hint)
         if not isinstance(writer, BlobWriter):
             what = f"create({name!r})"
             raise self._broken(writer, what, "a BlobWriter")

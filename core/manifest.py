@@ -205,7 +205,7 @@ class CommitRecord:
         parts: One per rank, in order of ranks.
         objects: Number of objects, tied ones included.
         bytes_raw: Bytes of all objects.
-        bytes_stored: Bytes of all frames.
+        bytes_stored: Bytes of all blobs.
         codecs: Codecs used, name to version.
         providers: Providers used, name to version.
         references: Other uids whose blobs the parts refer to, ascending.
@@ -277,6 +277,11 @@ def parse_commit_name(name: str) -> tuple[int, int] | None:
 def data_prefix(uid: str) -> str:
     """What all names of one attempt's data begin with."""
     return f"{DATA_PREFIX}{uid}/"
+
+
+def mark_name(uid: str) -> str:
+    """Name of the mark that an attempt has yet to be copied to the next tier."""
+    return f"{data_prefix(uid)}drain.json"
 
 
 def intent_name(uid: str) -> str:

@@ -304,10 +304,14 @@ class SaveJob:
                 return
             self._phase = "durable"
             self.ending.succeed(replace(report, tiers=onward.tiers()))
+            if gone_on:  # what only its coming there makes superfluous
+                self._after_commit(report)
 
+        gone_on = False
         self._phase = "drain"
         self.ending.commit(report)
         onward.go(told)
+        gone_on = True
 
     def _save(self) -> SaveReport:
         self._publisher.publish_intent()

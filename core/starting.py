@@ -29,8 +29,12 @@ def claim_generation(backend: Backend, step: int, *, overwrite: bool) -> int:
 
     Raises:
         StepExistsError: The step, or a later one, is committed, and is not to be overwritten.
+        StorageError: A tier does not answer, and the step is to be overwritten.
     """
-    entries = known_entries(backend.tiers) if backend.tiers else Catalog(backend).entries()
+    if backend.tiers and not overwrite:
+        entries = known_entries(backend.tiers)
+    else:  # what replaces has to know all that it replaces: else it would count as the older one
+        entries = Catalog(backend).entries()
     if overwrite:
         parsed = [parse_commit_name(name) for name in entries.get(step, [])]
         return max((generation for _, generation in filter(None, parsed)), default=-1) + 1

@@ -17,6 +17,7 @@ from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.manifest import (
     COMMIT_PREFIX,
     DATA_PREFIX,
+    commit_name,
     data_prefix,
     data_uid,
     intent_name,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.manifest import CommitRecord
     from penstock.core.types import BlobInfo
+
+_LANDINGS = 3  # how often deletion looks for copies that came behind it
 
 
 @dataclass(slots=True)
@@ -63,6 +66,18 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
         backend,
         lambda one: decode_commit(one.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name),
     )
+
+
+def is_whole(backend: Backend, record: CommitRecord) -> bool:
+    """Whether one tier has this very checkpoint.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    try:
+        return read_commit(backend, commit_name(record.step, record.generation)).uid == record.uid
+    except (BlobNotFoundError, DamagedError):
+        return False
 
 
 def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
@@ -176,8 +191,21 @@ def delete_records(
         if uids_named(backend, [name]).get(name, "gone") == chosen.get(name):
             backend.delete([name])
             deleted.append(name)
+    _delete_unneeded(backend, doomed)
+    for _ in range(_LANDINGS if backend.tiers else 0):
+        # A copy to another tier that was under way may have landed behind the deletion. Now that
+        # intent and data are gone none can begin to publish any more.
+        landed = [n for n in deleted if chosen[n] and uids_named(backend, [n]).get(n) == chosen[n]]
+        if not landed:
+            break
+        backend.delete(landed)
+        _delete_unneeded(backend, doomed)
+    return deleted
+
+
+def _delete_unneeded(backend: Backend, doomed: set[str]) -> None:
+    """Delete the data of those that nothing needs; while a record is unreadable, none."""
     survey = survey_run(backend) if doomed else Survey()
     if not survey.unreadable:
         for uid in sorted(doomed - survey.needed):
             delete_data(backend, uid, backend.list(data_prefix(uid)))
-    return deleted

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog import Catalog
-from penstock.core.errors import BlobNotFoundError, DamagedError, StorageError
+from penstock.core.errors import StorageError
 from penstock.core.manifest import (
     DATA_PREFIX,
     commit_name,
-    data_prefix,
     data_uid,
+    mark_name,
     parse_commit_name,
 )
-from penstock.core.survey import delete_records, read_commit, survey_records
+from penstock.core.survey import delete_records, survey_records
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
-
-
-def mark_name(uid: str) -> str:
-    """Name of the mark that an attempt has yet to be copied to the next tier."""
-    return f"{data_prefix(uid)}drain.json"
 
 
 def mark(backend: Backend, uid: str, step: int) -> None:
@@ -201,15 +196,3 @@ def known_entries(tiers: Sequence[Tier]) -> dict[int, list[str]]:
 def _generation(name: str) -> int:
     parsed = parse_commit_name(name)
     return -1 if parsed is None else parsed[1]
-
-
-def is_whole(backend: Backend, record: CommitRecord) -> bool:
-    """Whether one tier has this very checkpoint.
-
-    Raises:
-        StorageError: The tier does not answer.
-    """
-    try:
-        return read_commit(backend, commit_name(record.step, record.generation)).uid == record.uid
-    except (BlobNotFoundError, DamagedError):
-        return False

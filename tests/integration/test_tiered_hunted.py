@@ -1,0 +1,247 @@
+"""Tiers: what deletes, retries, repairs and waits while copies are under way."""
+
+import shutil
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from tests.integration.support import checkpointer, make_state, same
+
+from penstock import NotDrainedError, StorageError
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core import drain_link
+from penstock.core.catalog import Catalog
+from penstock.core.errors import UnsyncedError
+from penstock.core.opening import open_backend
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers import pending
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(drain_link, "_PAUSE_S", (0.01, 0.05))
+
+
+class Places:
+    count = 0
+
+    def __init__(self):
+        Places.count += 1
+        self.fast = MemoryBackend(MemoryConfig(name=f"hunted-fast-{Places.count}"))
+        self.durable = MemoryBackend(MemoryConfig(name=f"hunted-durable-{Places.count}"))
+
+    def open(self, *, durable=None, options=None, **more):
+        backend = TieredBackend(
+            TieredConfig(fast="memory://", durable="memory://", **(options or {})),
+            fast=MemoryBackend(MemoryConfig(name=self.fast._name)),
+            durable=durable or self.other(),
+        )
+        return checkpointer(backend, **more)
+
+    def other(self):
+        return MemoryBackend(MemoryConfig(name=self.durable._name))
+
+    def steps(self):
+        return Catalog(self.fast).steps(), Catalog(self.durable).steps()
+
+
+@pytest.fixture
+def places():
+    return Places()
+
+
+def test_retention_spares_the_durable_checkpoint_until_a_newer_one_is_durable(places):
+    slow, event = FaultyBackend(places.other()), threading.Event()
+    with places.open(durable=slow, retention={"keep_last": 1}) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        ckpt.wait()
+        slow.block("create", event)
+        ckpt.save(make_state(2), 2).committed.result(60)
+        ckpt.wait()
+        ckpt.save(make_state(3), 3).committed.result(60)
+        ckpt.wait()
+        assert 1 in places.steps()[1]
+        assert 2 in places.steps()[0]  # is being copied: else none would ever come there
+        event.set()
+    assert places.steps() == ([3], [3])
+
+
+def test_overwriting_spares_the_durable_generation_until_the_next_is_durable(places):
+    slow, event = FaultyBackend(places.other()), threading.Event()
+    with places.open(durable=slow) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        ckpt.wait()
+        slow.block("create", event)
+        ckpt.save(make_state(2), 1, overwrite=True).committed.result(60)
+        ckpt.wait()
+        assert places.steps() == ([1], [1])
+        event.set()
+    assert [i.name for i in places.durable.list("commits/")] == ["commits/00000001-1.json"]
+
+
+def test_a_record_that_may_not_be_durable_is_published_once_more(places):
+    class Unsynced(WrapperBackend):
+        calls = 0
+
+        def publish(self, name, data, /, *, exclusive=False):
+            super().publish(name, data, exclusive=exclusive)
+            if name.startswith("commits/"):
+                self.calls += 1
+                if self.calls == 1:
+                    raise UnsyncedError("the folder was not synced")
+
+    durable = Unsynced(places.other())
+    with places.open(durable=durable) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    assert durable.calls == 2
+    assert pending(places.fast) == []
+
+
+def test_a_record_whose_data_vanished_is_no_copy(places, tmp_path):
+    root = tmp_path / "durable"
+
+    class Vanishing(WrapperBackend):
+        gone = False
+
+        def publish(self, name, data, /, *, exclusive=False):
+            if name.startswith("commits/") and not self.gone:
+                self.gone = True
+                shutil.rmtree(root)
+                root.mkdir()
+            super().publish(name, data, exclusive=exclusive)
+
+    durable = Vanishing(open_backend(f"posix://{root}"))
+    with places.open(durable=durable, options={"keep_fast": 0}) as ckpt:
+        assert ckpt.save(make_state(1), 1).result(60).tiers == ("durable",)
+        assert same(ckpt.load(1), make_state(1))
+
+
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_a_copy_that_lands_behind_a_rewind_does_not_come_back(places, when):
+    held, go, landed = threading.Event(), threading.Event(), threading.Event()
+
+    class Racing(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            race = name.startswith("commits/00000002") and not held.is_set()
+            if race:
+                held.set()
+                go.wait(60)
+            super().publish(name, data, exclusive=exclusive)
+            if race:
+                landed.set()
+
+        def delete(self, names, /):
+            super().delete(names)
+            named = any(name.startswith("commits/00000002") for name in names)
+            if when == "at once" and named and held.is_set() and not go.is_set():
+                go.set()
+                landed.wait(60)
+
+    with places.open(durable=Racing(places.other())) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(2), 2).committed.result(60)
+        assert held.wait(60)
+        with places.open(durable=Racing(places.other())) as other:  # as another process would
+            assert other.rewind(1) == [2]
+        assert places.steps() == ([1], [1])
+        go.set()
+        assert landed.wait(60)
+        assert ckpt._drains.settle(60)  # the copy takes its late record back
+        assert ckpt.save(make_state(22), 2).result(60).tiers == ("fast", "durable")
+    with checkpointer(places.durable) as alone:
+        assert alone.load(2)["epoch"] == 22
+
+
+def test_overwriting_is_refused_while_a_tier_may_have_a_higher_generation(places):
+    with places.open(options={"keep_fast": 0}) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(2), 1, overwrite=True).result(60)
+    away = FaultyBackend(places.other())
+    away.add(Fault("list", times=None, error=StorageError("no route to host")))
+    with places.open(durable=away) as ckpt:
+        with pytest.raises(StorageError, match="no route"):
+            ckpt.save(make_state(3), 1, overwrite=True)
+        away.clear()
+        assert ckpt.save(make_state(3), 1, overwrite=True).result(60).generation == 2
+        assert ckpt.load(1)["epoch"] == 3
+
+
+def test_repair_evicts_nothing_for_a_copy_that_is_damaged_elsewhere(places, caplog):
+    with places.open() as ckpt:
+        uid = ckpt.save(make_state(1), 1).result(60).uid
+    name = f"data/{uid}/blobs/00000-0.raw"
+    for backend, share in ((places.fast, 0.2), (places.durable, 0.7)):
+        blob = backend._store.blobs[name]
+        data = bytearray(blob.data)
+        data[int(len(data) * share)] ^= 1
+        backend._store.blobs[name] = replace(blob, data=data)
+    for _ in range(2):
+        with places.open() as ckpt:
+            assert same(ckpt.load(1), make_state(1))
+        assert "repairing a damaged copy failed" in caplog.text
+        assert places.steps() == ([1], [1])
+
+
+@pytest.mark.parametrize("what", ["close", "save", "exit"])
+def test_a_callback_at_durable_may_do_anything(places, what):
+    returned = threading.Event()
+
+    def on_event(event):
+        if (event.kind, event.step) != ("durable", 1):
+            return
+        if what == "exit":
+            returned.set()
+            raise SystemExit
+        if what == "close":
+            ckpt.close()
+        else:
+            ckpt.save(make_state(2), 2, mode="blocking")
+        returned.set()
+
+    ckpt = places.open(on_event=on_event)
+    ckpt.save(make_state(1), 1).result(60)
+    assert returned.wait(60)
+    if what == "exit":
+        ckpt.save(make_state(2), 2).result(60)
+    ckpt.close()
+    assert places.steps()[1] == ([1] if what == "close" else [1, 2])
+
+
+def test_a_commit_behind_close_is_told_to_who_waits(places, monkeypatch):
+    from penstock.core import saving
+
+    monkeypatch.setattr(saving, "_RELEASE_S", 0.1)
+    go = threading.Event()
+
+    def on_event(event):
+        if event.kind == "committed":
+            go.wait(60)
+
+    ckpt = places.open(on_event=on_event)
+    handle = ckpt.save(make_state(1), 1)
+    ckpt.close()
+    go.set()
+    with pytest.raises(NotDrainedError):
+        handle.result(60)
+
+
+@pytest.mark.parametrize("what", ["blocking", "close"])
+def test_a_durable_tier_that_hangs_is_not_waited_for(places, what):
+    hanging, event = FaultyBackend(places.other()), threading.Event()
+    ckpt = places.open(durable=hanging, io_timeout_s=1)
+    hanging.block("create", event)
+    began = time.monotonic()
+    try:
+        if what == "blocking":
+            with pytest.raises(NotDrainedError):
+                ckpt.save(make_state(1), 1, mode="blocking")
+        else:
+            ckpt.save(make_state(1), 1).committed.result(60)
+        ckpt.close()
+        assert time.monotonic() - began < 45
+    finally:
+        event.set()
+    assert places.steps()[0] == [1]
