@@ -150,7 +150,8 @@ class DrainLink:
         if copy is not None:
             copy.cancel()
         with self._changed:
-            self._changed.wait_for(lambda: self._current is not current)
+            while self._current is current and not self.is_stuck():
+                self._changed.wait(1.0)
 
     def state(self) -> DrainState:
         """What it is doing."""

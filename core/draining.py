@@ -23,8 +23,10 @@ from penstock.core.manifest import data_uid
 from penstock.core.prune import CLOCK_PREFIX
 from penstock.core.survey import is_whole
 from penstock.core.tiers import (
+    Answers,
     Rooms,
     is_marked,
+    known_entries,
     mark,
     pending,
     whereabouts,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
+_ANSWER_S = 30.0  # a slower tier that takes longer to list its names counts as away
 _BLOCKED_POLL_S = 0.5
 _LEFT = (
     "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
@@ -61,6 +64,8 @@ class Drains:
         self._tiers = tiers
         self._told: dict[str, Callable[[BaseException | None], None]] = {}
         self._counts = [0] * len(tiers)
+        self._stuck_s = stuck_s
+        self._answers = Answers(workers, min(stuck_s, _ANSWER_S))
         self._closed = False
         self._telling: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards `_told`, `_counts` and what stands below it
@@ -118,9 +123,20 @@ class Drains:
         return any(link.is_stuck() for link in self._links)
 
     def _has_room(self, number: int, need_bytes: int) -> bool:
+        return self._answers.ask(number, lambda: self._would_fit(number, need_bytes))
+
+    def _would_fit(self, number: int, need_bytes: int) -> bool:
         if number:  # of one that cannot tell its room it has to be known that it is there
             self._tiers[number].backend.list(CLOCK_PREFIX)
         return self.rooms.make_room(number, need_bytes)
+
+    def entries(self, *, strict: bool) -> dict[int, list[str]]:
+        """Names of commit records by step; `strict`: an error unless every tier answers.
+
+        Raises:
+            StorageError: No tier answers, or (`strict`) one does not.
+        """
+        return known_entries(self._tiers, self._answers, strict=strict)
 
     def prepare(self, number: int, uid: str, step: int) -> bool:
         """Before a checkpoint is committed in a tier: mark it, if it shall go on from there.
@@ -192,7 +208,7 @@ class Drains:
         for link in self._links:
             link.withdraw(uids)
         with self._brought:
-            self._brought.wait_for(lambda: not self._bringing.keys() & set(uids))
+            self._brought.wait_for(lambda: not self._bringing.keys() & set(uids), self._stuck_s)
 
     def resume(self) -> int:
         """Go on with what was left by whoever used these tiers before; returns how many."""

@@ -48,8 +48,8 @@ class Pool:
                 thread = threading.Thread(
                     target=self._work, name=f"{self._name}_{number}", daemon=True
                 )
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
         return future
 
     def shutdown(self, *, wait: bool) -> None:

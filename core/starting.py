@@ -12,7 +12,6 @@ from penstock.core.draining import Onward
 from penstock.core.errors import StepExistsError
 from penstock.core.manifest import parse_commit_name
 from penstock.core.staging import Staging, default_budget
-from penstock.core.tiers import known_entries
 
 if TYPE_CHECKING:
     from penstock.core.abc import Backend
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 
-def claim_generation(backend: Backend, step: int, *, overwrite: bool) -> int:
+def claim_generation(
+    backend: Backend, step: int, *, overwrite: bool, drains: Drains | None = None
+) -> int:
     """The generation that a save of `step` publishes.
 
     Raises:
         StepExistsError: The step, or a later one, is committed, and is not to be overwritten.
         StorageError: A tier does not answer, and the step is to be overwritten.
     """
-    if backend.tiers and not overwrite:
-        entries = known_entries(backend.tiers)
-    else:  # what replaces has to know all that it replaces: else it would count as the older one
-        entries = Catalog(backend).entries()
+    # What replaces has to know all that it replaces: else it would count as the older one.
+    entries = Catalog(backend).entries() if drains is None else drains.entries(strict=overwrite)
     if overwrite:
         parsed = [parse_commit_name(name) for name in entries.get(step, [])]
         return max((generation for _, generation in filter(None, parsed)), default=-1) + 1

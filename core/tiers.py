@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.catalog import Catalog
-from penstock.core.errors import StorageError
+from penstock.core.errors import StorageError, StorageTimeoutError
 from penstock.core.manifest import (
     DATA_PREFIX,
     commit_name,
@@ -25,13 +26,17 @@ from penstock.core.manifest import (
 from penstock.core.survey import delete_records, survey_records
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.manifest import CommitRecord
+    from penstock.core.workers import Workers
 
 log = logging.getLogger("penstock")
 
+T = TypeVar("T")
+
+_SILENCE_S = 60.0
 _MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
 
 
@@ -169,26 +174,56 @@ def _by_age(records: Mapping[str, CommitRecord]) -> list[CommitRecord]:
     return sorted(records.values(), key=lambda record: (record.step, record.generation))
 
 
-def known_entries(tiers: Sequence[Tier]) -> dict[int, list[str]]:
+class Answers:
+    """Asks tiers from the thread that trains, which must not hang where one of them does."""
+
+    def __init__(self, workers: Workers, limit_s: float) -> None:
+        self._workers = workers
+        self._limit_s = limit_s
+        self._silent_until_s: dict[int, float] = {}
+
+    def ask(self, number: int, call: Callable[[], T]) -> T:
+        """What `call` gives; one that hangs is not asked again for a while.
+
+        Raises:
+            StorageTimeoutError: Tier `number` does not answer.
+        """
+        began_s = time.monotonic()
+        if began_s < self._silent_until_s.get(number, 0.0):
+            msg = "it did not answer a moment ago"
+            raise StorageTimeoutError(msg)
+
+        def check() -> None:
+            if time.monotonic() - began_s > self._limit_s:
+                self._silent_until_s[number] = time.monotonic() + _SILENCE_S
+                msg = f"no answer for {self._limit_s:g} s"
+                raise StorageTimeoutError(msg)
+
+        return self._workers.apart("ask", call, cancel=lambda: None, check=check)
+
+
+def known_entries(tiers: Sequence[Tier], answers: Answers, *, strict: bool) -> dict[int, list[str]]:
     """As `Catalog.entries`, of all tiers that answer; warns of those that do not.
 
     For who is about to save: an outage of one tier must not stop it.
 
     Raises:
-        StorageError: No tier answers.
+        StorageError: No tier answers, or (`strict`) one does not.
     """
     names: dict[int, set[str]] = {}
     failure: StorageError | None = None
-    answers = 0
-    for tier in tiers:
+    count = 0
+    for number, tier in enumerate(tiers):
         try:
-            for step, found in Catalog(tier.backend).entries().items():
-                names.setdefault(step, set()).update(found)
-            answers += 1
+            found = answers.ask(number, Catalog(tier.backend).entries)
         except StorageError as error:
             failure = error
             log.warning("tier %s does not answer, going on without it: %s", tier.name, str(error))
-    if failure is not None and not answers:
+            continue
+        count += 1
+        for step, some in found.items():
+            names.setdefault(step, set()).update(some)
+    if failure is not None and (strict or not count):
         raise failure
     return {step: sorted(names[step], key=_generation) for step in sorted(names)}
 

@@ -37,7 +37,13 @@ def read_from(backends: Sequence[Backend], requests: Sequence[ReadRequest]) -> N
             todo = _read_singly(backend, here)
         except BlobNotFoundError as error:
             failure = error
-            todo = _read_singly(backend, here)
+            try:
+                todo = _read_singly(backend, here)
+            except BlobTruncatedError:
+                raise
+            except StorageError as worse:
+                log.warning("%s cannot be read, trying the next tier: %s", backend.url, worse)
+                failure, todo = worse, here
         except BlobTruncatedError:
             raise  # that one is damaged: core reads it elsewhere, and has it repaired
         except StorageError as error:

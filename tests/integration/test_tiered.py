@@ -312,6 +312,23 @@ def test_a_partial_copy_is_never_listed(places):
     assert places.steps() == ([1], [1])
 
 
+def test_a_durable_tier_that_hangs_holds_no_save(places, monkeypatch, caplog):
+    monkeypatch.setattr(draining, "_ANSWER_S", 0.1)
+    durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
+    event = threading.Event()
+    for operation in ("list", "stat", "read", "publish"):
+        durable.block(operation, event)
+    try:
+        with places.open(durable=durable, io_timeout_s=1) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(make_state(step), step).committed.result(30)
+            assert "no answer for" in caplog.text
+            assert "did not answer a moment ago" in caplog.text
+    finally:
+        event.set()
+    assert places.steps()[0] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])
 def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
     durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
