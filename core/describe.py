@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,13 +139,8 @@ class NameTable:
     def _add(self, found: Found) -> None:
         assert self._names is not None
         front = ".".join(found.path)
-        try:
+        with _named(found, "naming its parameters"):
             parameters = list(found.provider.parameters(found.value))
-        except PenstockError:
-            raise
-        except Exception as error:
-            what = "naming its parameters"
-            raise plugin_error(found.provider, found.path, what, error) from error
         for name, tensor in parameters:
             # The tensor is held so that its id stays its own.
             _, bare, prefixed = self._names.setdefault(id(tensor), (tensor, [], []))
@@ -288,23 +284,23 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
     return tuple(result)
 
 
+@contextmanager
+def _named(found: Found, what: str) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise plugin_error(found.provider, found.path, what, error) from error
+
+
 def _deferrable(seen: list[Found]) -> frozenset[MemoryKey]:
     claimed: set[MemoryKey] = set()
     unsteady: set[tuple[str, int]] = set()
     for found in seen:
-        try:
+        with _named(found, "claiming its memory"):
             claimed.update(found.provider.claimed_memory(found.value))
-        except PenstockError:
-            raise
-        except Exception as error:
-            what = "claiming its memory"
-            raise plugin_error(found.provider, found.path, what, error) from error
     for found in seen if claimed else ():
-        try:
+        with _named(found, "naming its unsteady memory"):
             unsteady.update(found.provider.unsteady_memory(found.value))
-        except PenstockError:
-            raise
-        except Exception as error:
-            what = "naming its unsteady memory"
-            raise plugin_error(found.provider, found.path, what, error) from error
     return frozenset(k for k in claimed if (k.device, k.storage) not in unsteady)

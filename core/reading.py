@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.contents import Wish
 from penstock.core.errors import CheckpointGoneError, DamagedError, PenstockError, RestoreError
@@ -78,6 +80,29 @@ class BytesSink(ByteSink):
     def copy_in(self, start: int, data: memoryview, /) -> None:
         """Copy into the memory."""
         self.data[start : start + data.nbytes] = data
+
+
+class SliceSink(ByteSink):
+    """Takes those bytes of an object that lie in `out`, its bytes from `origin` on."""
+
+    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
+
+    def __init__(self, out: memoryview, origin: int) -> None:
+        self._out = out
+        self._origin = origin
+        self.nbytes = out.nbytes
+        self.device = "cpu"
+        self.address = None
+        self.memory = None
+
+    def view(self) -> memoryview | None:
+        """None: offsets differ from the object's."""
+        return None
+
+    def copy_in(self, start: int, data: memoryview, /) -> None:
+        """Copy without the GIL; a memoryview's slice assignment would hold it."""
+        at = start - self._origin
+        np.frombuffer(self._out[at : at + data.nbytes], np.uint8)[:] = np.frombuffer(data, np.uint8)
 
 
 @dataclass(slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import ByteSink
 from penstock.core.contents import Wish
 from penstock.core.errors import SelectionError
-from penstock.core.reading import raise_damaged, room
+from penstock.core.reading import SliceSink, raise_damaged, room
 from penstock.core.regions import copy_region, region_batches, region_runs
 from penstock.core.types import PAGE_BYTES, Region
 
@@ -88,30 +87,7 @@ def _read_ranges(
     ranges: Sequence[ByteRange],
 ) -> None:
     """Read `ranges` of an object into `out`, which holds its bytes `cover`."""
-    jobs, _ = checkpoint.contents.jobs([Wish(located, _ShiftedSink(out, cover.start), ranges)])
+    jobs, _ = checkpoint.contents.jobs([Wish(located, SliceSink(out, cover.start), ranges)])
     stats = checkpoint.loader.run(jobs)
     if stats.damaged:
         raise_damaged(checkpoint, stats.damaged, missing_blob=stats.missing_blob)
-
-
-class _ShiftedSink(ByteSink):
-    """Takes bytes of an object from `origin` on."""
-
-    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
-
-    def __init__(self, out: memoryview, origin: int) -> None:
-        self._out = out
-        self._origin = origin
-        self.nbytes = out.nbytes
-        self.device = "cpu"
-        self.address = None
-        self.memory = None
-
-    def view(self) -> memoryview | None:
-        """None: offsets differ from the object's."""
-        return None
-
-    def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy where the bytes belong."""
-        at = start - self._origin
-        self._out[at : at + data.nbytes] = data

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from penstock.core.abc import ByteSink, ByteSource
+from penstock.core.abc import ByteSource
 from penstock.core.contents import Wish
-from penstock.core.reading import BytesSink, Tally, fill
+from penstock.core.reading import BytesSink, SliceSink, Tally, fill
 from penstock.core.types import ByteRange
 
 if TYPE_CHECKING:
@@ -70,7 +68,7 @@ class StoredReader:
         path = located.record.path
         slab = self._slabs.get(path)
         if slab is None:
-            sink = _Slice(out, start)
+            sink = SliceSink(out, start)
             ranges = [ByteRange(start, start + out.nbytes)]
             fill(self._checkpoint, [Wish(located, sink, ranges)], Tally())
             return
@@ -80,26 +78,3 @@ class StoredReader:
             wishes = [Wish(o, self._held[o.record.path]) for o in slab]
             fill(self._checkpoint, wishes, Tally())
         out[:] = memoryview(self._held[path].data)[start : start + out.nbytes]
-
-
-class _Slice(ByteSink):
-    """Takes those bytes of an object that lie in `out`, its bytes from `origin` on."""
-
-    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
-
-    def __init__(self, out: memoryview, origin: int) -> None:
-        self._out = out
-        self._origin = origin
-        self.nbytes = out.nbytes
-        self.device = "cpu"
-        self.address = None
-        self.memory = None
-
-    def view(self) -> memoryview | None:
-        """None: offsets differ from the object's."""
-        return None
-
-    def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy without the GIL; a memoryview's slice assignment would hold it."""
-        at = start - self._origin
-        np.frombuffer(self._out[at : at + data.nbytes], np.uint8)[:] = np.frombuffer(data, np.uint8)
