@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two workers: the suite waits for disks and killed processes at least as much as it computes.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean format lint types layers torch-free wheel
+.PHONY: help demo test test-all check bench docs clean format lint types layers torch-free wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +22,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train, kill in mid-save, resume bit-identically, restore a part
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## run the test suite
+test: $(READY) ## run the test suite, but for what is slow
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(READY) ## run all tests
+	@$(BIN)/python -m pytest -n 2
 
 check: lint types layers torch-free docs wheel ## everything that must hold besides the tests
 

@@ -215,7 +215,7 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
                 assert not running.done()
             created = [what for what, _ in target.calls].count("create")
         running.result(30)
-    assert created <= 5
+    assert created <= 8  # four that are being sealed, and what is just under way
     assert sorted(mover_calls) == [blob.name for blob in blobs]
     assert contents(target) == contents(source)
 

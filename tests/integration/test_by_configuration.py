@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train_by_config.py")
 STEPS = 6
 
-pytestmark = pytest.mark.slow
-
 CONFIGS = {
     "local": '[backend]\ntype = "posix"\npath = "${ROOT}/run"\n',
     "plain path": 'backend = "${ROOT}/run"\nmode = "lazy"\n',
@@ -116,7 +114,12 @@ def uninterrupted(tmp_path_factory):
     return train(config, STEPS, {"ROOT": str(folder)})
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+QUICK = {"tiered over s3", "redis"}  # which touch most
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CONFIGS]
+)
 def test_a_run_goes_on_exactly_wherever_its_checkpoints_live(name, uninterrupted, tmp_path):
     if name == "uring" and (reason := uring_missing()) is not None:
         pytest.skip(reason)

@@ -27,6 +27,9 @@ HINTS = {
 FULL = {"ENOSPC", "EDQUOT"}
 
 
+pytestmark = pytest.mark.slow  # a process each
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     compiler = shutil.which("cc")

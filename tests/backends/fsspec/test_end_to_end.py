@@ -169,7 +169,7 @@ def test_command_line(config, folder, s3_url):
     penstock_command("verify")
     penstock_command("prune")
     penstock_command("delete", "42", "--yes", "--force")
-    assert "42" not in penstock_command("ls", "--json")
+    assert '"step": 42' not in penstock_command("ls", "--json")
 
 
 def test_looking_at_s3_imports_neither_fsspec_nor_torch(config, folder, s3_url):

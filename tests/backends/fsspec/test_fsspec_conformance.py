@@ -34,6 +34,7 @@ def test_s3_conforms(check, s3_url, folder):
     check(lambda name: FsspecBackend(FsspecConfig(url=f"s3://{folder}/{name}", options=options)))
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 @checks
 def test_s3_conforms_through_failures(check, proxy, folder):

@@ -59,6 +59,7 @@ def test_on_another_file_system_it_conforms(check, engine, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
 def test_with_layouts_set_it_conforms(check, open_lustre, lfs):
     # Records too are placed, and blobs striped over named OSTs: every path that differs.
