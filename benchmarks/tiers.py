@@ -81,7 +81,8 @@ def cost_of_draining(fast, durable, state, rounds, limit):
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
     data = torch.randn(64, 512)
-    options = {"type": "tiered", "fast": f"{fast}-drain", "durable": f"{durable}-drain"}
+    name = f"drain-{bool(limit)}"
+    options = {"type": "tiered", "fast": f"{fast}-{name}", "durable": f"{durable}-{name}"}
     if limit:
         options["drain_bytes_per_s"] = limit
     quiet, draining = [], []
