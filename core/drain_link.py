@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +25,7 @@ from penstock.core.manifest import mark_name
 from penstock.core.survey import is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Tier
     from penstock.core.manifest import CommitRecord
@@ -220,10 +221,10 @@ class DrainLink:
                 self._carry(record)
             except BaseException as error:  # noqa: BLE001 - the link itself must go on
                 log.error(  # noqa: TRY400 - a record with the exception would hold its frames
-                    "step %d: copying it to tier %s ended with %r; the next process goes on",
+                    "step %d: copying it to tier %s ended with %s; the next process goes on",
                     record.step,
                     self._target.name,
-                    error,
+                    repr(error),
                 )
                 self._report.tell(record, SaveError(f"step {record.step}: {error!r}"))
             finally:
@@ -318,11 +319,20 @@ class DrainLink:
             record.bytes_stored / 1e6,
             seconds,
         )
-        try:
+        # Each by itself: whoever waits is told though nothing can be evicted.
+        with self._noted(record):
             self._report.rooms.trim(self._number)
+        with self._noted(record):
             self._report.arrived(self._number + 1, record)
+
+    @contextmanager
+    def _noted(self, record: CommitRecord) -> Iterator[None]:
+        """What fails once the copy is whole goes to the log, and no further."""
+        try:
+            yield
         except PenstockError as error:
-            log.warning("after step %d came to tier %s: %s", record.step, self._target.name, error)
+            step, name = record.step, self._target.name
+            log.warning("after step %d came to tier %s: %s", step, name, str(error))
 
     def _failed(self, record: CommitRecord, error: Exception) -> None:
         text = (

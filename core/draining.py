@@ -217,7 +217,9 @@ class Drains:
             try:
                 left = pending(self._tiers[number].backend)
             except StorageError as error:
-                log.warning("tier %s: what is left to copy: %s", self._tiers[number].name, error)
+                log.warning(
+                    "tier %s: what is left to copy: %s", self._tiers[number].name, str(error)
+                )
                 continue
             for record in left:
                 found += link.add(record)
@@ -328,7 +330,7 @@ def _tell(told: Callable[[BaseException | None], None], error: BaseException | N
     try:
         told(error)
     except BaseException as raised:  # noqa: BLE001 - the caller's code: recorded in the log
-        log.error("a callback at the end of a save raised %r", raised)  # noqa: TRY400
+        log.error("a callback at the end of a save raised %s", repr(raised))  # noqa: TRY400
 
 
 def _left_by_close() -> NotDrainedError:

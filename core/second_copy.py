@@ -31,6 +31,6 @@ def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
                 found = read(tier.backend)
             except (DamagedError, StorageError):
                 continue
-            log.warning("%s; the copy in tier %s is good, and is used", error, tier.name)
+            log.warning("%s; the copy in tier %s is good, and is used", str(error), tier.name)
             return found
         raise

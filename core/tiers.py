@@ -23,10 +23,10 @@ from penstock.core.manifest import (
     mark_name,
     parse_commit_name,
 )
-from penstock.core.survey import delete_records, survey_records
+from penstock.core.survey import delete_records, is_listed, is_whole, survey_records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.manifest import CommitRecord
@@ -47,8 +47,7 @@ def mark(backend: Backend, uid: str, step: int) -> None:
 
 def is_marked(backend: Backend, uid: str) -> bool:
     """Whether an attempt has yet to be copied from one tier to the next."""
-    name = mark_name(uid)
-    return any(info.name == name for info in backend.list(name))
+    return is_listed(backend, mark_name(uid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +96,7 @@ def pending(backend: Backend) -> list[CommitRecord]:
     marked = _marked(backend)
     if not marked:
         return []
-    found = [r for r in survey_records(backend).records.values() if r.uid in marked]
-    return sorted(found, key=lambda record: (record.step, record.generation))
+    return [record for record in _by_age(backend) if record.uid in marked]
 
 
 def _marked(backend: Backend) -> set[str]:
@@ -125,9 +123,9 @@ class Rooms:
         if free is None or free >= need_bytes:
             return True
         try:
-            candidates = self._evictable(number)
+            candidates = self._evictable(number, _by_age(backend))
         except StorageError as error:
-            log.warning("nothing is evicted from %s: %s", backend.url, error)
+            log.warning("nothing is evicted from %s: %s", backend.url, str(error))
             return False
         for record in candidates:
             self.evict(number, record)
@@ -136,21 +134,18 @@ class Rooms:
                 return True
         return False
 
-    def trim(self, number: int, *, protect: Collection[str] = ()) -> list[int]:
-        """Evict all but the newest `keep_last` of what a later tier has; returns their steps.
+    def trim(self, number: int) -> None:
+        """Evict all but the newest `keep_last` of what a later tier has.
 
         Raises:
             StorageError: A tier does not answer.
         """
         keep = self._tiers[number].keep_last
         if keep is None:
-            return []
-        kept = {r.uid for r in _by_age(survey_records(self._tiers[number].backend).records)[-keep:]}
-        kept = set(protect) | (kept if keep else set())
-        gone = [record for record in self._evictable(number) if record.uid not in kept]
-        for record in gone:
+            return
+        here = _by_age(self._tiers[number].backend)
+        for record in self._evictable(number, here[: max(len(here) - keep, 0)]):
             self.evict(number, record)
-        return [record.step for record in gone]
 
     def evict(self, number: int, record: CommitRecord) -> None:
         """Delete one tier's copy: its record first, durably, then its data."""
@@ -159,19 +154,24 @@ class Rooms:
         delete_records(tier.backend, [name], uids={name: record.uid})
         log.debug("evicted step %d from tier %s", record.step, tier.name)
 
-    def _evictable(self, number: int) -> list[CommitRecord]:
-        """What a tier has that waits for nothing, and that a later tier has whole; oldest first."""
-        backend = self._tiers[number].backend
-        here = survey_records(backend).records
-        marked = _marked(backend)
-        later: set[str] = set()
-        for tier in self._tiers[number + 1 :]:
-            later |= {record.uid for record in survey_records(tier.backend).records.values()}
-        return [r for r in _by_age(here) if r.uid in later and r.uid not in marked]
+    def _evictable(self, number: int, here: Sequence[CommitRecord]) -> list[CommitRecord]:
+        """Those of `here` that wait for nothing in their tier, and that a later one has whole.
+
+        Later tiers are asked for these alone: they may hold many more.
+        """
+        marked = _marked(self._tiers[number].backend) if here else set()
+        later = [tier.backend for tier in self._tiers[number + 1 :]]
+        return [
+            record
+            for record in here
+            if record.uid not in marked and any(is_whole(backend, record) for backend in later)
+        ]
 
 
-def _by_age(records: Mapping[str, CommitRecord]) -> list[CommitRecord]:
-    return sorted(records.values(), key=lambda record: (record.step, record.generation))
+def _by_age(backend: Backend) -> list[CommitRecord]:
+    """All readable commit records of one tier, the oldest first."""
+    records = survey_records(backend).records.values()
+    return sorted(records, key=lambda record: (record.step, record.generation))
 
 
 class Answers:

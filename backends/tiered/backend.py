@@ -159,7 +159,7 @@ class TieredBackend(Backend):
             except BlobNotFoundError:
                 continue
             except StorageError as error:
-                log.warning("%s does not give %s: %s", backend.url, name, error)
+                log.warning("%s does not give %s: %s", backend.url, name, str(error))
                 failure = failure or error
         if failure is not None:
             raise failure

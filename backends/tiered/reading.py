@@ -42,12 +42,12 @@ def read_from(backends: Sequence[Backend], requests: Sequence[ReadRequest]) -> N
             except BlobTruncatedError:
                 raise
             except StorageError as worse:
-                log.warning("%s cannot be read, trying the next tier: %s", backend.url, worse)
+                log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(worse))
                 failure, todo = worse, here
         except BlobTruncatedError:
             raise  # that one is damaged: core reads it elsewhere, and has it repaired
         except StorageError as error:
-            log.warning("%s cannot be read, trying the next tier: %s", backend.url, error)
+            log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(error))
             failure = error
         if not todo:
             return

@@ -333,3 +333,18 @@ def test_a_tier_keeps_so_many_of_what_the_next_one_has(keep):
         assert drains.settle(30)
     assert steps_of(fast) == [1, 2, 3][3 - keep :]
     assert steps_of(durable) == [1, 2, 3]
+
+
+def test_who_waits_is_told_though_nothing_can_be_evicted(caplog):
+    fast, durable = FaultyBackend(memory()), memory()
+    (record,) = saved(fast, 1)
+    # Only trimming lists the data of the fast tier once the checkpoint is in the durable one.
+    fast.add(Fault("list", times=None, match="data/", error=StorageError("no listing today")))
+    tiers = Tier("fast", fast, keep_last=0), Tier("durable", durable, durable=True)
+    with drains_of(*tiers) as drains:
+        told = Told()
+        drains.committed(0, record, told, marked=True)
+        assert told.get() is None
+        assert drains.settle(30)
+    assert "no listing today" in caplog.text
+    assert steps_of(durable) == [1]
