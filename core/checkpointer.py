@@ -173,7 +173,7 @@ class Checkpointer(Run):
         metadata = check_metadata({} if metadata is None else metadata)
         if not self._pending.take_turn(self._config.on_busy):
             return self._skipped(step, on_progress)
-        generation = claim_generation(self._backend, step, overwrite=overwrite, drains=self._drains)
+        generation = claim_generation(self._asked, step, overwrite=overwrite, drains=self._drains)
         request = plan_state(
             describe_tree(
                 state,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,17 +14,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LOOK_S = 1.0  # only bounds how late `shutdown` notices that a thread is stuck
+
 
 class Pool:
     """At most `count` threads, made when there is work for them.
 
     They are daemonic, which those of `concurrent.futures` are not: its hook at the exit of the
     interpreter would wait for ever for a call of a store that hangs.
+
+    Args:
+        count: Threads.
+        name: Of the threads.
+        stuck_s: A thread whose task takes longer is not counted any more, and another may take its
+            place: calls that never return must not use up the pool.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, stuck_s: float = math.inf) -> None:
         self._count = count
         self._name = name
+        self._stuck_s = stuck_s
+        self._busy_since_s: dict[threading.Thread, float] = {}
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -43,7 +55,7 @@ class Pool:
             self._queue.put((future, task))
             if self._idle:
                 self._idle -= 1
-            elif len(self._threads) < self._count:
+            elif len(self._threads) < self._count + sum(map(self._is_stuck, self._threads)):
                 number = len(self._threads)
                 thread = threading.Thread(
                     target=self._work, name=f"{self._name}_{number}", daemon=True
@@ -53,7 +65,10 @@ class Pool:
         return future
 
     def shutdown(self, *, wait: bool) -> None:
-        """Take no more, and end the threads when all is done; idempotent."""
+        """Take no more, and end the threads when all is done; idempotent.
+
+        With `wait` until they have ended, but for those that are stuck.
+        """
         with self._lock:
             first, self._closed = not self._closed, True
             if first:
@@ -61,13 +76,21 @@ class Pool:
                     self._queue.put(None)
         if wait:
             for thread in self._threads:
-                thread.join()
+                while thread.is_alive() and not self._is_stuck(thread):
+                    thread.join(_LOOK_S)
+
+    def _is_stuck(self, thread: threading.Thread) -> bool:
+        since_s = self._busy_since_s.get(thread, math.inf)
+        return time.monotonic() - since_s > self._stuck_s
 
     def _work(self) -> None:
+        me = threading.current_thread()
         while (work := self._queue.get()) is not None:
+            self._busy_since_s[me] = time.monotonic()
             _finish(*work)
             del work
             with self._lock:
+                del self._busy_since_s[me]
                 self._idle += 1
 
 

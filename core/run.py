@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError, SaverClosedError
 from penstock.core.events import DeleteEvent, EventStream, RestoreEvent, VerifyEvent
 from penstock.core.fallback import Overwritten, with_fallback
 from penstock.core.loading import Loader
+from penstock.core.patience import PatientBackend
 from penstock.core.progress import metered
 from penstock.core.restoring import build_new, restore_into, with_history
 from penstock.core.select import Rename, Selection
@@ -48,7 +49,8 @@ class Run:
         self._config = config
         self._registry = registry
         self._workers = workers
-        self._catalog = Catalog(backend, before_delete=self._before_delete)
+        self._asked = PatientBackend(backend, workers, config.io_timeout_s)  # by the caller
+        self._catalog = Catalog(self._asked, before_delete=self._before_delete)
         self._loader = Loader(backend, workers, io_timeout_s=config.io_timeout_s)
         self._events = EventStream(on_event)
         self._restored_from: int | None = None
@@ -182,7 +184,7 @@ class Run:
         """A read-only view of one checkpoint; reads lazily."""
         self._check_open()
         return Checkpoint.open(
-            self._backend,
+            self._asked,
             self._resolve(step),
             registry=self._registry,
             loader=self._loader,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SEGMENT = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MOST_CHARACTERS = 800  # object stores allow 1,024 bytes, the prefix of the root included
 _SHOWN = 100
+_STUCK_S = 60.0  # far above any batch of a store that answers
 
 
 def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
@@ -321,5 +322,5 @@ class Backend(ABC):
                 return self._writing
             if self._pool is None:
                 # Two: one batch moves while the next is handed over.
-                self._pool = Pool(2, f"penstock-{self.name}")
+                self._pool = Pool(2, f"penstock-{self.name}", stuck_s=_STUCK_S)
             return self._pool

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from penstock import (
     RestoreError,
     StorageTimeoutError,
 )
-from penstock.core import saving, workers
+from penstock.core import patience, saving, workers
+from penstock.core.patience import PatientBackend
 from penstock.core.testing.faults import FaultyBackend
 
 OPTIONS = {**SMALL, "rules": [{"match": "encoded", "codecs": ["zstd"]}], "io_timeout_s": 1.5}
@@ -121,6 +124,71 @@ def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate
         gate.set()
         assert same(plain(ckpt, 1), expected(1))
         assert ckpt.verify(1).ok
+
+
+ASKING = {
+    "save": (lambda c: c.save(make(2), 2), ["list"]),
+    "steps": (lambda c: c.steps(), ["list"]),
+    "latest": (lambda c: c.latest(), ["list"]),
+    "info": (lambda c: c.info(1), ["list", "read commits/"]),
+    "restore": (lambda c: c.restore(expected(5), 1), ["list", "read commits/", "stat"]),
+    "load": (lambda c: c.load(), ["list", "read commits/", "stat", "read parts/"]),
+    "open": (lambda c: c.open().read("raw"), ["list", "read commits/", "stat"]),
+    "verify": (lambda c: c.verify(1, deep=False), ["list", "read commits/", "stat"]),
+    "delete": (lambda c: c.delete(1), ["list", "read commits/"]),
+    "prune": (lambda c: c.prune(), ["list", "read commits/"]),
+    "rewind": (lambda c: c.rewind(1), ["list"]),
+}
+
+
+def time_flies(monkeypatch, fault):
+    """From the moment at which a call hangs, so that nothing else can come too late."""
+    monkeypatch.setattr(workers, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(workers, "_LOOK_S", 0.05)
+
+    def monotonic():
+        return time.monotonic() + (1e6 if fault.reached.is_set() else 0)
+
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=monotonic))
+
+
+@pytest.mark.parametrize(
+    ("call", "operation"),
+    [(call, operation) for call, (_, operations) in ASKING.items() for operation in operations],
+)
+def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(
+    call, operation, gate, monkeypatch
+):
+    store = FaultyBackend(memory())
+    with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
+        ckpt.save(make(1), 1).result()
+        name, _, match = operation.partition(" ")
+        fault = store.block(name, gate, match=match)
+        time_flies(monkeypatch, fault)
+        with pytest.raises(StorageTimeoutError, match=r"memory://.*600 s \(io_timeout_s\).*stuck"):
+            ASKING[call][0](ckpt)
+        assert fault.reached.is_set()
+        store.clear()  # while the one call still hangs
+        assert ckpt.steps() == [1]
+        assert same(plain(ckpt, 1), expected(1))
+        ckpt.save(make(2), 2).result(60)
+        assert ckpt.verify(2, deep=True).ok
+
+
+@pytest.mark.parametrize("count", [1, 2500])
+def test_a_delete_that_hangs_ends_whatever_it_was_to_delete(count, gate, monkeypatch):
+    store = FaultyBackend(memory())
+    names = [f"data/{number}" for number in range(count)]
+    for name in names:
+        store.publish(name, b"")
+    threads = workers.Workers(1)
+    patient = PatientBackend(store, threads, 600.0)
+    time_flies(monkeypatch, store.block("delete", gate, match=names[-1]))
+    with pytest.raises(StorageTimeoutError, match=r"to delete data/.*may still happen"):
+        patient.delete(names)
+    left = len(store.list("data/"))
+    assert left == (count - 1) % 1000 + 1  # all calls before that one were made
+    threads.close()
 
 
 PROGRAM = """

@@ -1,0 +1,65 @@
+"""A pool of threads that calls which never return neither use up nor keep open."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.core import pool as pool_module
+from penstock.core.pool import Pool
+
+
+def test_tasks_run_in_order_on_as_many_threads_as_were_asked_for():
+    pool = Pool(1, "one")
+    seen = []
+    futures = [pool.submit(lambda n=n: seen.append((n, threading.get_ident()))) for n in range(50)]
+    for future in futures:
+        future.result(60)
+    assert [n for n, _ in seen] == list(range(50))
+    assert len({thread for _, thread in seen}) == 1
+    pool.shutdown(wait=True)
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.submit(print)
+
+
+def test_an_error_goes_to_who_waits_and_the_thread_goes_on():
+    pool = Pool(1, "one")
+
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        pool.submit(fail).result(60)
+    assert pool.submit(lambda: 3).result(60) == 3
+    pool.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("stuck_s", [-1.0, float("inf")], ids=["stuck", "patient"])
+def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s, monkeypatch):
+    """Once they count as stuck: here either at once, or never."""
+    monkeypatch.setattr(pool_module, "_LOOK_S", 0.01)
+    pool = Pool(2, "two", stuck_s=stuck_s)
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def hang():
+        begun.release()
+        assert gate.wait(60)
+
+    hanging = [pool.submit(hang) for _ in range(2)]
+    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=60)
+    third = pool.submit(lambda: "done")
+    if stuck_s < 0:
+        assert third.result(60) == "done"
+        assert not any(future.done() for future in hanging)
+        pool.shutdown(wait=True)  # although they still hang
+        assert not any(future.done() for future in hanging)
+        gate.set()
+    else:
+        assert not third.done()
+        gate.set()
+        pool.shutdown(wait=True)
+        assert third.result(0) == "done"
+    for future in hanging:
+        future.result(60)
