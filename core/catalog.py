@@ -99,8 +99,8 @@ class Catalog:
             raise CheckpointNotFoundError(msg)
         return step
 
-    def record(self, step: int) -> CommitRecord:
-        """The commit record of a step, of its highest generation.
+    def record(self, step: int, rescued: list[tuple[str, str]] | None = None) -> CommitRecord:
+        """The commit record of a step, of its highest generation; `rescued`: see `read_commit`.
 
         Raises:
             CheckpointNotFoundError: There is none; the message lists what there is.
@@ -113,7 +113,7 @@ class Catalog:
                 raise self._not_found(step, list(entries))
             name = entries[step][-1]
             try:
-                return read_commit(self._backend, name)
+                return read_commit(self._backend, name, rescued)
             except BlobNotFoundError:
                 continue  # deleted, or overwritten, since it was listed
             except FormatError as error:

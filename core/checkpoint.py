@@ -12,6 +12,7 @@ from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointNotFoundError,
     DamagedError,
+    SelectionError,
 )
 from penstock.core.loading import Loader
 from penstock.core.paths import parse_path, show_path
@@ -78,7 +79,8 @@ class Checkpoint:
             CheckpointNotFoundError: There is none; the message lists what there is.
             DamagedError: Its commit record cannot be read.
         """
-        record = Catalog(backend).record(step)
+        rescued: list[tuple[str, str]] = []
+        record = Catalog(backend).record(step, rescued)
         log.debug(
             "step %d: opened %s-%d, %d objects in %d part(s), %d bytes stored, written by %s",
             record.step,
@@ -89,13 +91,15 @@ class Checkpoint:
             record.bytes_stored,
             record.engine,
         )
-        return cls(
+        checkpoint = cls(
             backend,
             record,
             registry=registry or default_registry(),
             loader=loader or Loader(backend, Workers(2)),
             allow_pickle=allow_pickle,
         )
+        checkpoint.contents.rescued += rescued
+        return checkpoint
 
     @property
     def step(self) -> int:
@@ -140,6 +144,7 @@ class Checkpoint:
 
         Raises:
             KeyError: Nothing stands at `path`.
+            SelectionError: `path` is no text.
         """
         located = self._locate(path)
         if located is not None:
@@ -155,16 +160,17 @@ class Checkpoint:
             allow_pickle=self._allow_pickle,
             meter=Meter(),
         )
-        for segment in parts:
+        for depth, segment in enumerate(parts):
             keys: Iterable[object] = ()
             if isinstance(value, dict | list | tuple):
                 keys = value if isinstance(value, dict) else range(len(value))
             try:
                 value = value[next(k for k in keys if str(k) == segment)]
             except StopIteration:
+                whole = show_path(parts[: max(1, depth)])
                 msg = (
                     f"step {self.step} has no {path!r} that can be built alone: it is a piece of "
-                    "something that is built whole; read what it stands in"
+                    f"{whole}, which is built whole; read {whole!r}, or an object out of keys()"
                 )
                 raise KeyError(msg) from None
         return value
@@ -181,7 +187,8 @@ class Checkpoint:
 
         Raises:
             KeyError: No object at `path`.
-            SelectionError: The region does not lie within the tensor.
+            SelectionError: `path` is no text, `region` neither a region nor slices, or it does not
+                lie within the tensor.
             DamagedError: Stored bytes are not what was written.
         """
         located = self._locate(path)
@@ -189,6 +196,7 @@ class Checkpoint:
             raise self._nothing_at(path)
         if region is None:
             return self._read_object(located)
+        _check_region(region, path)
         return self._read_region(located, as_region(region, located.record.spec.shape, path))
 
     def verify(
@@ -298,13 +306,21 @@ class Checkpoint:
         return missing
 
     def _nothing_at(self, path: str) -> KeyError:
+        parts = parse_path(path)
+        for depth in range(1, len(parts)):
+            if self.contents.find(parts[:depth]) is not None:
+                whole = show_path(parts[:depth])
+                return KeyError(
+                    f"step {self.step} has no {path!r}: {whole} is stored as one whole; read "
+                    f"{whole!r}"
+                )
         few = len(self) <= _FEW  # comparing with all of a million names takes too long
         return KeyError(
             f"step {self.step} has no {path!r}{nearest(path, self.keys() if few else ())}"
         )
 
     def _locate(self, path: str) -> Located | None:
-        located = self.contents.find(parse_path(path))
+        located = self.contents.find(parse_path(_text_of(path)))
         if located is not None and located.record.same_as is not None:
             target = self.contents.find(located.record.same_as)
             check_ties([located.record] if target is None else [located.record, target.record])
@@ -323,3 +339,22 @@ class Checkpoint:
         return build_leaf(
             self, located, spec, data, registry=self._registry, allow_pickle=self._allow_pickle
         )
+
+
+def _text_of(path: object) -> str:
+    if isinstance(path, str):
+        return path
+    likely = repr("/".join(map(str, path))) if isinstance(path, tuple) else "'model/wte.weight'"
+    msg = f"a path is one text, its segments joined by `/`: {likely}, not {path!r}"
+    raise SelectionError(msg)
+
+
+def _check_region(region: object, path: str) -> None:
+    slices = region if isinstance(region, list | tuple) else (region,)
+    if isinstance(region, Region) or all(isinstance(s, slice) for s in slices):
+        return
+    msg = (
+        f"{region!r} is no region of {path}: give slices of the leading dimensions, such as "
+        "(slice(0, 1),) for the first row, or a penstock.Region"
+    )
+    raise SelectionError(msg)

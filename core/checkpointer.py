@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core import fence as fence_hook
-from penstock.core.abc import Backend
+from penstock.core.abc import Backend, StateObject
 from penstock.core.config import CheckpointerConfig, load_config
 from penstock.core.describe import describe_tree
 from penstock.core.draining import Drains
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError, PenstockError, SaverClosedError
 from penstock.core.events import DeleteEvent, PruneEvent, SaveEvent
 from penstock.core.opening import open_backend
 from penstock.core.pending import Pending
@@ -26,8 +26,10 @@ from penstock.core.reports import skipped_save
 from penstock.core.retaining import clean_up_after
 from penstock.core.run import Run, valid_step
 from penstock.core.saving import SaveJob
+from penstock.core.sizes import size_text
 from penstock.core.starting import choose_destination, claim_generation, log_plan, staging_for
 from penstock.core.states import ChainTable, plan_state
+from penstock.core.unused_rules import UnusedRules
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
     from penstock.core.reports import Progress, SaveHandle, SaveReport
+    from penstock.core.save_request import SaveRequest
     from penstock.core.staging import Staging
 
 log = logging.getLogger("penstock")
@@ -100,6 +103,7 @@ class Checkpointer(Run):
             )
         self._owns_backend = not isinstance(backend, Backend)
         self._table = ChainTable(config, registry)
+        self._unused_rules = UnusedRules(config.rules)
         self._staging: Staging | None = None
         self._drains: Drains | None = None
         if self._backend.tiers:
@@ -111,6 +115,7 @@ class Checkpointer(Run):
             )
         self._pending = Pending(self._drains)
         self._warned_straight = False
+        self._closing = False
 
     @classmethod
     def from_config(
@@ -123,7 +128,13 @@ class Checkpointer(Run):
         """
         config = load_config(source)
         options = {n: getattr(config, n) for n in config.model_fields_set if n != "backend"}
-        return cls(config.backend, **cast("CheckpointerOptions", options))
+        try:
+            return cls(config.backend, **cast("CheckpointerOptions", options))
+        except ConfigError as error:
+            if not isinstance(source, (str, os.PathLike)) or str(error).startswith("configuration"):
+                raise
+            msg = f"configuration {os.fspath(source)}: {error}"
+            raise ConfigError(msg) from error
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -164,7 +175,7 @@ class Checkpointer(Run):
                 background and nobody has seen it; then this one has started all the same.
         """
         began = time.monotonic()
-        self._check_open()
+        self._check_may_save()
         mode = mode or self._config.mode
         if mode not in _MODES:
             msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
@@ -172,25 +183,12 @@ class Checkpointer(Run):
         step = valid_step(step)
         metadata = check_metadata({} if metadata is None else metadata)
         if not self._pending.take_turn(self._config.on_busy):
-            return self._skipped(step, on_progress)
+            return self._skipped(step, on_progress, "another save was under way")
         generation = claim_generation(self._asked, step, overwrite=overwrite, drains=self._drains)
-        request = plan_state(
-            describe_tree(
-                state,
-                providers=self._registry.providers,
-                allow_pickle=self._config.allow_pickle,
-            ),
-            config=self._config,
-            table=self._table,
-            step=step,
-            generation=generation,
-            mode=mode,
-            metadata=metadata,
-            engine=self._backend.name,
-        )
+        request = self._planned(state, step, generation, mode=mode, metadata=metadata)
         destination = choose_destination(self._backend, self._drains, request)
         if destination is None:
-            return self._skipped(step, on_progress)
+            return self._skipped(step, on_progress, "no tier has room for it, as the log says")
         # Memory that may still belong to a stuck disk is left to it.
         reusable = self._staging if self._pending.released else None
         staging = self._staging = staging_for(request, reusable, self._config)
@@ -236,9 +234,10 @@ class Checkpointer(Run):
 
         Raises:
             FenceTimeoutError: Not within `timeout` seconds; the save goes on.
+            SaverClosedError: After `close`.
             PenstockError: A background save failed and nobody has seen it yet.
         """
-        self._check_process()
+        self._check_open()
         self._pending.fence(timeout)
         self._pending.raise_unseen()
 
@@ -247,9 +246,10 @@ class Checkpointer(Run):
 
         Raises:
             TimeoutError: One still is, after `timeout` seconds.
+            SaverClosedError: After `close`.
             PenstockError: A background save failed and nobody has seen it yet.
         """
-        self._check_process()
+        self._check_open()
         self._pending.wait(timeout)
         self._pending.raise_unseen()
 
@@ -287,17 +287,18 @@ class Checkpointer(Run):
             PenstockError: A background save failed and nobody has seen it, unless another
                 exception is on its way.
         """
-        if self._closed:
+        if self._closed or self._closing:
             return
         if self._pid != os.getpid():
             self._closed = True
             return  # a forked child: the threads, and all that they hold, are the parent's
         self._pending.check_may_end()
-        self._closed = True
+        self._closing = True
         self._pending.end()
         if self._drains is not None:
             self._drains.settle()
             self._drains.close()
+        self._closed = True  # until here callbacks of the pending save may look at the run
         self._workers.close()
         if self._owns_backend:
             stuck = self._drains is not None and self._drains.is_stuck()
@@ -329,9 +330,42 @@ class Checkpointer(Run):
     def _job(self) -> SaveJob | None:
         return self._pending.job
 
-    def _skipped(self, step: int, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
+    def _check_may_save(self) -> None:
+        self._check_open()
+        if self._closing:
+            msg = f"the checkpointer of {self._backend.url} is being closed"
+            raise SaverClosedError(msg)
+
+    def _planned(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        generation: int,
+        *,
+        mode: str,
+        metadata: Mapping[str, Any],
+    ) -> SaveRequest:
+        description = describe_tree(
+            state, providers=self._registry.providers, allow_pickle=self._config.allow_pickle
+        )
+        request = plan_state(
+            description,
+            config=self._config,
+            table=self._table,
+            step=step,
+            generation=generation,
+            mode=mode,
+            metadata=metadata,
+        )
+        objects = (e.path for e in description.entries if isinstance(e, StateObject))
+        self._unused_rules.look(objects, step)
+        return request
+
+    def _skipped(
+        self, step: int, on_progress: Callable[[Progress], None] | None, why: str
+    ) -> SaveHandle:
         self._events.emit(SaveEvent("skipped", step))
-        handle = skipped_save(step)
+        handle = skipped_save(step, why)
         self._watch(handle, on_progress)
         return handle
 
@@ -342,7 +376,8 @@ class Checkpointer(Run):
 
     def _repair(self) -> None:
         """Bring copies that turned out to be damaged from the tier that has good ones."""
-        rescued = self._loader.take_rescued()
+        rescued = [*self._loader.take_rescued(), *self._rescued]
+        self._rescued.clear()
         if self._drains is not None and rescued:
             self._drains.repair(rescued)
 
@@ -362,9 +397,9 @@ class Checkpointer(Run):
         if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
             self._warned_straight = True
             log.warning(
-                "staging is too small for the state: %.1f MB of step %d were written straight "
+                "staging is too small for the state: %s of step %d were written straight "
                 "from live tensors while training stood still; raise staging_bytes (said once)",
-                job.straight_bytes / 1e6,
+                size_text(job.straight_bytes),
                 job.request.step,
             )
 

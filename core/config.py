@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypedDict, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -20,6 +21,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     InstanceOf,
+    PrivateAttr,
     Tag,
     WithJsonSchema,
     model_validator,
@@ -28,8 +30,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from penstock.core.abc import Backend, SizeBytes, parse_size
 from penstock.core.environment import filled
-from penstock.core.errors import ConfigError
-from penstock.core.opening import BackendConfig, BackendSpec, PluginChoice, open_backend
+from penstock.core.errors import ConfigError, PluginError, SelectionError
+from penstock.core.opening import BackendConfig, BackendSpec, Origin, PluginChoice, open_backend
 from penstock.core.types import PAGE_BYTES
 from penstock.core.validation import validated
 
@@ -62,10 +64,39 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _compiled(value: tuple[str, ...]) -> tuple[str, ...]:
+    from penstock.core.patterns import compile_all  # noqa: PLC0415 - needs xxhash
+
+    try:
+        compile_all("", value)
+    except SelectionError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def _list_of_codecs(value: object) -> object:
+    if not isinstance(value, (str, Mapping)):
+        return value
+    shape = f"[{value!r}]" if isinstance(value, str) else '[{"type": "zstd", "level": 3}]'
+    msg = f"Input should be a list: {shape}"
+    raise ValueError(msg)
+
+
+def _list_of_rules(value: object) -> object:
+    if not isinstance(value, (str, Mapping)):
+        return value
+    msg = (
+        'Input should be a list of tables: [{"match": "optimizer/**", "codecs": ["zstd"]}], in '
+        "TOML [[rules]]; without rules leave it out"
+    )
+    raise ValueError(msg)
+
+
 PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
 Patterns: TypeAlias = Annotated[
     tuple[str, ...],
     BeforeValidator(_listed),
+    AfterValidator(_compiled),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 
@@ -94,7 +125,18 @@ class Rule(_Model):
     """Objects that match any of the patterns go through these codecs; none: they stay raw."""
 
     match: Patterns
-    codecs: tuple[CodecConfig, ...]
+    codecs: Annotated[tuple[CodecConfig, ...], BeforeValidator(_list_of_codecs)]
+    _origin: Origin = PrivateAttr(default=Origin())
+
+    def came_from(self, origin: Origin) -> None:
+        """Let complaints say where it was written."""
+        if not self._origin.what:
+            self._origin = origin
+
+    @property
+    def shown(self) -> str:
+        """How messages name it."""
+        return self._origin.place or "a rule"
 
     def chain(self, registry: Registry) -> CodecChain | None:
         """The codecs, ready for use; None: raw.
@@ -105,7 +147,18 @@ class Rule(_Model):
         """
         from penstock.core.chain import CodecChain  # noqa: PLC0415 - `ls` needs no codecs
 
-        codecs = [registry.codec(link.type, link.options) for link in self.codecs]
+        codecs = []
+        for number, link in enumerate(self.codecs):
+            try:
+                codecs.append(registry.codec(link.type, link.options))
+            except (ConfigError, PluginError) as error:
+                if not self._origin.what:
+                    raise
+                where = self._origin.below(f"codecs[{number}]")
+                msg = f"{where.what}: {where.place}: {error}"
+                raise (ConfigError if isinstance(error, ConfigError) else PluginError)(
+                    msg
+                ) from error
         return CodecChain(codecs) if codecs else None
 
 
@@ -161,7 +214,7 @@ class CheckpointerConfig(_Model):
         | Annotated[SkipJsonSchema[InstanceOf[Backend]], Tag("<instance>")],
         Discriminator(_backend_form),
     ]
-    rules: tuple[Rule, ...] = ()
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_list_of_rules)] = ()
     retention: Retention | None = None
     staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
     mode: Mode = "async"
@@ -209,11 +262,20 @@ def load_config(
     if isinstance(source, CheckpointerConfig):
         return source
     if isinstance(source, Mapping):
-        return validated(CheckpointerConfig, source, what="configuration")
+        return _loaded(source, "configuration")
     path = Path(source)
     what = f"configuration {path}"
-    values = filled(_read_file(path), os.environ, what=what)
-    return validated(CheckpointerConfig, values, what=what)
+    config = _loaded(filled(_read_file(path), os.environ, what=what), what)
+    if isinstance(config.backend, BackendConfig):
+        config.backend.came_from(Origin(what, "backend"))
+    return config
+
+
+def _loaded(values: Mapping[str, Any], what: str) -> CheckpointerConfig:
+    config = validated(CheckpointerConfig, values, what=what)
+    for number, rule in enumerate(config.rules):
+        rule.came_from(Origin(what, f"rules[{number}]"))
+    return config
 
 
 def json_schema() -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Contents:
     """The manifest of one checkpoint. Not thread-safe."""
 
     def __init__(self, backend: Backend, record: CommitRecord, registry: Registry) -> None:
+        self.rescued: list[tuple[str, str]] = []
+        """Damaged records, each with the tier whose copy was good."""
         self.record = record
         self.bytes_read = 0
         self._backend = backend
@@ -102,7 +104,7 @@ class Contents:
 
     def find(self, path: ObjectPath) -> Located | None:
         """One object by its path, by way of the index: the rest is not read."""
-        return from_any_tier(self._backend, lambda backend: self._find(path, backend))
+        return from_any_tier(self._backend, lambda backend: self._find(path, backend), self.rescued)
 
     def _find(self, path: ObjectPath, backend: Backend) -> Located | None:
         index, reader = self.record.index, self._index(backend)
@@ -251,7 +253,7 @@ class Contents:
     def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
         """What `decode` makes of the bytes at `place`, `(offset, length)`."""
         return from_any_tier(
-            self._backend, lambda backend: decode(self._fetch(name, *place, backend))
+            self._backend, lambda backend: decode(self._fetch(name, *place, backend)), self.rescued
         )
 
     def _fetch(self, name: str, offset: int, length: int, backend: Backend) -> bytes:

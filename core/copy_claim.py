@@ -40,6 +40,7 @@ SILENT_S = 15 * 60.0
 
 _REFRESH_S = 60.0
 _LIMIT_BYTES = 64 << 20
+_held: set[str] = set()  # tokens of what this process copies at the moment
 _KEYS = ("token", "host", "pid", "process", "sealed")
 
 
@@ -89,6 +90,14 @@ class Claim:
         Raises:
             BusyError: Another copy is under way.
         """
+        _held.add(self._record.token)
+        try:
+            self._take()
+        except BaseException:
+            _held.discard(self._record.token)
+            raise
+
+    def _take(self) -> None:
         found = self._read()
         if found is not None:
             self._refuse_living(found)
@@ -135,6 +144,7 @@ class Claim:
 
     def release(self) -> None:
         """Let another copy go on from here; after a failure, so it raises nothing."""
+        _held.discard(self._record.token)
         try:
             self.check()
             self._record = replace(self._record, token="", process="")
@@ -144,6 +154,7 @@ class Claim:
 
     def remove(self) -> None:
         """The checkpoint is committed, and nobody needs this any more; it may stay all the same."""
+        _held.discard(self._record.token)
         try:
             self._backend.delete([self._name])
         except StorageError as error:
@@ -202,10 +213,17 @@ class Claim:
 
 
 def _is_dead(record: _Record) -> bool:
-    """Whether it is known that its process is over: only on the machine where it ran."""
+    """Whether it is known that this copy is over: only on the machine where it ran.
+
+    One of this very process that failed may not have been able to say so, if its store was away.
+    """
+    mine = _process(os.getpid())
     machine = record.process.rpartition("/")[0]
-    here = _process(os.getpid()).rpartition("/")[0]
-    return bool(machine) and machine == here and _process(record.pid) != record.process
+    if not machine or machine != mine.rpartition("/")[0]:
+        return False
+    if record.process == mine:
+        return record.token not in _held
+    return _process(record.pid) != record.process
 
 
 def _process(pid: int) -> str:

@@ -27,7 +27,14 @@ from penstock.core.manifest import commit_name, data_prefix, intent_name
 from penstock.core.publishing import Publisher
 from penstock.core.reading import listed
 from penstock.core.record import encode_commit
-from penstock.core.survey import delete_records, is_listed, is_whole, read_commit
+from penstock.core.sizes import size_text
+from penstock.core.survey import (
+    delete_records,
+    is_listed,
+    is_whole,
+    last_place,
+    read_commit,
+)
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -55,7 +62,8 @@ class CopyReport:
         bytes_copied: Bytes of the blobs that were copied.
         bytes_kept: Bytes of the blobs that an earlier copy had brought there.
         blobs: Number of blobs.
-        already_there: Whether its commit record was there before; then nothing was looked at.
+        already_there: Whether it was committed there before; then only the sizes of what is there
+            were looked at.
     """
 
     step: int
@@ -90,7 +98,8 @@ def confirmed(target: Backend, record: CommitRecord) -> bool:
         and sum(size for one, size in sizes.items() if one.startswith(blobs)) == record.bytes_stored
     ):
         target.publish(name, encode_commit(record))
-        return True
+        retract(target, record)  # if it was deleted at this moment
+        return is_whole(target, record)
     log.warning("%s on %s has lost its data, and is deleted there", name, target.url)
     delete_records(target, [name], uids={name: record.uid})
     return False
@@ -111,8 +120,14 @@ def retract(target: Backend, record: CommitRecord) -> None:
         delete_records(target, [name], uids={name: record.uid})
 
 
-def verify_blobs(source: Backend, record: CommitRecord, *, workers: Workers) -> None:
-    """Read all of a checkpoint, and compare every checksum.
+def verify_blobs(
+    source: Backend,
+    record: CommitRecord,
+    *,
+    workers: Workers,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Read all of a checkpoint, and compare every checksum; `on_progress` is called with bytes.
 
     Raises:
         DamagedError: It is not what was written.
@@ -135,7 +150,7 @@ def verify_blobs(source: Backend, record: CommitRecord, *, workers: Workers) -> 
         ),
         bytes_per_s=None,
         calls=Calls(
-            moved=lambda _: None,
+            moved=on_progress,
             sealed=lambda _: None,
             damaged=damaged,
             missing=missing,
@@ -169,7 +184,7 @@ class CheckpointCopy:
 
         Args:
             source: Where it is.
-            target: Where it shall be, too.
+            target: Where it shall be, too; with tiers, in the last of them.
             record: Its commit record, as `Catalog(source).record(step)` gives it; with a higher
                 generation it replaces what the target has at that step.
             workers: Threads for checksums and for what waits.
@@ -179,7 +194,8 @@ class CheckpointCopy:
             trust_sealed: Do not read again what an earlier copy has noted as durable.
         """
         self._source = source
-        self._target = target
+        self._whole = target
+        self._target = target = last_place(target)
         self._record = record
         self._workers = workers
         self._grace_s = grace_s
@@ -267,13 +283,13 @@ class CheckpointCopy:
         kept_bytes = sum(blob.length for blob in blobs if blob.name in kept)
         seconds = time.monotonic() - began_s
         log.info(
-            "copied step %d from %s to %s: %.1f MB in %.2f s, %.1f MB were there",
+            "copied step %d from %s to %s: %s in %.2f s, %s were there",
             record.step,
             self._source.url,
             self._target.url,
-            copied / 1e6,
+            size_text(copied),
             seconds,
-            kept_bytes / 1e6,
+            size_text(kept_bytes),
         )
         return CopyReport(
             record.step, record.uid, record.generation, seconds, copied, kept_bytes, len(blobs)
@@ -306,13 +322,13 @@ class CheckpointCopy:
         Raises:
             StepExistsError: Another checkpoint is at that step, which this does not replace.
         """
-        record, url = self._record, self._target.url
-        names = Catalog(self._target).entries().get(record.step, [])
+        record, url = self._record, self._whole.url
+        names = Catalog(self._whole).entries().get(record.step, [])
         if not names:
             return None
-        newest = read_commit(self._target, names[-1])
+        newest = read_commit(self._whole, names[-1])
         if newest.uid == record.uid:
-            return newest.generation
+            return newest.generation if confirmed(self._target, newest) else None
         if newest.generation < record.generation:
             return None  # which this one has replaced, as its generation says
         msg = (
@@ -395,7 +411,7 @@ class CheckpointCopy:
         if not self._record.generation:
             return
         try:
-            Catalog(self._target).delete_older_generations(self._record.step)
+            Catalog(self._whole).delete_older_generations(self._record.step)
         except Exception as error:  # noqa: BLE001 - the copy itself is done
             log.warning(
                 "step %d: what it replaced stays until prune: %s", self._record.step, str(error)

@@ -22,7 +22,8 @@ from penstock.core.errors import (
     StepExistsError,
 )
 from penstock.core.manifest import mark_name
-from penstock.core.survey import is_whole
+from penstock.core.sizes import size_text
+from penstock.core.survey import has
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -275,7 +276,7 @@ class DrainLink:
     def _copy_once(self, record: CommitRecord) -> bool:
         """Make the next tier have it; False: this one has it no more."""
         source, target = self._source.backend, self._target.backend
-        if not is_whole(source, record):
+        if not has(source, record):
             retract(target, record)
             return False
         if not confirmed(target, record):
@@ -313,10 +314,10 @@ class DrainLink:
         with self._changed:
             self._error, self._failing_since_s, self._logged_s = "", None, float("-inf")
         log.info(
-            "step %d is in tier %s now: %.1f MB in %.2f s",
+            "step %d is in tier %s now: %s in %.2f s",
             record.step,
             self._target.name,
-            record.bytes_stored / 1e6,
+            size_text(record.bytes_stored),
             seconds,
         )
         # Each by itself: whoever waits is told though nothing can be evicted.

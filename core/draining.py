@@ -7,6 +7,7 @@ its mark (see `tiers`), so whatever ends the process, the next one goes on.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from functools import partial
@@ -19,9 +20,9 @@ from penstock.core.errors import (
     StorageError,
     StorageFullError,
 )
-from penstock.core.manifest import data_uid
+from penstock.core.manifest import data_uid, parse_commit_name
 from penstock.core.prune import CLOCK_PREFIX
-from penstock.core.survey import is_whole
+from penstock.core.survey import is_whole, read_commit, uids_named
 from penstock.core.tiers import (
     Answers,
     Rooms,
@@ -44,6 +45,7 @@ log = logging.getLogger("penstock")
 
 _ANSWER_S = 30.0  # a slower tier that takes longer to list its names counts as away
 _BLOCKED_POLL_S = 0.5
+_LOOK_S = 1.0  # only bounds how late a stuck repair is noticed
 _LEFT = (
     "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
     "goes on with it; it was not copied to the durable one yet"
@@ -76,6 +78,7 @@ class Drains:
         self._grace_s = grace_s
         self._resumed = False
         self._repairs: list[threading.Thread] = []
+        self._repair_alive_s = time.monotonic()
         self.rooms = Rooms(tiers)
         self._links = [
             DrainLink(tiers, number, self, workers=workers, grace_s=grace_s, stuck_s=stuck_s)
@@ -120,7 +123,11 @@ class Drains:
 
     def is_stuck(self) -> bool:
         """Whether a store neither answers nor fails; what it was given may be in use for ever."""
-        return any(link.is_stuck() for link in self._links)
+        repairing = any(repair.is_alive() for repair in self._repairs)
+        silent_s = time.monotonic() - self._repair_alive_s
+        return (repairing and silent_s > self._stuck_s) or any(
+            link.is_stuck() for link in self._links
+        )
 
     def _has_room(self, number: int, need_bytes: int) -> bool:
         return self._answers.ask(number, lambda: self._would_fit(number, need_bytes))
@@ -190,8 +197,9 @@ class Drains:
         """Bring copies anew, in the background, that turned out to be damaged.
 
         Args:
-            damaged: Blobs, each with the name of the tier whose copy is good.
+            damaged: Blobs and records, each with the name of the tier whose copy is good.
         """
+        self._repair_moved(0)
         self._repairs.append(self._workers.spawn("repair", partial(self._repair, dict(damaged))))
 
     def withdraw(self, uids: Collection[str]) -> None:
@@ -244,7 +252,8 @@ class Drains:
         """Wait until nothing is left, or what is left is failing; False: neither, in time."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         for repair in self._repairs:
-            repair.join(None if end is None else max(0.0, end - time.monotonic()))
+            while repair.is_alive() and not self.is_stuck() and (left_s := _left_s(end)):
+                repair.join(min(left_s, _LOOK_S))
         # What one has finished is the next one's to do.
         return all(link.settle(end) for link in self._links) and self._all_told(end)
 
@@ -253,25 +262,45 @@ class Drains:
         with self._lock:
             telling = [t for t in self._telling if t is not threading.current_thread()]
         for thread in telling:
-            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+            thread.join(None if end is None else _left_s(end))
         return not any(thread.is_alive() for thread in telling)
 
     def _repair(self, damaged: Mapping[str, str]) -> None:
         good = {data_uid(blob): name for blob, name in damaged.items()}
+        numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
+            for name, tier in damaged.items():
+                if parse_commit_name(name) is not None:
+                    self._bring_listed(name, numbers[tier])
             for uid, where in whereabouts(self._tiers).items():
-                numbers = [n for n in where.tiers if self._tiers[n].name == good.get(uid)]
-                for number in where.tiers if numbers else ():
-                    if number < numbers[0] and number not in where.waiting:
-                        self._bring(where.record, numbers[0], number)
+                best = numbers[good[uid]] if uid in good else 0
+                for number in where.tiers if best in where.tiers else ():
+                    if number < best and number not in where.waiting:
+                        self._bring(where.record, best, number)
         except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
             log.warning("repairing a damaged copy failed: %s", str(error))
 
-    def _bring(self, record: CommitRecord, good: int, bad: int) -> None:
+    def _repair_moved(self, _: int) -> None:
+        self._repair_alive_s = time.monotonic()
+
+    def _bring_listed(self, name: str, good: int) -> None:
+        """Replace what the tiers before `good` have under the name of a commit record, unreadable.
+
+        What waits there to be copied stays: its mark would go with it.
+        """
+        record = read_commit(self._tiers[good].backend, name)
+        for number, tier in enumerate(self._tiers[:good]):
+            found = uids_named(tier.backend, [name])
+            if found == {name: None} and not is_marked(tier.backend, record.uid):
+                self._bring(record, good, number, unreadable=True)
+
+    def _bring(
+        self, record: CommitRecord, good: int, bad: int, *, unreadable: bool = False
+    ) -> None:
         """Replace one tier's copy of a checkpoint; it is not listed there meanwhile."""
         source, target = self._tiers[good], self._tiers[bad]
         # A copy that is damaged elsewhere is better than none, where this one is damaged too.
-        verify_blobs(source.backend, record, workers=self._workers)
+        verify_blobs(source.backend, record, workers=self._workers, on_progress=self._repair_moved)
         copy = CheckpointCopy(
             source.backend,
             target.backend,
@@ -284,8 +313,8 @@ class Drains:
                 return
             self._bringing[record.uid] = copy
         try:
-            self.rooms.evict(bad, record)
-            copy.run()
+            self.rooms.evict(bad, record, unreadable=unreadable)
+            copy.run(on_progress=self._repair_moved)
         finally:
             with self._brought:
                 del self._bringing[record.uid]
@@ -324,6 +353,10 @@ class Drains:
             if told is not None:
                 # Callbacks may do anything, also wait for a link.
                 self._telling.append(self._workers.spawn("told", partial(_tell, told, error)))
+
+
+def _left_s(end_s: float | None) -> float:
+    return math.inf if end_s is None else max(0.0, end_s - time.monotonic())
 
 
 def _tell(told: Callable[[BaseException | None], None], error: BaseException | None) -> None:

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.sizes import size_text
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -222,11 +224,11 @@ def _log(event: Event) -> None:
     match event:
         case RestoreEvent(report=report) if report is not None:
             log.info(
-                "%s %d objects of step %d: %.1f MB in %.2f s",
+                "%s %d objects of step %d: %s in %.2f s",
                 _PAST[event.kind],
                 len(report.restored),
                 report.step,
-                report.bytes_read / 1e6,
+                size_text(report.bytes_read),
                 report.seconds["total"],
             )
         case RestoreEvent(error=error) if error is not None:

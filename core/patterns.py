@@ -32,6 +32,10 @@ class Prefix:
         last, mine = path[depth], self.path[depth]
         return last == mine or (bool(mine) and last.startswith(mine + "."))
 
+    def is_within(self, path: ObjectPath) -> bool:
+        """Whether it would take something below `path`."""
+        return len(path) < len(self.path) and self.path[: len(path)] == path
+
 
 @dataclass(frozen=True, slots=True)
 class Glob:
@@ -59,6 +63,14 @@ class Glob:
             reached = self._through_stars(after)
         return len(self.segments) in reached
 
+    def is_within(self, path: ObjectPath) -> bool:
+        """Whether it names `path` without wildcards, and would take something below that."""
+        above = self.segments[: len(path)]
+        return len(path) < len(self.segments) and all(
+            segment is not None and segment.pattern == re.escape(part)
+            for segment, part in zip(above, path, strict=True)
+        )
+
     def _through_stars(self, reached: set[int]) -> set[int]:
         for at in sorted(reached):
             here = at
@@ -69,7 +81,7 @@ class Glob:
 
 
 def compile_all(option: str, patterns: str | Iterable[str]) -> tuple[Prefix | Glob, ...]:
-    """Compile what was passed as `option`.
+    """Compile what was passed as `option`; complaints begin with that, unless it is empty.
 
     Raises:
         SelectionError: A pattern is malformed.
@@ -77,7 +89,7 @@ def compile_all(option: str, patterns: str | Iterable[str]) -> tuple[Prefix | Gl
     texts: list[object] = [patterns] if isinstance(patterns, str) else list(patterns)
     for text in texts:
         if not isinstance(text, str):
-            msg = f"{option} takes patterns as strings, not {text!r}"
+            msg = f"{option} takes patterns as strings, not {text!r}".lstrip()
             raise SelectionError(msg)
     return tuple(_compile(option, str(text)) for text in texts)
 
@@ -86,7 +98,7 @@ def _compile(option: str, text: str) -> Prefix | Glob:
     try:
         segments = [_compile_segment(part) for part in _split(text)]
     except SelectionError as error:
-        msg = f"{option} pattern {text!r}: {error}"
+        msg = f"{option} pattern {text!r}: {error}".lstrip()
         raise SelectionError(msg) from None
     literal = [segment for segment in segments if isinstance(segment, str)]
     if len(literal) == len(segments):

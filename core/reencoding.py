@@ -23,6 +23,7 @@ from penstock.core.saving import SaveJob
 from penstock.core.starting import staging_for
 from penstock.core.states import ChainTable, plan_state
 from penstock.core.stored_source import StoredReader, StoredSource
+from penstock.core.survey import last_place
 from penstock.core.types import Region, show_path
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def copy_objects(
 
     Args:
         checkpoint: What to copy; its loader reads it.
-        target: Where to.
+        target: Where to; with tiers, to the last of them.
         how: How.
         registry: Where codecs are looked up.
         workers: Threads that encode and hash.
@@ -104,7 +105,6 @@ def copy_objects(
         generation=generation,
         mode="blocking",
         metadata=contents.record.metadata,
-        engine=target.name,
     )
     reader.read_together(request)
     budget = how.config.staging_bytes
@@ -113,7 +113,7 @@ def copy_objects(
     )
     job = SaveJob(
         request,
-        backend=target,
+        backend=last_place(target),
         staging=staging_for(request, None, config),
         workers=workers,
         after_commit=partial(

@@ -260,10 +260,10 @@ class SaveHandle:
         )
 
 
-def skipped_save(step: int) -> SaveHandle:
-    """The handle of a save that `on_busy="skip"` left out."""
+def skipped_save(step: int, why: str = "another save was under way") -> SaveHandle:
+    """The handle of a save that `on_busy="skip"` or `on_full="skip"` left out."""
     handle = SaveHandle(step, skipped=True)
-    error = SaveSkippedError(f"step {step} was skipped: another save was under way")
+    error = SaveSkippedError(f"step {step} was skipped: {why}")
     for future in (handle.captured, handle.committed, handle.durable):
         future.set_exception(error)
     return handle

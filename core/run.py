@@ -53,6 +53,7 @@ class Run:
         self._catalog = Catalog(self._asked, before_delete=self._before_delete)
         self._loader = Loader(backend, workers, io_timeout_s=config.io_timeout_s)
         self._events = EventStream(on_event)
+        self._rescued: list[tuple[str, str]] = []  # damaged records, and the tier that had them
         self._restored_from: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -166,6 +167,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; damaged ones included."""
+        self._check_open()
         return self._catalog.steps()
 
     def latest(self) -> int | None:
@@ -174,6 +176,7 @@ class Run:
         Raises:
             DamagedError: Its commit record cannot be read.
         """
+        self._check_open()
         return self._catalog.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
@@ -236,7 +239,11 @@ class Run:
             trying = number
             self._events.emit(RestoreEvent(f"{verb}_started", number))
             meter.begin("plan")
-            return attempt(self.open(number), meter)
+            checkpoint = self.open(number)
+            try:
+                return attempt(checkpoint, meter)
+            finally:
+                self._rescued += checkpoint.contents.rescued
 
         try:
             with metered(on_progress, f"the {verb}") as meter:

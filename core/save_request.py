@@ -23,12 +23,27 @@ class SaveRequest(WriteJob):
     generation: int
     mode: str
     subjects: Sequence[Subject]
-    manifest: Callable[[str, Sequence[ChunkResult], Sequence[tuple[str, int]]], EncodedManifest]
+    manifest: Manifest
     grace_s: float
     io_timeout_s: float
     objects: int
     staging_bytes: int
     pin: bool
+
+
+class Manifest(Protocol):
+    """Encodes the manifest of a save whose blobs are all written."""
+
+    def __call__(
+        self,
+        uid: str,
+        results: Sequence[ChunkResult],
+        blobs: Sequence[tuple[str, int]],
+        *,
+        engine: str,
+    ) -> EncodedManifest:
+        """Of chunks, and of blobs by name and length, that `engine` wrote."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

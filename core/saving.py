@@ -27,6 +27,7 @@ from penstock.core.latch import Latch
 from penstock.core.pipeline import BATCH_BYTES, FrameWriter
 from penstock.core.publishing import Publisher
 from penstock.core.reports import Progress, SaveHandle, SaveReport
+from penstock.core.sizes import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -280,9 +281,9 @@ class SaveJob:
         else:
             self._succeeded(report)
             log.info(
-                "saved step %d: %.1f MB in %.2f s (blocked %.3f s)",
+                "saved step %d: %s in %.2f s (blocked %.3f s)",
                 report.step,
-                report.bytes_raw / 1e6,
+                size_text(report.bytes_raw),
                 report.seconds["total"],
                 report.seconds["blocked"],
             )
@@ -325,7 +326,7 @@ class SaveJob:
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
         self._phase = "commit"
-        manifest = self.request.manifest(self.uid, results, blobs)
+        manifest = self.request.manifest(self.uid, results, blobs, engine=self._backend.name)
         self._commit.feed(Event.SEALED)
         self._publish(manifest.part_name, manifest.part)
         self._publish(manifest.index_name, manifest.index)

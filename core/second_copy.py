@@ -17,8 +17,15 @@ log = logging.getLogger("penstock")
 T = TypeVar("T")
 
 
-def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
+def from_any_tier(
+    backend: Backend, read: Callable[[Backend], T], rescued: list[tuple[str, str]] | None = None
+) -> T:
     """What `read` makes of `backend`, or of the first of its tiers where that is not damaged.
+
+    Args:
+        backend: Where to read.
+        read: Reads.
+        rescued: Takes note of what is damaged, each with the name of the tier that had it whole.
 
     Raises:
         DamagedError: As `read` raised it first.
@@ -32,5 +39,7 @@ def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
             except (DamagedError, StorageError):
                 continue
             log.warning("%s; the copy in tier %s is good, and is used", str(error), tier.name)
+            if rescued is not None:
+                rescued += [(name, tier.name) for name in error.damaged]
             return found
         raise

@@ -13,7 +13,7 @@ Patterns are written over shown paths (`core.paths`) and compared segment by seg
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.errors import SelectionError
@@ -69,7 +69,7 @@ class Selection:
                 return
             unused = [p for p in unused if not p.matches(path)]
         if unused:
-            raise SelectionError("; ".join(_nothing(p, known) for p in unused))
+            raise SelectionError("; ".join(nothing_for(p, known) for p in unused))
 
 
 class Rename:
@@ -163,13 +163,21 @@ def _has_prefix(shown: str, prefix: str) -> bool:
     return len(shown) == len(prefix) or shown[len(prefix)] in "/."
 
 
-def _nothing(pattern: Prefix | Glob, known: list[ObjectPath]) -> str:
+def nothing_for(pattern: Prefix | Glob, known: Sequence[ObjectPath]) -> str:
+    """That `pattern` matches none of `known`, and what it may have meant."""
+    whole = next((path for path in known if pattern.is_within(path)), None)
+    if whole is not None:
+        return (
+            f"pattern {pattern.text!r} matches nothing: {show_path(whole)} is stored as one whole, "
+            f"so take {show_path(whole)!r}"
+        )
     shown = [show_path(path) for path in known]
     return f"pattern {pattern.text!r} matches nothing{_hint(pattern.text, shown)}"
 
 
 def _hint(text: str, shown: list[str]) -> str:
     """The nearest paths or prefixes of paths, which is what people mistype."""
+    text = text.removesuffix("/**").removesuffix("/*") or text
     depth = text.count("/") + 1
     names: dict[str, None] = {}
     for path in shown:

@@ -41,7 +41,11 @@ def claim_generation(
     if steps and step <= steps[-1]:
         what = "exists" if step in steps else f"is before the latest step {steps[-1]}"
         older = [s for s in steps if s < step]
-        way = f"call rewind({older[-1]})" if older else f"delete steps {steps[0]} and later"
+        way = (
+            f"call rewind({older[-1]}), which forgets all later steps,"
+            if older
+            else f"delete steps {steps[0]} and later (there is no earlier one for rewind)"
+        )
         msg = (
             f"step {step} on {backend.url} {what}. Pass overwrite=True to save it all "
             f"the same, or {way} first to go on from there."

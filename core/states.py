@@ -79,7 +79,6 @@ def plan_state(
     generation: int,
     mode: str,
     metadata: Mapping[str, Any],
-    engine: str,
 ) -> SaveRequest:
     """Plan the save of a described tree."""
     defer = Selection(include=config.defer) if config.defer else None
@@ -133,7 +132,11 @@ def plan_state(
         return spec.dtype, spec.itemsize, region.sizes
 
     def manifest(
-        uid: str, results: Sequence[ChunkResult], blobs: Sequence[tuple[str, int]]
+        uid: str,
+        results: Sequence[ChunkResult],
+        blobs: Sequence[tuple[str, int]],
+        *,
+        engine: str,
     ) -> EncodedManifest:
         part = encode_part(
             build_sections(

@@ -55,8 +55,16 @@ class Survey:
     unreadable: dict[str, DamagedError] = field(default_factory=dict)
 
 
-def read_commit(backend: Backend, name: str) -> CommitRecord:
-    """Read one commit record.
+def last_place(backend: Backend) -> Backend:
+    """Where what is in `backend` shall come to rest: itself, or the last of its tiers."""
+    tiers = backend.tiers
+    return tiers[-1].backend if tiers else backend
+
+
+def read_commit(
+    backend: Backend, name: str, rescued: list[tuple[str, str]] | None = None
+) -> CommitRecord:
+    """Read one commit record; `rescued` is as for `from_any_tier`.
 
     Raises:
         BlobNotFoundError: It is not there.
@@ -65,6 +73,7 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
     return from_any_tier(
         backend,
         lambda one: decode_commit(one.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name),
+        rescued,
     )
 
 
@@ -77,6 +86,22 @@ def is_whole(backend: Backend, record: CommitRecord) -> bool:
     try:
         return read_commit(backend, commit_name(record.step, record.generation)).uid == record.uid
     except (BlobNotFoundError, DamagedError):
+        return False
+
+
+def has(backend: Backend, record: CommitRecord) -> bool:
+    """As `is_whole`, but of what cannot be read that is said.
+
+    Raises:
+        DamagedError: Its commit record is there, and cannot be read.
+        StorageError: The tier does not answer.
+    """
+    name = commit_name(record.step, record.generation)
+    try:
+        return read_commit(backend, name).uid == record.uid
+    except BlobNotFoundError:
+        if is_listed(backend, name):
+            raise unreadable(backend, name) from None
         return False
 
 

@@ -147,11 +147,14 @@ class Rooms:
         for record in self._evictable(number, here[: max(len(here) - keep, 0)]):
             self.evict(number, record)
 
-    def evict(self, number: int, record: CommitRecord) -> None:
-        """Delete one tier's copy: its record first, durably, then its data."""
+    def evict(self, number: int, record: CommitRecord, *, unreadable: bool = False) -> None:
+        """Delete one tier's copy: its record first, durably, then its data.
+
+        Unless another's record has that name by now; with `unreadable`, one that can be read.
+        """
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
-        delete_records(tier.backend, [name], uids={name: record.uid})
+        delete_records(tier.backend, [name], uids={name: None if unreadable else record.uid})
         log.debug("evicted step %d from tier %s", record.step, tier.name)
 
     def _evictable(self, number: int, here: Sequence[CommitRecord]) -> list[CommitRecord]:

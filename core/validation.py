@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,13 +16,16 @@ _KNOWN = 30
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def validated(model: type[_Model], values: Mapping[str, Any], /, *, what: str) -> _Model:
+def validated(
+    model: type[_Model], values: Mapping[str, Any], /, *, what: str, place: str = ""
+) -> _Model:
     """An instance of `model` made from `values`.
 
     Args:
         model: A pydantic model.
         values: Its fields by name.
         what: How the message names the whole (`"the options of codec zstd"`).
+        place: Where the whole stands in a configuration (`"backend"`).
 
     Raises:
         ConfigError: Lists every key that is wrong, and the nearest valid name of unknown ones.
@@ -30,17 +33,19 @@ def validated(model: type[_Model], values: Mapping[str, Any], /, *, what: str) -
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise refusal(error, model, what=what) from None
+        raise refusal(error, model, what=what, place=place) from None
 
 
-def refusal(error: ValidationError, model: type[BaseModel], /, *, what: str) -> ConfigError:
+def refusal(
+    error: ValidationError, model: type[BaseModel], /, *, what: str, place: str = ""
+) -> ConfigError:
     """What to raise, `from None`, for `error`: pydantic's own message may show credentials."""
-    problems = explain(error, model)
+    problems = explain(error, model, place)
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     return ConfigError("\n".join([f"{what}: {count}", *problems]))
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> list[str]:
     """One line per problem of `error`, which `model` raised; without the offending values."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
@@ -48,10 +53,13 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
         place = [p for p in problem["loc"] if not str(p).startswith("<")]
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            text = f"unknown key{nearest(str(place[-1]), _names_at(model, place[:-1]))}"
+            text = f"unknown key{_meant(model, place)}"
         elif problem["type"] == "tuple_type":  # ours are lists in every file, and may be in Python
             text = "Input should be a list"
-        lines.append(f"  {_shown(place)}: {text}" if place else f"  {text}")
+        elif problem["type"] in {"model_type", "dict_type"}:  # classes are nothing to a file
+            text = "Input should be a table"
+        where = ".".join(filter(None, [above, _shown(place)]))
+        lines.append(f"  {where}: {text}" if where else f"  {text}")
     return lines
 
 
@@ -65,6 +73,21 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
         return ""
     more = f" and {len(names) - _KNOWN} more" if len(names) > _KNOWN else ""
     return f"; known are {', '.join(names[:_KNOWN])}{more}"
+
+
+def _meant(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """A hint for an unknown key: the table that it belongs in, or the nearest names."""
+    name = str(place[-1])
+    if len(place) == 1:
+        for field, info in model.model_fields.items():
+            if any(name in inner.model_fields for inner in _models_in(info.annotation)):
+                table = f"[[{field}]]" if _is_list(info.annotation) else f"[{field}]"
+                return f"; it stands in {table}"
+    return nearest(name, _names_at(model, place[:-1]))
+
+
+def _is_list(annotation: object) -> bool:
+    return get_origin(annotation) is tuple
 
 
 def _shown(place: Sequence[int | str]) -> str:

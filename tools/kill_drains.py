@@ -7,6 +7,10 @@ so it copies and evicts all the time. It is killed at a random moment. Then each
 itself: whatever it lists must be whole, and hold what was saved. What the child was told to be
 durable must be in the durable tier; what it was told to be committed must be in one of them. The
 next child goes on. In the end everything is drained, pruned, and nothing may be left over.
+
+    python tools/kill_drains.py --elements 1500000 --durable 's3://bucket/run?endpoint_url=...'
+
+does so with an object store as the durable tier, and states that go there as multipart uploads.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from penstock.core.survey import survey_records
 
 _ELEMENTS = 200_000  # some 1.6 MB in all: several writes, and a copy that takes a while
 
+_elements = _ELEMENTS
+
 
 @dataclass
 class Told:
@@ -47,8 +53,8 @@ def state_of(step: int) -> dict[str, Any]:
     """What step `step` holds."""
     made = torch.Generator().manual_seed(step)
     return {
-        "raw": torch.randn(_ELEMENTS, generator=made),
-        "packed": torch.randint(0, 9, (_ELEMENTS,), generator=made, dtype=torch.int32),
+        "raw": torch.randn(_elements, generator=made),
+        "packed": torch.randint(0, 9, (_elements,), generator=made, dtype=torch.int32),
         "step": step,
     }
 
@@ -172,6 +178,17 @@ def rubbish_of(url: str) -> list[str]:
     return [n for n in names if n.startswith("data/") and n.split("/")[1] not in needed]
 
 
+def uploads_of(url: str) -> list[str]:
+    """Names of multipart uploads to S3 that nobody has ended."""
+    if not url.startswith("s3://"):
+        return []
+    backend = open_backend(url)
+    pages = backend._store()._client.pages("list_multipart_uploads", "sweep")  # type: ignore[attr-defined] # noqa: SLF001 - what no name shows
+    names = [upload["Key"] for page in pages for upload in page.get("Uploads", ())]
+    backend.close()
+    return names
+
+
 def run(kills: int, seconds: float, fast: str, durable: str, seed: int) -> int:
     """Kill so often, or for so long; returns how many problems there were."""
     chance = random.Random(seed)  # noqa: S311 - no secret
@@ -190,6 +207,7 @@ def run(kills: int, seconds: float, fast: str, durable: str, seed: int) -> int:
         seen["kills"] += 1
         seen["with something left to copy"] += bool(with_marks)
         seen["in the middle of a copy"] += bool(copying)
+        seen["with an upload under way"] += bool(uploads_of(durable))
         problems += [f"kill {number}: {p}" for p in problems_of(fast, durable, told, config)]
     with penstock.Checkpointer.from_config(config) as ckpt:
         step = max(told.committed, default=0) + 2
@@ -200,6 +218,7 @@ def run(kills: int, seconds: float, fast: str, durable: str, seed: int) -> int:
         report = ckpt.prune()
         problems += [f"prune refused: {why}" for why in report.refused]
     problems += [f"left over: {name}" for url in (fast, durable) for name in rubbish_of(url)]
+    problems += [f"an upload is left over: {name}" for name in uploads_of(durable)]
     problems += problems_of(fast, durable, told, config)
     seen["told committed"], seen["told durable"] = len(told.committed), len(told.durable)
     for problem in problems:
@@ -223,9 +242,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--durable", help="URL of the durable tier; default: a folder")
+    parser.add_argument("--elements", type=int, default=_ELEMENTS, help="of each of two tensors")
     parser.add_argument("--root", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    global _elements  # noqa: PLW0603 - one program, and its children
+    _elements = arguments.elements
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.root) as folder:

@@ -234,12 +234,13 @@ class _Job(SaveJob):
             step=self.request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
         )
 
-    def _manifest(self, uid, results, blobs):
+    def _manifest(self, uid, results, blobs, *, engine):
         index, part = index_name(uid), part_name(uid, 0)
         record = CommitRecord(
             uid, self.request.step, self.request.generation, _NOW, 1,
             IndexEntry(index, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
             0, 32, 32, references=self._references,
+            engine=engine,
         )  # fmt: skip
         return EncodedManifest(part, uid.encode(), index, uid.encode(), record)
 

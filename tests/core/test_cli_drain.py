@@ -8,6 +8,7 @@ import pytest
 from tests.core.command import caller
 from tests.integration.support import checkpointer, make_state
 
+from penstock import Checkpointer
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog import Catalog
 from penstock.core.tiers import mark
@@ -132,3 +133,27 @@ def test_verify_names_the_tier_of_the_damage(call, run):
     details = [d["detail"] for d in done.json["reports"][0]["damaged"]]
     assert details
     assert all("in tier fast" in detail for detail in details)
+
+
+@pytest.mark.parametrize("how", [(), ("--raw",)], ids=["verbatim", "anew"])
+def test_a_copy_to_tiers_goes_to_the_last_and_heeds_what_the_others_have(call, run, tmp_path, how):
+    one = tmp_path / "one"
+    with checkpointer(PosixBackend(PosixConfig(path=str(one)))) as ckpt:
+        ckpt.save(make_state(2), 2).result(60)
+        ckpt.save(make_state(3), 3).result(60)
+    run.save(2)
+    assert call("copy", one, run.url, *how).code == 0
+    assert Catalog(PosixBackend(PosixConfig(path=str(run.durable)))).steps() == [3]
+    assert Catalog(PosixBackend(PosixConfig(path=str(run.fast)))).steps() == [2]
+    found = call("ls", run.url, "--json").json["checkpoints"]
+    assert {c["step"]: c["tiers"] for c in found} == {2: ["fast"], 3: ["durable"]}
+    done = call("copy", one, run.url, "--step", "2", *how)
+    assert done.code == 1
+    assert "step 2" in done.err
+    assert "--overwrite" in done.err
+    assert call("copy", one, run.url, "--step", "2", "--overwrite", *how).code == 0
+    with Checkpointer(run.url) as ckpt:
+        assert ckpt.info(2).generation == 1
+        assert ckpt.verify(2).ok
+    assert call("drain", run.url).code == 0
+    assert call("ls", run.url, "--json").json["checkpoints"][0]["generation"] == 1

@@ -31,6 +31,7 @@ from penstock.core.errors import (
     SaveError,
     StepExistsError,
     StorageError,
+    UnsyncedError,
 )
 from penstock.core.manifest import commit_name, data_prefix, intent_name
 from penstock.core.prune import GRACE_S
@@ -176,10 +177,32 @@ def test_record_comes_last_and_blobs_before_the_manifest(saved, workers):
 def test_copy_that_is_there_already_is_left_alone(saved, workers):
     target = memory()
     copy_of(saved, target, workers).run()
-    before = {info.name: info.modified_s for info in target.list("")}
+    before = dict(target._store.blobs)
     report = copy_of(saved, target, workers).run()
     assert report.already_there
-    assert {info.name: info.modified_s for info in target.list("")} == before
+    name = commit_name(STEP, 0)
+    assert target._store.blobs[name].data == before[name].data  # confirmed, since nobody knows
+    assert target._store.blobs | {name: None} == before | {name: None}
+
+
+def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", UnsyncedError("no sync"), match="commits/", late=True)
+    with pytest.raises(CommitUnknownError):
+        copy_of(saved, target, workers).run()
+    target.clear()
+    before = len(target.calls)
+    assert copy_of(saved, target, workers).run().already_there
+    assert ("publish", (commit_name(STEP, 0),)) in target.calls[before:]
+
+
+def test_copy_of_what_lost_its_data_at_the_target_is_made_again(saved, workers):
+    target = memory()
+    copy_of(saved, target, workers).run()
+    blob = next(name for name in target._store.blobs if "/blobs/" in name)
+    target.delete([blob])
+    assert not copy_of(saved, target, workers).run().already_there
+    assert blob in target._store.blobs
 
 
 def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
@@ -514,6 +537,18 @@ def claim_of_another_machine(uid):
         "sealed": [],
     }
     return claim_name(uid), json.dumps(claim).encode()
+
+
+def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("seal", times=None)
+    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    assert claim_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
+    target.clear()
+    copy_of(saved, target, workers).run()
+    assert contents(target) == contents(saved)
 
 
 def test_silent_claim_of_another_machine_ends_by_itself(saved, workers, tmp_path):
