@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import DescribeContext, Node, StateObject
 from penstock.core.blame import said
 from penstock.core.containers import dict_meta, key_segment, key_types, tuple_class
+from penstock.core.entry_checks import BrokenEntryError, checked_entries
 from penstock.core.errors import PenstockError, PluginError, UnsupportedStateError
 from penstock.core.paths import show_path
+from penstock.core.shipping import shipped_by
 from penstock.core.tree import Found, Scan
 
 if TYPE_CHECKING:
@@ -42,12 +44,12 @@ def describe_tree(state: object, *, providers: Providers, allow_pickle: bool) ->
 
     Raises:
         UnsupportedStateError: Something in it cannot be saved; names its path.
-        PluginError: Two providers claim one type.
+        PluginError: Two providers claim one type, or one breaks its contract; names both.
     """
     root = check_root(state)
     refuse_ranks()
     scan = Scan(providers)
-    context = _Describing(scan, allow_pickle=allow_pickle)
+    context = _Describing(scan, providers, allow_pickle=allow_pickle)
     try:
         scan.is_container(root, ())
         entries = _checked(context.describe_root(root))
@@ -98,26 +100,18 @@ def plugin_error(
     provider: StateProvider, path: ObjectPath, what: str, error: BaseException
 ) -> PluginError:
     """What a provider raised beside its contract, as one of ours."""
-    kind = type(provider)
     return PluginError(
         f"{show_path(path) or 'the root'}: {what} failed in provider {provider.name!r} "
-        f"({kind.__module__}.{kind.__qualname__}) with {said(error)}"
+        f"({shipped_by(type(provider))}) with {said(error)}"
     )
 
 
 def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> PluginError:
     """A provider did what its contract forbids."""
-    kind = type(provider)
     return PluginError(
         f"{show_path(path) or 'the root'}: provider {provider.name!r} "
-        f"({kind.__module__}.{kind.__qualname__}) broke its contract: {what}"
+        f"({shipped_by(type(provider))}) broke its contract: {what}"
     )
-
-
-def _check_entry(entry: object, provider: StateProvider, path: ObjectPath) -> None:
-    if not isinstance(entry, (StateObject, Node)):
-        what = f"describe yields {type(entry).__name__}, no StateObject or Node"
-        raise broken_contract(provider, path, what)
 
 
 class NameTable:
@@ -152,12 +146,15 @@ class NameTable:
 
 
 class _Describing(DescribeContext):
-    def __init__(self, scan: Scan, *, allow_pickle: bool) -> None:
+    def __init__(self, scan: Scan, providers: Providers, *, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
         self.used: set[StateProvider] = set()
         self.seen: list[Found] = []
         self._scan = scan
         self._names = NameTable(scan)
+        self._forms = frozenset(
+            {"dict", "list", "tuple"}.union(*(p.forms for p in providers.all()))
+        )
 
     def describe_root(self, root: dict[Any, Any]) -> Iterator[StateObject | Node]:
         return self._dict(root, ())
@@ -188,9 +185,11 @@ class _Describing(DescribeContext):
         self, provider: StateProvider, value: Any, path: ObjectPath
     ) -> Iterator[StateObject | Node]:
         try:
-            for entry in provider.describe(value, path, context=self):
-                _check_entry(entry, provider, path)
-                yield entry
+            yield from checked_entries(
+                provider.describe(value, path, context=self), path, self._forms
+            )
+        except BrokenEntryError as error:
+            raise broken_contract(provider, path, str(error)) from None
         except (PenstockError, RecursionError):
             raise
         except Exception as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.abc import Backend, BlobWriter
 from penstock.core.errors import PenstockError, StorageError
+from penstock.core.shipping import shipped_by
 from penstock.core.types import Capabilities
 
 if TYPE_CHECKING:
@@ -144,16 +145,14 @@ class GuardedBackend(Backend):
     def _as_ours(self, what: str, names: Sequence[str], error: BaseException) -> StorageError:
         blobs = " ".join(dict.fromkeys(names))
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
-        kind = type(self.inner)
         return StorageError(
             f"cannot {what}{blobs and ' '}{blobs} on {self.url}: backend {self.name!r} "
-            f"({kind.__module__}.{kind.__qualname__}) failed with {text}"
+            f"({shipped_by(type(self.inner))}) failed with {text}"
         )
 
     def _broken(self, found: object, what: str, expected: str) -> StorageError:
-        kind = type(self.inner)
         return StorageError(
-            f"backend {self.name!r} ({kind.__module__}.{kind.__qualname__}) broke its contract: "
+            f"backend {self.name!r} ({shipped_by(type(self.inner))}) broke its contract: "
             f"{what} is {type(found).__name__}, not {expected}"
         )
 

@@ -1,4 +1,4 @@
-"""Frozen records and aliases that every layer shares. Standard library only."""
+"""Frozen records and aliases that every layer shares. Standard library and `errors` only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import operator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,6 +157,26 @@ class Capabilities:
     ordered: bool = False
     local: bool = False
     notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse what core could not divide or count by.
+
+        Raises:
+            CapabilityError: An alignment is no power of two, or a preference is below 1.
+        """
+        for name in ("memory_alignment", "offset_alignment"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1 or value & (value - 1):
+                msg = (
+                    f"Capabilities with {name}={value!r}: it is a power of two, in bytes; say 1 "
+                    "where any will do"
+                )
+                raise CapabilityError(msg)
+        for name in ("preferred_io_bytes", "preferred_parallel"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                msg = f"Capabilities with {name}={value!r}: it is a whole number, at least 1"
+                raise CapabilityError(msg)
 
 
 def flat_view(buffer: Buffer) -> memoryview:

@@ -330,14 +330,6 @@ def test_several_ranks_are_refused(monkeypatch):
         save({"a": t(1)})
 
 
-class TwiceThere(TensorProvider):
-    """Puts two objects at one place."""
-
-    def describe(self, value, path, *, context):
-        yield from super().describe(value, path, context=context)
-        yield from super().describe(value + 1, path, context=context)
-
-
 class Below(TensorProvider):
     """Puts an object below an object."""
 
@@ -346,14 +338,80 @@ class Below(TensorProvider):
         yield from super().describe(value + 1, (*path, "more"), context=context)
 
 
-@pytest.mark.parametrize(
-    ("provider", "reason"),
-    [(TwiceThere, "two parts of the state have the path a/b"), (Below, "a/b is an object, but")],
-)
-def test_collisions_that_a_provider_makes_are_refused(provider, reason):
-    providers = StaticProviders([provider(), ValueProvider()])
-    with pytest.raises(UnsupportedStateError, match=reason):
+def test_an_object_below_an_object_is_refused():
+    providers = StaticProviders([Below(), ValueProvider()])
+    with pytest.raises(UnsupportedStateError, match="a/b is an object, but"):
         store({"a": {"b": t(1)}}, providers=providers)
+
+
+class Twice:
+    """Holds a tensor."""
+
+
+class Describes(TensorProvider):
+    """What it yields for a `Twice` is what a test sets."""
+
+    name = "describes"
+    forms = ("twice",)
+
+    def claims(self, kind, /):
+        return 50 if kind is Twice else None
+
+    def describe(self, value, path, *, context):
+        yield from self.entries(path, context)
+
+
+def of(entries):
+    provider = Describes()
+    provider.entries = entries
+    return StaticProviders([provider, TensorProvider(), ValueProvider()])
+
+
+def meta(value):
+    return lambda path, context: iter([Node(path, "twice", value)])
+
+
+HOLDS_ITSELF = {}
+HOLDS_ITSELF["again"] = HOLDS_ITSELF
+
+BROKEN_ENTRIES = {
+    "path twice": (
+        lambda path, context: [e for _ in "12" for e in context.describe(t(1), (*path, "x"))],
+        "describe yields the path a/b/x twice",
+    ),
+    "path of a number": (
+        lambda path, context: context.describe(t(1), (*path, 0)),
+        r"describe yields the path \('a', 'b', 0\), which is no tuple of strings",
+    ),
+    "path elsewhere": (
+        lambda path, context: context.describe(t(1), ("x",)),
+        "describe yields x, which is outside of its part",
+    ),
+    "form of nobody": (
+        lambda path, context: iter([Node(path, "twise")]),
+        r"describe yields the Node a/b of the form 'twise', which .*did you mean twice\?",
+    ),
+    "meta with a key of an integer": (meta({1: "x"}), "meta of the Node a/b .*come back equal"),
+    "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*come back equal"),
+    "meta with nan": (meta({"loss": float("nan")}), "meta of the Node a/b .*not JSON compliant"),
+    "meta with a class": (meta({"class": Twice}), "meta of the Node a/b .*type is not JSON"),
+    "meta that holds itself": (meta(HOLDS_ITSELF), "meta of the Node a/b .*Circular"),
+    "meta that is a list": (meta([]), "meta of the Node a/b .*it is no dict"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_ENTRIES)
+def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path(what):
+    entries, complaint = BROKEN_ENTRIES[what]
+    blamed = rf"a/b: provider 'describes' \(.*Describes\) broke its contract: .*{complaint}"
+    with pytest.raises(PluginError, match=blamed):
+        store({"a": {"b": Twice()}}, providers=of(entries))
+
+
+def test_what_a_checkpoint_gives_back_may_stand_in_a_meta():
+    good = {"class": "x.Y", "sizes": [1, 2.5, None, {"deep": [True]}]}
+    stored = store({"a": {"b": Twice()}}, providers=of(meta(good)))
+    assert [n.meta for n in stored.tree.nodes] == [good]
 
 
 class Rival(TensorProvider):
