@@ -14,6 +14,7 @@ _CODES = {
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "expired": (400, "ExpiredToken", "The provided token has expired."),
     "denied": (403, "AccessDenied", "Access Denied"),
+    "gone": (404, "NoSuchUpload", "The specified upload does not exist."),
     "conflict": (409, "ConditionalRequestConflict", "A conflicting operation is under way."),
 }
 
@@ -27,6 +28,7 @@ class Fault:
             is reset before the store sees the request. `lost`: the store does it, the answer is
             lost. `lost-500`: the store does it, but answers that it failed. `cut`: the answer
             breaks off in the middle. `short`: the answer has, and announces, one byte less.
+            `half`: the store gets the first half of what was sent.
             `stall`: no answer until the proxy closes.
         method: Only requests of this method.
         part: Only requests whose path and query, with a `&` behind, hold this.
@@ -152,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in _CODES:
             status, code, message = _CODES[fault]
             return self._refuse(status, code, message)
-        status, headers, data = self._forward(body)
+        status, headers, data = self._forward(body[: len(body) // 2] if fault == "half" else body)
         if fault == "lost":
             return self._reset()
         if fault == "lost-500":
@@ -179,6 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(target.hostname, target.port, timeout=60)
         dropped = {"expect", "connection", *self.proxy.drop_headers}
         headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
+        if body:
+            headers["Content-Length"] = str(len(body))
         try:
             connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()

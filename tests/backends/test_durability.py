@@ -281,7 +281,7 @@ def test_a_full_disk_says_how_much_is_free(files, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(
-            StorageFullError, match=r"a\.raw under .*ENOSPC.*MB are free; make room"
+            StorageFullError, match=r"a\.raw under .*ENOSPC.*MiB are free; make room"
         ):
             writer.seal(1)
     writer.abort()

@@ -177,6 +177,23 @@ def test_a_child_may_close_what_its_parent_goes_on_using(kind, tmp_path):
     assert (tmp_path / "root" / "a.raw").read_bytes() == pattern(8 << 20)
 
 
+def test_a_child_cannot_give_up_what_its_parent_writes(kind, tmp_path):
+    body = """
+        backend = opened(sys.argv[1])
+        writer = backend.create("a.raw")
+        data = pattern(1 << 20)
+        writer.write([WriteRequest(0, (memoryview(data),))])
+        child = os.fork()
+        if child == 0:
+            writer.abort()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        writer.seal(len(data))
+    """
+    finish(start(kind, body, tmp_path / "root"))
+    assert (tmp_path / "root" / "a.raw").read_bytes() == pattern(1 << 20)
+
+
 def test_a_window_larger_than_the_limit_of_files_stops_nothing_that_fits(kind, tmp_path):
     body = """
         import resource
@@ -237,6 +254,6 @@ def test_a_full_disk_is_told_and_freed_again(kind, tmp_path):
     """
     out = finish(start(kind, body, tmp_path, wrap=wrap)).splitlines()
     assert "cannot write a.raw" in out[0]
-    assert "MB are free" in out[0]
+    assert "MiB are free" in out[0]
     assert out[1:3] == ["dead", "full"]
     assert out[3] == "['b.raw', 'c.raw', 'commits/1.json'] ['1.json']"

@@ -1,7 +1,7 @@
 """Copies from tier to tier, without training: what goes on, what stops it, what is left."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,7 @@ from tests.integration.support import checkpointer, make_state, memory, same
 from penstock.core import drain_link, draining
 from penstock.core.abc import Tier
 from penstock.core.catalog import Catalog
+from penstock.core.copying import CheckpointCopy
 from penstock.core.draining import Drains
 from penstock.core.errors import (
     CheckpointGoneError,
@@ -239,6 +240,56 @@ def test_one_that_is_deleted_before_it_is_copied_is_gone():
     assert steps_of(durable) == []
 
 
+# -- repair ----------------------------------------------------------------------------------------
+
+
+def two_copies():
+    """A checkpoint that is damaged in the fast of two tiers, and the call that repairs it."""
+    fast, durable = memory(), memory()
+    (record,) = saved(fast, 1, marked=False)
+    with closing(Workers(2)) as workers:
+        CheckpointCopy(fast, durable, record, workers=workers, grace_s=GRACE_S).run()
+    blob = next(i.name for i in fast.list(f"data/{record.uid}/blobs/"))
+    data = bytearray(fast._store.blobs[blob].data)
+    data[len(data) // 2] ^= 1
+    fast._store.blobs[blob] = replace(fast._store.blobs[blob], data=bytes(data))
+
+    def is_damaged():
+        return fast._store.blobs[blob].data == bytes(data)
+
+    return fast, durable, record, [(blob, "durable")], is_damaged
+
+
+def test_a_damaged_copy_is_replaced():
+    fast, durable, _, damaged, is_damaged = two_copies()
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.repair(damaged)
+        assert drains.settle(30)
+    assert not is_damaged()
+    with checkpointer(fast) as ckpt:
+        assert ckpt.verify(1).ok
+
+
+def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
+    fast, durable, record, damaged, is_damaged = two_copies()
+    mark(fast, record.uid, 1)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.repair(damaged)
+        assert drains.settle(30)
+    assert is_damaged()
+    assert is_marked(fast, record.uid)
+
+
+def test_what_is_about_to_be_deleted_is_not_repaired():
+    fast, durable, record, damaged, is_damaged = two_copies()
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        drains.withdraw([record.uid])
+        drains.repair(damaged)
+        assert drains.settle(30)
+    assert is_damaged()
+    assert steps_of(fast) == [1]
+
+
 # -- room ------------------------------------------------------------------------------------------
 
 
@@ -302,6 +353,22 @@ def test_what_the_next_tier_has_lost_is_not_evicted():
         Catalog(durable).delete(1)
         assert drains.place(2, size) == 1
     assert steps_of(fast) == [1]
+
+
+def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
+    """Whoever published that record may never have had an answer."""
+    size = size_of_one()
+    fast, durable = small(memory(), int(1.5 * size)), memory()
+    (record,) = saved(fast, 1)
+    with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
+        workers = drains._workers
+        CheckpointCopy(fast, durable, record, workers=workers, grace_s=GRACE_S).run()
+        assert drains.place(2, size) == 1
+        assert steps_of(fast) == [1]
+        drains.resume()
+        assert drains.settle(30)
+        assert drains.place(2, size) == 0
+    assert steps_of(fast) == []
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "block"])

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from tests.integration.support import holding
 
 import penstock
 from penstock.backends.memory import MemoryBackend
-from penstock.core.errors import CommitUnknownError, StorageError, UnsyncedError
+from penstock.core.commit import Commit
+from penstock.core.errors import (
+    CommitUnknownError,
+    SaveAbortedError,
+    StorageError,
+    StorageTimeoutError,
+    UnsyncedError,
+)
+from penstock.core.manifest import intent_name
+from penstock.core.publishing import Publisher
 from penstock.core.testing.faults import FaultyBackend
 
 
@@ -42,6 +54,41 @@ def test_no_answer_and_no_record_leaves_the_outcome_open_and_the_data_in_place(s
             handle.result()
         assert ckpt.steps() == []
         assert any("/blobs/" in blob.name for blob in store.list("data/"))
+
+
+def test_an_intent_that_was_pruned_does_not_come_back(store):
+    uid = "a" * 32
+    publisher = Publisher(store, Commit(), uid=uid, step=1, grace_s=100)
+    publisher.publish_intent()
+    store.delete([intent_name(uid)])
+    publisher._refreshed -= 20  # as if a fifth of the grace time had passed: time to refresh it
+    with pytest.raises(SaveAbortedError, match="its intent is gone"):
+        publisher.refresh_intent()
+    assert store.list("data/") == []
+
+
+def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store):
+    with (
+        penstock.Checkpointer(store, io_timeout_s=0.1) as ckpt,
+        holding(store, "publish", match="/index") as held,
+    ):
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        assert held.reached.wait(30)
+        assert isinstance(handle.durable.exception(10), StorageTimeoutError)
+        held.until.set()
+        assert ckpt._job.released.wait(30)
+        assert ckpt.steps() == []
+
+
+def test_close_returns_when_the_save_under_way_has_ended(store):
+    with holding(store, "publish", match="commits/") as held:
+        ckpt = penstock.Checkpointer(store)
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        assert held.reached.wait(30)
+        threading.Timer(0.3, held.until.set).start()
+        ckpt.close()
+        assert handle.durable.done()
+    assert handle.result().step == 1
 
 
 def _fault(error, *, late):

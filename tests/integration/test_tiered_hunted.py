@@ -3,12 +3,13 @@
 import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from tests.integration.support import checkpointer, make_state, same
 
-from penstock import NotDrainedError, StorageError
+from penstock import CheckpointGoneError, NotDrainedError, PenstockError, StorageError
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core import drain_link
@@ -17,7 +18,7 @@ from penstock.core.errors import UnsyncedError
 from penstock.core.opening import open_backend
 from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
-from penstock.core.tiers import pending
+from penstock.core.tiers import mark, pending
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +34,10 @@ class Places:
         self.fast = MemoryBackend(MemoryConfig(name=f"hunted-fast-{Places.count}"))
         self.durable = MemoryBackend(MemoryConfig(name=f"hunted-durable-{Places.count}"))
 
-    def open(self, *, durable=None, options=None, **more):
+    def open(self, *, fast=None, durable=None, options=None, **more):
         backend = TieredBackend(
             TieredConfig(fast="memory://", durable="memory://", **(options or {})),
-            fast=MemoryBackend(MemoryConfig(name=self.fast._name)),
+            fast=fast or MemoryBackend(MemoryConfig(name=self.fast._name)),
             durable=durable or self.other(),
         )
         return checkpointer(backend, **more)
@@ -67,6 +68,44 @@ def test_retention_spares_the_durable_checkpoint_until_a_newer_one_is_durable(pl
         assert 2 in places.steps()[0]  # is being copied: else none would ever come there
         event.set()
     assert places.steps() == ([3], [3])
+
+
+def test_retention_spares_what_is_to_be_copied_next(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    with checkpointer(places.fast) as alone:
+        for step in (2, 3):
+            alone.save(make_state(step), step, mode="blocking")
+            mark(places.fast, alone.info(step).uid, step)
+    config = TieredConfig(fast="memory://", durable="memory://")
+    both = TieredBackend(config, fast=places.fast, durable=places.durable)
+    assert Catalog(both).apply_retention(keep_last=1) == []
+    with places.open(retention={"keep_last": 1}) as ckpt:
+        ckpt.save(make_state(4), 4).result(60)
+    assert places.steps() == ([4], [4])
+
+
+def test_a_crash_right_behind_the_commit_leaves_what_the_next_process_copies(places, monkeypatch):
+    monkeypatch.setattr(drain_link, "_PATIENCE_S", 0.2)
+
+    class Dying(WrapperBackend):
+        dead = False
+
+        def _around(self, operation, names, call):
+            if self.dead:
+                raise StorageError("the process is dead")
+            found = super()._around(operation, names, call)
+            self.dead = operation == "publish" and names[0].startswith("commits/")
+            return found
+
+    ckpt = places.open(fast=Dying(MemoryBackend(MemoryConfig(name=places.fast._name))))
+    ckpt.save(make_state(1), 1).committed.exception(60)
+    with suppress(PenstockError):
+        ckpt.close()
+    assert places.steps() == ([1], [])
+    with places.open() as ckpt:
+        ckpt.save(make_state(2), 2).result(60)
+    assert places.steps() == ([1, 2], [1, 2])
 
 
 def test_overwriting_spares_the_durable_generation_until_the_next_is_durable(places):
@@ -153,6 +192,27 @@ def test_a_copy_that_lands_behind_a_rewind_does_not_come_back(places, when):
         assert ckpt.save(make_state(22), 2).result(60).tiers == ("fast", "durable")
     with checkpointer(places.durable) as alone:
         assert alone.load(2)["epoch"] == 22
+
+
+def test_a_copy_that_landed_without_an_answer_is_taken_back_if_it_was_deleted_meanwhile(places):
+    class Racing(WrapperBackend):
+        raced = False
+
+        def publish(self, name, data, /, *, exclusive=False):
+            race = name.startswith("commits/00000002") and not self.raced
+            if race:
+                self.raced = True
+                with places.open() as other:  # as another process would
+                    assert other.rewind(1) == [2]
+            super().publish(name, data, exclusive=exclusive)
+            if race:
+                raise UnsyncedError("no answer")
+
+    with places.open(durable=Racing(places.other())) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        handle = ckpt.save(make_state(2), 2)
+        assert isinstance(handle.durable.exception(60), CheckpointGoneError)
+    assert places.steps() == ([1], [1])
 
 
 def test_overwriting_is_refused_while_a_tier_may_have_a_higher_generation(places):

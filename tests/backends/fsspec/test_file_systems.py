@@ -155,6 +155,20 @@ def test_streams_that_cannot_be_cut_are_written_again(odd):
     assert odd.read_record("b.raw", limit_bytes=9) == b"123"
 
 
+def test_blob_of_which_a_file_system_keeps_a_part_only_is_not_sealed(odd, monkeypatch):
+    info = OddFileSystem.info
+
+    def short(self, path, **options):
+        found = info(self, path, **options)
+        return {**found, "size": found["size"] - 1}
+
+    monkeypatch.setattr(OddFileSystem, "info", short)
+    writer = odd.create("b.raw")
+    writer.write([WriteRequest(0, (memoryview(b"123456"),))])
+    with pytest.raises(StorageError, match="the store holds 5 bytes of 6"):
+        writer.seal(6)
+
+
 def test_writes_that_go_back_are_refused(odd):
     writer = odd.create("b.raw")
     writer.write([WriteRequest(10, (memoryview(b"later"),))])
@@ -198,6 +212,23 @@ def test_reads_are_tried_again_and_writes_are_not(odd, monkeypatch):
     monkeypatch.setattr(OddFileSystem, "info", flaky)
     assert odd.stat("r.json").size_bytes == 1
     assert len(seen) == 3
+    tried = []
+
+    def fails(self, path, *rest, **options):
+        tried.append(path)
+        raise ConnectionResetError("reset")
+
+    for name in ("pipe_file", "_open", "rm_file"):
+        monkeypatch.setattr(OddFileSystem, name, fails)
+    writer = odd.create("b.raw")
+    for change in (
+        lambda: odd.publish("s.json", b"y"),
+        lambda: writer.write([WriteRequest(0, (memoryview(b"y"),))]),
+        lambda: odd.delete(["r.json"]),
+    ):
+        with pytest.raises(StorageError, match="reset"):
+            change()
+    assert [path.rpartition("/")[2] for path in tried] == ["s.json", "b.raw", "r.json"]
 
 
 def test_listing_is_never_remembered(tmp_path, opened):

@@ -1,6 +1,7 @@
 """What an S3 backend does when requests fail: repeat what is safe, and say the rest plainly."""
 
 import threading
+import time
 
 import pytest
 
@@ -37,6 +38,39 @@ def test_upload_outlives_one_failure_of_each_request(shaky, proxy, kind, method,
     data = written(shaky)
     assert fault.seen == 1
     assert read_all(shaky, "b.raw", SIZE) == data
+
+
+def test_upload_that_is_gone_behind_a_lost_answer_is_done_if_the_blob_is_whole(shaky, proxy):
+    proxy.fail("lost", method="POST", part="uploadId=")
+    gone = proxy.fail("gone", method="POST", part="uploadId=")
+    data = written(shaky)
+    assert gone.seen == 1
+    assert read_all(shaky, "b.raw", SIZE) == data
+
+
+def test_upload_that_is_gone_without_a_blob_fails(shaky, proxy):
+    proxy.fail("gone", method="POST", part="uploadId=", times=100)
+    with pytest.raises(StorageError, match=r"seal b.raw on s3://"):
+        written(shaky)
+    with pytest.raises(BlobNotFoundError):
+        shaky.stat("b.raw")
+
+
+def test_blob_of_which_the_store_keeps_a_part_only_is_not_sealed(shaky, proxy):
+    half = proxy.fail("half", method="PUT", part="b.raw")
+    with pytest.raises(StorageError, match="the store holds 500 bytes of 1000"):
+        written(shaky, size=1000)
+    assert half.seen == 1
+
+
+def test_store_that_ignores_ranges_is_an_error_and_never_other_bytes(opened, folder, proxy):
+    options = {"endpoint_url": proxy.url}
+    backend = opened(f"s3://{folder}", options=options, conditional_put="no", attempts=2)
+    backend.publish("r", b"0123456789")
+    proxy.drop_headers = ("range",)
+    with pytest.raises(StorageError, match=r"asked for bytes 4-7, the answer holds 10 bytes"):
+        backend.read([ReadRequest("r", 4, memoryview(bytearray(4)))])
+    assert len(proxy.requests("GET", "/r&")) == 2
 
 
 def test_repeated_part_keeps_its_number(shaky, proxy):
@@ -170,6 +204,18 @@ def test_abort_waits_until_no_buffer_is_in_use(shaky, proxy):
     sent = len(proxy.requests("PUT"))
     data[:] = bytes(len(data))
     assert len(proxy.requests("PUT")) == sent
+
+
+def test_abort_waits_until_no_copied_part_is_on_its_way(shaky, proxy):
+    stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
+    writer = shaky.create("b.raw", size_hint=SIZE)
+    half = memoryview(pattern(PART // 2))
+    writer.write([WriteRequest(0, (half,)), WriteRequest(half.nbytes, (half,))])
+    (part,) = writer._upload._parts.values()
+    while not stalled.seen:
+        time.sleep(0.01)
+    writer.abort()
+    assert part.done()
 
 
 @pytest.mark.parametrize("kind", ["lost", "lost-500"])
