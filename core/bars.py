@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from penstock.core.sizes import size_text
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -85,13 +87,13 @@ class ProgressBar:
 
 
 def line_of(label: str, progress: Progress, seconds: float) -> str:
-    """`restore: read, 1200.0 of 4000.0 MB (30 %), 600.0 MB/s`."""
+    """`restore: read, 1.2 GiB of 4.0 GiB (30 %), 600.0 MiB/s`."""
     done, total = progress.bytes_done, progress.bytes_total
     text = f"{label}: {progress.phase}" if label else progress.phase
     if total:
-        text += f", {done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done // total} %)"
+        text += f", {size_text(done)} of {size_text(total)} ({100 * done // total} %)"
     if done and seconds > 0:
-        text += f", {done / 1e6 / seconds:.1f} MB/s"
+        text += f", {size_text(done / seconds)}/s"
     return text
 
 
@@ -121,11 +123,20 @@ def _open_bar(label: str, stream: TextIO, *, transient: bool) -> _Bar | None:
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import (  # noqa: PLC0415
         BarColumn,
-        DownloadColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
-        TransferSpeedColumn,
     )
+    from rich.table import Column  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    class Amount(ProgressColumn):
+        """Rich's own columns count in kB, or the speed does."""
+
+        def render(self, task: Any) -> Text:
+            done, total, speed = task.completed, task.total, task.finished_speed or task.speed
+            text = f"{size_text(done)} of {size_text(total)}" if total else size_text(done)
+            return Text(f"{text}, {size_text(speed)}/s" if speed else text)
 
     console = Console(file=stream)
     if not (console.is_terminal or console.is_jupyter):
@@ -133,8 +144,7 @@ def _open_bar(label: str, stream: TextIO, *, transient: bool) -> _Bar | None:
     bars = Progress(
         TextColumn("{task.description}{task.fields[phase]}", markup=False),
         BarColumn(None),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        Amount(Column(no_wrap=True)),
         console=console,
         transient=transient,
         auto_refresh=False,

@@ -11,14 +11,15 @@ from penstock.core.errors import ConfigError
 if TYPE_CHECKING:
     from typing import Any
 
-_VARIABLE = re.compile(r"\$\$|\$\{([^{}]*)\}")
+_VARIABLE = re.compile(r"\$\$|\$\{([^{}]*)\}|\$\{|\$[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?", re.DOTALL)
 
 
 def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
     """`value` with each `${NAME}` in its texts replaced.
 
-    `${NAME:-text}` has a default; `$$` stands for `$`.
+    `${NAME:-text}` has a default; `$$` stands for `$`. What looks like a variable and is written
+    in another way is refused: as text it would become the name of a folder.
 
     Args:
         value: What a configuration file holds.
@@ -26,7 +27,7 @@ def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
         what: The file, for complaints.
 
     Raises:
-        ConfigError: Variables that are not set, or what is no name; lists every problem.
+        ConfigError: Variables that are not set, or not written `${NAME}`; lists every problem.
     """
     problems: list[str] = []
     result = _filled(value, environment, "", problems)
@@ -54,18 +55,33 @@ def _filled(value: Any, environment: Mapping[str, str], place: str, problems: li
 def _one(
     match: re.Match[str], environment: Mapping[str, str], place: str, problems: list[str]
 ) -> str:
-    if match[1] is None:
+    if match[0] == "$$":
         return "$"
-    named = _NAME.fullmatch(match[1])
-    if named is None:
-        problems.append(f"{place}: {match[0]} is no variable; write ${{NAME}} or ${{NAME:-text}}")
-        return ""
-    if named[1] in environment:
-        return environment[named[1]]
-    if named[2] is None:
-        problems.append(
-            f"{place}: the environment variable {named[1]} is not set; set it, or give a default "
-            f"with ${{{named[1]}:-text}}"
+    text, problem = _looked_up(match, environment)
+    if problem:
+        problems.append(f"{place}: {problem}")
+    return text
+
+
+def _looked_up(match: re.Match[str], environment: Mapping[str, str]) -> tuple[str, str]:
+    """What takes the place of a variable, and what is wrong with it."""
+    written, inner = match[0], match[1]
+    if inner is None:
+        if written == "${":
+            return "", "${ has no } of its own; write ${NAME}, or $${ for the text itself"
+        form = f"${{{written[1:]}}}"
+        return "", (
+            f"{written} is not filled in; write {form} for the variable, or ${written} for the "
+            "text itself"
         )
-        return ""
-    return named[2]
+    named = _NAME.fullmatch(inner)
+    if named is None:
+        return "", f"{written} is no variable; write ${{NAME}} or ${{NAME:-text}}"
+    if named[1] in environment:
+        return environment[named[1]], ""
+    if named[2] is not None:
+        return named[2], ""
+    return "", (
+        f"the environment variable {named[1]} is not set; set it, or give a default "
+        f"with ${{{named[1]}:-text}}"
+    )

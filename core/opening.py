@@ -6,15 +6,17 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from penstock.core.abc import Backend
 from penstock.core.errors import CapabilityError, ConfigError, PenstockError, PluginError
 from penstock.core.guarding import guarded
 from penstock.core.registry import default_registry
+from penstock.core.shipping import shipped_by
 from penstock.core.validation import nearest, refusal, validated
 
 if TYPE_CHECKING:
@@ -24,12 +26,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a part of a configuration was written: which one, and the place in it.
+
+    All are equal: what was written in two places may still be the same.
+    """
+
+    what: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
+
+    def below(self, key: str) -> Origin:
+        """The place of something in it."""
+        return Origin(self.what, f"{self.place}.{key}")
+
+
 class PluginChoice(BaseModel):
     """A plugin by entry-point name, and its options beside it."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
+    _origin: Origin = PrivateAttr(default=Origin())
+
+    @property
+    def origin(self) -> Origin:
+        """Where it was written; empty, unless that was in a file."""
+        return self._origin
+
+    def came_from(self, origin: Origin) -> None:
+        """Let complaints say where it was written."""
+        self._origin = origin
 
     @property
     def options(self) -> dict[str, Any]:
@@ -88,11 +115,7 @@ def open_backend(
         return guarded(spec)
     registry = registry or default_registry()
     if isinstance(spec, (Mapping, BackendConfig)):
-        if not isinstance(spec, BackendConfig):
-            spec = validated(BackendConfig, spec, what="backend")
-        cls = registry.backend_class(spec.type)
-        config = validated(cls.Config, spec.options, what=f"options of backend {spec.type!r}")
-        return _opened(cls, config, registry, must_exist=must_exist)
+        return _open_table(spec, registry, must_exist=must_exist)
     url = os.fspath(spec)
     if _CONFIGURATION.search(url) and not _scheme(url) and not Path(url).is_dir():
         msg = (
@@ -116,6 +139,25 @@ def open_backend(
 def shown_url(url: str) -> str:
     """`url` without user, password and query."""
     return _SECRETS.sub(r"\1", url) if _scheme(url) else url
+
+
+def _open_table(
+    spec: Mapping[str, Any] | BackendConfig, registry: Registry, *, must_exist: bool
+) -> Backend:
+    if not isinstance(spec, BackendConfig):
+        spec = validated(BackendConfig, spec, what="backend")
+    what, origin = f"options of backend {spec.type!r}", spec.origin
+    try:
+        cls = registry.backend_class(spec.type)
+    except PluginError as error:
+        if not origin.what:
+            raise
+        msg = f"{origin.what}: {origin.place}.type: {error}"
+        raise PluginError(msg) from error
+    if origin.what:
+        what = f"{origin.what}: {what}"
+    config = validated(cls.Config, spec.options, what=what, place=origin.place)
+    return _opened(cls, config, registry, must_exist=must_exist, origin=origin)
 
 
 def _open_local(
@@ -151,19 +193,39 @@ def _from_url(cls: type[Backend], url: str) -> PluginConfig:
 
 
 def _opened(
-    cls: type[Backend], config: PluginConfig, registry: Registry, *, must_exist: bool
+    cls: type[Backend],
+    config: PluginConfig,
+    registry: Registry,
+    *,
+    must_exist: bool,
+    origin: Origin | None = None,
 ) -> Backend:
     path = config.model_dump().get("path") if cls.name in _LOCAL else None
     if must_exist and path is not None and not Path(path).is_dir():
         msg = f"there is no folder {path}"
         raise ConfigError(msg)
     try:
-        return guarded(cls.open(config, open_backend=lambda spec: open_backend(spec, registry)))
+        return guarded(
+            cls.open(
+                config,
+                open_backend=lambda spec: open_backend(_placed(spec, config, origin), registry),
+            )
+        )
     except PenstockError:
         raise
     except Exception as error:
-        msg = f"backend {cls.name!r} ({cls.__module__}) cannot be opened: {error!r}"
+        msg = f"backend {cls.name!r} ({shipped_by(cls)}) cannot be opened: {error!r}"
         raise PluginError(msg) from error
+
+
+def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> BackendSpec:
+    """A backend that stands in the options of another, with the place where it was written."""
+    if origin is None or not origin.what or not isinstance(spec, Mapping):
+        return spec
+    chosen = validated(BackendConfig, spec, what=f"{origin.what}: backend in {origin.place}")
+    key = next((k for k in type(config).model_fields if getattr(config, k) is spec), None)
+    chosen.came_from(origin if key is None else origin.below(key))
+    return chosen
 
 
 def _is_known_to_fsspec(scheme: str) -> bool:

@@ -15,7 +15,13 @@ from penstock.core.describe import (
     plugin_error,
     refuse_ranks,
 )
-from penstock.core.errors import PenstockError, RestoreError, UnsupportedStateError
+from penstock.core.errors import (
+    ConfigError,
+    PenstockError,
+    RestoreError,
+    SelectionError,
+    UnsupportedStateError,
+)
 from penstock.core.stored_tree import StoredTree, children_of
 from penstock.core.tree import Scan
 from penstock.core.types import Kind, show_path
@@ -79,9 +85,12 @@ def rebuild_tree(
     items are selected as dicts by index. Tied tensors are one tensor again.
 
     Raises:
+        ConfigError: There is no such device.
+        SelectionError: Something of which a part is selected can only be built as a whole.
         UnsupportedStateError: A stored value cannot be handled.
         FormatError: Something stored cannot be decoded.
     """
+    _check_device(device)
     context = _Placing(providers, stored, selected, allow_pickle=allow_pickle)
     try:
         placement = context.rebuild((), device=device)
@@ -103,6 +112,22 @@ def stored_value(
     """
     context = _Placing(providers, stored, lambda _: True, allow_pickle=allow_pickle)
     return context.value(path)
+
+
+def _check_device(device: object) -> None:
+    if device is None or device == "cpu":
+        return
+    import torch  # noqa: PLC0415 - only where tensors go elsewhere
+
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload] # what the caller passed
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways of saying no
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        msg = (
+            f"device={device!r} cannot be used here: give 'cpu', 'cuda' or 'cuda:0'; torch finds "
+            f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
+        )
+        raise ConfigError(msg) from error
 
 
 def _check_placement(
@@ -301,16 +326,33 @@ class _Placing(PlaceContext):
         except (PenstockError, RecursionError):
             raise
         except Exception as error:  # out of memory, or a manifest that makes no sense to it
+            if why := self._only_whole(stored):
+                raise SelectionError(why) from error
             msg = (
                 f"{show_path(stored.path) or 'the root'} is stored in the form {stored.form!r}, "
                 f"and cannot be built from that: {type(error).__name__}: {error}"
             )
             raise RestoreError(msg) from error
         _check_placement(built, provider, stored.path, "building it")
+        why = self._only_whole(stored) if built.missing else ""
+        if why:
+            built.missing, built.problems = [], [*built.problems, why]
         if built.finish is None and not built.missing and not built.problems:
             msg = "rebuild returned a Placement without finish, so nothing would be built"
             raise broken_contract(provider, stored.path, msg)
         return built
+
+    def _only_whole(self, stored: StoredObject | Node) -> str:
+        """Why it cannot be built, if that may be since only a part of it is selected."""
+        depth, shown = len(stored.path), show_path(stored.path)
+        left = [p for p in self._all if p[:depth] == stored.path and p not in self._chosen]
+        if not isinstance(stored, Node) or not left:
+            return ""
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        return (
+            f"{shown} can only be built as a whole, and {show_path(left[0])}{more} of it is "
+            f"not selected: take {shown!r} whole, or read single objects of open()"
+        )
 
     def _place_by_provider(
         self, provider: StateProvider, value: object, path: ObjectPath

@@ -57,6 +57,19 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
                 test(value, tmp_path / name)
 
 
+def test_the_quickstart_runs_again_where_it_has_run_before_and_where_it_broke_off(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "quickstart.md"
+    code = [compile(code, str(page), "exec") for _, code in blocks(page)]
+    for part in (code, code[:-3], code):
+        names = {"__name__": "docs.quickstart"}
+        for block in part:
+            exec(block, names)
+        names["ckpt"].close()
+
+
 # -- the pages for plugin authors, followed to the letter ---------------------------------------
 
 PLUGIN_PAGES = {"write-a-backend": "folder", "write-a-codec": "deflate", "write-a-provider": "mean"}

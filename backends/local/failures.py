@@ -37,6 +37,7 @@ _HINTS = {
     errno.ENAMETOOLONG: "the name is longer than the file system allows",
     errno.ESTALE: "the network file system lost the file: another machine may have deleted it",
 }
+_OF_THE_ROOT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _READING = {"read", "stat"}
 _IN_THE_WAY = {errno.ELOOP, errno.ENOTDIR}
@@ -49,6 +50,8 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
     """`error` as one of our tree; `what` is the verb that failed, `name` the blob or record."""
     where = f"cannot {what} {name or 'the root'} under {root}"
     number = error.errno or 0
+    if number in _OF_THE_ROOT:  # what was configured is to be mended, not the record
+        where = f"{root}: cannot {what} {name or 'it'}"
     if number == errno.ENOENT:
         return BlobNotFoundError(f"{where}: it does not exist")
     if number == errno.EEXIST:
@@ -95,4 +98,4 @@ def _free(root: str) -> str:
         status = os.statvfs(root)
     except OSError:
         return "the free space is unknown"
-    return f"{status.f_bavail * status.f_frsize / 1e6:,.1f} MB are free"
+    return f"{status.f_bavail * status.f_frsize / 2**20:,.1f} MiB are free"

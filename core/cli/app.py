@@ -8,19 +8,20 @@ from typing import Annotated, cast
 
 import typer
 
+# Examples are not wrapped: with two cells of indentation they have to fit 60.
 EXAMPLES = """\b
 Examples:
-  penstock ls runs/gpt                        which checkpoints there are
-  penstock show runs/gpt --include optimizer  what the newest one holds
-  penstock verify runs/gpt --all              compare every checksum
-  penstock copy runs/gpt s3://bucket/gpt      bring the newest one elsewhere
-  penstock diff runs/gpt                      what differs between the two newest
-  penstock prune runs/gpt --dry-run           what crashed saves left behind
-  penstock doctor /nvme/new-run               what this machine can do there
+  penstock ls runs/gpt                    what is there
+  penstock show runs/gpt --include model  what it holds
+  penstock verify runs/gpt --all          check all bytes
+  penstock copy runs/gpt s3://bucket/gpt  copy the newest
+  penstock diff runs/gpt                  what changed
+  penstock prune runs/gpt --dry-run       crash leftovers
+  penstock doctor /nvme/new-run           try the machine
 
-\b
 URL is the root of a run: a path, a URL such as posix:///data/run, or the
 configuration file of the run.
+
 Every command takes --json. Exit codes: 0 all is well, 1 something failed or
 is damaged, 2 the command was called wrongly.
 """
@@ -53,8 +54,53 @@ Url = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def whole_number(text: str, what: str, least: int) -> int:
+    """The number that `text` is: `what` is what it stands for.
+
+    Raises:
+        typer.BadParameter: It is none, or less than `least`.
+    """
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        msg = f"{text!r} is no {what}: give a whole number of at least {least}"
+        raise typer.BadParameter(msg)
+    return int(text)
+
+
+def step_of(text: str) -> int:
+    """The number of a step.
+
+    Raises:
+        typer.BadParameter: It is none.
+    """
+    return whole_number(text, "step", 0)
+
+
+def step_or_latest(text: str) -> int | None:
+    """The number of a step; None for `latest`.
+
+    Raises:
+        typer.BadParameter: It is neither.
+    """
+    if text == "latest":
+        return None
+    try:
+        return step_of(text)
+    except typer.BadParameter as error:
+        msg = f"{error}, or `latest`"
+        raise typer.BadParameter(msg) from None
+
+
 Step = Annotated[
-    int | None, typer.Option("--step", min=0, help="Which checkpoint.", show_default="latest")
+    int | None,
+    typer.Option(
+        "--step",
+        metavar="STEP",
+        parser=step_or_latest,
+        help="Which checkpoint.",
+        show_default="latest",
+    ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Json, Url, app, exits
+from penstock.core.cli.app import Json, Url, app, exits, step_or_latest
 
 _Include = Annotated[
     list[str] | None,
@@ -18,6 +18,17 @@ _Exclude = Annotated[
 ]
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        msg = f"{text!r} is no time: give seconds, such as 90 or 0.5"
+        raise typer.BadParameter(msg)
+    return seconds
+
+
 @app.command(
     "copy",
     short_help="Copy checkpoints to another place.",
@@ -25,7 +36,8 @@ _Exclude = Annotated[
 Examples:
   penstock copy runs/gpt s3://bucket/gpt
   penstock copy runs/gpt /backup/gpt --step all
-  penstock copy runs/gpt /share/weights --include model --codec zstd
+  penstock copy runs/gpt /share/weights --include model \\
+    --codec zstd
 """,
 )
 def copy(  # noqa: PLR0913 - its options
@@ -75,8 +87,10 @@ def copy(  # noqa: PLR0913 - its options
     """
     from penstock.core.cli.copy import How, rate_bytes, run, wanted_rules  # noqa: PLC0415
 
-    if step not in {"latest", "all"} and not step.isdecimal():
-        msg = f"--step: {step!r} is no step; pass a number, `latest` or `all`"
+    if step not in {"latest", "all"} and not (step.isascii() and step.isdecimal()):
+        msg = (
+            f"--step: {step!r} is no step: give a whole number of at least 0, or `latest`, or `all`"
+        )
         raise typer.BadParameter(msg)
     if sum((codec is not None, raw, rules is not None)) > 1:
         msg = "--codec, --raw and --rules each say how to encode; pass one of them"
@@ -102,31 +116,39 @@ def copy(  # noqa: PLR0913 - its options
     short_help="Say what differs between two checkpoints.",
     epilog="""\b
 Examples:
-  penstock diff runs/gpt                               the two newest
+  penstock diff runs/gpt              the two newest
   penstock diff runs/gpt --step-a 100 --step-b 200
   penstock diff runs/gpt /backup/gpt --include model
-  penstock diff runs/gpt --norms --json | jq '.changes[] | select(.norms)'
+  penstock diff runs/gpt --norms --json |
+    jq '.changes[] | select(.norms)'
 """,
 )
 def diff(
     url_a: Annotated[str, typer.Argument(metavar="A", help="Root of a run: a path or a URL.")],
     url_b: Annotated[
         str | None,
-        typer.Argument(metavar="[B]", help="Root of another run.", show_default="the same run"),
+        typer.Argument(metavar="B", help="Root of another run.", show_default="the same run"),
     ] = None,
     *,
     step_a: Annotated[
         int | None,
         typer.Option(
             "--step-a",
-            min=0,
+            metavar="STEP",
+            parser=step_or_latest,
             help="Which checkpoint of A.",
             show_default="latest; of one run, the one before B's",
         ),
     ] = None,
     step_b: Annotated[
         int | None,
-        typer.Option("--step-b", min=0, help="Which checkpoint of B.", show_default="latest"),
+        typer.Option(
+            "--step-b",
+            metavar="STEP",
+            parser=step_or_latest,
+            help="Which checkpoint of B.",
+            show_default="latest",
+        ),
     ] = None,
     include: _Include = None,
     exclude: _Exclude = None,
@@ -161,7 +183,8 @@ def diff(
     epilog="""\b
 Examples:
   penstock drain penstock.toml
-  penstock drain 'tiered://?fast=/nvme/run&durable=/lustre/run'
+  penstock drain \\
+    'tiered://?fast=/nvme/run&durable=/lustre/run'
 """,
 )
 def drain(
@@ -169,7 +192,7 @@ def drain(
     *,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", min=0, help="Stop after so long."),
+        typer.Option("--timeout", metavar="SECONDS", parser=_seconds, help="Stop after so long."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -6,14 +6,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.core.blame import said
 from penstock.core.catalog import Catalog
 from penstock.core.cli.host import space_of, temporary_files
 from penstock.core.cli.probe import measure
-from penstock.core.cli.render import age_text, size_text
+from penstock.core.cli.render import age_text
 from penstock.core.errors import PenstockError, StorageError
+from penstock.core.sizes import size_text
 from penstock.core.survey import survey_run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from penstock.core.abc import Backend
@@ -47,13 +50,30 @@ class Check:
 def check_store(backend: Backend, root: Path | None, *, probe_bytes: int) -> list[Check]:
     """Ask the store what it can do and what it holds, and try it.
 
-    Writes a small record, and up to `probe_bytes` in blobs; all are deleted again.
+    Writes a small record, and up to `probe_bytes` in blobs; all are deleted again. What the
+    backend raises is a finding: whatever comes after it is looked at all the same.
     """
-    checks = [_direct(backend, root), _alignment(backend), _clock(backend)]
-    checks += _contents(backend, root)
-    if probe_bytes and checks[2].status != "fail":
-        checks.append(_speed(backend, root, probe_bytes))
+    clock = attempted("write a record", lambda: _clock(backend))
+    checks = [
+        attempted("direct I/O", lambda: _direct(backend, root)),
+        attempted("alignment", lambda: _alignment(backend)),
+        clock,
+        attempted("checkpoints", lambda: _checkpoints(backend, root)),
+        attempted("leftovers", lambda: _leftovers(backend, root)),
+    ]
+    if probe_bytes and clock.status != "fail":
+        checks.append(attempted("speed", lambda: _speed(backend, root, probe_bytes)))
     return checks
+
+
+def attempted(name: str, look: Callable[[], Check]) -> Check:
+    """What `look` finds; what it raises is a finding, too."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001 - a backend may fail in any way: recorded
+        # Ours say whose they are; of others the type is half of what there is to know.
+        found = str(error) if isinstance(error, PenstockError) else said(error)
+        return Check(name, "fail", found, "a save would fail in the same way: mend this first")
 
 
 def affordable(limit_bytes: int, free_bytes: int) -> int:
@@ -68,7 +88,9 @@ def _direct(backend: Backend, root: Path | None) -> Check:
         return Check("direct I/O", "ok", f"yes, through {backend.name}", values=values)
     if root is None:
         return Check("direct I/O", "info", f"does not apply to {backend.name}", values=values)
-    why = "; ".join(capabilities.notes) or f"{backend.name} does without"
+    why = "; ".join(capabilities.notes)
+    if not why or "direct_io is off" in why:  # it never does, or was told not to
+        return Check("direct I/O", "info", why or f"{backend.name} does without", values=values)
     advice = (
         "saves go through the page cache, which costs memory and a copy: use a folder on a disk "
         "whose file system takes O_DIRECT (ext4, xfs, btrfs without compression)"
@@ -111,14 +133,6 @@ def _clock(backend: Backend) -> Check:
     found = f"durable in {took}; the store's clock is {abs(skew_s):.0f} s {which} this machine's"
     advice = "set both clocks by NTP: ages that `penstock ls` shows are off by as much"
     return Check("write a record", "warn", found, advice, values)
-
-
-def _contents(backend: Backend, root: Path | None) -> list[Check]:
-    try:
-        return [_checkpoints(backend, root), _leftovers(backend, root)]
-    except StorageError as error:
-        advice = "the store cannot be listed: mend this first"
-        return [Check("checkpoints", "fail", str(error), advice)]
 
 
 def _checkpoints(backend: Backend, root: Path | None) -> Check:

@@ -15,7 +15,8 @@ import typer
 from penstock.core.bars import ProgressBar
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
-from penstock.core.cli.render import print_json, print_line, size_text, visible
+from penstock.core.cli.places import same_place
+from penstock.core.cli.render import print_json, print_line, visible
 from penstock.core.config import load_config, parse_size
 from penstock.core.copying import CheckpointCopy
 from penstock.core.errors import CheckpointNotFoundError, ConfigError, PenstockError
@@ -26,6 +27,7 @@ from penstock.core.reencoding import Reencoding, copy_objects
 from penstock.core.registry import default_registry
 from penstock.core.reports import Progress
 from penstock.core.select import Selection
+from penstock.core.sizes import size_text
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ def rate_bytes(text: str) -> float:
     try:
         size = parse_size(text)
     except ValueError as error:
-        msg = f"--rate: {error}"
+        msg = f"--rate: {text!r} is {error}"
         raise typer.BadParameter(msg) from None
     if not isinstance(size, int) or size <= 0:
         msg = f"--rate: {text!r} is no size above zero"
@@ -143,6 +145,7 @@ def run(source_url: str, target_url: str, step: str, how: How, *, as_json: bool)
         Whether the target has all of them now.
 
     Raises:
+        ConfigError: Both are the same run.
         PenstockError: The one step that was asked for cannot be copied.
     """
     done: list[Copied] = []
@@ -151,6 +154,7 @@ def run(source_url: str, target_url: str, step: str, how: How, *, as_json: bool)
         closing(open_backend(target_url)) as target,
         closing(Workers(min(4, os.cpu_count() or 1))) as workers,
     ):
+        _check_apart(source, target, how)
         copier = _Copier(source, target, workers, how)
         for number in _steps(source, step):
             try:
@@ -176,6 +180,16 @@ def run(source_url: str, target_url: str, step: str, how: How, *, as_json: bool)
         elif step == "all":
             _print_sum(done)
     return ok
+
+
+def _check_apart(source: Backend, target: Backend, how: How) -> None:
+    if same_place(source, target) and not (how.encodes and how.overwrite):
+        both = "" if source.url == target.url else f" and {target.url}"
+        msg = (
+            f"FROM and TO are the same run, {source.url}{both}: give another place to copy to, or "
+            "say how to encode its checkpoints anew, with --overwrite"
+        )
+        raise ConfigError(msg)
 
 
 def _steps(source: Backend, step: str) -> Sequence[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.catalog import Catalog
 from penstock.core.cli.asking import ask
-from penstock.core.cli.render import print_json, print_line, size_text, visible
+from penstock.core.cli.render import print_json, print_line, visible
 from penstock.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -16,6 +16,7 @@ from penstock.core.errors import (
 )
 from penstock.core.manifest import data_prefix, parse_commit_name
 from penstock.core.opening import open_backend
+from penstock.core.sizes import size_text
 from penstock.core.survey import survey_run, uids_named
 
 if TYPE_CHECKING:

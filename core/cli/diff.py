@@ -16,7 +16,6 @@ from penstock.core.cli.render import (
     print_json,
     print_line,
     print_table,
-    size_text,
     visible,
 )
 from penstock.core.diffing import diff_checkpoints
@@ -24,6 +23,7 @@ from penstock.core.errors import CheckpointNotFoundError
 from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
 from penstock.core.select import Selection
+from penstock.core.sizes import size_text
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.diffing import Change, CheckpointDiff
 
 _COLUMNS = (
-    Column("PATH", flexible=True),
+    Column("PATH", flexible=True, middle=True),
     Column("DIFFERS"),
     Column("A", keep=3, flexible=True),
     Column("B", keep=2, flexible=True),

@@ -6,17 +6,19 @@ import logging
 import signal
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
+from penstock.core.blame import said
 from penstock.core.cli.checks import Check, check_store
 from penstock.core.cli.host_checks import check_folder, check_process, check_uring
+from penstock.core.cli.places import local_root
 from penstock.core.cli.render import print_json, print_line, print_wrapped, visible
-from penstock.core.opening import open_backend
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.opening import open_backend, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from types import FrameType
 
     from penstock.core.abc import Backend
@@ -37,17 +39,23 @@ def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
         Whether a save can be expected to work.
 
     Raises:
-        PenstockError: No backend can be opened there.
+        ConfigError: The URL, or an option of the backend, is wrong.
     """
-    with _quiet_opening(), closing(open_backend(url)) as backend:
-        root = local_root(backend)
-        checks = [check_uring()]
-        if root is not None:
-            checks += check_folder(root)
-        checks += check_process()
-        with _as_it_was(root):
-            checks += check_store(backend, root, probe_bytes=probe_bytes)
-        shown = backend.url
+    checks = [check_uring()]
+    shown = _asked(url)
+    try:
+        with _quiet_opening(), closing(open_backend(url)) as backend:
+            shown = backend.url
+            checks += _looked_at(backend, probe_bytes)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a backend may fail in any way: a finding
+        found = str(error) if isinstance(error, PenstockError) else said(error)
+        if len(checks) == 1:
+            checks += check_process()
+            checks.append(Check("open", "fail", found, "it cannot be used: mend this first"))
+        else:
+            checks.append(Check("close", "fail", found, "mend the backend"))
     ok = all(check.status != "fail" for check in checks)
     if as_json:
         print_json({"url": shown, "ok": ok, "checks": [asdict(check) for check in checks]})
@@ -56,12 +64,22 @@ def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
     return ok
 
 
-def local_root(backend: Backend) -> Path | None:
-    """The folder of a backend that keeps files on this machine."""
-    scheme, _, path = backend.url.partition("://")
-    if not backend.capabilities.local or scheme != backend.name or not path.startswith("/"):
-        return None
-    return Path(unquote(path))
+def _asked(url: object) -> str:
+    return shown_url(url) if isinstance(url, str) else "the backend of the configuration"
+
+
+def _looked_at(backend: Backend, probe_bytes: int) -> list[Check]:
+    checks: list[Check] = []
+    try:
+        root = local_root(backend)
+    except PenstockError:  # the same is found again, and said, below
+        root = None
+    if root is not None:
+        checks += check_folder(root)
+    checks += check_process()
+    with _as_it_was(root):
+        checks += check_store(backend, root, probe_bytes=probe_bytes)
+    return checks
 
 
 @contextmanager

@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.bars import ProgressBar
-from penstock.core.cli.render import print_json, print_line, size_text, visible
+from penstock.core.cli.render import print_json, print_line, visible
 from penstock.core.draining import Drains
 from penstock.core.errors import ConfigError
 from penstock.core.opening import open_backend
 from penstock.core.prune import GRACE_S
 from penstock.core.reports import Progress
+from penstock.core.sizes import size_text
 from penstock.core.tiers import pending
 from penstock.core.workers import Workers
 

@@ -15,9 +15,9 @@ from penstock.core.cli.host import (
     mount_of,
     space_of,
 )
-from penstock.core.cli.render import size_text
 from penstock.core.errors import PenstockError
 from penstock.core.registry import default_registry
+from penstock.core.sizes import size_text
 from penstock.core.staging import container_memory, machine_memory
 
 if TYPE_CHECKING:

@@ -6,7 +6,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Json, Step, Url, app
+from penstock.core.cli.app import Json, Step, Url, app, whole_number
+
+
+def _depth(text: str) -> int:
+    return whole_number(text, "depth", 1)
 
 
 @app.command(
@@ -16,7 +20,8 @@ from penstock.core.cli.app import Json, Step, Url, app
 Examples:
   penstock ls runs/gpt
   penstock ls runs/gpt --metadata
-  penstock ls runs/gpt --json | jq '.checkpoints[] | select(.state == "ok") | .step'
+  penstock ls runs/gpt --json |
+    jq '.checkpoints[] | select(.state == "ok") | .step'
 """,
 )
 def ls(
@@ -31,6 +36,9 @@ def ls(
 
     The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
     holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
+
+    STORED is the size of the blobs, with the gaps in them that direct I/O needs, RATIO is RAW over
+    STORED; `penstock show` counts what the objects themselves take.
     """
     from penstock.core.cli.ls import run  # noqa: PLC0415
 
@@ -43,8 +51,10 @@ def ls(
     epilog="""\b
 Examples:
   penstock show runs/gpt --depth 1
-  penstock show runs/gpt --step 300 --include 'model/*.bias'
-  penstock show runs/gpt --include model --stats | grep -v ' 0 *0$'
+  penstock show runs/gpt --step 300
+  penstock show runs/gpt --include 'model/*.bias'
+  penstock show runs/gpt --include model --stats |
+    grep -v ' 0 *0$'
 """,
 )
 def show(
@@ -75,7 +85,9 @@ def show(
     ] = None,
     depth: Annotated[
         int | None,
-        typer.Option("--depth", min=1, help="Fold the tree below so many levels."),
+        typer.Option(
+            "--depth", metavar="N", parser=_depth, help="Fold the tree below so many levels."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -83,6 +95,9 @@ def show(
 
     Reads the manifest only, unless --stats is given. A pattern is a path with `*` (within one
     segment), `**` (any number), `?`, `[..]`; a bare prefix takes all that is below it.
+
+    STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
+    `penstock ls` counts the gaps, too.
     """
     from penstock.core.cli.show import Look, run  # noqa: PLC0415
 
@@ -100,7 +115,8 @@ def show(
 Examples:
   penstock verify runs/gpt
   penstock verify runs/gpt --all --quick
-  penstock verify runs/gpt --step 300 --json | jq -r '.reports[].damaged[].what'
+  penstock verify runs/gpt --step 300 --json |
+    jq -r '.reports[].damaged[].what'
 """,
 )
 def verify(
@@ -137,7 +153,8 @@ def verify(
 Examples:
   penstock doctor runs/gpt
   penstock doctor /nvme/new-run --no-probe
-  penstock doctor runs/gpt --json | jq '.checks[] | select(.status != "ok")'
+  penstock doctor runs/gpt --json |
+    jq '.checks[] | select(.status != "ok")'
 """,
 )
 def doctor(
@@ -163,7 +180,7 @@ def doctor(
     try:
         size = parse_size(probe_size)
     except ValueError as error:
-        msg = f"--probe-size: {error}"
+        msg = f"--probe-size: {probe_size!r} is {error}"
         raise typer.BadParameter(msg) from None
     assert isinstance(size, int)
     if not run(url, probe_bytes=size if probe else 0, as_json=as_json):

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog import Catalog
+from penstock.core.cli.places import named_root, runs_below
 from penstock.core.cli.render import (
     Cell,
     Column,
@@ -20,21 +21,23 @@ from penstock.core.cli.render import (
     print_table,
     print_wrapped,
     ratio_text,
-    size_text,
     state_cell,
     visible,
 )
 from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
 from penstock.core.opening import open_backend
 from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit
+from penstock.core.sizes import size_text
 from penstock.core.tiers import pending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.manifest import CommitRecord
 
+_RUNS_SHOWN = 20
 _TIERS = Column("TIERS", keep=6)
 _COLUMNS = (
     Column("STEP", right=True),
@@ -91,6 +94,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
             print_line(f"tier {name} does not answer: {visible(why)}", style="red")
         if not listed:
             print_line(f"no checkpoints under {visible(backend.url)}")
+            _print_runs_below(named_root(backend))
             return
     now_s = time.time()
     columns = (*_COLUMNS[:-1], _TIERS, _COLUMNS[-1]) if tiered else _COLUMNS
@@ -101,6 +105,16 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
     if metadata:
         for one in listed:
             _print_metadata(one)
+
+
+def _print_runs_below(folder: Path | None) -> None:
+    found = [] if folder is None else runs_below(folder)
+    if found:
+        print_line("these folders below it hold runs; list one of them:")
+    for root in found[:_RUNS_SHOWN]:
+        print_line(f"  {visible(str(root))}")
+    if len(found) > _RUNS_SHOWN:
+        print_line(f"  and {len(found) - _RUNS_SHOWN} more")
 
 
 def _print_metadata(one: Listed) -> None:

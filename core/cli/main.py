@@ -20,7 +20,7 @@ def main() -> None:
     exits.trouble = 1
     try:
         try:
-            app(_debug_first(sys.argv[1:]), prog_name="penstock")
+            app(_in_order(sys.argv[1:]), prog_name="penstock")
         finally:
             sys.stdout.flush()
     except OSError as error:
@@ -39,21 +39,46 @@ def main() -> None:
         _complain(f"unexpected {type(error).__name__}: {error}{hint}")
 
 
-def _debug_first(arguments: list[str]) -> list[str]:
-    """`--debug` is an option of the whole; people write it behind the command that failed."""
-    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if "--debug" not in options:
-        return arguments
-    rest = [a for a in options if a != "--debug"] + arguments[len(options) :]
-    return ["--debug", *rest]
+def _in_order(arguments: list[str]) -> list[str]:
+    """What people write on the other side of the command.
+
+    `--debug` is an option of the whole, and is written behind the command that failed; `--json`
+    one of each command, and is written before it.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, rest = arguments[:end], arguments[end:]
+    if "--debug" in options:
+        options = ["--debug", *(a for a in options if a != "--debug")]
+    command = next((n for n, a in enumerate(options) if not a.startswith("-")), 0)
+    if "--json" in options[:command]:
+        first = [a for a in options[:command] if a != "--json"]
+        options = [*first, *options[command:], "--json"]
+    return [*options, *rest]
 
 
 def _complain(message: str) -> NoReturn:
     from penstock.core.cli.render import visible  # noqa: PLC0415
 
-    lines = [visible(line) for line in message.splitlines()]
-    sys.stderr.write("\n".join([f"penstock: {lines[0]}", *lines[1:]]) + "\n")
+    lines = [visible(line) for line in f"penstock: {message}".splitlines()]
+    if sys.stderr.isatty():
+        lines = [_wrapped(line) for line in lines]
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.exit(exits.trouble)
+
+
+def _wrapped(line: str) -> str:
+    import shutil  # noqa: PLC0415
+    import textwrap  # noqa: PLC0415
+
+    width = max(20, shutil.get_terminal_size().columns)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _show_traceback() -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog import Catalog
 from penstock.core.cli.asking import ask
 from penstock.core.cli.delete import data_bytes
-from penstock.core.cli.render import print_json, print_line, size_text, visible
+from penstock.core.cli.render import print_json, print_line, visible
 from penstock.core.opening import open_backend
 from penstock.core.prune import GRACE_S
+from penstock.core.sizes import size_text
 from penstock.core.survey import survey_run, uids_named
 
 if TYPE_CHECKING:

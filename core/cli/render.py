@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import unicodedata
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rich.console import Console
+
 _FLEXIBLE_MIN_WIDTH = 12
 _GAP = 2  # cells between columns
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _PERIODS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
@@ -27,6 +29,7 @@ class Column:
         keep: On a narrow terminal columns with the lowest `keep` go first; 0 stays always.
         flexible: Whether it may be cut (with an ellipsis) to fit.
         spare: Whether it goes before a flexible one is cut.
+        middle: Whether it is cut in the middle: of a path the end tells most.
     """
 
     title: str
@@ -34,6 +37,7 @@ class Column:
     keep: int = 0
     flexible: bool = False
     spare: bool = False
+    middle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,9 @@ def print_line(text: str, *, style: str = "") -> None:
     if not sys.stdout.isatty():
         sys.stdout.write(text + "\n")
         return
-    from rich.console import Console  # noqa: PLC0415 - see `print_table`
-    from rich.text import Text  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415 - see `_console`
 
-    Console().print(Text(text, style=style))
+    _console().print(Text(text, style=style))
 
 
 def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2, style: str = "") -> None:
@@ -74,11 +77,9 @@ def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2, style: str = 
         return
     import textwrap  # noqa: PLC0415
 
-    from rich.console import Console  # noqa: PLC0415 - see `print_table`
-
     wrapped = textwrap.fill(
         text,
-        max(Console().width, indent + hanging + 10),
+        max(_console().width, indent + hanging + 10),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + hanging),
         break_on_hyphens=False,
@@ -94,11 +95,10 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]])
     if not sys.stdout.isatty():
         _print_plain(columns, rows)
         return
-    from rich.console import Console  # noqa: PLC0415 - a tenth of the time that `ls` takes
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415 - see `_console`
     from rich.text import Text  # noqa: PLC0415
 
-    console = Console()
+    console = _console()
     widths = fitting(columns, rows, console.width)
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for number, width in widths.items():
@@ -111,10 +111,17 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]])
             width=width,
         )
     for row in rows:
-        cells = [row[number] for number in widths]
-        table.add_row(
-            *(Text(_plain(c), style=c.style if isinstance(c, Cell) else "") for c in cells)
-        )
+        cells = []
+        for number, width in widths.items():
+            text = _plain(row[number])
+            cell = row[number]
+            cells.append(
+                Text(
+                    shortened(text, width) if columns[number].middle else text,
+                    style=cell.style if isinstance(cell, Cell) else "",
+                )
+            )
+        table.add_row(*cells)
     console.print(table)
     left_out = [column.title for n, column in enumerate(columns) if n not in widths]
     if left_out:
@@ -144,20 +151,19 @@ def fitting(
     return shown
 
 
+def shortened(text: str, width: int) -> str:
+    """`text` in `width` cells: two thirds of what stays are of its end."""
+    if _cells(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
 def visible(text: str) -> str:
     """`text` with everything that could steer or deceive a terminal written as an escape."""
     if text.isprintable():  # also refuses format characters, such as those that turn direction
         return text
     return "".join(c if c.isprintable() else _escape(c) for c in text)
-
-
-def size_text(size: int) -> str:
-    """`1536` as `1.5 KiB`."""
-    amount, unit = float(size), 0
-    # 1023.95 would be shown as 1024.0
-    while amount >= 1023.95 and unit < len(_UNITS) - 1:  # noqa: PLR2004
-        amount, unit = amount / 1024, unit + 1
-    return f"{size} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
 
 
 def number_text(value: float | None) -> str:
@@ -193,6 +199,13 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
 def state_cell(state: str) -> Cell:
     """A state, coloured by whether it is a good one."""
     return Cell(state, {"ok": "green", "found": ""}.get(state, "bold red"))
+
+
+def _console() -> Console:
+    from rich.console import Console  # noqa: PLC0415 - a tenth of the time that `ls` takes
+
+    # Told of NO_COLOR, rich itself leaves bold and dim.
+    return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
 def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:

@@ -19,7 +19,6 @@ from penstock.core.cli.render import (
     print_line,
     print_table,
     ratio_text,
-    size_text,
     visible,
 )
 from penstock.core.cli.stats import Stats, tensor_stats
@@ -27,6 +26,7 @@ from penstock.core.cli.tree import Branch, grown, rows_of
 from penstock.core.opening import open_backend
 from penstock.core.paths import show_path
 from penstock.core.select import Selection
+from penstock.core.sizes import size_text
 from penstock.core.types import Kind, show_segment
 
 if TYPE_CHECKING:
@@ -166,12 +166,26 @@ def _print(record: CommitRecord, shown: list[Shown], look: Look) -> None:
     else:
         rows = [_as_row(one, visible(show_path(one.record.path)), look) for one in shown]
     print_table(columns, rows)
+    _print_sum(record, shown)
+
+
+def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
     raw = sum(one.nbytes for one in shown)
     stored = sum(one.bytes_stored for one in shown)
     print_line(
         f"\n{len(shown)} of {record.objects} objects, {size_text(raw)}, "
-        f"{size_text(stored)} stored ({ratio_text(raw, stored)})"
+        f"{size_text(stored)} stored ({ratio_text(raw, stored)}){_with_gaps(record, shown)}"
     )
+
+
+def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
+    """Where all is shown, why `ls` has another ratio."""
+    stored = sum(one.bytes_stored for one in shown)
+    same = size_text(stored) == size_text(record.bytes_stored)
+    if same or len(shown) < record.objects:
+        return ""
+    ratio = ratio_text(record.bytes_raw, record.bytes_stored)
+    return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}) with the gaps"
 
 
 def _branch_row(branch: Branch[Shown], level: int, look: Look) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import DryRun, Json, Url, Yes, app
+from penstock.core.cli.app import DryRun, Json, Url, Yes, app, step_of
 
 
 @app.command(
@@ -62,7 +62,7 @@ Examples:
 def delete(
     url: Url,
     steps: Annotated[
-        list[int], typer.Argument(metavar="STEP...", min=0, help="Which checkpoints.")
+        list[int], typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoints.")
     ],
     *,
     dry_run: DryRun = False,

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from penstock.core.bars import ProgressBar
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
-from penstock.core.cli.render import print_json, print_line, print_wrapped, size_text, visible
+from penstock.core.cli.render import print_json, print_line, print_wrapped, visible
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
 from penstock.core.reports import Damage, VerifyReport
+from penstock.core.sizes import size_text
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 
@@ -14,8 +15,8 @@ from penstock.core.bars import ProgressBar, line_of
 from penstock.core.reports import Progress
 
 START = Progress(0, 0, "plan")
-HALF = Progress(2_000_000, 4_000_000, "read")
-DONE = Progress(4_000_000, 4_000_000, "done")
+HALF = Progress(2 << 20, 4 << 20, "read")
+DONE = Progress(4 << 20, 4 << 20, "done")
 
 
 class Clock:
@@ -78,9 +79,9 @@ def test_in_a_pipe_there_is_a_line_every_few_seconds_and_one_at_the_end(pipe):
     pipe(HALF, 4.9)
     pipe(HALF, 0.1)
     assert pipe(DONE, 1) == [
-        "restore: read, 2.0 of 4.0 MB (50 %), 0.4 MB/s",
-        "restore: read, 2.0 of 4.0 MB (50 %), 0.2 MB/s",
-        "restore: done, 4.0 of 4.0 MB (100 %), 0.4 MB/s",
+        "restore: read, 2.0 MiB of 4.0 MiB (50 %), 409.6 KiB/s",
+        "restore: read, 2.0 MiB of 4.0 MiB (50 %), 204.8 KiB/s",
+        "restore: done, 4.0 MiB of 4.0 MiB (100 %), 372.4 KiB/s",
     ]
 
 
@@ -88,7 +89,7 @@ def test_the_next_operation_begins_anew(pipe):
     pipe(START)
     before = pipe(DONE, 100)
     pipe(START, 1000)
-    assert pipe(DONE, 4.9) == before == ["restore: done, 4.0 of 4.0 MB (100 %), 0.0 MB/s"]
+    assert pipe(DONE, 4.9) == before == ["restore: done, 4.0 MiB of 4.0 MiB (100 %), 41.0 KiB/s"]
 
 
 def test_lines_can_be_left_out(clock):
@@ -102,7 +103,7 @@ def test_lines_can_be_left_out(clock):
 
 def test_a_line_says_no_more_than_is_known():
     assert line_of("", START, 5.0) == "plan"
-    assert line_of("x", Progress(0, 10_000_000, "write"), 0.0) == "x: write, 0.0 of 10.0 MB (0 %)"
+    assert line_of("x", Progress(0, 10 << 20, "write"), 0.0) == "x: write, 0 B of 10.0 MiB (0 %)"
 
 
 def test_rich_is_not_imported_where_nobody_watches():
@@ -129,8 +130,26 @@ def test_in_a_terminal_it_is_a_bar_that_stays(terminal):
     bar(DONE)
     end = terminal.shown()
     assert "restore: done" in end
-    assert "4.0/4.0 MB" in end
+    assert "4.0 MiB of 4.0 MiB, " in end
+    assert not re.search(r"\d [kMG]?B\b", end)  # nothing counts in thousands
     assert end.rindex("\x1b[?25h") > end.rindex("restore")  # the cursor is back
+
+
+def test_a_bar_takes_one_line_in_a_narrow_terminal(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    bar = ProgressBar("restore", file=terminal)
+    bar(Progress(1 << 30, 3 << 30, "read"))
+    bar(Progress(3 << 30, 3 << 30, "done"))
+    assert terminal.getvalue().count("\n") == 1
+
+
+def test_with_no_color_a_bar_has_no_style(terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    bar = ProgressBar("restore", file=terminal)
+    bar(HALF)
+    bar(DONE)
+    assert "restore: done" in terminal.getvalue()
+    assert not re.search(r"\x1b\[[\d;]*m", terminal.getvalue())
 
 
 def test_a_transient_bar_goes_away(terminal):

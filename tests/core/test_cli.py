@@ -15,9 +15,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 from tests.core.command import caller
 
+import penstock as penstock_package
 from penstock.backends.posix import PosixBackend
+from penstock.core.cli.main import _wrapped, app
 from penstock.core.cli.render import (
     Cell,
     Column,
@@ -25,7 +29,7 @@ from penstock.core.cli.render import (
     fitting,
     metadata_text,
     ratio_text,
-    size_text,
+    shortened,
     visible,
 )
 from penstock.core.manifest import (
@@ -37,6 +41,7 @@ from penstock.core.manifest import (
     part_name,
 )
 from penstock.core.record import encode_commit
+from penstock.core.sizes import size_text
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "\x1b[31mred\x07 [bold]not bold[/] \u202egnorw"
@@ -81,13 +86,13 @@ def penstock(environment, capsys, monkeypatch):
 def terminal(environment):
     """Runs the command in a terminal of some width; gives its lines without colours."""
 
-    def run(*arguments, width=120):
+    def run(*arguments, width=120, variables=None):
         main_fd, terminal_fd = pty.openpty()
         fcntl.ioctl(terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
         code = "from penstock.core.cli.main import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
-            env=environment,
+            env=environment | (variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=terminal_fd,
             stderr=subprocess.DEVNULL,
@@ -189,6 +194,98 @@ def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
     assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
 
 
+def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "above" / "gpt")
+    shutil.copytree(run_folder, tmp_path / "above" / "old" / "bert")
+    (tmp_path / "above" / "notes" / "deep" / "er" / "commits").mkdir(parents=True)
+    done = penstock("ls", tmp_path / "above")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"no checkpoints under posix://{tmp_path}/above",
+        "these folders below it hold runs; list one of them:",
+        f"  {tmp_path}/above/gpt",
+        f"  {tmp_path}/above/notes/deep/er",
+        f"  {tmp_path}/above/old/bert",
+    ]
+
+
+def test_json_may_stand_before_the_command(penstock, run_folder):
+    assert (
+        penstock("--json", "ls", run_folder).stdout == penstock("ls", run_folder, "--json").stdout
+    )
+    assert penstock("--json").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("show", "--step", "abc"),
+            "'abc' is no step: give a whole number of at least 0, or `latest`",
+        ),
+        (("verify", "--step", "-3"), "'-3' is no step: give a whole number of at least 0"),
+        (("diff", "--step-a", "new"), "'new' is no step: give a whole number of at least 0"),
+        (("delete", "1.5"), "'1.5' is no step: give a whole number of at least 0"),
+        (
+            ("copy", "to", "--step", "x"),
+            "'x' is no step: give a whole number of at least 0, or `latest`",
+        ),
+        (
+            ("copy", "to", "--rate", "fast"),
+            "'fast' is not a size: give bytes, or a number with one of",
+        ),
+        (("doctor", "--probe-size", "big"), "'big' is not a size: give bytes, or a number with"),
+        (("show", "--depth", "all"), "'all' is no depth: give a whole number of at least 1"),
+        (("drain", "--timeout", "soon"), "'soon' is no time: give seconds, such as 90 or 0.5"),
+        (("drain", "--timeout", "nan"), "'nan' is no time"),
+        (("prune", "--grace", "soon"), "'soon' is not a time such as 90s"),
+    ],
+)
+def test_a_wrong_option_is_shown_with_the_forms_that_are_right(
+    penstock, run_folder, arguments, words
+):
+    command, *rest = arguments
+    done = penstock(command, run_folder, *rest)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
+    root = tmp_path / "run"
+    with penstock_package.Checkpointer(f"posix://{root}") as ckpt:
+        ckpt.save({"epoch": 1}, step=1, mode="blocking")
+    (tmp_path / "link").symlink_to(root)
+    for target in (root, f"posix://{root}", tmp_path / "link", tmp_path / "x" / ".." / "run"):
+        done = penstock("copy", f"posix://{root}", target)
+        assert done.returncode == 1
+        assert "FROM and TO are the same run, " in done.stderr
+        assert ": give another place to copy to" in done.stderr
+    anew = penstock("copy", root, root, "--codec", "zstd", "--overwrite")
+    assert "step 1, the latest, is encoded anew" in anew.stdout
+    assert "1 objects" in anew.stdout
+    assert penstock("copy", root, tmp_path / "run2").returncode == 0
+
+
+def test_the_latest_step_can_be_asked_for_by_that_name(penstock, tmp_path):
+    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"epoch": step}, step=step, mode="blocking")
+    named = penstock("show", tmp_path / "run", "--step", "latest", "--json").stdout
+    assert json.loads(named)["checkpoint"]["step"] == 2
+
+
+def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
+    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        state = {f"part{n}": torch.ones(100) for n in range(50)}  # a page for each
+        ckpt.save(state, step=1, mode="blocking")
+    row = penstock("ls", tmp_path / "run").stdout.splitlines()[1]
+    stored, ratio = re.search(r"(\S+ KiB) +(\S+x) +ok", row).groups()
+    whole = penstock("show", tmp_path / "run").stdout.splitlines()[-1]
+    part = penstock("show", tmp_path / "run", "--include", "part7").stdout.splitlines()[-1]
+    assert whole.endswith(f"stored (1.00x); its blobs take {stored} ({ratio}) with the gaps")
+    assert "gaps" not in part
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, command):
     done = penstock(command, tmp_path / "absent")
@@ -236,6 +333,47 @@ def test_table_fits_the_terminal_and_keeps_step_and_state(terminal, run_folder, 
     assert "damaged" in table[2]
     left_out = any("too narrow for" in line for line in lines)
     assert left_out == (width < 80)
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--metadata"), ("show", "--step", "5")])
+def test_with_no_color_nothing_has_a_style(terminal, run_folder, arguments):
+    command, *options = arguments
+    if command == "show":  # its manifest is not there: that of a real run is
+        with penstock_package.Checkpointer(f"posix://{run_folder}/real") as ckpt:
+            ckpt.save({"epoch": 1}, step=5, mode="blocking")
+        run_folder /= "real"
+    output = terminal(command, run_folder, *options, width=40, variables={"NO_COLOR": "1"})
+    assert "\x1b" not in output
+    assert "too narrow for" in output or "--metadata" in options
+    assert "\x1b[" in terminal(command, run_folder, *options, width=40)
+
+
+def test_help_fits_a_narrow_terminal(environment):
+    for command in ("", *typer.main.get_command(app).commands):
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", *filter(None, [command]), "--help"],
+            env=environment | {"COLUMNS": "60"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
+
+
+def test_errors_are_wrapped_between_words_as_deep_as_they_stand(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert _wrapped("penstock: " + "word " * 6).splitlines() == [
+        "penstock: word word word word",
+        "  word word",
+    ]
+    assert _wrapped("  key: " + "x" * 40).splitlines() == ["  key:", "    " + "x" * 40]
+
+
+def test_a_path_is_cut_in_its_middle():
+    assert shortened("optimizer/state/0.weight/exp_avg", 40) == "optimizer/state/0.weight/exp_avg"
+    assert shortened("optimizer/state/0.weight/exp_avg", 20) == "optimi…eight/exp_avg"
+    assert shortened("optimizer/state/0.weight/exp_avg", 4) == "o…vg"
 
 
 def test_pipe_gets_whole_lines_without_colours(penstock, run_folder):

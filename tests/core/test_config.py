@@ -449,7 +449,9 @@ def test_third_party_backend_is_opened_by_its_scheme(plugin_site):
     registry = Registry()
     backend = open_backend("acme://bucket/run?region=us", registry)
     assert backend.inner.asked.model_dump() == {"url": "acme://bucket/run", "region": "us"}
-    with pytest.raises(PluginError, match=r"backend 'acme' \(acme_store\).*too far"):
+    with pytest.raises(
+        PluginError, match=r"backend 'acme' \(acme_store\.Store of acme-store 1\.0\).*too far"
+    ):
         open_backend("acme://bucket?region=moon", registry)
 
 

@@ -1,5 +1,7 @@
 """`${NAME}` in configuration files."""
 
+import re
+
 import pytest
 
 import penstock
@@ -20,7 +22,8 @@ SET = {"BUCKET": "runs", "LEVEL": "3", "EMPTY": "", "MONEY": "$BUCKET ${BUCKET}"
         ("${EMPTY}", ""),
         ("${NOWHERE:-}", ""),
         ("$$5 and $${BUCKET}", "$5 and ${BUCKET}"),
-        ("plain $ and { and }", "plain $ and { and }"),
+        ("plain $ and { and } and 5$ and $5", "plain $ and { and } and 5$ and $5"),
+        ("$$HOME and $${", "$HOME and ${"),
         ("${MONEY}", "$BUCKET ${BUCKET}"),  # what comes in is not looked at again
     ],
 )
@@ -43,6 +46,24 @@ def test_every_variable_that_is_missing_is_named_with_its_place():
     assert "backend.url: the environment variable A is not set" in text
     assert "rules[0].match: the environment variable B is not set" in text
     assert "rules[1]: ${not a name} is no variable" in text
+
+
+@pytest.mark.parametrize("text", ["$BUCKET", "s3://$BUCKET/gpt", "$NOWHERE", "a$_b"])
+def test_a_variable_without_braces_is_refused_with_the_right_form(text):
+    name = re.search(r"\$(\w+)", text)[1]
+    with pytest.raises(ConfigError) as caught:
+        filled({"path": text}, SET, what="file")
+    assert f"path: ${name} is not filled in; write ${{{name}}} for the variable" in str(
+        caught.value
+    )
+    assert f"$${name} for the text" in str(caught.value)
+    assert filled("$$" + name, SET, what="file") == f"${name}"
+
+
+@pytest.mark.parametrize("text", ["${BUCKET", "s3://${BUCKET/gpt", "${", "${BUCKET ${LEVEL}"])
+def test_a_variable_that_is_not_closed_is_refused(text):
+    with pytest.raises(ConfigError, match=r"path: \$\{ has no \} of its own"):
+        filled({"path": text}, SET, what="file")
 
 
 @pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])

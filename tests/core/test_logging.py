@@ -51,9 +51,9 @@ def test_each_save_restore_and_load_is_one_line(store, lines):
         ckpt.restore({**STATE})
         ckpt.load(include="w")
         first, second, third = lines(logging.INFO)
-    assert first.startswith("saved step 4: 0.3 MB in ")
-    assert second.startswith("restored 3 objects of step 4: 0.")
-    assert third.startswith("loaded 1 objects of step 4: 0.2 MB in ")
+    assert first.startswith("saved step 4: 273.4 KiB in ")
+    assert second.startswith("restored 3 objects of step 4: ")
+    assert third.startswith("loaded 1 objects of step 4: 156.2 KiB in ")
 
 
 def test_details_of_a_save(store, lines):

@@ -1,0 +1,347 @@
+"""What a mistake is answered with: the message names it, and the right form."""
+
+import logging
+
+import pytest
+import torch
+
+import penstock
+from penstock.core.abc import Node, Placement, StateProvider
+from penstock.core.errors import (
+    ConfigError,
+    PluginError,
+    SaverClosedError,
+    SelectionError,
+    StepExistsError,
+    StorageError,
+)
+from penstock.core.opening import open_backend
+from penstock.core.registry import Registry
+
+ZSTD = ["zstd"]
+
+
+def state(**more):
+    return {"model": {"weight": torch.ones(4, 3), "bias": torch.ones(3)}, "epoch": 1, **more}
+
+
+@pytest.fixture
+def ckpt(tmp_path):
+    with penstock.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        ckpt.save(state(options={"lr": 0.1}), step=1, mode="blocking")
+        yield ckpt
+
+
+def message(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# -- rules that match nothing --------------------------------------------------------------------
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def saved_with(rules, states, tmp_path):
+    with penstock.Checkpointer(f"posix://{tmp_path}/run", rules=rules) as ckpt:
+        for step, one in enumerate(states):
+            ckpt.save(one, step=step, mode="blocking")
+
+
+def test_a_rule_that_matches_nothing_is_said_once_with_the_nearest_paths(tmp_path, caplog):
+    rules = [{"match": "epoch", "codecs": ZSTD}, {"match": "modle/**", "codecs": ZSTD}]
+    saved_with(rules, [state(), state(), state()], tmp_path)
+    (text,) = warnings_of(caplog)
+    assert text.startswith("rules[1]: pattern 'modle/**' matches nothing; nearest: model")
+    assert "in step 0, so no codec is used for it (said once)" in text
+
+
+def test_a_misspelt_pattern_among_others_of_its_rule_is_said(tmp_path, caplog):
+    saved_with([{"match": ["model", "epohc"], "codecs": ZSTD}], [state()], tmp_path)
+    (text,) = warnings_of(caplog)
+    assert "rules[0]: pattern 'epohc' matches nothing; nearest: epoch in step 0" in text
+
+
+def test_rules_that_matched_once_are_never_said(tmp_path, caplog):
+    rules = [{"match": "ema/**", "codecs": ZSTD}, {"match": "**", "codecs": []}]
+    saved_with(rules, [state(ema={"w": torch.ones(2)}), state()], tmp_path)
+    assert warnings_of(caplog) == []
+
+
+def test_a_rule_that_an_earlier_one_leaves_nothing_to_is_not_said(tmp_path, caplog):
+    rules = [{"match": "**", "codecs": ZSTD}, {"match": "model/**", "codecs": ZSTD}]
+    saved_with(rules, [state()], tmp_path)
+    assert warnings_of(caplog) == []
+
+
+def test_nothing_is_said_of_rules_by_a_save_of_nothing(tmp_path, caplog):
+    saved_with([{"match": "model/**", "codecs": ZSTD}], [{}, state()], tmp_path)
+    assert warnings_of(caplog) == []
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("region", [(0,), 0, [0], "first", (slice(0, 1), 2)])
+def test_a_region_that_is_none_is_answered_with_the_right_form(ckpt, region):
+    text = message(SelectionError, lambda: ckpt.open().read("model/weight", region))
+    assert f"{region!r} is no region of model/weight" in text
+    assert "(slice(0, 1),)" in text
+
+
+@pytest.mark.parametrize(
+    "call", [lambda c: c["model", "weight"], lambda c: c.read(("model", "weight"))]
+)
+def test_a_path_that_is_no_text_is_answered_with_the_right_form(ckpt, call):
+    text = message(SelectionError, lambda: call(ckpt.open()))
+    assert "a path is one text, its segments joined by `/`: 'model/weight'" in text
+
+
+def test_a_part_of_a_value_is_answered_with_the_whole(ckpt):
+    for include in ("options/lr", "options/*"):
+        text = message(SelectionError, lambda: ckpt.load(include=include))  # noqa: B023
+        assert text.endswith("options is stored as one whole, so take 'options'")
+    with pytest.raises(KeyError, match="options is stored as one whole; read 'options'"):
+        ckpt.open()["options/lr"]
+    text = message(SelectionError, lambda: ckpt.load(include="*/lr"))
+    assert "one whole" not in text  # it may mean anything
+
+
+class Pair:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+
+class PairProvider(StateProvider):
+    """Can only be built of both halves."""
+
+    name = "pair"
+    api_version = 1
+    forms = ("pair",)
+
+    def claims(self, kind, /):
+        return 40 if kind is Pair else None
+
+    def describe(self, value, path, /, *, context):
+        yield Node(path, "pair")
+        yield from context.describe(value.left, (*path, "left"))
+        yield from context.describe(value.right, (*path, "right"))
+
+    def place(self, value, path, /, *, context):
+        raise AssertionError
+
+    def rebuild(self, stored, /, *, device, context):
+        halves = [context.rebuild((*stored.path, n), device=device) for n in ("left", "right")]
+        placement = Placement(finish=lambda: Pair(*(half.finish() for half in halves)))
+        for half in halves:
+            placement.absorb(half)
+        return placement
+
+
+@pytest.fixture
+def pairs(plugin_site, tmp_path):
+    plugin_site.add_penstock()
+    plugin_site.add("pairs", {"penstock.providers": {"pair": f"{__name__}:PairProvider"}})
+    with penstock.Checkpointer(f"posix://{tmp_path}/pairs", registry=Registry()) as ckpt:
+        ckpt.save({"two": Pair(torch.ones(2), 3), "epoch": 1}, step=1, mode="blocking")
+        yield ckpt
+
+
+def test_a_part_of_what_is_built_whole_is_answered_with_the_whole(pairs):
+    text = message(penstock.RestoreMismatchError, lambda: pairs.load(include="two/left"))
+    assert "two can only be built as a whole, and two/right of it is not selected" in text
+    assert "take 'two' whole" in text
+    assert pairs.load(include="two")["two"].right == 3
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "", 99, "cpu:x"])
+def test_a_device_that_is_none_is_answered_with_those_that_are(ckpt, device):
+    text = message(ConfigError, lambda: ckpt.load(device=device))
+    assert f"device={device!r} cannot be used here: give 'cpu', 'cuda' or 'cuda:0'" in text
+    assert torch.equal(ckpt.load(device="cpu")["model"]["weight"], torch.ones(4, 3))
+    assert ckpt.load(device=torch.device("meta"))["model"]["weight"].is_meta
+
+
+# -- after close ---------------------------------------------------------------------------------
+
+CALLS = {
+    "steps": lambda c: c.steps(),
+    "latest": lambda c: c.latest(),
+    "save": lambda c: c.save(state(), step=9),
+    "restore": lambda c: c.restore(state()),
+    "load": lambda c: c.load(),
+    "info": lambda c: c.info(),
+    "open": lambda c: c.open(),
+    "verify": lambda c: c.verify(),
+    "rewind": lambda c: c.rewind(1),
+    "delete": lambda c: c.delete(1),
+    "prune": lambda c: c.prune(),
+    "fence": lambda c: c.fence(),
+    "wait": lambda c: c.wait(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_after_close_says_that_it_is_closed(ckpt, name):
+    ckpt.close()
+    assert "is closed" in message(SaverClosedError, lambda: CALLS[name](ckpt))
+    ckpt.close()
+
+
+def test_callbacks_may_look_at_the_run_until_close_is_done(tmp_path):
+    seen = []
+
+    def look(event):
+        if event.kind == "durable":
+            seen.append((ckpt.latest(), ckpt.open().step))
+
+    with penstock.Checkpointer(f"posix://{tmp_path}/run", on_event=look) as ckpt:
+        ckpt.save(state(), step=3)
+    assert seen == [(3, 3)]
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def written(tmp_path, text):
+    path = tmp_path / "penstock.toml"
+    path.write_text(text)
+    return path
+
+
+RULE = "backend = '{root}/run'\n[[rules]]\nmatch = 'a'\n"
+FAST = "{{ type = 'posix', path = '{root}/a', endpiont = 1 }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        (
+            "[backend]\ntype = 'posix'\npath = '{root}/run'\ndirect = 'off'\n",
+            ConfigError,
+            "options of backend 'posix': 1 problem\n  backend.direct: unknown key",
+        ),
+        (
+            "[backend]\ntype = 'tiered'\nfast = " + FAST + "\ndurable = '{root}/b'\n",
+            ConfigError,
+            "options of backend 'posix': 1 problem\n  backend.fast.endpiont: unknown key",
+        ),
+        (
+            "[backend]\ntype = 'posxi'\npath = 'x'\n",
+            PluginError,
+            "backend.type: no backend called 'posxi' is installed; did you mean posix?",
+        ),
+        ("backend = 'posix://{root}/run?x=1'\n", ConfigError, "  x: unknown key"),
+        (
+            RULE + "codecs = ['lz4', {{ type = 'zstd', levle = 3 }}]\n",
+            ConfigError,
+            "rules[0].codecs[1]: options of codec 'zstd': 1 problem\n  levle: unknown key",
+        ),
+        (
+            RULE + "codecs = ['zsdt']\n",
+            PluginError,
+            "rules[0].codecs[0]: no codec called 'zsdt'",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_file_and_its_place(tmp_path, text, kind, words):
+    path = written(tmp_path, text.format(root=tmp_path))
+    found = message(kind, lambda: penstock.Checkpointer.from_config(path))
+    assert found.startswith(f"configuration {path}: ")
+    assert words in found
+
+
+def test_options_given_in_python_are_refused_without_a_file():
+    found = message(ConfigError, lambda: open_backend({"type": "posix", "path": "x", "y": 1}))
+    assert found.startswith("options of backend 'posix': 1 problem\n  y: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_last": 3}, "keep_last: unknown key; it stands in [retention]"),
+        ({"keep_every": 3}, "keep_every: unknown key; it stands in [retention]"),
+        ({"codecs": "zstd"}, "codecs: unknown key; it stands in [[rules]]"),
+        ({"match": "a"}, "match: unknown key; it stands in [[rules]]"),
+        ({"rules": {}}, 'rules: Input should be a list of tables: [{"match": "optimizer/**", '),
+        ({"rules": "zstd"}, "in TOML [[rules]]"),
+        ({"rules": ["zstd"]}, "rules[0]: Input should be a table"),
+        (
+            {"rules": [{"match": "a", "codecs": "zstd"}]},
+            "rules[0].codecs: Input should be a list: ['zstd']",
+        ),
+        (
+            {"rules": [{"match": "a", "codecs": {"type": "zstd"}}]},
+            'rules[0].codecs: Input should be a list: [{"type": "zstd", "level": 3}]',
+        ),
+        ({"retention": 3}, "retention: Input should be a table"),
+        ({"wokers": 3}, "wokers: unknown key; did you mean workers?"),
+    ],
+)
+def test_an_option_of_the_wrong_shape_is_answered_with_the_right_one(tmp_path, options, words):
+    assert words in message(ConfigError, lambda: penstock.Checkpointer(tmp_path, **options))
+
+
+@pytest.mark.parametrize("option", ["rules", "defer"])
+def test_a_malformed_pattern_is_named_by_the_option_that_has_it(tmp_path, option):
+    value = [{"match": ["b", "a["], "codecs": ZSTD}] if option == "rules" else "a["
+    found = message(ConfigError, lambda: penstock.Checkpointer(tmp_path, **{option: value}))
+    place = {"rules": "rules[0].match", "defer": "defer"}[option]
+    assert f"\n  {place}: pattern 'a[': it has a [ without its ]" in found
+    assert "include" not in found
+
+
+def test_a_plugin_that_cannot_be_opened_is_named_with_its_distribution(plugin_site):
+    plugin_site.add(
+        "acme",
+        {"penstock.backends": {"acme": "acme_store:Acme"}},
+        version="2.5",
+        acme_store="""
+            from penstock.backends.memory import MemoryBackend
+            class Acme(MemoryBackend):
+                name = "acme"
+                api_version = 1
+                @classmethod
+                def open(cls, config, /, *, open_backend): raise OSError("no key")
+        """,
+    )
+    found = message(PluginError, lambda: open_backend({"type": "acme"}, Registry()))
+    assert "backend 'acme' (acme_store.Acme of acme 2.5) cannot be opened" in found
+
+
+def test_what_a_plugin_raises_is_named_with_its_distribution(plugin_site):
+    plugin_site.add(
+        "acme",
+        {"penstock.backends": {"acme": "acme_shelf:Acme"}},
+        version="2.5",
+        acme_shelf="""
+            from penstock.backends.memory import MemoryBackend
+            class Acme(MemoryBackend):
+                name = "acme"
+                api_version = 1
+                def list(self, prefix, /): raise KeyError("no such shelf")
+        """,
+    )
+    backend = open_backend({"type": "acme"}, Registry())
+    found = message(StorageError, lambda: backend.list("data/"))
+    assert "backend 'acme' (acme_shelf.Acme of acme 2.5) failed with KeyError" in found
+
+
+def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
+    first = message(StepExistsError, lambda: ckpt.save(state(), step=1))
+    assert "Pass overwrite=True" in first
+    assert "delete steps 1 and later (there is no earlier one for rewind) first" in first
+    ckpt.save(state(), step=5, mode="blocking")
+    found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
+    assert "Pass overwrite=True" in found
+    assert "call rewind(1), which forgets all later steps, first" in found
+
+
+def test_a_root_that_cannot_be_used_comes_first(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with penstock.Checkpointer(f"posix://{tmp_path}/file/run") as ckpt:
+        found = message(StorageError, ckpt.steps)
+    assert found.startswith(f"{tmp_path}/file/run: cannot list commits/: Not a directory (ENOTDIR)")
