@@ -87,14 +87,15 @@ class Pool:
         me = threading.current_thread()
         while (work := self._queue.get()) is not None:
             self._busy_since_s[me] = time.monotonic()
-            _finish(*work)
+            fulfil(*work)
             del work
             with self._lock:
                 del self._busy_since_s[me]
                 self._idle += 1
 
 
-def _finish(future: Future[T], task: Callable[[], T]) -> None:
+def fulfil(future: Future[T], task: Callable[[], T]) -> None:
+    """Run `task`, unless `future` was cancelled, and tell it what came of that."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.backends.fsspec.errors import Scrubber, explained, is_transient, place
-from penstock.backends.fsspec.lane import settle
 from penstock.backends.fsspec.parts import copy
 from penstock.backends.fsspec.retry import Retry
 from penstock.backends.fsspec.store import Store
 from penstock.backends.fsspec.streams import StreamWriter, flush
+from penstock.backends.fsspec.waiting import settle
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,

@@ -14,9 +14,9 @@ from penstock.core.types import align_up, flat_view
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from penstock.backends.fsspec.lane import Batch
     from penstock.backends.fsspec.parts import PartMemory
     from penstock.backends.fsspec.s3_client import S3Client
+    from penstock.backends.fsspec.waiting import Batch
     from penstock.core.types import WriteRequest
 
 # A part with gaps waits for calls that overtook each other; so many may wait.

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock.backends.fsspec.errors import place
-from penstock.backends.fsspec.lane import settle
 from penstock.backends.fsspec.ranges import plan_spans
+from penstock.backends.fsspec.waiting import settle
 from penstock.core.errors import BlobExistsError, BlobNotFoundError
 
 if TYPE_CHECKING:

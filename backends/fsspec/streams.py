@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
 
-    from penstock.backends.fsspec.lane import Batch
+    from penstock.backends.fsspec.waiting import Batch
     from penstock.core.types import BlobInfo, WriteRequest
 
 _ZEROS = memoryview(bytes(1 << 20))

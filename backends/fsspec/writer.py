@@ -9,8 +9,9 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from penstock.backends.fsspec.errors import place
-from penstock.backends.fsspec.lane import Batch, Lane
+from penstock.backends.fsspec.waiting import Batch
 from penstock.core.abc import BlobWriter
+from penstock.core.abc.lane import Lane
 from penstock.core.errors import StorageError
 
 if TYPE_CHECKING:

@@ -6,17 +6,19 @@ import re
 import secrets
 import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from weakref import WeakKeyDictionary
 
+from penstock.core.abc.lane import Lane
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
 from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
-from penstock.core.pool import Pool
+from penstock.core.pool import Pool, fulfil
 from penstock.core.types import Capabilities, ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from penstock.core.types import BlobInfo, WriteRequest
 
@@ -127,8 +129,8 @@ class Backend(ABC):
     Config: ClassVar[type[PluginConfig]] = PluginConfig
 
     _pool: Pool | None = None
-    _writing: Pool | None = None
-    _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards making a `_pool`
+    _lanes: WeakKeyDictionary[BlobWriter, Lane] | None = None
+    _pool_lock: ClassVar[threading.Lock] = threading.Lock()  # guards making the two
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
@@ -237,22 +239,24 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Release everything; waits for what is in flight. Idempotent."""
-        pools = self._pool, self._writing
-        self._pool = self._writing = None
-        for pool in pools:
-            if pool is not None:
-                pool.shutdown(wait=True)
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
 
     # Slow-but-correct defaults -----------------------------------------------------------------
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
         """`writer.write(requests)` in the background; the buffers are in use until it is done.
 
-        Where `Capabilities.ordered` says so, one call at a time, in the order of submission.
+        Where `Capabilities.ordered` says so, those of one blob one at a time, in the order of
+        submission.
         """
-        return self._executor(ordered=self.capabilities.ordered).submit(
-            lambda: writer.write(requests)
-        )
+        if not self.capabilities.ordered:
+            return self._executor().submit(lambda: writer.write(requests))
+        future: Future[None] = Future()
+        lane = self._lane(writer)
+        lane.submit(lambda: fulfil(future, lambda: writer.write(requests)))
+        return future
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """`read(requests)` in the background; the targets are in use until it is done."""
@@ -314,12 +318,15 @@ class Backend(ABC):
         finally:
             self.delete([probe])
 
-    def _executor(self, *, ordered: bool = False) -> Pool:
+    def _lane(self, writer: BlobWriter) -> Lane:
+        pool = self._executor()
         with Backend._pool_lock:
-            if ordered:
-                if self._writing is None:
-                    self._writing = Pool(1, f"penstock-{self.name}-write")
-                return self._writing
+            if self._lanes is None:
+                self._lanes = WeakKeyDictionary()
+            return self._lanes.setdefault(writer, Lane(pool))
+
+    def _executor(self) -> Pool:
+        with Backend._pool_lock:
             if self._pool is None:
                 # Two: one batch moves while the next is handed over.
                 self._pool = Pool(2, f"penstock-{self.name}", stuck_s=_STUCK_S)

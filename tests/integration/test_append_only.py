@@ -14,6 +14,7 @@ from penstock.core.abc import BlobWriter
 from penstock.core.errors import StorageError
 from penstock.core.testing.backends import check_backend
 from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.types import WriteRequest
 
 
 class AppendOnly(WrapperBackend):
@@ -92,3 +93,30 @@ def test_every_blob_is_written_in_order(mode, staging_bytes, store):
     assert same(got["table"], state["table"])
     assert same(got["packed"], state["packed"])
     assert same(got["model"]["weight"], state["model"].weight.detach())
+
+
+def test_a_blob_whose_write_hangs_holds_up_no_other(store):
+    event, begun = threading.Event(), threading.Event()
+
+    class Hanging(_Appending):
+        def write(self, requests, /):
+            begun.set()
+            assert event.wait(60)
+            super().write(requests)
+
+    stuck, other = Hanging(store.inner.create("stuck")), store.create("other")
+    data = [memoryview(bytes([n]) * 10) for n in range(5)]
+    try:
+        waiting = [store.submit_write(stuck, [WriteRequest(0, (data[0],))])]
+        assert begun.wait(60)
+        waiting.append(store.submit_write(stuck, [WriteRequest(10, (data[1],))]))
+        for number, piece in enumerate(data):
+            store.submit_write(other, [WriteRequest(10 * number, (piece,))]).result(60)
+        other.seal(50)
+        assert not any(future.done() for future in waiting)
+    finally:
+        event.set()
+    for future in waiting:
+        future.result(60)
+    stuck.seal(20)
+    assert bytes(store.inner._store.blobs["stuck"].data) == b"".join(data[:2])

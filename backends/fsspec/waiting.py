@@ -1,43 +1,13 @@
-"""Order among what runs in the background: one writer's batches, one behind the other."""
+"""Waiting for what runs in the background, all of it."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from concurrent.futures import Executor
-
-
-class Lane:
-    """Runs tasks in the order of their submission, never two at a time."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._running = False
-        self._lock = threading.Lock()  # guards both
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run `task`, which must not raise, once all before it are over."""
-        with self._lock:
-            self._tasks.append(task)
-            if self._running:
-                return
-            self._running = True
-        self._executor.submit(self._drain)
-
-    def _drain(self) -> None:
-        while True:
-            with self._lock:
-                if not self._tasks:
-                    self._running = False
-                    return
-                task = self._tasks.popleft()
-            task()
+    from collections.abc import Collection
 
 
 class Batch:
