@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from penstock.core.errors import PluginError
+from penstock.core.plugin_checks import breach_of_priority
 from penstock.core.validation import nearest
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class ProviderSet:
         """The provider that claims `kind` with the highest priority; None: nobody does.
 
         Raises:
-            PluginError: Two claim it with the same priority.
+            PluginError: Two claim it with the same priority, or one with what is no priority.
         """
         with self._lock:
             if kind not in self._by_type:
@@ -87,7 +88,7 @@ class ProviderSet:
 
     def _claim(self, name: str, provider: StateProvider, kind: type) -> int | None:
         try:
-            return provider.claims(kind)
+            claim = provider.claims(kind)
         except Exception as error:
             if type(provider).__module__.split(".")[0] == _OURS:
                 raise
@@ -101,6 +102,11 @@ class ProviderSet:
                     error,
                 )
             return None
+        problem = breach_of_priority(claim, kind)
+        if problem is not None:
+            msg = f"{self._named([name])} {problem}; mend it, or uninstall it"
+            raise PluginError(msg)
+        return claim
 
     def _named(self, names: list[str]) -> str:
         return " and ".join(f"provider {n!r} of {self._providers[n][1]}" for n in names)

@@ -5,24 +5,27 @@ Every complaint names the distribution; one plugin's failure never touches anoth
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import inspect
 import logging
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from penstock.core.abc import (
-    API_VERSION,
-    Backend,
-    Codec,
-    PluginConfig,
-    StateProvider,
-    says_its_version,
+from penstock.core.abc import Backend, Codec, StateProvider
+from penstock.core.entry_points import (
+    GROUPS,
+    PluginKind,
+    by_name,
+    conflict,
+    distribution,
+    is_ours,
+    label,
+    module_exists,
+    who,
 )
 from penstock.core.errors import ConfigError, PluginError
+from penstock.core.plugin_checks import breach_of_class, breach_of_instance, default_arguments
 from penstock.core.provider_set import ProviderSet
 from penstock.core.validation import nearest, validated
 
@@ -32,14 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PluginKind = Literal["provider", "codec", "backend"]
 PluginState = Literal["found", "ok", "failed", "conflict"]
 
-GROUPS: dict[PluginKind, str] = {
-    "provider": "penstock.providers",
-    "codec": "penstock.codecs",
-    "backend": "penstock.backends",
-}
 _CONTRACTS: dict[PluginKind, type] = {
     "provider": StateProvider,
     "codec": Codec,
@@ -57,7 +54,7 @@ class PluginInfo:
         distribution: Who ships it.
         version: Of the distribution.
         state: `found`: not loaded yet; `ok`: loaded and valid; `failed`: cannot be loaded or
-            breaks the contract; `conflict`: another distribution claims the same name.
+            created, or breaks the contract; `conflict`: another one claims the same name or form.
         error: Why, when `failed` or `conflict`.
         target: `module:Class`.
     """
@@ -158,12 +155,13 @@ class Registry:
         """Every installed plugin, by kind and name.
 
         Args:
-            load: Import and validate each (which may import torch); otherwise only look whether
-                its module can be found.
+            load: Import and validate each (which may import torch), and make an instance of those
+                that need no options; otherwise only look whether its module can be found.
         """
         with self._lock:
+            shared = self._shared_forms() if load else {}
             return [
-                self._info(kind, name, entry, load=load)
+                self._info(kind, name, entry, load=load, shared=shared)
                 for kind in GROUPS
                 for name in self.names(kind)
                 for entry in self._entries(kind)[name]
@@ -174,7 +172,7 @@ class Registry:
     def _entries(self, kind: PluginKind) -> dict[str, list[EntryPoint]]:
         with self._lock:
             if kind not in self._by_kind:
-                self._by_kind[kind] = _by_name(self._given, GROUPS[kind])
+                self._by_kind[kind] = by_name(self._given, kind)
             return self._by_kind[kind]
 
     def _all_providers(self) -> dict[str, tuple[StateProvider, str]]:
@@ -185,11 +183,11 @@ class Registry:
                 cls = cast("type[StateProvider]", self._load("provider", entry))
                 provider = self._create("provider", name, cls)
             except PluginError as error:
-                if _is_ours(entry):
+                if is_ours(entry):
                     raise
                 logger.warning("%s; going on without it", error)
             else:
-                found[name] = (provider, _distribution(entry))
+                found[name] = (provider, distribution(entry))
         return found
 
     def _class(self, kind: PluginKind, name: str) -> type:
@@ -207,7 +205,7 @@ class Registry:
             )
             raise PluginError(msg)
         if len(entries) > 1:
-            raise PluginError(_conflict(kind, name, entries))
+            raise PluginError(conflict(kind, name, entries))
         return entries[0]
 
     def _load(self, kind: PluginKind, entry: EntryPoint) -> type:
@@ -216,9 +214,9 @@ class Registry:
                 self._loaded[entry] = _checked(kind, entry, entry.load())
             except PluginError as error:
                 self._loaded[entry] = error
-            except Exception as error:  # noqa: BLE001 - a plugin may fail in any way: recorded
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - it may fail in any way: recorded
                 failure = PluginError(
-                    f"{_label(kind, entry)} cannot be loaded: {type(error).__name__}: {error}"
+                    f"{label(kind, entry)} cannot be loaded: {type(error).__name__}: {error}"
                 )
                 failure.__cause__ = error
                 self._loaded[entry] = failure
@@ -233,118 +231,75 @@ class Registry:
             return cls(*arguments)
         except (ConfigError, PluginError):
             raise
-        except Exception as error:
-            label = _label(kind, self._only(kind, name))
-            msg = f"{label} cannot be created: {type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:
+            whence = label(kind, self._only(kind, name))
+            msg = f"{whence} cannot be created: {type(error).__name__}: {error}"
             raise PluginError(msg) from error
 
     def _whence(self, kind: PluginKind, name: str) -> str:
-        return _distribution(self._only(kind, name))
+        return distribution(self._only(kind, name))
 
-    def _info(self, kind: PluginKind, name: str, entry: EntryPoint, *, load: bool) -> PluginInfo:
+    def _info(
+        self, kind: PluginKind, name: str, entry: EntryPoint, *, load: bool,
+        shared: Mapping[EntryPoint, str],
+    ) -> PluginInfo:  # fmt: skip
         state: PluginState = "found"
         error: str | None = None
         entries = self._entries(kind)[name]
         if len(entries) > 1:
-            state, error = "conflict", _conflict(kind, name, entries)
+            state, error = "conflict", conflict(kind, name, entries)
         elif load or entry in self._loaded:
             state = "ok"
             try:
-                self._load(kind, entry)
+                cls = self._load(kind, entry)
+                if load:
+                    self._try(kind, entry, cls)
             except PluginError as failure:
                 state, error = "failed", str(failure)
-        elif not _module_exists(entry):
+            else:
+                if entry in shared:
+                    state, error = "conflict", shared[entry]
+        elif not module_exists(entry):
             state = "failed"
-            error = f"{_label(kind, entry)} cannot be loaded: no module {entry.module!r}"
-        who, version = _who(entry)
-        return PluginInfo(kind, name, who, version, state, error, entry.value)
+            error = f"{label(kind, entry)} cannot be loaded: no module {entry.module!r}"
+        shipper, version = who(entry)
+        return PluginInfo(kind, name, shipper, version, state, error, entry.value)
 
+    def _try(self, kind: PluginKind, entry: EntryPoint, cls: type) -> None:
+        """Make one as if nobody had configured it, and ask it what costs nothing."""
+        try:
+            arguments = default_arguments(cls)
+            problem = None if arguments is None else breach_of_instance(cls(*arguments))
+        except (Exception, SystemExit) as error:
+            msg = f"{label(kind, entry)} cannot be created: {type(error).__name__}: {error}"
+            raise PluginError(msg) from error
+        if problem is not None:
+            msg = f"{label(kind, entry)} cannot be used: it {problem}"
+            raise PluginError(msg)
 
-def _by_name(given: Iterable[EntryPoint] | None, group: str) -> dict[str, list[EntryPoint]]:
-    if given is None:
-        given = importlib.metadata.entry_points(group=group)
-    found: dict[str, list[EntryPoint]] = {}
-    for entry in given:
-        if entry.group == group:
-            same = found.setdefault(entry.name, [])
-            # One distribution may be found twice, as installed and as built in place.
-            if not any(e.value == entry.value and _who(e) == _who(entry) for e in same):
-                same.append(entry)
-    return found
+    def _shared_forms(self) -> dict[EntryPoint, str]:
+        """What to say of the providers that declare a form which another one declares too."""
+        by_form: dict[str, list[EntryPoint]] = {}
+        for entries in self._entries("provider").values():
+            for entry in entries:
+                with suppress(PluginError):  # it is listed as failed
+                    for form in dict.fromkeys(self._load("provider", entry).forms):  # type: ignore[attr-defined] # the class was checked
+                        by_form.setdefault(form, []).append(entry)
+        return {
+            entry: f"form {form!r} is declared by "
+            f"{' and '.join(label('provider', e) for e in entries)}: uninstall all but one"
+            for form, entries in by_form.items()
+            if len(entries) > 1
+            for entry in entries
+        }
 
 
 def _checked(kind: PluginKind, entry: EntryPoint, loaded: object) -> type:
-    contract = _CONTRACTS[kind]
-    if isinstance(loaded, type) and issubclass(loaded, contract):
-        problem = _breach(entry, loaded, contract)
-    else:
-        problem = f"is not a subclass of {contract.__name__}"
+    problem = breach_of_class(loaded, _CONTRACTS[kind], name=entry.name, distribution=who(entry)[0])
     if problem:
-        msg = f"{_label(kind, entry)} cannot be used: {entry.value} {problem}"
+        msg = f"{label(kind, entry)} cannot be used: {entry.value} {problem}"
         raise PluginError(msg)
     return cast("type", loaded)
-
-
-def _breach(entry: EntryPoint, cls: Any, contract: type) -> str | None:
-    wrong = _breach_of_versions(entry, cls, contract)
-    if wrong is not None:
-        return wrong
-    if inspect.isabstract(cls):
-        return f"lacks {', '.join(sorted(cls.__abstractmethods__))}"
-    if getattr(cls, "name", None) != entry.name:
-        return f"calls itself {getattr(cls, 'name', None)!r}, not {entry.name!r}"
-    options = getattr(cls, "Config", PluginConfig)  # providers have none
-    if not (isinstance(options, type) and issubclass(options, PluginConfig)):
-        return "has a Config that is not a subclass of PluginConfig"
-    return None
-
-
-def _breach_of_versions(entry: EntryPoint, cls: Any, contract: type) -> str | None:
-    if type(cls.api_version) is not int:
-        return f"has the api_version {cls.api_version!r}: it must be the integer {API_VERSION}"
-    if contract is not Backend and type(cls.version) is not int:
-        return f"has the version {cls.version!r}: it must be an integer"
-    if cls.api_version != API_VERSION:
-        older = "penstock" if cls.api_version > API_VERSION else _who(entry)[0]
-        return (
-            f"is for version {cls.api_version} of the {contract.__name__} contract, "
-            f"this Penstock has version {API_VERSION}: upgrade {older}"
-        )
-    if not says_its_version(cls):
-        return (
-            f"does not say for which version of the {contract.__name__} contract it was written: "
-            f"write `api_version = {API_VERSION}` into the class"
-        )
-    return None
-
-
-def _module_exists(entry: EntryPoint) -> bool:
-    try:
-        return importlib.util.find_spec(entry.module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _who(entry: EntryPoint) -> tuple[str, str]:
-    # Entry points made by hand belong to nobody.
-    return (entry.dist.name, entry.dist.version) if entry.dist else ("(no distribution)", "")
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return " ".join(_who(entry)).strip()
-
-
-def _is_ours(entry: EntryPoint) -> bool:
-    return entry.module.split(".")[0] == __name__.split(".")[0]
-
-
-def _label(kind: PluginKind, entry: EntryPoint) -> str:
-    return f"{kind} {entry.name!r} of {_distribution(entry)}"
-
-
-def _conflict(kind: PluginKind, name: str, entries: Iterable[EntryPoint]) -> str:
-    claims = " and ".join(f"{_distribution(e)} ({e.value})" for e in entries)
-    return f"{kind} {name!r} is claimed by {claims}: uninstall all but one"
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.errors import PluginError, UnsupportedStateError
 from penstock.core.paths import show_path
+from penstock.core.plugin_checks import breach_of_priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ class StaticProviders:
 
     def for_type(self, kind: type, /) -> StateProvider | None:
         """As `Providers.for_type`."""
-        claims = [(p.claims(kind), p) for p in self._providers]
+        claims = [(_claim(p, kind), p) for p in self._providers]
         ranked = sorted(((c, p) for c, p in claims if c is not None), key=lambda pair: -pair[0])
         if not ranked:
             return None
@@ -79,6 +80,15 @@ class StaticProviders:
     def all(self) -> Sequence[StateProvider]:
         """As `Providers.all`."""
         return self._providers
+
+
+def _claim(provider: StateProvider, kind: type) -> int | None:
+    claim = provider.claims(kind)
+    problem = breach_of_priority(claim, kind)
+    if problem is not None:
+        msg = f"provider {provider.name!r} {problem}; mend it, or uninstall it"
+        raise PluginError(msg)
+    return claim
 
 
 @dataclass(frozen=True, slots=True)

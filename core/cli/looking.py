@@ -192,7 +192,7 @@ def plugins(
     *,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Import and validate each; exits with 1 if one is broken."),
+        typer.Option("--check", help="Import and try each; exits with 1 if one is broken."),
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -30,7 +30,8 @@ def run(*, check: bool, as_json: bool) -> bool:
 
     Args:
         check: Import and validate each plugin, which takes as long as their imports do (torch,
-            for one); otherwise only look whether the module is there.
+            for one), and make one of each that needs no options; otherwise only look whether the
+            module is there.
         as_json: For programs.
 
     Returns:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from penstock.core.testing.backends_access import ACCESS_CHECKS
 from penstock.core.testing.backends_blobs import BLOB_CHECKS
+from penstock.core.testing.backends_instance import INSTANCE_CHECKS
 from penstock.core.testing.backends_records import RECORD_CHECKS
-from penstock.core.testing.expectations import NotDeclaredError
+from penstock.core.testing.expectations import NotDeclaredError, NotTriedError
 
 if TYPE_CHECKING:
     from penstock.core.testing.expectations import BackendCheck, OpenRoot
@@ -28,11 +29,13 @@ BACKEND_CHECKS: tuple[BackendCheck, ...] = (
     *BLOB_CHECKS,
     *ACCESS_CHECKS,
     *RECORD_CHECKS,
+    *INSTANCE_CHECKS,
 )
 """Every check; each takes the function that opens a root, and raises AssertionError.
 
 A check of something that a backend need not offer asks the instance whether it declares it. If
-not, it raises NotDeclaredError, which pytest and unittest show as a skip.
+not, it raises NotDeclaredError; where something cannot be tried on the store at hand it raises
+NotTriedError. Pytest and unittest show both as a skip, with the reason.
 """
 
 
@@ -43,8 +46,9 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
         open_root: Opens the root of that name; the first time it must be empty.
 
     Returns:
-        Names of the checks that were left out because the backend does not declare what they are
-        about; everything else was checked.
+        Names of the checks that were left out, because the backend does not declare what they are
+        about, or because it cannot be tried (a crash, where no forked process can use the store);
+        everything else was checked.
 
     Raises:
         AssertionError: A promise of the contract is not kept, or a check was skipped though the
@@ -54,7 +58,7 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
     for check in BACKEND_CHECKS:
         try:
             check(open_root)
-        except NotDeclaredError:
+        except (NotDeclaredError, NotTriedError):
             left_out.append(check.__name__)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise

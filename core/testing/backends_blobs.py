@@ -14,8 +14,10 @@ from penstock.core.testing.expectations import (
     Model,
     at_phase,
     declared,
+    expect,
     expect_equal,
     pattern,
+    promise,
     read_all,
     store,
 )
@@ -30,6 +32,7 @@ def _model(backend: Backend) -> Model:
     return Model(backend.capabilities.offset_alignment)
 
 
+@promise
 def blob_of_one_small_request_reads_back(open_root: OpenRoot) -> None:
     with closing(open_root("one")) as backend:
         model = _model(backend)
@@ -37,15 +40,17 @@ def blob_of_one_small_request_reads_back(open_root: OpenRoot) -> None:
         store(backend, "data/one.raw", model)
 
 
+@promise
 def empty_blob_can_be_sealed(open_root: OpenRoot) -> None:
     with closing(open_root("empty")) as backend:
         writer = backend.create("data/empty.raw")
         writer.write([])
         writer.seal(0)
-        assert backend.stat("data/empty.raw").size_bytes == 0
+        expect(backend.stat("data/empty.raw").size_bytes, 0, "size_bytes of an empty blob")
         backend.read([ReadRequest("data/empty.raw", 0, memoryview(bytearray()))])
 
 
+@promise
 def odd_offsets_lengths_and_addresses_read_back(open_root: OpenRoot) -> None:
     rng = random.Random(20)
     with closing(open_root("odd")) as backend:
@@ -60,6 +65,7 @@ def odd_offsets_lengths_and_addresses_read_back(open_root: OpenRoot) -> None:
             store(backend, f"data/{case}.raw", model)
 
 
+@promise
 def gathered_buffers_read_back(open_root: OpenRoot) -> None:
     rng = random.Random(21)
     with closing(open_root("gather")) as backend:
@@ -72,6 +78,7 @@ def gathered_buffers_read_back(open_root: OpenRoot) -> None:
             store(backend, f"data/{case}.raw", model)
 
 
+@promise
 def more_buffers_than_a_system_call_takes_read_back(open_root: OpenRoot) -> None:
     with closing(open_root("vector")) as backend:
         model = _model(backend)
@@ -80,6 +87,7 @@ def more_buffers_than_a_system_call_takes_read_back(open_root: OpenRoot) -> None
         store(backend, "data/many.raw", model)
 
 
+@promise
 def gaps_read_as_zero(open_root: OpenRoot) -> None:
     with closing(open_root("gaps")) as backend:
         model = _model(backend)
@@ -91,6 +99,7 @@ def gaps_read_as_zero(open_root: OpenRoot) -> None:
         expect_equal(read_all(backend, "data/hole.raw", 123_457), bytes(123_457))
 
 
+@promise
 def many_small_requests_read_back(open_root: OpenRoot) -> None:
     with closing(open_root("many")) as backend:
         model = _model(backend)
@@ -99,6 +108,7 @@ def many_small_requests_read_back(open_root: OpenRoot) -> None:
         store(backend, "data/many.raw", model)
 
 
+@promise
 def one_large_request_reads_back(open_root: OpenRoot) -> None:
     with closing(open_root("large")) as backend:
         data = pattern(MIB) * 40
@@ -108,6 +118,7 @@ def one_large_request_reads_back(open_root: OpenRoot) -> None:
             store(backend, f"data/large-{address}.raw", model)
 
 
+@promise
 @declared(lambda capabilities: not capabilities.ordered, "that writes may come in any order")
 def batches_from_threads_read_back(open_root: OpenRoot) -> None:
     with closing(open_root("threads")) as backend, ThreadPoolExecutor(4) as pool:
@@ -123,6 +134,7 @@ def batches_from_threads_read_back(open_root: OpenRoot) -> None:
         expect_equal(read_all(backend, "data/threads.raw", model.end), model.expected)
 
 
+@promise
 def batches_in_the_background_read_back(open_root: OpenRoot) -> None:
     with closing(open_root("background")) as backend:
         model = _model(backend)
@@ -131,7 +143,7 @@ def batches_in_the_background_read_back(open_root: OpenRoot) -> None:
         writer = backend.create("data/b.raw")
         writes = [backend.submit_write(writer, [request]) for request in model.requests]
         for write in writes:
-            assert write.result(60) is None
+            expect(write.result(60), None, "the result of submit_write")
         writer.seal(model.end)
         targets = [bytearray(request.length) for request in model.requests]
         reads = [
@@ -139,11 +151,12 @@ def batches_in_the_background_read_back(open_root: OpenRoot) -> None:
             for request, target in zip(model.requests, targets, strict=True)
         ]
         for read in reads:
-            assert read.result(60) is None
+            expect(read.result(60), None, "the result of submit_read")
         for request, target in zip(model.requests, targets, strict=True):
             expect_equal(bytes(target), b"".join(request.buffers))
 
 
+@promise
 def buffers_are_free_after_write_returns(open_root: OpenRoot) -> None:
     with closing(open_root("free")) as backend:
         data = pattern(3 * MIB + 17)
@@ -157,6 +170,7 @@ def buffers_are_free_after_write_returns(open_root: OpenRoot) -> None:
             expect_equal(got[64:], data)
 
 
+@promise
 def writing_does_not_change_the_source(open_root: OpenRoot) -> None:
     with closing(open_root("source")) as backend:
         data = pattern(200_001)
@@ -167,6 +181,7 @@ def writing_does_not_change_the_source(open_root: OpenRoot) -> None:
         expect_equal(bytes(view), data)
 
 
+@promise
 def seal_cuts_to_length(open_root: OpenRoot) -> None:
     with closing(open_root("cut")) as backend:
         data = pattern(100_000)
@@ -174,7 +189,8 @@ def seal_cuts_to_length(open_root: OpenRoot) -> None:
             writer = backend.create(f"data/{length}.raw")
             writer.write([WriteRequest(0, (memoryview(data),))])
             writer.seal(length)
-            assert backend.stat(f"data/{length}.raw").size_bytes == length
+            size = backend.stat(f"data/{length}.raw").size_bytes
+            expect(size, length, "size_bytes after seal")
             expected = data[:length] + bytes(max(0, length - len(data)))
             expect_equal(read_all(backend, f"data/{length}.raw", length), expected)
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import BlobExistsError, BlobNotFoundError, FormatError, StorageError
 from penstock.core.testing.expectations import (
     declared,
+    expect,
     expect_equal,
+    expect_names,
     pattern,
+    promise,
     raises,
     read_all,
 )
@@ -23,7 +26,6 @@ from penstock.core.types import ReadRequest, WriteRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.core.abc import Backend
     from penstock.core.testing.expectations import BackendCheck, OpenRoot
 
 PUBLISHERS = 8
@@ -31,10 +33,7 @@ TURNS, MOST_TURNS, CHANGES = 60, 20_000, 60
 BAD_NAMES = ("", "/abs", "../up", "a/../b", "a//b", "a/", "./a", "a b", "a\x00b", "ä", "a~b", "..")
 
 
-def _names(backend: Backend, prefix: str) -> list[str]:
-    return [info.name for info in backend.list(prefix)]
-
-
+@promise
 def published_records_read_back(open_root: OpenRoot) -> None:
     with closing(open_root("publish")) as backend:
         for name, data in (("a.json", b"{}"), ("x/y/z.bin", pattern(300_000)), ("e", b"")):
@@ -45,26 +44,29 @@ def published_records_read_back(open_root: OpenRoot) -> None:
             expect_equal(backend.read_record(name, limit_bytes=8), b"replaced")
 
 
+@promise
 def a_record_larger_than_allowed_is_refused(open_root: OpenRoot) -> None:
     with closing(open_root("limit")) as backend:
         backend.publish("big.json", b"x" * 101)
-        with raises(FormatError):
+        with raises(FormatError, by="read_record of 101 bytes with limit_bytes=100"):
             backend.read_record("big.json", limit_bytes=100)
-        assert len(backend.read_record("big.json", limit_bytes=101)) == 101  # noqa: PLR2004
+        expect_equal(backend.read_record("big.json", limit_bytes=101), b"x" * 101)
 
 
+@promise
 def exclusive_publish_never_replaces(open_root: OpenRoot) -> None:
     with closing(open_root("exclusive")) as backend:
         backend.publish("commits/1.json", b"first", exclusive=True)
-        with raises(BlobExistsError):
+        with raises(BlobExistsError, by="an exclusive publish of a name that is taken"):
             backend.publish("commits/1.json", b"second", exclusive=True)
         expect_equal(backend.read_record("commits/1.json", limit_bytes=99), b"first")
-        assert _names(backend, "commits/") == ["commits/1.json"]
+        expect_names(backend, "commits/", ["commits/1.json"])
         backend.delete(["commits/1.json"])
         backend.publish("commits/1.json", b"third", exclusive=True)
         expect_equal(backend.read_record("commits/1.json", limit_bytes=99), b"third")
 
 
+@promise
 @declared(lambda capabilities: capabilities.exclusive_publish, "exclusive publish")
 def of_publishers_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
     with closing(open_root("race")) as one, closing(open_root("race")) as two:
@@ -85,9 +87,10 @@ def of_publishers_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
             assert won.count(True) == 1, f"{won.count(True)} publishers won"
             record = one.read_record(f"commits/{turn}.json", limit_bytes=9)
             expect_equal(record, b"%d" % won.index(True))
-        assert len(_names(one, "")) == 10  # noqa: PLR2004 - the turns, and no temporary
+        expect_names(one, "", [f"commits/{turn}.json" for turn in range(10)])  # no temporary
 
 
+@promise
 def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
     with closing(open_root("torn")) as backend:
         versions = [bytes([n]) * (1000 + 7000 * n) for n in range(4)]
@@ -122,39 +125,46 @@ def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
         assert not torn, f"records of {sorted(torn)} bytes were read, which nobody published"
 
 
+@promise
 def list_is_by_prefix_sorted_and_at_any_depth(open_root: OpenRoot) -> None:
     with closing(open_root("list")) as backend:
-        assert _names(backend, "") == []
-        assert _names(backend, "nothing/here/") == []
+        expect_names(backend, "", [])
+        expect_names(backend, "nothing/here/", [])
         names = ["a.b/c", "a/b/c/d", "a/bb", "a0", "b/x"]
         for size, name in enumerate(reversed(names)):
             backend.publish(name, b"x" * size)
-        assert _names(backend, "") == names
-        assert _names(backend, "a") == names[:-1]
-        assert _names(backend, "a/") == ["a/b/c/d", "a/bb"]
-        assert _names(backend, "a/b") == ["a/b/c/d", "a/bb"]
-        assert _names(backend, "a/b/") == ["a/b/c/d"]
-        assert _names(backend, "b/x") == ["b/x"]
-        assert _names(backend, "c") == []
+        expect_names(backend, "", names)
+        expect_names(backend, "a", names[:-1])
+        expect_names(backend, "a/", ["a/b/c/d", "a/bb"])
+        expect_names(backend, "a/b", ["a/b/c/d", "a/bb"])
+        expect_names(backend, "a/b/", ["a/b/c/d"])
+        expect_names(backend, "b/x", ["b/x"])
+        expect_names(backend, "c", [])
         for info in backend.list(""):
-            assert info.size_bytes == 4 - names.index(info.name)
-            assert info == backend.stat(info.name)
+            size = 4 - names.index(info.name)
+            expect(info.size_bytes, size, f"size_bytes that list gives of {info.name}")
+            expect(info, backend.stat(info.name), f"what list gives of {info.name}, not stat,")
 
 
+@promise
 def stat_tells_size_and_the_time_of_the_store(open_root: OpenRoot) -> None:
     with closing(open_root("stat")) as backend:
-        with raises(BlobNotFoundError):
+        with raises(BlobNotFoundError, by="stat of what is not there"):
             backend.stat("r.json")
         before = backend.store_time_s()
         backend.publish("r.json", b"12345")
         after = backend.store_time_s()
         info = backend.stat("r.json")
-        assert (info.name, info.size_bytes) == ("r.json", 5)
+        expect((info.name, info.size_bytes), ("r.json", 5), "name and size that stat gives")
         slack = 2.0  # stores with times of whole seconds, or two
-        assert before - slack <= info.modified_s <= after + slack
-        assert _names(backend, "") == ["r.json"]
+        assert before - slack <= info.modified_s <= after + slack, (
+            f"stat gives the time {info.modified_s} for a record that was published between "
+            f"{before} and {after} by the clock of the store (store_time_s)"
+        )
+        expect_names(backend, "", ["r.json"])
 
 
+@promise
 def delete_removes_what_is_named_and_nothing_else(open_root: OpenRoot) -> None:
     with closing(open_root("delete")) as backend:
         names = ["commits/1.json", "data/u/blobs/0.raw", "data/u/index", "data/v/index", "z"]
@@ -162,36 +172,38 @@ def delete_removes_what_is_named_and_nothing_else(open_root: OpenRoot) -> None:
             backend.publish(name, b"x")
         backend.delete([])
         backend.delete(["z", "never/was", "data/u/index", "z", "data/u/blobs/0.raw"])
-        assert _names(backend, "") == ["commits/1.json", "data/v/index"]
-        with raises(BlobNotFoundError):
+        expect_names(backend, "", ["commits/1.json", "data/v/index"])
+        with raises(BlobNotFoundError, by="stat of what was deleted"):
             backend.stat("z")
-        with raises(BlobNotFoundError):
+        with raises(BlobNotFoundError, by="read of what was deleted"):
             backend.read([ReadRequest("data/u/index", 0, memoryview(bytearray(1)))])
         backend.publish("data/u/index", b"again", exclusive=True)
         expect_equal(backend.read_record("data/u/index", limit_bytes=9), b"again")
 
 
+@promise
 def malformed_names_are_refused_everywhere(open_root: OpenRoot) -> None:
     target = memoryview(bytearray(1))
     with closing(open_root("names")) as backend:
         for name in BAD_NAMES:
-            calls: list[Callable[[], object]] = [
-                lambda n=name: backend.create(n),  # type: ignore[misc]
-                lambda n=name: backend.publish(n, b"x"),  # type: ignore[misc]
-                lambda n=name: backend.read([ReadRequest(n, 0, target)]),  # type: ignore[misc]
-                lambda n=name: backend.read_record(n, limit_bytes=9),  # type: ignore[misc]
-                lambda n=name: backend.stat(n),  # type: ignore[misc]
-                lambda n=name: backend.delete([n]),  # type: ignore[misc]
-            ]
-            for call in calls:
-                with raises(StorageError):
+            calls: dict[str, Callable[[], object]] = {
+                "create": lambda n=name: backend.create(n),  # type: ignore[misc]
+                "publish": lambda n=name: backend.publish(n, b"x"),  # type: ignore[misc]
+                "read": lambda n=name: backend.read([ReadRequest(n, 0, target)]),  # type: ignore[misc]
+                "read_record": lambda n=name: backend.read_record(n, limit_bytes=9),  # type: ignore[misc]
+                "stat": lambda n=name: backend.stat(n),  # type: ignore[misc]
+                "delete": lambda n=name: backend.delete([n]),  # type: ignore[misc]
+            }
+            for method, call in calls.items():
+                with raises(StorageError, by=f"{method} of the malformed name {name!r}"):
                     call()
         for prefix in ("/", "../", "a//", "a b"):
-            with raises(StorageError):
+            with raises(StorageError, by=f"list of the malformed prefix {prefix!r}"):
                 backend.list(prefix)
-        assert _names(backend, "") == []
+        expect_names(backend, "", [])
 
 
+@promise
 def what_was_stored_outlives_the_instance(open_root: OpenRoot) -> None:
     first = open_root("reopen")
     first.publish("r.json", b"record")
@@ -200,11 +212,12 @@ def what_was_stored_outlives_the_instance(open_root: OpenRoot) -> None:
     writer.seal(4)
     first.close()
     with closing(open_root("reopen")) as second:
-        assert _names(second, "") == ["b.raw", "r.json"]
+        expect_names(second, "", ["b.raw", "r.json"])
         expect_equal(read_all(second, "b.raw", 4), b"blob")
         expect_equal(second.read_record("r.json", limit_bytes=9), b"record")
 
 
+@promise
 def close_may_be_repeated_and_ends_all_use(open_root: OpenRoot) -> None:
     backend = open_root("close")
     backend.publish("r.json", b"x")
@@ -212,15 +225,16 @@ def close_may_be_repeated_and_ends_all_use(open_root: OpenRoot) -> None:
     backend.submit_write(writer, [WriteRequest(0, (memoryview(pattern(100_000)),))])
     backend.close()
     backend.close()
-    for call in (
-        lambda: backend.create("c.raw"),
-        lambda: backend.publish("s.json", b"x"),
-        lambda: backend.stat("r.json"),
-        lambda: backend.list(""),
-        lambda: backend.delete(["r.json"]),
-        lambda: backend.read([ReadRequest("r.json", 0, memoryview(bytearray(1)))]),
-    ):
-        with raises(StorageError):
+    calls: dict[str, Callable[[], object]] = {
+        "create": lambda: backend.create("c.raw"),
+        "publish": lambda: backend.publish("s.json", b"x"),
+        "stat": lambda: backend.stat("r.json"),
+        "list": lambda: backend.list(""),
+        "delete": lambda: backend.delete(["r.json"]),
+        "read": lambda: backend.read([ReadRequest("r.json", 0, memoryview(bytearray(1)))]),
+    }
+    for method, call in calls.items():
+        with raises(StorageError, by=f"{method} after close"):
             call()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.abc import API_VERSION, says_its_version
+from penstock.core.blame import said
 from penstock.core.types import ReadRequest, WriteRequest, align_up
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ MIB = 1 << 20
 
 class NotDeclaredError(unittest.SkipTest):
     """The check is about a capability that the instance does not declare.
+
+    Pytest and unittest show it as a skip, with the reason.
+    """
+
+
+class NotTriedError(unittest.SkipTest):
+    """What the check is about cannot be tried here; the reason says why.
 
     Pytest and unittest show it as a skip, with the reason.
     """
@@ -54,6 +62,17 @@ def declared(
     return gate
 
 
+def promise(check: BackendCheck, /) -> BackendCheck:
+    """Say in words what the check finds, whatever the backend raises meanwhile."""
+
+    @functools.wraps(check)
+    def said_in_words(open_root: OpenRoot) -> None:
+        with finding(f"while checking that {check.__name__.replace('_', ' ')}"):
+            check(open_root)
+
+    return said_in_words
+
+
 def expect_own_api_version(plugin: object, /) -> None:
     """The class says itself which version of its contract it was written for.
 
@@ -72,14 +91,44 @@ def expect_own_api_version(plugin: object, /) -> None:
 
 
 @contextmanager
-def raises(*errors: type[Exception]) -> Iterator[None]:
-    """Fail unless the block raises one of `errors`."""
+def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
+    """Whatever the block raises is a breach of the contract, and is said as one.
+
+    Args:
+        what: What was tried, to begin the sentence with.
+        passing: Errors that are let through as they are.
+
+    Raises:
+        AssertionError: The block has raised something else; it is the cause.
+    """
+    try:
+        yield
+    except unittest.SkipTest:
+        raise
+    except passing:
+        raise
+    except AssertionError as error:
+        if any(error.args):
+            raise
+        msg = f"{what}: an `assert` without a text failed"
+        raise AssertionError(msg) from error
+    except Exception as error:
+        msg = f"{what}: {said(error)}"
+        raise AssertionError(msg) from error
+
+
+@contextmanager
+def raises(*errors: type[Exception], by: str = "the call") -> Iterator[None]:
+    """Fail unless the block, which is described by `by`, raises one of `errors`."""
+    names = " or ".join(error.__name__ for error in errors)
     try:
         yield
     except errors:
         return
-    names = ", ".join(error.__name__ for error in errors)
-    msg = f"expected {names}, but nothing was raised"
+    except Exception as error:
+        msg = f"{by} must raise {names}, but raised {said(error)}"
+        raise AssertionError(msg) from error
+    msg = f"{by} must raise {names}, but raised nothing"
     raise AssertionError(msg)
 
 
@@ -127,6 +176,17 @@ def read_all(backend: Backend, name: str, length: int) -> bytes:
     return bytes(target)
 
 
+def expect(got: object, expected: object, what: str) -> None:
+    """Fail unless `got`, which is described by `what`, is what the contract asks for."""
+    assert got == expected, f"{what} is {got!r}, must be {expected!r}"
+
+
+def expect_names(backend: Backend, prefix: str, expected: list[str]) -> None:
+    """Fail unless `list(prefix)` gives these names, in this order."""
+    names = [info.name for info in backend.list(prefix)]
+    assert names == expected, f"list({prefix!r}) gives {names}, must give {expected}"
+
+
 def expect_equal(got: bytes, expected: bytes | bytearray) -> None:
     """Compare without printing megabytes."""
     if got == expected:
@@ -143,4 +203,4 @@ def store(backend: Backend, name: str, model: Model) -> None:
     writer.write(model.requests)
     writer.seal(model.end)
     expect_equal(read_all(backend, name, model.end), model.expected)
-    assert backend.stat(name).size_bytes == model.end
+    expect(backend.stat(name).size_bytes, model.end, f"stat({name!r}).size_bytes after seal")

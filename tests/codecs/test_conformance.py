@@ -105,22 +105,22 @@ class _ForgetsItsLevel(_Broken):
 
 
 @pytest.mark.parametrize(
-    ("broken", "check", "error"),
+    ("broken", "check"),
     [
-        (_ChangesInput, "check_round_trips", AssertionError),
-        (_Overruns, "check_exact_output_suffices", AssertionError),
-        (_BoundTooLow, "check_round_trips", CodecError),
-        (_AcceptsTruncated, "check_truncated_frames_are_refused", AssertionError),
-        (_AcceptsTruncated, "check_wrong_length_is_refused", AssertionError),
-        (_AcceptsTruncated, "check_garbage_is_refused", AssertionError),
-        (_RaisesForeignErrors, "check_garbage_is_refused", ValueError),
-        (_IgnoresTail, "check_extended_frames_are_refused", AssertionError),
-        (_WrongByte, "check_large_chunk", AssertionError),
-        (_SharedState, "check_threads", AssertionError),
+        (_ChangesInput, "check_round_trips"),
+        (_Overruns, "check_exact_output_suffices"),
+        (_BoundTooLow, "check_round_trips"),
+        (_AcceptsTruncated, "check_truncated_frames_are_refused"),
+        (_AcceptsTruncated, "check_wrong_length_is_refused"),
+        (_AcceptsTruncated, "check_garbage_is_refused"),
+        (_RaisesForeignErrors, "check_garbage_is_refused"),
+        (_IgnoresTail, "check_extended_frames_are_refused"),
+        (_WrongByte, "check_large_chunk"),
+        (_SharedState, "check_threads"),
     ],
 )
-def test_suite_finds_a_codec_that(broken, check, error):
-    with pytest.raises(error):
+def test_suite_finds_a_codec_that(broken, check):
+    with pytest.raises(AssertionError):
         getattr(checks, check)(broken(ZstdConfig()))
 
 

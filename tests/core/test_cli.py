@@ -531,6 +531,45 @@ def test_plugins_check_finds_what_is_broken_and_exits_with_1(penstock, plugin_si
     assert "\nbackend 'acme' of acme-store 1.0 cannot be loaded: RuntimeError" in text.stdout
 
 
+PROVIDER = """
+    from penstock.core.abc import StateProvider
+
+    class Provider(StateProvider):
+        api_version = 1
+        name = "{name}"
+        forms = ("mean",)
+        def __init__(self):
+            if "{name}" == "keyless": raise OSError("no key")
+        def claims(self, kind, /): return None
+        def describe(self, value, path, /, *, context): raise NotImplementedError
+        def place(self, value, path, /, *, context): raise NotImplementedError
+        def rebuild(self, stored, /, *, device, context): raise NotImplementedError
+"""
+
+
+def test_plugins_check_makes_what_needs_no_options_and_says_why_that_failed(penstock, plugin_site):
+    source = PROVIDER.format(name="keyless")
+    target = {"penstock.providers": {"keyless": "acme_key:Provider"}}
+    plugin_site.add("acme-key", target, acme_key=source)
+    done = penstock("plugins", "--check")
+    assert done.returncode == 1
+    assert re.search(r"^provider +keyless +failed +acme-key ", done.stdout, re.MULTILINE)
+    said = "\nprovider 'keyless' of acme-key 1.0 cannot be created: OSError: no key"
+    assert said in done.stdout
+    assert penstock("plugins").returncode == 0
+
+
+def test_plugins_check_shows_providers_that_declare_one_form(penstock, plugin_site):
+    for name in ("one", "two"):
+        target = {"penstock.providers": {name: f"acme_{name}:Provider"}}
+        source = PROVIDER.format(name=name)
+        plugin_site.add(f"acme-{name}", target, **{f"acme_{name}": source})
+    done = penstock("plugins", "--check")
+    assert done.returncode == 1
+    assert len(re.findall(r"^provider +(?:one|two) +conflict ", done.stdout, re.MULTILINE)) == 2
+    assert done.stdout.count("form 'mean' is declared by provider 'one' of acme-one 1.0 and") == 1
+
+
 def test_plugins_shows_a_conflict_for_both(penstock, plugin_site):
     plugin_site.add("acme-zstd", {"penstock.codecs": {"zstd": "acme_zstd:Zstd"}})
     done = penstock("plugins")

@@ -16,6 +16,9 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.cli.checks import affordable, check_store
 from penstock.core.cli.host import Mount, mount_in, mount_of, space_of
 from penstock.core.cli.probe import measure
+from penstock.core.guarding import guarded
+from penstock.core.registry import default_registry
+from penstock.core.types import Capabilities
 
 SMALL = ("--probe-size", "1MiB")
 
@@ -202,6 +205,106 @@ def test_doctor_judges_what_the_store_does(store, name, status, words):
     assert found[name].status == status
     assert words in found[name].found
     assert (found[name].advice is None) == (status == "ok")
+
+
+class _Broken(MemoryBackend):
+    def __init__(self, config, broken):
+        super().__init__(config)
+        self._broken = broken
+
+    def _meet(self, what):
+        if what == self._broken:
+            raise KeyError("no such shelf")
+
+    @property
+    def capabilities(self):
+        self._meet("capabilities")
+        return super().capabilities
+
+    def store_time_s(self):
+        self._meet("store_time_s")
+        return super().store_time_s()
+
+    def list(self, prefix, /):
+        self._meet("list")
+        return super().list(prefix)
+
+    def create(self, name, /, *, size_hint=None):
+        self._meet("create")
+        return super().create(name, size_hint=size_hint)
+
+
+@pytest.mark.parametrize(
+    ("broken", "failed"),
+    [
+        (None, set()),
+        ("capabilities", {"direct I/O", "alignment", "speed"}),
+        ("store_time_s", {"write a record"}),
+        ("list", {"checkpoints", "leftovers"}),
+        ("create", {"speed"}),
+    ],
+)
+@pytest.mark.parametrize("wrap", [guarded, lambda backend: backend])
+def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, failed, wrap):
+    backend = wrap(_Broken(MemoryConfig(), broken))
+    checks = {c.name: c for c in check_store(backend, None, probe_bytes=1 << 20)}
+    every = {"direct I/O", "alignment", "write a record", "checkpoints", "leftovers", "speed"}
+    assert checks.keys() == every - ({"speed"} if "write a record" in failed else set())
+    assert {c.name for c in checks.values() if c.status == "fail"} == failed
+    for name in failed:
+        assert "KeyError: 'no such shelf'" in checks[name].found
+        assert checks[name].advice
+
+
+def test_doctor_goes_on_with_the_machine_where_the_backend_cannot_be_opened(call, plugin_site):
+    plugin_site.add_penstock()
+    plugin_site.add(
+        "acme",
+        {"penstock.backends": {"acme": "acme_broken:Acme"}},
+        version="2.5",
+        acme_broken="""
+            from penstock.backends.memory import MemoryBackend
+            class Acme(MemoryBackend):
+                name = "acme"
+                api_version = 1
+                @classmethod
+                def from_url(cls, url, options, /): return cls.Config()
+                @classmethod
+                def open(cls, config, /, *, open_backend): raise KeyError("no such shelf")
+        """,
+    )
+    default_registry.cache_clear()
+    try:
+        done = call("doctor", "acme://user:secret@shelf", "--json")
+        text = call("doctor", "acme://user:secret@shelf")
+    finally:
+        default_registry.cache_clear()
+    assert (done.code, done.err) == (1, "")
+    assert done.json["url"] == "acme://shelf"
+    found = checks_of(done)
+    assert found["open"]["status"] == "fail"
+    assert "of acme 2.5) cannot be opened: KeyError('no such shelf')" in found["open"]["found"]
+    assert found["memory"]["status"] == "ok"
+    assert text.code == 1
+    assert "A save would fail: see open." in text.out
+
+
+@pytest.mark.parametrize(
+    ("notes", "status"),
+    [
+        ((), "info"),
+        (("page cache in use: direct_io is off",), "info"),
+        (("page cache in use: tmpfs",), "warn"),
+    ],
+)
+def test_direct_io_is_advised_only_to_those_who_can_do_it(tmp_path, notes, status):
+    class Plain(MemoryBackend):
+        capabilities = Capabilities(local=True, notes=notes)
+
+    found = {c.name: c for c in check_store(Plain(MemoryConfig()), tmp_path, probe_bytes=0)}
+    check = found["direct I/O"]
+    assert check.status == status
+    assert (check.advice is None) == (status == "info")
 
 
 @pytest.mark.parametrize("size", ["x", "1 parsec", ""])

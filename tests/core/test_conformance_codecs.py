@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import threading
 import time
 import zlib
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from pydantic import model_serializer
 
@@ -129,6 +132,31 @@ class BoundFalls(Good):
         return max(super().max_encoded_size(raw_length), 5000 - raw_length)
 
 
+@caught_by(checks.check_declarations)
+class VersionIsAWord(Good):
+    version = "1"
+
+
+@caught_by(checks.check_declarations)
+class HasNoConfig(Good):
+    def __init__(self, config, /):
+        pass
+
+
+@caught_by(checks.check_declarations)
+class BoundIsAFraction(Good):
+    def max_encoded_size(self, raw_length, /):
+        return raw_length * 1.1 + 64
+
+
+@caught_by(checks.check_config_round_trip)
+class ConfigIsNoJson(Good):
+    class Config(GoodConfig):
+        @model_serializer
+        def levels(self):
+            return {"level": {1, 2}}
+
+
 @caught_by(checks.check_config_round_trip)
 class ConfigLosesAnOption(Good):
     class Config(GoodConfig):
@@ -165,6 +193,72 @@ class SaysTooMuch(Good):
         return len(out) + 1
 
 
+@caught_by(checks.check_round_trips)
+class ForgetsToReturn(Good):
+    def encode(self, chunk, out, /, *, context):
+        super().encode(chunk, out, context=context)
+
+
+@caught_by(checks.check_elements_come_back)
+class AsksNumpyForTheDtype(Good):
+    def encode(self, chunk, out, /, *, context):
+        np.dtype(context.dtype)
+        return super().encode(chunk, out, context=context)
+
+
+@caught_by(checks.check_elements_come_back)
+class TakesTheChunkForTheRegion(Good):
+    """Transposes, to bring equal columns together."""
+
+    def encode(self, chunk, out, /, *, context):
+        rows = np.frombuffer(chunk, f"V{context.itemsize}").reshape(context.shape)
+        return super().encode(rows.T.tobytes(), out, context=context)
+
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        columns = np.frombuffer(out, f"V{context.itemsize}").reshape(context.shape[::-1])
+        out[:] = columns.T.tobytes()
+
+
+@caught_by(checks.check_elements_come_back)
+class ForgetsWhereItStarts(Good):
+    """Encodes the difference from the place in the region, but decodes as if it were its start."""
+
+    def encode(self, chunk, out, /, *, context):
+        return super().encode(
+            _xor(chunk, self._places(context, context.start)), out, context=context
+        )
+
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        out[:] = _xor(out, self._places(context, 0))
+
+    def _places(self, context, start):
+        return (np.arange(context.raw_length) + start).astype("uint8").tobytes()
+
+
+@caught_by(checks.check_elements_come_back)
+class WantsToWriteItsInput(Good):
+    def encode(self, chunk, out, /, *, context):
+        (ctypes.c_char * len(chunk)).from_buffer(chunk)
+        return super().encode(chunk, out, context=context)
+
+
+@caught_by(checks.check_elements_come_back)
+class FillsTheWholeOutput(Good):
+    """Believes that an output is never larger than it said."""
+
+    def encode(self, chunk, out, /, *, context):
+        super().encode(chunk, out, context=context)
+        return len(out)
+
+    def decode(self, frame, out, /, *, context):
+        if len(frame) != self.max_encoded_size(len(out)):
+            raise CodecError("another length")
+        raw = zlib.decompressobj().decompress(frame, len(out))
+        out[:] = raw
+
+
 @caught_by(checks.check_large_chunk)
 class LengthOf23Bits(Good):
     def encode(self, chunk, out, /, *, context):
@@ -178,6 +272,19 @@ class WritesBehindTheOutput(Good):
         if len(out.obj) > len(out):
             memoryview(out.obj)[-1] = 0
         return length
+
+
+@caught_by(checks.check_exact_output_suffices)
+class NeedsMoreThanItSays(Good):
+    """Works in the output, with a foreign error where that is too small."""
+
+    def max_encoded_size(self, raw_length, /):
+        return super().max_encoded_size(raw_length) - (100 if raw_length > 5000 else 0)
+
+    def encode(self, chunk, out, /, *, context):
+        if len(out) < super().max_encoded_size(len(chunk)):
+            raise IndexError("no room")
+        return super().encode(chunk, out, context=context)
 
 
 @caught_by(checks.check_frames_stand_alone)
@@ -202,6 +309,14 @@ class CountsItsFrames(Good):
 class CutsToFit(Good):
     def encode(self, chunk, out, /, *, context):
         encoded = zlib.compress(chunk, 1)[: len(out)]
+        out[: len(encoded)] = encoded
+        return len(encoded)
+
+
+@caught_by(checks.check_short_output_is_refused)
+class RaisesForeignErrorsWhereItIsTooSmall(Good):
+    def encode(self, chunk, out, /, *, context):
+        encoded = zlib.compress(chunk, 1)
         out[: len(encoded)] = encoded
         return len(encoded)
 
@@ -355,6 +470,53 @@ class HoldsTheGilWhileDecoding(Good):
         out[:] = frame[4:]
 
 
+@caught_by(checks.check_gil_is_released)
+class FailsInOtherThreads(Good):
+    """As one whose library was set up for the thread that imported it."""
+
+    def encode(self, chunk, out, /, *, context):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("no compressor in this thread")
+        return super().encode(chunk, out, context=context)
+
+
+# -- buffers ------------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_buffers_are_given_back)
+class KeepsItsInput(Good):
+    """To see whether the next chunk is the same again."""
+
+    def __init__(self, config, /):
+        super().__init__(config)
+        self.local = threading.local()
+
+    def encode(self, chunk, out, /, *, context):
+        self.local.last = np.frombuffer(chunk, np.uint8)
+        return super().encode(chunk, out, context=context)
+
+
+@caught_by(checks.check_buffers_are_given_back)
+class KeepsTheFrame(Good):
+    def decode(self, frame, out, /, *, context):
+        self.last = frame
+        super().decode(frame, out, context=context)
+
+
+@caught_by(checks.check_buffers_are_given_back)
+class KeepsItsOutput(Good):
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        self.last = out
+
+
+@caught_by(checks.check_buffers_are_given_back)
+class KeepsTheBase(GoodWithBase):
+    def encode(self, chunk, out, /, *, context):
+        self.last = context
+        return super().encode(chunk, out, context=context)
+
+
 # -- bases --------------------------------------------------------------------------------------
 
 
@@ -363,13 +525,22 @@ class WantsABaseForNothing(Good):
     needs_base = True
 
 
+@caught_by(checks.check_base)
+class StumblesWithoutABase(GoodWithBase):
+    def decode(self, frame, out, /, *, context):
+        if context.base is None:
+            len(context.base)
+        super().decode(frame, out, context=context)
+
+
 # -- the proofs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
 def test_suite_catches(mutant):
     codec = mutant(mutant.Config())
-    with pytest.raises((AssertionError, CodecError, zlib.error, OverflowError, ValueError)):
+    # Whatever it raises: what is found is said in a sentence.
+    with pytest.raises(AssertionError, match=r"\w+ \w+"):
         MUTANTS[mutant](codec)
 
 
@@ -389,3 +560,38 @@ def test_a_codec_that_says_nothing_of_its_version_is_told_what_to_write():
 
 def test_lossy_codec_that_says_so_passes():
     checks.check_round_trips(Coarse(GoodConfig()))
+
+
+class Picky(Good):
+    """Takes 32-bit floats only, and says so."""
+
+    def encode(self, chunk, out, /, *, context):
+        if context.dtype not in {"float32", "uint8"}:
+            raise CodecError(f"{context.dtype} does not suit it")
+        return super().encode(chunk, out, context=context)
+
+
+def test_codec_that_refuses_a_dtype_in_words_passes():
+    checks.check_elements_come_back(Picky(GoodConfig()))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (
+            AsksNumpyForTheDtype,
+            "encode of 9600 bytes of bfloat16, from byte 0 of a region of shape",
+        ),
+        (KeepsItsInput, r"`encode` \(its input\) keeps a view of the buffer"),
+        (NeedsMoreThanItSays, "of max_encoded_size: IndexError: no room"),
+        (RaisesForeignErrorsWhereItIsTooSmall, "encode into 0 bytes, where it needs .*ValueError"),
+        (FailsInOtherThreads, "encode in another thread: RuntimeError: no compressor"),
+        (StumblesWithoutABase, "without the base it was encoded with: TypeError"),
+        (ForgetsToReturn, "encode returned None of type NoneType"),
+        (BoundIsAFraction, r"max_encoded_size\(0\) returned 64.0 of type float"),
+        (HasNoConfig, "check_declarations: AttributeError"),
+    ],
+)
+def test_finding_says_what_was_tried_and_what_came_of_it(mutant, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        MUTANTS[mutant](mutant(mutant.Config()))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from penstock.core.abc import (
     StateProvider,
     Target,
 )
-from penstock.core.errors import PluginError
+from penstock.core.errors import UnsupportedStateError
 from penstock.core.registry import default_registry
 from penstock.core.testing.providers import check_provider
 from penstock.core.tree import StaticProviders
@@ -444,14 +447,260 @@ class LoadsWithoutTheCount(Good):
         return placement
 
 
+# -- what it says, by type ----------------------------------------------------------------------
+
+
+@caught_by(r"claims\(Mean\) .* returned '40', which is of type str: return an int", Mean)
+class ClaimsInWords(Good):
+    def claims(self, kind, /):
+        return "40" if kind in (Mean, Ring) else None
+
+
+@caught_by(r"claims\(Stranger\) .* returned False, .* bool", Mean)
+class ClaimsYesOrNo(Good):
+    def claims(self, kind, /):
+        return kind in (Mean, Ring) and 40
+
+
+@caught_by("parameters gives 0 for a name: it is a str", Mean)
+class NumbersItsParameters(Good):
+    def parameters(self, value, /):
+        return enumerate([value.total])
+
+
+@caught_by("claimed_memory gives 'cpu': it is a MemoryKey", Ring)
+class ClaimsADevice(Good):
+    def claimed_memory(self, value, /):
+        return ["cpu"]
+
+
+@caught_by(r"unsteady_memory gives 4096: it is \(device, storage\)", Ring)
+class NamesAnAddress(Good):
+    def unsteady_memory(self, value, /):
+        return [4096]
+
+
+@caught_by("provider 'good' .* describe yields the path part/total twice", Mean)
+class DescribesTwice(Good):
+    def mean(self, value, path, context):
+        yield from super().mean(value, path, context)
+        yield from context.describe(value.total, (*path, "total"))
+
+
+@caught_by("provider 'good' .* the Node part of the form 'good-meen', .*did you mean", Mean)
+class MisspellsItsForm(Good):
+    def mean(self, value, path, context):
+        _, *rest = super().mean(value, path, context)
+        yield Node(path, "good-meen")
+        yield from rest
+
+
+@caught_by("provider 'good' .* the meta of the Node part cannot be stored as JSON", Mean)
+class PutsAClassIntoItsMeta(Good):
+    def mean(self, value, path, context):
+        _, *rest = super().mean(value, path, context)
+        yield Node(path, "good-mean", {"class": Mean})
+        yield from rest
+
+
+# -- live memory --------------------------------------------------------------------------------
+
+
+@caught_by("part/total: two descriptions name two memories, so describe copies", Mean)
+class ClonesItsTensor(Good):
+    def mean(self, value, path, context):
+        yield Node(path, "good-mean")
+        yield from context.describe(value.total.clone(), (*path, "total"))
+        yield from context.describe(value.count, (*path, "count"))
+
+
+@caught_by("part: two descriptions name two memories, so describe copies", Ring)
+class CopiesItsBytes(Good):
+    def ring(self, value, path):
+        return super().ring(copy.deepcopy(value), path)
+
+
+@caught_by("describe replaces tensors of the value", Mean)
+class ReplacesItsTensor(Good):
+    def mean(self, value, path, context):
+        value.total = value.total.clone()
+        yield from super().mean(value, path, context)
+
+
+@caught_by("its description still is that of earlier", Mean)
+class RemembersACopy(Good):
+    def __init__(self):
+        self.kept = WeakKeyDictionary()
+
+    def mean(self, value, path, context):
+        if value not in self.kept:
+            self.kept[value] = copy.deepcopy(value)
+        yield from super().mean(self.kept[value], path, context)
+
+
+class NumpySource(ByteSource):
+    """Live, and of what numpy knows."""
+
+    def __init__(self, tensor):
+        self.array = tensor.numpy()
+        self.nbytes = self.array.nbytes
+        self.device, self.address = "cpu", None
+        self.memory = MemoryKey("cpu", tensor.untyped_storage().data_ptr(), 0, (40,), (4,), "t")
+
+    def view(self):
+        return None
+
+    def copy_out(self, start, out, /):
+        flat = self.array.reshape(-1).view("u1")
+        out[:] = memoryview(flat)[start : start + len(out)]
+
+
+@caught_by("describing a value with tensors of bfloat16, .*unsupported ScalarType BFloat16", Mean)
+class AsksNumpy(Good):
+    def mean(self, value, path, context):
+        yield Node(path, "good-mean")
+        (entry,) = context.describe(value.total, (*path, "total"))
+        yield replace(entry, source=NumpySource(value.total))
+        yield from context.describe(value.count, (*path, "count"))
+
+
+@caught_by("float8_e4m3fn.* comes back changed", Mean)
+class RoundsOnTheWay(Good):
+    def place_mean(self, value, path, context):
+        placement = super().place_mean(value, path, context)
+        finish = placement.finish
+
+        def rounded():
+            finish()
+            if value.total.dtype is torch.float8_e4m3fn:
+                value.total = (value.total.float() * 2).to(torch.float8_e4m3fn)
+            return value
+
+        placement.finish = rounded
+        return placement
+
+
+# -- buffers that are lent ----------------------------------------------------------------------
+
+
+@caught_by("`copy_out` of Source keeps a view of the buffer that it was given", Ring)
+class KeepsWhatItFilled(Good):
+    class Source(Good.Source):
+        def copy_out(self, start, out, /):
+            super().copy_out(start, out)
+            self.last = out
+
+
+@caught_by("part: `copy_in` of Sink keeps a view of the buffer that it was given", Ring)
+class AssignsLater(Good):
+    class Sink(Good.Sink):
+        def __init__(self, value):
+            super().__init__(value)
+            self.pieces = []
+
+        def copy_in(self, start, data, /):
+            self.pieces.append((start, data))
+
+        def written(self):
+            for start, data in self.pieces:
+                self.value.data[start : start + len(data)] = data
+
+
+@caught_by("not equal", Ring)
+class KeepsAnAddress(Good):
+    """As an extension in C could."""
+
+    class Sink(Good.Sink):
+        def __init__(self, value):
+            super().__init__(value)
+            self.pieces = []
+
+        def copy_in(self, start, data, /):
+            address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+            self.pieces.append((start, address, len(data)))
+
+        def written(self):
+            for start, address, size in self.pieces:
+                self.value.data[start : start + size] = ctypes.string_at(address, size)
+
+
+@caught_by("piece at .* differs", Ring)
+class ReadsToTheEnd(Good):
+    """Right at the start and at the end, wrong in between."""
+
+    class Source(Good.Source):
+        def copy_out(self, start, out, /):
+            start = len(self.value.data) - len(out) if start else 0
+            out[:] = memoryview(self.value.data)[start : start + len(out)]
+
+
+# -- parts of a composite -----------------------------------------------------------------------
+
+
+@caught_by(r"restoring part/\w+ alone .*TypeError: 'NoneType' object is not callable", Mean)
+class FinishesWhatIsNotSelected(Good):
+    def place_mean(self, value, path, context):
+        total = context.place(value.total, (*path, "total"))
+        count = context.place(value.count, (*path, "count"))
+
+        def finish():
+            value.total, value.count = total.finish(), count.finish()
+            return value
+
+        return self.joined(total, count, finish)
+
+
+@caught_by("only part/total was selected, but part/count changed", Mean)
+class TakesTheCountAlong(Good):
+    def place_mean(self, value, path, context):
+        placement = super().place_mean(value, path, context)
+        finish = placement.finish
+
+        def reset():
+            finish()
+            value.count = value.count if context.selected((*path, "count")) else 0
+            return value
+
+        if context.children(path):
+            placement.finish = reset
+        return placement
+
+
+@caught_by("part/total alone was selected, but not restored", Mean)
+class AllOrNothing(Good):
+    def place_mean(self, value, path, context):
+        if len(context.children(path)) == 1:
+            return Placement(finish=lambda: value)
+        return super().place_mean(value, path, context)
+
+
+@caught_by("only part/count was selected, but place says that part/total is missing", Mean)
+class NeverAsksWhatIsSelected(Good):
+    def place_mean(self, value, path, context):
+        placement = super().place_mean(value, path, context)
+        lacking = context.stored((*path, "total")) is None
+        if lacking and context.children(path):
+            placement.missing.append((*path, "total"))
+        return placement
+
+
+@caught_by("loading part/total alone: .*ZeroDivisionError", Mean)
+class LoadsOnlyTheWhole(Good):
+    def rebuild(self, stored, /, *, device, context):
+        if len(context.children(stored.path)) == 1:
+            return Placement(finish=lambda: 1 // 0)
+        return super().rebuild(stored, device=device, context=context)
+
+
 # -- the proofs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
 def test_suite_catches(mutant):
     message, kind = MUTANTS[mutant]
-    with pytest.raises((AssertionError, PluginError), match=message):
+    with pytest.raises(AssertionError, match=message) as caught:
         check(mutant, kind)
+    assert any(note.startswith("while checking ") for note in caught.value.__notes__)
 
 
 class Silent(StateProvider):
@@ -468,6 +717,81 @@ def test_a_provider_that_says_nothing_of_its_version_is_told_what_to_write():
 def test_a_change_that_changes_nothing_is_no_check():
     with pytest.raises(AssertionError, match="`change` changes nothing"):
         check_provider(Mean, lambda mean: mean, equal, providers=_with(Good()))
+
+
+# -- what the author gave to the suite ----------------------------------------------------------
+
+
+class LoadsAList(Good):
+    def rebuild(self, stored, /, *, device, context):
+        placement = super().rebuild(stored, device=device, context=context)
+        finish = placement.finish
+        placement.finish = lambda: [finish()]
+        return placement
+
+
+def refuses(*_):
+    raise AssertionError
+
+
+SLIPS = {
+    "`change` is a int: give a function": {"change": 3},
+    "`change` returned a int for a Mean: return the changed value": {"change": lambda mean: 3},
+    "`equal` returned a NoneType: return True or False": {"equal": lambda a, b: None},
+    "`equal` returned a Tensor: return True or False": {"equal": lambda a, b: a.total == b.total},
+    "`loaded` returned a function: return True or False": {"loaded": lambda a, b: equal},
+    "without a template: an `assert` without a text failed": {"loaded": refuses},
+    "load gives a Mean, not a dict": {"loads": dict},
+}
+
+
+@pytest.mark.parametrize("complaint", SLIPS)
+def test_slip_of_the_author_is_said_in_words(complaint):
+    given = {"change": change, "equal": equal} | SLIPS[complaint]
+    with pytest.raises(AssertionError, match=complaint):
+        check_provider(Mean, providers=_with(Good()), **given)
+
+
+def test_truth_of_torch_is_an_answer_too():
+    check_provider(
+        Mean, change, lambda a, b: (a.total == b.total).all() & (a.count == b.count),
+        providers=_with(Good()),
+    )  # fmt: skip
+
+
+def test_load_that_gives_another_type_is_found_unless_it_is_meant():
+    with pytest.raises(AssertionError, match=r"load gives a list for a Mean: .* as `loads`"):
+        check_provider(Mean, change, equal, providers=_with(LoadsAList()))
+    check_provider(Mean, change, equal, providers=_with(LoadsAList()), loads=list)
+
+
+class Lender(Good):
+    """Describes what its value gives, and that is a copy."""
+
+    def mean(self, value, path, context):
+        yield Node(path, "good-mean")
+        yield from context.describe(value.total.clone(), (*path, "total"))
+        yield from context.describe(value.count, (*path, "count"))
+
+
+def test_values_that_give_out_copies_may_say_so():
+    check_provider(Mean, change, equal, providers=_with(Lender()), copies=True)
+
+
+class RefusesHalves(Good):
+    def mean(self, value, path, context):
+        if value.total.dtype is not torch.float32:
+            raise UnsupportedStateError("part holds no float32: convert it")
+        yield from super().mean(value, path, context)
+
+    def place_mean(self, value, path, context):
+        if len(context.children(path)) == 1:
+            return Placement(problems=["part comes whole or not at all"])
+        return super().place_mean(value, path, context)
+
+
+def test_what_is_refused_in_words_is_no_breach():
+    check(RefusesHalves, Mean)
 
 
 def _with(provider):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 import threading
 from importlib.metadata import EntryPoint
 
@@ -9,6 +10,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, PluginError
 from penstock.core.registry import Registry
+from penstock.core.tree import StaticProviders
 
 CODEC = """
     from penstock.core.abc import Codec, PluginConfig
@@ -122,6 +124,7 @@ BROKEN = {
     "import": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
     "syntax": ("def (:", "SyntaxError"),
     "raises": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+    "exits": ("raise SystemExit('no licence')", "SystemExit: no licence"),
     "missing": ("Bad = 1", "AttributeError"),
     "not_a_class": ("Good = 3", "is not a subclass of Codec"),
     "other_class": ("class Good: pass", "is not a subclass of Codec"),
@@ -188,6 +191,122 @@ def test_two_kinds_may_share_a_name(plugin_site):
     registry = Registry([e for e in _installed() if e.dist.name == "acme"])
     assert registry.codec("acme", {}).name == "acme"
     assert registry.providers.for_form("x").name == "acme"
+
+
+# -- looking closely ----------------------------------------------------------------------------
+
+
+def _listed(name):
+    (info,) = [i for i in Registry().listing() if i.name == name]
+    return info
+
+
+NOT_USABLE = {
+    "no_instance": (
+        _provider("bad") + "        def __init__(self): raise OSError('no key')\n",
+        "provider 'bad' of p-bad 1.0 cannot be created: OSError: no key",
+    ),
+    "exits": (
+        _provider("bad") + "        def __init__(self): raise SystemExit(3)\n",
+        "provider 'bad' of p-bad 1.0 cannot be created: SystemExit: 3",
+    ),
+    "wants_arguments": (
+        _provider("bad") + "        def __init__(self, key): pass\n",
+        "missing 1 required positional argument: 'key'",
+    ),
+    "claims_by_a_word": (
+        _provider("bad", claims="'always'"),
+        "'bad' of p-bad 1.0 cannot be used: it returned 'always' of type str from claims(object)",
+    ),
+    "claims_by_truth": (_provider("bad", claims="kind is dict"), "returned False of type bool"),
+    "claims_fail": (_provider("bad", claims="1 // 0"), "ZeroDivisionError"),
+    "form_is_a_word": (
+        _provider("bad").replace("forms = ()", "forms = 'bad'"),
+        "has the forms 'bad': they must be a tuple of strings",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", NOT_USABLE)
+def test_provider_that_only_fails_in_use_is_listed_as_failed_and_says_why(plugin_site, defect):
+    source, complaint = NOT_USABLE[defect]
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good"))
+    assert _listed("bad").state == "failed"
+    assert complaint in _listed("bad").error
+    assert _listed("good").state == "ok"
+
+
+INIT = "        def __init__(self, config, /): raise OSError('no card')\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (INIT, "codec 'bad' of bad-codecs 1.0 cannot be created: OSError: no card"),
+        ("        def max_encoded_size(self, raw_length, /): return raw_length / 2\n", "500.0"),
+    ],
+)
+def test_codec_that_needs_no_options_is_made_to_see_whether_it_works(plugin_site, more, complaint):
+    source = _codec("bad") + more
+    _add_codec(plugin_site, "bad-codecs", "bad", module="bad_codec", source=source)
+    assert _listed("bad").state == "failed"
+    assert complaint in _listed("bad").error
+
+
+def test_codec_that_needs_options_is_not_made(plugin_site):
+    source = _codec("picky").replace("level: int = 1", "level: int") + INIT
+    _add_codec(plugin_site, "acme-codecs", "picky", module="acme_codec", source=source)
+    assert _listed("picky").state == "ok"
+
+
+BACKEND = """
+    from penstock.backends.memory import MemoryBackend, MemoryConfig
+
+    class Store(MemoryBackend):
+        api_version = 1
+        name = "{name}"
+        closed = []
+        def close(self):
+            super().close()
+            self.closed.append(True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ("", None),
+        ("        def __init__(self, config, /): raise OSError('no route')\n", "OSError: no route"),
+        ("        url = None\n", "says None for its url"),
+        ("        capabilities = {'direct_io': True}\n", "has capabilities of type dict"),
+    ],
+)
+def test_backend_that_needs_no_options_is_made_and_closed(plugin_site, more, complaint):
+    source = BACKEND.format(name="acme") + more
+    target = {"penstock.backends": {"acme": "acme_store:Store"}}
+    plugin_site.add("acme-store", target, acme_store=source)
+    info = _listed("acme")
+    assert info.state == ("failed" if complaint else "ok")
+    assert (complaint or "") in (info.error or "")
+    assert len(sys.modules["acme_store"].Store.closed) == (0 if "route" in more else 1)
+
+
+def test_providers_that_declare_one_form_are_a_conflict_and_the_others_are_not(plugin_site):
+    for name, forms in (("one", ["a", "both"]), ("two", ["b", "both"]), ("three", ["c"])):
+        source = _provider(name, forms=forms)
+        _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
+    found = {i.name: i for i in _third_party_only().listing()}
+    assert [found[n].state for n in ("one", "two", "three")] == ["conflict", "conflict", "ok"]
+    assert found["one"].error == found["two"].error
+    assert found["one"].error.startswith("form 'both' is declared by provider 'one' of p-one 1.0")
+    assert "provider 'two' of p-two 1.0" in found["one"].error
+
+
+def test_nothing_is_made_where_nobody_asked_to_look_closely(plugin_site):
+    source = _provider("bad") + "        def __init__(self): raise OSError('no key')\n"
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
+    assert {i.state for i in _third_party_only().listing(load=False)} == {"found"}
 
 
 # -- codecs of checkpoints ----------------------------------------------------------------------
@@ -278,6 +397,27 @@ def test_tie_below_the_highest_priority_is_none(plugin_site):
         source = _provider(name, claims=str(priority))
         _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
     assert _third_party_only().providers.for_type(dict).name == "top"
+
+
+@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
+def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_site, claim):
+    bad = _provider("bad", claims=f"{claim} if kind is dict else None")
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=bad)
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
+    providers = _third_party_only().providers
+    with pytest.raises(PluginError, match=r"^provider 'bad' of p-bad 1\.0 returned .* the prior"):
+        providers.for_type(dict)
+    assert providers.for_type(list).name == "good"
+
+
+@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
+def test_a_fixed_list_of_providers_refuses_such_a_claim_too(claim):
+    names = {}
+    exec(textwrap.dedent(_provider("bad", claims=f"{claim} if kind is dict else None")), names)
+    providers = StaticProviders([names["Provider"]()])
+    with pytest.raises(PluginError, match=r"^provider 'bad' returned .* from claims\(dict\)"):
+        providers.for_type(dict)
+    assert providers.for_type(list) is None
 
 
 def test_claims_are_asked_once_per_type(plugin_site):

@@ -254,7 +254,6 @@ READ = {
     "max_encoded_size": (CodecError, "codec acme"),
     "list commits/": (StorageError, "backend 'acme'", "commits/"),
     "read commits/": (StorageError, "backend 'acme'", "commits/"),
-    "stat parts/": (StorageError, "backend 'acme'", "parts/"),
     "read parts/": (StorageError, "backend 'acme'", "parts/"),
     "read .raw": (PenstockError, "backend 'acme'", ".raw"),
     "submit_read": (PenstockError, "backend 'acme'", "blobs/"),

@@ -1,0 +1,85 @@
+"""Checks of providers: a part of a composite is restored or loaded alone, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.place import place_tree, rebuild_tree
+from penstock.core.testing.expectations import finding
+from penstock.core.testing.stored import PIECE_BYTES, store
+from penstock.core.types import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.testing.stored import Stored
+    from penstock.core.types import ObjectPath
+
+_MOST = 8  # of the objects of one value, spread over all of them
+
+
+def each_object_is_restored_alone(stored: Stored, make: Callable[[], object]) -> None:
+    """With one object selected, that one is restored, or a problem says why it cannot be.
+
+    Args:
+        stored: Of a value.
+        make: Another value, of another state.
+    """
+    for path in _some(stored):
+        _restored_alone(stored, {"part": make()}, path)
+        _loaded_alone(stored, path)
+
+
+def _some(stored: Stored) -> list[ObjectPath]:
+    paths = list(stored.data)
+    return paths[:: -(-len(paths) // _MOST)] if len(paths) > 1 else []
+
+
+def _restored_alone(stored: Stored, target: dict[str, Any], path: ObjectPath) -> None:
+    shown = show_path(path)
+    providers = stored.providers
+    before = store(target, providers=providers).data
+    with finding(f"planning to restore {shown} alone"):
+        placement = place_tree(
+            target,
+            providers=providers,
+            stored=stored.tree,
+            selected=lambda p: p == path,
+            allow_pickle=False,
+        )
+    if placement.problems:
+        return  # what comes whole or not at all says so
+    _only(placement.missing, path, "says that {other} is missing")
+    assert not placement.missing, f"{shown} is stored and selected, but is said to be missing"
+    _only([t.path for t in placement.targets], path, "has a target for {other}")
+    _only(placement.values, path, "uses {other}")
+    with finding(f"restoring {shown} alone (a child that is not selected may have no `finish`)"):
+        stored.complete(placement, piece_bytes=PIECE_BYTES)
+        after = store(target, providers=providers).data
+    assert after.get(path) == stored.data[path], f"{shown} alone was selected, but not restored"
+    for other, data in before.items():
+        assert other == path or after.get(other) == data, (
+            f"only {shown} was selected, but {show_path(other)} changed: nothing else is touched"
+        )
+
+
+def _only(paths: list[ObjectPath], path: ObjectPath, what: str) -> None:
+    for other in paths:
+        said = what.format(other=show_path(other))
+        assert other == path, (
+            f"only {show_path(path)} was selected, but place {said}: ask `context.selected`, or "
+            "leave the child to `context.place`"
+        )
+
+
+def _loaded_alone(stored: Stored, path: ObjectPath) -> None:
+    with finding(f"loading {show_path(path)} alone"):
+        placement = rebuild_tree(
+            providers=stored.providers,
+            stored=stored.tree,
+            selected=lambda p: p == path,
+            device=None,
+            allow_pickle=False,
+        )
+        if not placement.missing and not placement.problems:
+            stored.complete(placement)
