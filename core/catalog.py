@@ -30,7 +30,7 @@ from penstock.core.survey import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
@@ -46,16 +46,22 @@ class Catalog:
     """All checkpoints under one root. Holds no state of its own: every answer is the store's."""
 
     def __init__(
-        self, backend: Backend, *, before_delete: Callable[[Collection[str]], None] = lambda _: None
+        self,
+        backend: Backend,
+        *,
+        before_delete: Callable[[Collection[str]], None] = lambda _: None,
+        delete_failed: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
         """Look at the run of `backend`.
 
         Args:
             backend: Where it is.
             before_delete: Called with the uids of checkpoints that are about to be deleted.
+            delete_failed: Called with them if that fails: some of them may stay.
         """
         self._backend = backend
         self._before = before_delete
+        self._failed = delete_failed
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -185,8 +191,10 @@ class Catalog:
 
     # -- deleting -------------------------------------------------------------------------------
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, named: Mapping[str, str | None] | None = None) -> None:
         """Delete a checkpoint with all generations: records durably first, then data.
+
+        With `named`, names of records and whose they were, only what is still theirs.
 
         Data that another checkpoint or a save under way uses stays, as does all data while any
         record of the run is unreadable; `prune` takes it later.
@@ -197,7 +205,7 @@ class Catalog:
         entries = self.entries()
         if step not in entries:
             raise self._not_found(step, list(entries))
-        delete_records(self._backend, entries[step], before=self._before)
+        self._delete(entries[step], named)
 
     def delete_older_generations(self, step: int) -> None:
         """Delete what an overwrite of `step` replaced.
@@ -214,12 +222,13 @@ class Catalog:
             # What a slower tier has stays until that one has the newer generation, too: the faster
             # one may be lost with its machine.
             if any(is_whole(backend, keep) for backend in tiers[number:]):
-                Catalog(one, before_delete=self._before)._delete_below(keep)  # noqa: SLF001 - our own
+                other = Catalog(one, before_delete=self._before, delete_failed=self._failed)
+                other._delete_below(keep)
 
     def _delete_below(self, keep: CommitRecord) -> None:
         parsed = {name: parse_commit_name(name) for name in self.entries().get(keep.step, [])}
         below = [name for name, found in parsed.items() if found and found[1] < keep.generation]
-        delete_records(self._backend, below, before=self._before)
+        self._delete(below)
 
     def rewind(self, step: int) -> list[int]:
         """Forget every step after `step`, newest first, to go on from there.
@@ -235,7 +244,7 @@ class Catalog:
             raise self._not_found(step, list(entries))
         later = [s for s in entries if s > step]
         for number in reversed(later):
-            delete_records(self._backend, entries[number], before=self._before)
+            self._delete(entries[number])
         return later
 
     def apply_retention(
@@ -277,7 +286,7 @@ class Catalog:
             # Not one that another saver has put in its place meanwhile.
             seen = {name: survey.records[name].uid for name in names if name in survey.records}
             doomed_names = [name for name in names if name in seen]
-            if delete_records(self._backend, doomed_names, uids=seen, before=self._before):
+            if self._delete(doomed_names, seen):
                 gone.append(step)
         return gone
 
@@ -304,6 +313,13 @@ class Catalog:
         return prune(self._backend, grace_s=grace_s, own_uids=own_uids, dry_run=dry_run)
 
     # ------------------------------------------------------------------------------------------
+
+    def _delete(
+        self, names: Iterable[str], uids: Mapping[str, str | None] | None = None
+    ) -> list[str]:
+        return delete_records(
+            self._backend, names, uids=uids, before=self._before, failed=self._failed
+        )
 
     def _damaged(self, step: int, error: PenstockError) -> str:
         return (

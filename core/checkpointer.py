@@ -15,7 +15,7 @@ from penstock.core.abc import Backend, StateObject
 from penstock.core.config import CheckpointerConfig, load_config
 from penstock.core.describe import describe_tree
 from penstock.core.draining import Drains
-from penstock.core.errors import ConfigError, PenstockError, SaverClosedError
+from penstock.core.errors import ConfigError, PenstockError, SaverClosedError, StorageTimeoutError
 from penstock.core.events import DeleteEvent, PruneEvent, SaveEvent
 from penstock.core.opening import open_backend
 from penstock.core.pending import Pending
@@ -184,7 +184,13 @@ class Checkpointer(Run):
         metadata = check_metadata({} if metadata is None else metadata)
         if not self._pending.take_turn(self._config.on_busy):
             return self._skipped(step, on_progress, "another save was under way")
-        generation = claim_generation(self._asked, step, overwrite=overwrite, drains=self._drains)
+        generation = claim_generation(
+            self._asked,
+            step,
+            overwrite=overwrite,
+            drains=self._drains,
+            may_go=self._asked.may_go,  # a deletion that was given up, and may still happen
+        )
         request = self._planned(state, step, generation, mode=mode, metadata=metadata)
         destination = choose_destination(self._backend, self._drains, request)
         if destination is None:
@@ -303,7 +309,7 @@ class Checkpointer(Run):
         if self._owns_backend:
             stuck = self._drains is not None and self._drains.is_stuck()
             if self._pending.released and not stuck:
-                self._backend.close()
+                self._close_backend()
             else:  # a stuck store, or a callback of the save itself, which has yet to end
                 self._workers.spawn("close", self._close_late)
         if sys.exc_info()[0] is None:
@@ -374,6 +380,11 @@ class Checkpointer(Run):
         if self._drains is not None:
             self._drains.withdraw(uids)
 
+    def _delete_failed(self, uids: Collection[str]) -> None:
+        """What stays is copied after all."""
+        if self._drains is not None:
+            self._drains.reinstate(uids)
+
     def _repair(self) -> None:
         """Bring copies that turned out to be damaged from the tier that has good ones."""
         rescued = [*self._loader.take_rescued(), *self._rescued]
@@ -387,6 +398,13 @@ class Checkpointer(Run):
         if on_progress is None:
             return None
         return self._workers.spawn("progress", partial(follow, handle, on_progress))
+
+    def _close_backend(self) -> None:
+        """Wait for it, but not for ever: a call that was given up may still hang in it."""
+        try:
+            self._asked.close_inner()
+        except StorageTimeoutError as error:
+            log.warning("%s is left behind: %s", self._backend.url, str(error))
 
     def _close_late(self) -> None:
         if self._job is not None:

@@ -108,6 +108,7 @@ class Calls:
         damaged: These ranges of it are not what was written: raises, or the rest of it goes on.
         missing: It is not there, or cut off: likewise.
         alive: Every few seconds at least; may raise to end it all.
+        owned: After a failure: whether the names at the target are still this copy's.
     """
 
     moved: Callable[[int], None]
@@ -115,6 +116,7 @@ class Calls:
     damaged: Callable[[Transfer, list[ByteRange]], None]
     missing: Callable[[Transfer, StorageError], None]
     alive: Callable[[], None]
+    owned: Callable[[], bool] = lambda: True
 
 
 class BlobMover:
@@ -181,9 +183,10 @@ class BlobMover:
                 self._move(transfer)
             while self._lanes:
                 self._settle()
-        except BusyError:
-            for lane in self._lanes:
-                lane.writer = None  # to abort it could remove the other copy's blob of that name
+        except BaseException as error:
+            if isinstance(error, BusyError) or not self._calls.owned():
+                for lane in self._lanes:
+                    lane.writer = None  # its abort could remove the other copy's blob of that name
             raise
         finally:
             self._outlast()

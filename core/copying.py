@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING
 
 from penstock.core.catalog import Catalog
 from penstock.core.commit import Commit, Event
-from penstock.core.copy_claim import Claim
+from penstock.core.copy_claim import Claim, claim_name
 from penstock.core.copy_source import CopySource
 from penstock.core.copy_stream import BlobMover, Calls, Transfer
 from penstock.core.errors import (
+    BusyError,
+    CheckpointGoneError,
+    DamagedError,
     FormatError,
     SaveAbortedError,
     SaveError,
     StepExistsError,
+    StorageError,
 )
 from penstock.core.manifest import commit_name, data_prefix, intent_name
 from penstock.core.publishing import Publisher
@@ -42,7 +46,6 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.copy_checks import CheckedBlob
-    from penstock.core.errors import StorageError
     from penstock.core.manifest import CommitRecord, IndexEntry, PartEntry
     from penstock.core.types import BlobInfo, ByteRange
     from penstock.core.workers import Workers
@@ -76,12 +79,16 @@ class CopyReport:
     already_there: bool = False
 
 
-def confirmed(target: Backend, record: CommitRecord) -> bool:
+def confirmed(
+    target: Backend, record: CommitRecord, *, first: Callable[[], None] = lambda: None
+) -> bool:
     """Whether a checkpoint is whole and durable at the target, of which it was not known.
 
     Of a record that is there whose publisher never had his answer nobody knows that: its folder
     may not have been synced, or its data may have been in a root that was replaced. So it is
-    published once more; one without data is deleted.
+    published once more, if the claim of its copy says so: one that came back as an answer to
+    nobody could replace what was saved at that step since. One without data is deleted, once
+    `first` has not raised: what is left of it may be all that there is.
 
     Raises:
         StorageError: The target does not answer.
@@ -90,19 +97,33 @@ def confirmed(target: Backend, record: CommitRecord) -> bool:
         return False
     name = commit_name(record.step, record.generation)
     sizes = {info.name: info.size_bytes for info in target.list(data_prefix(record.uid))}
-    blobs = f"{data_prefix(record.uid)}blobs/"
-    named: list[PartEntry | IndexEntry] = [*record.parts, record.index]
-    if (
-        intent_name(record.uid) in sizes
-        and all(sizes.get(entry.name) == entry.length for entry in named)
-        and sum(size for one, size in sizes.items() if one.startswith(blobs)) == record.bytes_stored
-    ):
-        target.publish(name, encode_commit(record))
+    if _has_data(target, record, sizes):
+        if claim_name(record.uid) in sizes:
+            target.publish(name, encode_commit(record))
+            target.delete([claim_name(record.uid)])  # it is known now
         retract(target, record)  # if it was deleted at this moment
         return is_whole(target, record)
+    first()
     log.warning("%s on %s has lost its data, and is deleted there", name, target.url)
     delete_records(target, [name], uids={name: record.uid})
     return False
+
+
+def _has_data(target: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
+    blobs = f"{data_prefix(record.uid)}blobs/"
+    named: list[PartEntry | IndexEntry] = [*record.parts, record.index]
+    if intent_name(record.uid) not in sizes:
+        return False
+    if any(sizes.get(entry.name) != entry.length for entry in named):
+        return False
+    stored = sum(size for one, size in sizes.items() if one.startswith(blobs))
+    if stored == record.bytes_stored:
+        return True
+    try:  # something may lie beside the blobs that is none: the manifest knows them by name
+        CopySource(target, record).read()
+    except (DamagedError, CheckpointGoneError):
+        return False
+    return True
 
 
 def retract(target: Backend, record: CommitRecord) -> None:
@@ -168,7 +189,7 @@ class CheckpointCopy:
     there, or `prune` at the target takes what is left.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, each by name
         self,
         source: Backend,
         target: Backend,
@@ -179,6 +200,7 @@ class CheckpointCopy:
         grace_s: float,
         bytes_per_s: float | None = None,
         trust_sealed: bool = False,
+        replace: bool = True,
     ) -> None:
         """Prepare to copy; nothing is touched.
 
@@ -192,6 +214,7 @@ class CheckpointCopy:
             grace_s: As the target's `prune` has it.
             bytes_per_s: Most that is copied per second; None: as fast as it goes.
             trust_sealed: Do not read again what an earlier copy has noted as durable.
+            replace: Whether another checkpoint of a lower generation at that step makes way.
         """
         self._source = source
         self._whole = target
@@ -200,6 +223,7 @@ class CheckpointCopy:
         self._workers = workers
         self._grace_s = grace_s
         self._trust_sealed = trust_sealed
+        self._replace = replace
         self._contents = CopySource(source, record)
         self._claim = Claim(target, record.uid)
         self._commit = Commit()
@@ -222,6 +246,7 @@ class CheckpointCopy:
                 damaged=self._damaged,
                 missing=self._missing,
                 alive=self._alive,
+                owned=self._owned,
             ),
         )
 
@@ -328,14 +353,18 @@ class CheckpointCopy:
             return None
         newest = read_commit(self._whole, names[-1])
         if newest.uid == record.uid:
-            return newest.generation if confirmed(self._target, newest) else None
-        if newest.generation < record.generation:
+            there = confirmed(self._target, newest, first=self._check_source)
+            return newest.generation if there else None
+        if self._replace and newest.generation < record.generation:
             return None  # which this one has replaced, as its generation says
         msg = (
             f"{url} has another checkpoint at step {record.step} ({newest.uid}, generation "
             f"{newest.generation}). Delete it there, or copy with --overwrite to replace it."
         )
         raise StepExistsError(msg)
+
+    def _check_source(self) -> None:
+        verify_blobs(self._source, self._record, workers=self._workers)
 
     # -- what an earlier copy left ----------------------------------------------------------------
 
@@ -363,6 +392,15 @@ class CheckpointCopy:
     def _alive(self) -> None:
         self._publisher.refresh_intent()
         self._claim.refresh()
+
+    def _owned(self) -> bool:
+        try:
+            self._claim.check()
+        except BusyError:
+            return False
+        except StorageError:
+            pass  # nor can the store remove anything then
+        return True
 
     def _damaged(self, transfer: Transfer, ranges: list[ByteRange]) -> None:
         name = transfer.blob.name

@@ -9,9 +9,10 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.core.copying import CheckpointCopy, confirmed, retract
+from penstock.core.copying import CheckpointCopy, confirmed, retract, verify_blobs
 from penstock.core.errors import (
     CheckpointGoneError,
     DamagedError,
@@ -23,7 +24,7 @@ from penstock.core.errors import (
 )
 from penstock.core.manifest import mark_name
 from penstock.core.sizes import size_text
-from penstock.core.survey import has
+from penstock.core.survey import has, is_whole
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -144,16 +145,24 @@ class DrainLink:
         """Copy these no more; waits until none of them is being copied."""
         with self._changed:
             self._withdrawn.update(uids)
+            gone = [record for record in self._queue if record.uid in uids]
             self._queue = deque(record for record in self._queue if record.uid not in uids)
             current, copy = self._current, self._copy
-            if current is None or current.uid not in uids:
-                return
             self._changed.notify_all()
+        for record in gone:  # else whoever waits for it would wait until the run is closed
+            self._report.tell(record, self._gone(record))
+        if current is None or current.uid not in uids:
+            return
         if copy is not None:
             copy.cancel()
         with self._changed:
             while self._current is current and not self.is_stuck():
                 self._changed.wait(1.0)
+
+    def reinstate(self, uids: Collection[str]) -> None:
+        """Copy these again when they are added."""
+        with self._changed:
+            self._withdrawn.difference_update(uids)
 
     def state(self) -> DrainState:
         """What it is doing."""
@@ -252,8 +261,7 @@ class DrainLink:
             began = time.monotonic()
             try:
                 if record.uid in self._withdrawn or not self._copy_once(record):
-                    gone = f"step {record.step} was deleted before it was in tier "
-                    self._report.tell(record, CheckpointGoneError(gone + self._target.name))
+                    self._report.tell(record, self._gone(record))
                     return
             except Exception as error:  # noqa: BLE001 - a task's boundary: logged, and told
                 if self.is_closed():
@@ -273,13 +281,18 @@ class DrainLink:
                 self._succeeded(record, time.monotonic() - began)
                 return
 
+    def _gone(self, record: CommitRecord) -> CheckpointGoneError:
+        msg = f"step {record.step} was deleted before it was in tier {self._target.name}"
+        return CheckpointGoneError(msg)
+
     def _copy_once(self, record: CommitRecord) -> bool:
         """Make the next tier have it; False: this one has it no more."""
         source, target = self._source.backend, self._target.backend
         if not has(source, record):
             retract(target, record)
-            return False
-        if not confirmed(target, record):
+            # Another process may have brought it there, and evicted it here since.
+            return is_whole(target, record)
+        if not confirmed(target, record, first=partial(self._check_source, record)):
             self._report.rooms.make_room(self._number + 1, record.bytes_stored)
             if record.uid != self._prepared:
                 self._report.prepare(self._number + 1, record.uid, record.step)
@@ -304,6 +317,14 @@ class DrainLink:
                     self._copy = None
         source.delete([mark_name(record.uid)])
         return True
+
+    def _check_source(self, record: CommitRecord) -> None:
+        verify_blobs(
+            self._source.backend,
+            record,
+            workers=self._workers,
+            on_progress=lambda _: self._moved(0),
+        )
 
     def _moved(self, size_bytes: int) -> None:
         self._alive_s = time.monotonic()

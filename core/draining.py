@@ -218,6 +218,14 @@ class Drains:
         with self._brought:
             self._brought.wait_for(lambda: not self._bringing.keys() & set(uids), self._stuck_s)
 
+    def reinstate(self, uids: Collection[str]) -> None:
+        """What was withdrawn was not deleted after all: what of it is marked goes on."""
+        with self._lock:
+            self._withdrawn.difference_update(uids)
+        for link in self._links:
+            link.reinstate(uids)
+        self._workers.spawn("resume", self._resume)
+
     def resume(self) -> int:
         """Go on with what was left by whoever used these tiers before; returns how many."""
         found = 0

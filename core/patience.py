@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.abc import Backend
@@ -33,12 +34,25 @@ class PatientBackend(Backend):
     waited for; Ctrl-C ends that.
     """
 
-    def __init__(self, inner: Backend, /, workers: Workers, limit_s: float) -> None:
-        """Wrap `inner`, which stays the caller's to close."""
+    def __init__(
+        self,
+        inner: Backend,
+        /,
+        workers: Workers,
+        limit_s: float,
+        *,
+        doubt: dict[object, Sequence[str]] | None = None,
+    ) -> None:
+        """Wrap `inner`, which stays the caller's to close; `doubt` is shared among tiers."""
         self.inner = inner
         self.name = inner.name  # type: ignore[misc] # reports are to name the wrapped one
         self._workers = workers
         self._limit_s = limit_s
+        self._doubt: dict[object, Sequence[str]] = {} if doubt is None else doubt
+
+    def may_go(self, name: str) -> bool:
+        """Whether a deletion that was given up may still take what has this name."""
+        return any(name in names for names in list(self._doubt.values()))
 
     @property
     def url(self) -> str:
@@ -89,13 +103,26 @@ class PatientBackend(Backend):
         """As the contract says; after a timeout any of them may still go."""
         for at in range(0, len(names), _AT_ONCE):
             some = names[at : at + _AT_ONCE]
-            self._ask("delete", some, lambda some=some: self.inner.delete(some))  # type: ignore[misc] # a lambda's default
+            key = object()
+            self._doubt[key] = some
+            self._ask("delete", some, partial(self._delete, key, some))
+
+    def _delete(self, key: object, names: Sequence[str]) -> None:
+        try:
+            self.inner.delete(names)
+        finally:
+            del self._doubt[key]  # it has come to its end, however late
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The wrapped backend's, each as patient."""
         return tuple(
-            replace(tier, backend=PatientBackend(tier.backend, self._workers, self._limit_s))
+            replace(
+                tier,
+                backend=PatientBackend(
+                    tier.backend, self._workers, self._limit_s, doubt=self._doubt
+                ),
+            )
             for tier in self.inner.tiers
         )
 
@@ -113,6 +140,10 @@ class PatientBackend(Backend):
 
     def close(self) -> None:
         """Nothing: the wrapped backend is not this one's."""
+
+    def close_inner(self) -> None:
+        """Close the wrapped backend, which waits for what is in flight."""
+        self._ask("close", (), self.inner.close)
 
     def _ask(self, what: str, names: Sequence[str], call: Callable[[], T]) -> T:
         """What `call` gives.

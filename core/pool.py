@@ -37,9 +37,10 @@ class Pool:
         self._busy_since_s: dict[threading.Thread, float] = {}
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._waiting = 0  # tasks that no thread has taken yet
+        self._watched = False
         self._closed = False
-        self._lock = threading.Lock()  # guards `_threads`, `_idle` and `_closed`
+        self._lock = threading.Lock()  # guards all of the above but `_queue`
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on one of the threads.
@@ -53,15 +54,11 @@ class Pool:
                 msg = f"the threads of {self._name} are shut down"
                 raise RuntimeError(msg)
             self._queue.put((future, task))
-            if self._idle:
-                self._idle -= 1
-            elif len(self._threads) < self._count + sum(map(self._is_stuck, self._threads)):
-                number = len(self._threads)
-                thread = threading.Thread(
-                    target=self._work, name=f"{self._name}_{number}", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
+            self._waiting += 1
+            self._grow()
+            if not self._watched and self._waiting > self._free() and self._stuck_s < math.inf:
+                self._watched = True
+                self._start("watch", self._watch)
         return future
 
     def shutdown(self, *, wait: bool) -> None:
@@ -79,6 +76,31 @@ class Pool:
                 while thread.is_alive() and not self._is_stuck(thread):
                     thread.join(_LOOK_S)
 
+    def _free(self) -> int:
+        return len(self._threads) - len(self._busy_since_s)
+
+    def _grow(self) -> None:
+        stuck = sum(map(self._is_stuck, self._threads))
+        if self._waiting > self._free() and len(self._threads) < self._count + stuck:
+            self._threads.append(self._start(str(len(self._threads)), self._work))
+            if self._closed:
+                self._queue.put(None)
+
+    def _start(self, what: str, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=f"{self._name}_{what}", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self) -> None:
+        """What was queued before a thread counted as stuck waits for nobody to submit more."""
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                if not self._waiting:
+                    self._watched = False
+                    return
+                self._grow()
+
     def _is_stuck(self, thread: threading.Thread) -> bool:
         since_s = self._busy_since_s.get(thread, math.inf)
         return time.monotonic() - since_s > self._stuck_s
@@ -86,12 +108,13 @@ class Pool:
     def _work(self) -> None:
         me = threading.current_thread()
         while (work := self._queue.get()) is not None:
-            self._busy_since_s[me] = time.monotonic()
+            with self._lock:
+                self._waiting -= 1
+                self._busy_since_s[me] = time.monotonic()
             fulfil(*work)
             del work
             with self._lock:
                 del self._busy_since_s[me]
-                self._idle += 1
 
 
 def fulfil(future: Future[T], task: Callable[[], T]) -> None:

@@ -50,7 +50,9 @@ class Run:
         self._registry = registry
         self._workers = workers
         self._asked = PatientBackend(backend, workers, config.io_timeout_s)  # by the caller
-        self._catalog = Catalog(self._asked, before_delete=self._before_delete)
+        self._catalog = Catalog(
+            self._asked, before_delete=self._before_delete, delete_failed=self._delete_failed
+        )
         self._loader = Loader(backend, workers, io_timeout_s=config.io_timeout_s)
         self._events = EventStream(on_event)
         self._rescued: list[tuple[str, str]] = []  # damaged records, and the tier that had them
@@ -262,6 +264,9 @@ class Run:
 
     def _before_delete(self, uids: Collection[str]) -> None:
         """These checkpoints are about to be deleted."""
+
+    def _delete_failed(self, uids: Collection[str]) -> None:
+        """They were not, or not all of them."""
 
     def _repair(self) -> None:
         """What was read turned out to be damaged in one tier, perhaps."""

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog import Catalog
 from penstock.core.draining import Onward
 from penstock.core.errors import StepExistsError
-from penstock.core.manifest import parse_commit_name
+from penstock.core.manifest import commit_name, parse_commit_name
 from penstock.core.staging import Staging, default_budget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.core.abc import Backend
     from penstock.core.config import CheckpointerConfig
     from penstock.core.draining import Drains
@@ -24,9 +26,14 @@ log = logging.getLogger("penstock")
 
 
 def claim_generation(
-    backend: Backend, step: int, *, overwrite: bool, drains: Drains | None = None
+    backend: Backend,
+    step: int,
+    *,
+    overwrite: bool,
+    drains: Drains | None = None,
+    may_go: Callable[[str], bool] = lambda _: False,
 ) -> int:
-    """The generation that a save of `step` publishes.
+    """The generation that a save of `step` publishes; never one whose record `may_go`.
 
     Raises:
         StepExistsError: The step, or a later one, is committed, and is not to be overwritten.
@@ -36,7 +43,8 @@ def claim_generation(
     entries = Catalog(backend).entries() if drains is None else drains.entries(strict=overwrite)
     if overwrite:
         parsed = [parse_commit_name(name) for name in entries.get(step, [])]
-        return max((generation for _, generation in filter(None, parsed)), default=-1) + 1
+        above = max((generation for _, generation in filter(None, parsed)), default=-1) + 1
+        return _staying(step, above, may_go)
     steps = list(entries)
     if steps and step <= steps[-1]:
         what = "exists" if step in steps else f"is before the latest step {steps[-1]}"
@@ -51,7 +59,13 @@ def claim_generation(
             f"the same, or {way} first to go on from there."
         )
         raise StepExistsError(msg)
-    return 0
+    return _staying(step, 0, may_go)
+
+
+def _staying(step: int, generation: int, may_go: Callable[[str], bool]) -> int:
+    while may_go(commit_name(step, generation)):
+        generation += 1
+    return generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ def delete_records(
     *,
     uids: Mapping[str, str | None] | None = None,
     before: Callable[[Collection[str]], None] = lambda _: None,
+    failed: Callable[[Collection[str]], None] = lambda _: None,
 ) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
 
@@ -203,6 +204,7 @@ def delete_records(
         uids: Whose they were when the caller chose them; default: when this is called.
         before: Called with these uids before anything is deleted: what else of this process works
             on them has to stop.
+        failed: Called with them if something is raised, and some may stay: that may go on.
 
     Returns:
         Names of the records that this has deleted.
@@ -211,6 +213,16 @@ def delete_records(
     chosen = uids_named(backend, names) if uids is None else uids
     doomed = {uid for uid in chosen.values() if uid is not None}
     before(doomed)
+    try:
+        return _delete_chosen(backend, names, chosen, doomed)
+    except BaseException:
+        failed(doomed)
+        raise
+
+
+def _delete_chosen(
+    backend: Backend, names: Iterable[str], chosen: Mapping[str, str | None], doomed: set[str]
+) -> list[str]:
     deleted = []
     for name in names:  # durably one by one: of several under way, a power cut may spare any
         if uids_named(backend, [name]).get(name, "gone") == chosen.get(name):

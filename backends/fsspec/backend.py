@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from penstock.backends.fsspec.config import S3_SCHEMES, FsspecConfig, is_secret_name, shown
@@ -104,7 +105,7 @@ class FsspecBackend(Backend):
         """In the background, on threads that a fork does not take along."""
         self._check_requests(requests)
         store = self._store()
-        return store.feeds.submit(store.read, requests)
+        return store.feeds.submit(partial(store.read, requests))
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """As the contract says."""

@@ -7,7 +7,7 @@ import secrets
 import threading
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.backends.fsspec.errors import Scrubber, explained, is_transient, place
@@ -132,7 +132,7 @@ class FileStore(Store):
 
     def delete(self, names: Sequence[str]) -> None:
         self._check_writable("delete", names[0] if names else "")
-        settle([self.transfers.submit(self._delete, name) for name in names])
+        settle([self.transfers.submit(partial(self._delete, name)) for name in names])
 
     def sweep(self, before_s: float) -> None:
         """Remove temporary records that nobody renamed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import BlobNotFoundError, PenstockError, StorageError
@@ -17,9 +18,10 @@ except ImportError:
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Future
 
     from penstock.backends.fsspec.s3_client import S3Client
+    from penstock.core.pool import Pool
 
 
 class Upload:
@@ -39,7 +41,7 @@ class Upload:
         client: S3Client,
         name: str,
         *,
-        pool: Executor,
+        pool: Pool,
         checksums: bool,
         stop: threading.Event,
         failed: Callable[[BaseException], None],
@@ -74,7 +76,7 @@ class Upload:
                 "create_multipart_upload", "create", self._name, stop=self._stop, **extra
             )
             self._number = str(answer["UploadId"])
-        part = self._pool.submit(self._send, index, view)
+        part = self._pool.submit(partial(self._send, index, view))
         self._parts[index] = part
 
         def done(part: Future[dict[str, Any]]) -> None:

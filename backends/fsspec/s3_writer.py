@@ -12,11 +12,10 @@ from penstock.core.errors import StorageError
 from penstock.core.types import align_up, flat_view
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from penstock.backends.fsspec.parts import PartMemory
     from penstock.backends.fsspec.s3_client import S3Client
     from penstock.backends.fsspec.waiting import Batch
+    from penstock.core.pool import Pool
     from penstock.core.types import WriteRequest
 
 # A part with gaps waits for calls that overtook each other; so many may wait.
@@ -56,8 +55,8 @@ class S3Writer(StoreWriter):
         *,
         part_bytes: int,
         memory: PartMemory,
-        uploads: Executor,
-        feeds: Executor,
+        uploads: Pool,
+        feeds: Pool,
         checksums: bool,
     ) -> None:
         super().__init__(name, client.url, feeds=feeds)

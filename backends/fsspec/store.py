@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from penstock.backends.fsspec.errors import place
 from penstock.backends.fsspec.ranges import plan_spans
 from penstock.backends.fsspec.waiting import settle
 from penstock.core.errors import BlobExistsError, BlobNotFoundError
+from penstock.core.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest
 
 _FEEDS = 2  # one batch moves while the next is handed over
+_STUCK_S = 600.0  # not every file system ends its calls by itself
 
 
 class Store(ABC):
@@ -30,10 +31,8 @@ class Store(ABC):
     def __init__(self, config: FsspecConfig) -> None:
         self.config = config
         self.url = config.shown_url
-        self.transfers = ThreadPoolExecutor(
-            config.parallel, thread_name_prefix="penstock-fsspec-transfer"
-        )
-        self.feeds = ThreadPoolExecutor(_FEEDS, thread_name_prefix="penstock-fsspec-feed")
+        self.transfers = Pool(config.parallel, "penstock-fsspec-transfer", stuck_s=_STUCK_S)
+        self.feeds = Pool(_FEEDS, "penstock-fsspec-feed", stuck_s=_STUCK_S)
 
     @cached_property
     def capabilities(self) -> Capabilities:
@@ -99,9 +98,9 @@ class Store(ABC):
         if len(spans) == 1:
             self.fill(spans[0])
         elif spans:
-            settle([self.transfers.submit(self.fill, span) for span in spans])
+            settle([self.transfers.submit(partial(self.fill, span)) for span in spans])
 
     def close(self) -> None:
-        """Wait for what is in flight, then release everything."""
+        """Wait for what is in flight and not stuck, then release everything."""
         self.feeds.shutdown(wait=True)
         self.transfers.shutdown(wait=True)

@@ -11,10 +11,10 @@ from penstock.core.errors import StorageError
 from penstock.core.types import flat_view
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
     from contextlib import AbstractContextManager
 
     from penstock.backends.fsspec.waiting import Batch
+    from penstock.core.pool import Pool
     from penstock.core.types import BlobInfo, WriteRequest
 
 _ZEROS = memoryview(bytes(1 << 20))
@@ -43,7 +43,7 @@ class StreamWriter(StoreWriter):
     close of the stream is, and where there is a file below, that is synced.
     """
 
-    def __init__(self, streams: Streams, name: str, *, feeds: Executor) -> None:
+    def __init__(self, streams: Streams, name: str, *, feeds: Pool) -> None:
         super().__init__(name, streams.url, feeds=feeds)
         self._streams = streams
         self._stream: Any = None
@@ -86,6 +86,14 @@ class StreamWriter(StoreWriter):
             with suppress(Exception):
                 self._stream.close()
             self._streams.remove(self.name)
+
+    def __del__(self) -> None:
+        # One that nobody ended is another's blob by now: the stream's own `__del__` would store it.
+        if self._stream is not None and not self.over:
+            with suppress(Exception):
+                self._stream.discard()
+            with suppress(Exception):
+                self._stream.closed = True
 
     def _open(self) -> None:
         if self._stream is None:

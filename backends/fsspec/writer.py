@@ -16,8 +16,9 @@ from penstock.core.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Future
 
+    from penstock.core.pool import Pool
     from penstock.core.types import WriteRequest
 
 
@@ -40,7 +41,7 @@ class StoreWriter(BlobWriter):
         feeds: Runs what takes the batches.
     """
 
-    def __init__(self, name: str, url: str, *, feeds: Executor) -> None:
+    def __init__(self, name: str, url: str, *, feeds: Pool) -> None:
         self.name = name
         self.url = url
         self._lane = Lane(feeds)

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
+from penstock.backends.tiered.apart import check_apart
 from penstock.backends.tiered.config import TieredConfig
 from penstock.backends.tiered.reading import read_from, read_in_background
 from penstock.core.abc import Backend, PluginConfig, Tier
@@ -49,10 +50,14 @@ class TieredBackend(Backend):
         self._owned = (fast, durable)
         self._tiers = _flat(config, fast, durable)
         self._backends = [tier.backend for tier in self._tiers]
+        check_apart(self._backends)
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
         """Open both; a failure leaves none open."""
+        if config.fast == config.durable and not _is_anonymous(config.fast):
+            msg = "fast and durable are one place: give each a place of its own"
+            raise ConfigError(msg)
         fast = open_backend(config.fast)
         try:
             durable = open_backend(config.durable)
@@ -174,6 +179,11 @@ class TieredBackend(Backend):
                 continue
             msg = f"{name} exists on {backend.url} already"
             raise BlobExistsError(msg)
+
+
+def _is_anonymous(spec: object) -> bool:
+    """Whether each use of it is a store of its own."""
+    return spec in ("memory://", {"type": "memory"})
 
 
 def _flat(config: TieredConfig, fast: Backend, durable: Backend) -> tuple[Tier, ...]:

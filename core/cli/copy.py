@@ -244,6 +244,7 @@ class _Copier:
             grace_s=GRACE_S,
             bytes_per_s=self._how.bytes_per_s,
             trust_sealed=self._how.trust_sealed,
+            replace=self._how.overwrite,
         )
         report = copy.run(on_progress=moved)
         return Copied(

@@ -20,7 +20,7 @@ from penstock.core.sizes import size_text
 from penstock.core.survey import survey_run, uids_named
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Backend
 
@@ -48,7 +48,8 @@ def run(
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend)
         entries = catalog.entries()
-        doomed = [_doomed(backend, catalog, step, entries.get(step)) for step in chosen]
+        named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
+        doomed = [_doomed(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
         if not force and not _any_whole(catalog, left):
             msg = (
@@ -64,7 +65,7 @@ def run(
             ask(f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}", yes=yes)
             before = data_bytes(backend, uids)
             for step in chosen:
-                catalog.delete(step)
+                catalog.delete(step, named[step])  # what was asked about, and no other
             freed = before - data_bytes(backend, uids)
         _print(backend.url, doomed, left, freed, dry_run=dry_run, as_json=as_json)
 
@@ -74,12 +75,18 @@ def data_bytes(backend: Backend, uids: Iterable[str]) -> int:
     return sum(blob.size_bytes for uid in set(uids) for blob in backend.list(data_prefix(uid)))
 
 
-def _doomed(backend: Backend, catalog: Catalog, step: int, names: Sequence[str] | None) -> Doomed:
+def _named_by(
+    backend: Backend, catalog: Catalog, step: int, names: Sequence[str] | None
+) -> Mapping[str, str | None]:
     if names is None:
         catalog.record(step)  # raises, and says which steps there are
         names = catalog.entries()[step]  # else it was committed since they were listed
-    uids = [uid for uid in uids_named(backend, names).values() if uid]
-    return Doomed(step, len(names), tuple(uids), data_bytes(backend, uids))
+    return uids_named(backend, names)
+
+
+def _doomed(backend: Backend, step: int, named: Mapping[str, str | None]) -> Doomed:
+    uids = [uid for uid in named.values() if uid]
+    return Doomed(step, len(named), tuple(uids), data_bytes(backend, uids))
 
 
 def _any_whole(catalog: Catalog, steps: Sequence[int]) -> bool:

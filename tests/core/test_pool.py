@@ -63,3 +63,17 @@ def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s, monkeypatch):
         assert third.result(0) == "done"
     for future in hanging:
         future.result(60)
+
+
+def test_calls_that_hang_are_replaced_in_a_pool_that_was_busy_before(monkeypatch):
+    """Whatever was queued then: a thread that goes on with it was never idle."""
+    monkeypatch.setattr(pool_module, "_LOOK_S", 0.01)
+    pool = Pool(2, "two", stuck_s=0.05)
+    for future in [pool.submit(threading.get_ident) for _ in range(200)]:
+        future.result(60)
+    gate = threading.Event()
+    hanging = [pool.submit(lambda: gate.wait(60)) for _ in range(2)]
+    # The first of them comes before the others count as stuck.
+    assert [pool.submit(lambda: 3).result(10) for _ in range(20)] == [3] * 20
+    gate.set()
+    assert all(future.result(60) for future in hanging)
