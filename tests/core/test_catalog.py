@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 from tests.core import manifests
+from tests.integration.support import checkpointer, make_state, memory
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.catalog import Catalog
@@ -36,6 +37,7 @@ from penstock.core.manifest import (
     part_name,
 )
 from penstock.core.record import decode_commit, decode_intent, encode_commit, encode_intent
+from penstock.core.survey import uids_named
 from penstock.core.testing.faults import CrashAt, FaultyBackend, SimulatedCrashError
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import BlobInfo
@@ -682,3 +684,17 @@ class Run(RuleBasedStateMachine):
 
 TestRun = Run.TestCase
 TestRun.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_only_what_was_asked_about_is_deleted():
+    """Somebody may save the step anew while a question stands."""
+    backend = memory()
+    with checkpointer(backend) as ckpt:
+        ckpt.save(make_state(1), 1).result()
+        named = uids_named(backend, Catalog(backend).entries()[1])
+        ckpt.delete(1)
+        ckpt.save(make_state(2), 1).result()
+        Catalog(backend).delete(1, named)
+        assert ckpt.load(1)["epoch"] == 2
+        Catalog(backend).delete(1, uids_named(backend, named))
+        assert ckpt.steps() == []

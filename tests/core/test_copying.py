@@ -725,3 +725,57 @@ def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
         with pytest.raises(SaveAbortedError):
             running.result(30)
     assert Catalog(target).steps() == []
+
+
+def blob_named(store, ending):
+    return next(name for name in store._store.blobs if name.endswith(ending))
+
+
+def spoil(store, name):
+    blob = store._store.blobs[name]
+    data = bytearray(blob.data)
+    data[len(data) // 2] ^= 1
+    store._store.blobs[name] = replace(blob, data=data)
+
+
+def test_what_lies_beside_the_blobs_makes_no_copy_a_bad_one(saved, workers):
+    target = memory()
+    copy_of(saved, target, workers).run()
+    uid = Catalog(saved).record(STEP).uid
+    target.publish(f"{data_prefix(uid)}blobs/junk", b"x")
+    assert copy_of(saved, target, workers).run().already_there
+
+
+def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, workers):
+    """Each has lost another blob: what is left of both is all that there is."""
+    source, target = memory(), memory()
+    copy_of(saved, source, workers).run()
+    copy_of(saved, target, workers).run()
+    spoil(source, blob_named(source, ".raw"))
+    target.delete([blob_named(target, ".enc")])
+    before = dict(target._store.blobs)
+    with pytest.raises(DamagedError):
+        copy_of(source, target, workers).run()
+    assert target._store.blobs == before
+
+
+def test_a_record_that_is_known_to_be_durable_is_not_published_again(saved, workers):
+    """It could replace what was saved at that step since it was looked at."""
+    target = FaultyBackend(memory())
+    copy_of(saved, target, workers).run()
+    before = len(target.calls)
+    assert copy_of(saved, target, workers).run().already_there
+    assert "publish" not in [what for what, _ in target.calls[before:]]
+
+
+def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted(saved, workers):
+    target = memory()
+    with checkpointer(target) as ckpt:
+        ckpt.save(make_state(3), STEP).result()
+    record = replace(Catalog(saved).record(STEP), generation=1)
+    options = {"workers": workers, "buffer_bytes": SMALL, "grace_s": GRACE_S}
+    with pytest.raises(StepExistsError, match="--overwrite"):
+        CheckpointCopy(saved, target, record, replace=False, **options).run()
+    assert Catalog(target).record(STEP).uid != record.uid
+    CheckpointCopy(saved, target, record, **options).run()
+    assert Catalog(target).record(STEP).uid == record.uid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -238,3 +239,25 @@ def test_an_interpreter_exits_although_calls_of_every_kind_hang():
         "read .enc RestoreError",
     ]
     assert done.stdout.splitlines() == [*told, "over"]
+
+
+def test_a_deletion_that_was_given_up_takes_nothing_that_was_saved_since(gate, monkeypatch):
+    """Its request may be carried out at any later moment."""
+    store = FaultyBackend(memory())
+    with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(make(step), step).result(60)
+        fault = store.block("delete", gate, match="commits/")
+        time_flies(monkeypatch, fault)
+        with pytest.raises(StorageTimeoutError, match="may still happen"):
+            ckpt.rewind(1)
+        store.clear()
+        assert ckpt.rewind(1) == [2]
+        assert ckpt.save(make(5), 2).result(60).generation == 1
+        gate.set()
+        while [t for t in threading.enumerate() if t.name == "penstock-delete"]:
+            time.sleep(0.01)
+        assert ckpt.steps() == [1, 2]
+        assert same(plain(ckpt, 2), expected(5))
+        ckpt.rewind(1)
+        assert ckpt.save(make(6), 2).result(60).generation == 0  # nothing is in doubt any more

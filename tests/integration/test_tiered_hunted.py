@@ -305,3 +305,49 @@ def test_a_durable_tier_that_hangs_is_not_waited_for(places, what):
     finally:
         event.set()
     assert places.steps()[0] == [1]
+
+
+@pytest.mark.parametrize("how", ["delete", "retention"])
+def test_who_waits_for_a_step_that_is_deleted_in_the_queue_is_told(places, how):
+    slow, event = FaultyBackend(places.other()), threading.Event()
+    held = slow.add(Fault("create", until=event))
+    retention = {"retention": {"keep_last": 1}} if how == "retention" else {}
+    with places.open(durable=slow, **retention) as ckpt:
+        handles = {}
+        for step in (1, 2, 3):
+            handles[step] = ckpt.save(make_state(step), step)
+            handles[step].committed.result(60)
+        assert held.reached.wait(60)
+        if how == "delete":
+            ckpt.delete(2)
+        error = handles[2].durable.exception(60)
+        event.set()
+        assert isinstance(error, CheckpointGoneError)
+        assert "step 2 was deleted" in str(error)
+        assert handles[3].result(60).tiers == ("fast", "durable")
+
+
+def test_a_step_whose_deletion_failed_is_copied_after_all(places):
+    refusing, event = FaultyBackend(places.other()), threading.Event()
+    held = refusing.add(Fault("create", until=event))
+    with places.open(durable=refusing) as ckpt:
+        ckpt.save(make_state(1), 1).committed.result(60)
+        ckpt.save(make_state(2), 2).committed.result(60)
+        assert held.reached.wait(60)
+        refusing.add(Fault("delete", times=None, error=StorageError("AccessDenied")))
+        with pytest.raises(StorageError, match="AccessDenied"):
+            ckpt.delete(2)
+        assert ckpt.steps() == [1, 2]
+        refusing.clear()
+        event.set()
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_what_another_process_drained_and_evicted_is_durable(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        record, told = Catalog(places.fast).record(1), []
+        places.fast.delete(["commits/00000001-0.json"])
+        ckpt._drains.committed(0, record, told.append, marked=True)
+        assert ckpt._drains.settle(60)
+        assert told == [None]
