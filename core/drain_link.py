@@ -25,6 +25,7 @@ from penstock.core.errors import (
 from penstock.core.manifest import mark_name
 from penstock.core.sizes import size_text
 from penstock.core.survey import has, is_whole
+from penstock.core.tiers import REPEAT_LOG_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _PAUSE_S = (1.0, 60.0)  # between two tries, doubled from the first to the second
-_REPEAT_LOG_S = 600.0
 _PATIENCE_S = 30.0  # after so long a tier that fails is not waited for
 _STUCK = "no progress for %g s"
 _HOPELESS = (LostRaceError, StepExistsError, DamagedError)
@@ -363,7 +363,7 @@ class DrainLink:
         now_s = time.monotonic()
         hopeless = isinstance(error, _HOPELESS)
         with self._changed:
-            repeated = text == self._error and now_s - self._logged_s < _REPEAT_LOG_S
+            repeated = text == self._error and now_s - self._logged_s < REPEAT_LOG_S
             if hopeless:
                 self._lost[record.step] = text
             else:

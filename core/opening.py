@@ -20,6 +20,8 @@ from penstock.core.shipping import shipped_by
 from penstock.core.validation import nearest, refusal, validated
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from penstock.core.abc import PluginConfig
     from penstock.core.registry import Registry
 
@@ -79,6 +81,7 @@ _ANY_URL = "fsspec"
 _WITHOUT_FSSPEC = {"s3", "s3a"}  # its own path to these needs botocore alone
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 # User and password; the latter may hold slashes, as those of S3 do.
 _SECRETS = re.compile(r"(://)(?:[^/?#]*@|[^/?#@:]+:(?!\d+/)[^?#@]*@)|\?.*", re.DOTALL)
 
@@ -123,10 +126,12 @@ def open_backend(
             f"Checkpointer.from_config({url!r}), or file:// before the path of a folder"
         )
         raise ConfigError(msg)
+    names = registry.names("backend")
     scheme = _scheme(url)
+    if not scheme:
+        _refuse_lost_slash(url, names)
     if scheme in {"", "file"}:
         return _open_local(_LIGHT_LOCAL if light else _LOCAL, url, registry, must_exist=must_exist)
-    names = registry.names("backend")
     if scheme not in names and _ANY_URL in names and _is_known_to_fsspec(scheme):
         scheme = _ANY_URL
     if scheme not in names:
@@ -241,6 +246,25 @@ def _is_known_to_fsspec(scheme: str) -> bool:
 def _scheme(url: str) -> str:
     match = _SCHEME.match(url)
     return match[1].lower() if match else ""
+
+
+def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
+    """`Path("s3://bucket/run")` is `s3:/bucket/run`, which would be a folder of this machine.
+
+    Raises:
+        ConfigError: A scheme that something serves stands there, with one slash.
+    """
+    match = _ONE_SLASH.match(url)
+    if match is None:
+        return
+    scheme = match[1].lower()
+    if scheme in names or scheme == "file" or _is_known_to_fsspec(scheme):
+        msg = (
+            f"{match[1]}:/ with one slash is what pathlib makes of a URL, and would be a folder of "
+            f"this machine: pass the URL as text, {match[1]}://..., or ./{match[1]}:/... if a "
+            "folder is meant"
+        )
+        raise ConfigError(msg)
 
 
 def _warn_once(message: str) -> None:

@@ -277,7 +277,7 @@ class Run:
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = f"the checkpointer of {self._backend.url} is closed"
+            msg = f"the checkpointer of {self._backend.url} is closed; make a new one"
             raise SaverClosedError(msg)
         self._check_process()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 T = TypeVar("T")
+
+REPEAT_LOG_S = 600.0
 
 _SILENCE_S = 60.0
 _MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
@@ -184,6 +187,7 @@ class Answers:
         self._workers = workers
         self._limit_s = limit_s
         self._silent_until_s: dict[int, float] = {}
+        self._said_s: dict[int, dict[str, float]] = {}
 
     def ask(self, number: int, call: Callable[[], T]) -> T:
         """What `call` gives; one that hangs is not asked again for a while.
@@ -204,6 +208,18 @@ class Answers:
 
         return self._workers.apart("ask", call, cancel=lambda: None, check=check)
 
+    def missed(self, number: int, name: str, error: StorageError) -> None:
+        """Warn that tier `number` does not answer: of each reason once, then every ten minutes."""
+        said_s = self._said_s.setdefault(number, {})
+        now_s = time.monotonic()
+        if now_s - said_s.get(str(error), -math.inf) >= REPEAT_LOG_S:
+            said_s[str(error)] = now_s
+            log.warning("tier %s does not answer, going on without it: %s", name, str(error))
+
+    def answered(self, number: int) -> None:
+        """The next outage of tier `number` is news."""
+        self._said_s.pop(number, None)
+
 
 def known_entries(tiers: Sequence[Tier], answers: Answers, *, strict: bool) -> dict[int, list[str]]:
     """As `Catalog.entries`, of all tiers that answer; warns of those that do not.
@@ -221,8 +237,9 @@ def known_entries(tiers: Sequence[Tier], answers: Answers, *, strict: bool) -> d
             found = answers.ask(number, Catalog(tier.backend).entries)
         except StorageError as error:
             failure = error
-            log.warning("tier %s does not answer, going on without it: %s", tier.name, str(error))
+            answers.missed(number, tier.name, error)
             continue
+        answers.answered(number)
         count += 1
         for step, some in found.items():
             names.setdefault(step, set()).update(some)

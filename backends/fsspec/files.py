@@ -86,6 +86,9 @@ class FileStore(Store):
                 f"{place('read', span.name, self.url)}: bytes {span.start} to {span.stop} were "
                 f"asked for, {data.nbytes} came"
             )
+            if data.nbytes > span.stop - span.start:  # says nothing of what is stored
+                msg += "; the store does not serve ranges of bytes: copy the run, or use another"
+                raise StorageError(msg)
             raise BlobTruncatedError(msg)
         for piece in span.pieces:
             at = piece.offset - span.start
@@ -235,17 +238,36 @@ class FileStore(Store):
 
         def find() -> dict[str, Any]:
             self._fs.invalidate_cache()
-            try:
-                found: dict[str, Any] = self._fs.find(folder, detail=True)
-            except FileNotFoundError:
-                found = {}
-            return found
+            return self._walk(folder)
 
         for path, info in self._ask("list", prefix, find).items():
             if path.startswith(f"{self._root}/"):
                 name = path[len(self._root) + 1 :]
                 if name.startswith(prefix) and info.get("type") != "directory":
                     yield self._info(name, info)
+
+    def _walk(self, top: str) -> dict[str, Any]:
+        """All files below `top`, by path; nothing where that is no folder.
+
+        Not fsspec's `find`: most file systems inherit one that takes a folder whose listing fails,
+        be it for a broken connection, for an empty one. A commit record that is not listed is a
+        checkpoint that is not there, whose data `prune` deletes.
+        """
+        found: dict[str, Any] = {}
+        folders = [top]
+        while folders:
+            folder = folders.pop()
+            try:
+                entries = self._fs.ls(folder, detail=True)
+            except (FileNotFoundError, NotADirectoryError):  # or deleted since
+                continue
+            for info in entries:
+                path = info["name"].rstrip("/")
+                if info.get("type") != "directory":
+                    found[path] = info
+                elif path.startswith(f"{folder.rstrip('/')}/"):  # not itself, nor one above
+                    folders.append(path)
+        return found
 
     def _info(self, name: str, info: dict[str, Any]) -> BlobInfo:
         size = info.get("size")

@@ -35,9 +35,15 @@ app = typer.Typer(
 )
 
 
-def _backend_of(url: str) -> str:
-    """A configuration file stands for the backend in it."""
-    if not url.endswith((".toml", ".yaml", ".yml", ".json")) or not Path(url).is_file():
+def backend_of(url: str) -> str:
+    """A configuration file stands for the backend in it.
+
+    Raises:
+        ConfigError: It cannot be read, or is wrong.
+    """
+    if "://" in url or Path(url).is_dir():
+        return url
+    if not url.endswith((".toml", ".yaml", ".yml", ".json")):
         return url
     from penstock.core.config import load_config  # noqa: PLC0415
 
@@ -50,7 +56,7 @@ Url = Annotated[
     typer.Argument(
         metavar="URL",
         help="Root of the run: a path, a URL such as posix://, or a configuration file.",
-        callback=_backend_of,
+        callback=backend_of,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

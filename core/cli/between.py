@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Json, Url, app, exits, step_or_latest
+from penstock.core.cli.app import Json, Url, app, backend_of, exits, step_or_latest
 
 _Include = Annotated[
     list[str] | None,
@@ -42,10 +42,20 @@ Examples:
 )
 def copy(  # noqa: PLR0913 - its options
     source: Annotated[
-        str, typer.Argument(metavar="FROM", help="Root of the run to copy from: a path or a URL.")
+        str,
+        typer.Argument(
+            metavar="FROM",
+            help="Root of the run to copy from: a path, a URL, or a configuration file.",
+            callback=backend_of,
+        ),
     ],
     target: Annotated[
-        str, typer.Argument(metavar="TO", help="Root of the run to copy to; made if needed.")
+        str,
+        typer.Argument(
+            metavar="TO",
+            help="Root of the run to copy to, likewise; made if needed.",
+            callback=backend_of,
+        ),
     ],
     *,
     step: Annotated[
@@ -124,7 +134,10 @@ Examples:
 """,
 )
 def diff(
-    url_a: Annotated[str, typer.Argument(metavar="A", help="Root of a run: a path or a URL.")],
+    url_a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="Root of a run: a path, a URL, or a configuration file."),
+    ],
     url_b: Annotated[
         str | None,
         typer.Argument(metavar="B", help="Root of another run.", show_default="the same run"),
@@ -167,8 +180,14 @@ def diff(
     exits.trouble = 2
     from penstock.core.cli.diff import Where, run  # noqa: PLC0415
 
+    where = Where(
+        backend_of(url_a),
+        None if url_b is None else backend_of(url_b),
+        step_a,
+        step_b,
+    )
     if not run(
-        Where(url_a, url_b, step_a, step_b),
+        where,
         include=include or None,
         exclude=exclude or None,
         norms=norms,

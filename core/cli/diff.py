@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.core.bars import ProgressBar
@@ -39,14 +39,16 @@ _COLUMNS = (
     Column("A", keep=3, flexible=True),
     Column("B", keep=2, flexible=True),
 )
+# Beside norms, paths that can be told apart matter more than what both tensors look like.
 _NORM_COLUMNS = (
+    *(replace(column, spare=column.keep > 0) for column in _COLUMNS),
     Column("MAX", right=True, keep=9),
-    Column("L2", right=True, keep=7),
+    Column("L2", right=True, keep=7, spare=True),
     Column("REL L2", right=True, keep=8),
     Column("ELEMENTS", right=True, keep=10),
-    Column("OF", right=True, keep=6),
-    Column("NAN", right=True, keep=5),
-    Column("INF", right=True, keep=4),
+    Column("OF", right=True, keep=6, spare=True),
+    Column("NAN", right=True, keep=5, spare=True),
+    Column("INF", right=True, keep=4, spare=True),
 )
 _WORDS = {"only_a": "only in A", "only_b": "only in B"}
 
@@ -130,8 +132,10 @@ def _print(sides: Sequence[Checkpoint], found: CheckpointDiff, *, norms: bool) -
         print_line(f"nothing differs in {found.compared} objects{read}", style="green")
         return
     print_line("")
-    columns = (*_COLUMNS, *(_NORM_COLUMNS if norms else ()))
-    print_table(columns, [_row(change, norms=norms) for change in found.changes])
+    print_table(
+        _NORM_COLUMNS if norms else _COLUMNS,
+        [_row(change, norms=norms) for change in found.changes],
+    )
     objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
     alone = sum(c.what in {"only_a", "only_b"} for c in objects)
     print_line(

@@ -70,6 +70,8 @@ def check_provider(
         stored = store({"part": value}, providers=providers)
         description_is_whole(stored)
         description_repeats(stored, {"part": value})
+        # Two equal descriptions of a value that the first one changed tell nothing.
+        assert values.equal(value, make()), "describing changes the value"
         if not copies:
             describing_copies_no_tensor(value, providers)
     with _checking("a restore into a changed value"):

@@ -137,3 +137,19 @@ def test_odd_names_and_values_cannot_steer_the_terminal(call, tmp_path):
     out = call("diff", tmp_path).out
     assert "\x1b" not in out
     assert "a\\x1b[31m" in out
+
+
+def test_a_configuration_file_stands_for_its_backend(call, run, other, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(f'backend = "posix://{run}"\n')
+    assert call("diff", config, other).code == 0
+    assert call("diff", other, config).code == 0
+    assert call("copy", config, tmp_path / "copied").code == 0
+    assert call("diff", tmp_path / "copied", config).code == 0
+
+
+@pytest.mark.parametrize("command", ["diff", "ls"])
+def test_a_configuration_file_that_is_not_there_is_said(call, command):
+    done = call(command, "missing.toml")
+    assert "configuration missing.toml cannot be read" in done.err
+    assert done.code == (2 if command == "diff" else 1)

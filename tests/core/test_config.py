@@ -533,3 +533,16 @@ def test_importing_the_configuration_imports_neither_torch_nor_plugins(tmp_path)
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "file", "posix", "uring"])
+def test_a_url_that_pathlib_has_shortened_is_no_folder(opened, scheme):
+    with pytest.raises(ConfigError, match=f"pass the URL as text, {scheme}://"):
+        opened(Path(f"{scheme}://bucket/run"))
+
+
+def test_a_folder_may_look_like_a_scheme(opened, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    opened("./s3:/run").publish("r.json", b"x")
+    opened("mine:/run").publish("r.json", b"x")
+    assert {"mine:", "s3:"} <= {path.name for path in tmp_path.iterdir()}

@@ -695,6 +695,15 @@ class LoadsOnlyTheWhole(Good):
 # -- the proofs ---------------------------------------------------------------------------------
 
 
+@caught_by("describing changes the value", Mean)
+class CountsItsDescriptions(Good):
+    """Once, so that a second description is the same."""
+
+    def describe(self, value, path, /, *, context):
+        value.count = 4
+        yield from super().describe(value, path, context=context)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
 def test_suite_catches(mutant):
     message, kind = MUTANTS[mutant]

@@ -48,10 +48,14 @@ class ObjectFiles(AbstractFileSystem):
         return {"name": path, "size": len(data), "type": "file", "mtime": modified_s}
 
     def ls(self, path, detail=True, **_):
-        raise NotImplementedError
-
-    def find(self, path, detail=False, **_):
-        return {name: self.info(name) for name in sorted(stored) if name.startswith(path)}
+        inside = f"{path.rstrip('/')}/"
+        below = [name.removeprefix(inside) for name in sorted(stored) if name.startswith(inside)]
+        folders = {rest.split("/")[0] for rest in below if "/" in rest}
+        found = [self.info(inside + rest) for rest in below if "/" not in rest]
+        found += [{"name": inside + f, "size": 0, "type": "directory"} for f in sorted(folders)]
+        if not found:
+            raise FileNotFoundError(path)
+        return found if detail else [info["name"] for info in found]
 
     def cat_file(self, path, start=None, end=None, **_):
         if "blobs" in path:

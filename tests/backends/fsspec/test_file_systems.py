@@ -268,3 +268,41 @@ def test_file_system_that_is_not_installed_is_said():
     )
     with pytest.raises(ConfigError, match=r"absent://x: .*absent"):
         FsspecBackend(FsspecConfig(url="absent://x"))
+
+
+class DroppingFileSystem(MemoryFileSystem):
+    """One whose connection is lost when one folder is listed."""
+
+    protocol = "dropping"
+    lost = ""
+
+    def ls(self, path, detail=True, **options):
+        if self.lost and path.rstrip("/").endswith(self.lost):
+            raise OSError("connection lost")
+        return super().ls(path, detail=detail, **options)
+
+
+@pytest.mark.parametrize("lost", ["/commits", "/data", "/blobs"])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(lost, monkeypatch, opened):
+    fsspec.register_implementation("dropping", DroppingFileSystem, clobber=True)
+    with penstock.Checkpointer(f"dropping://run{lost}") as ckpt:
+        ckpt.save({"w": torch.ones(1000)}, step=1).result()
+    backend = opened(f"dropping://run{lost}")
+    names = [info.name for info in backend.list("")]
+    assert len(names) > 3
+    monkeypatch.setattr(DroppingFileSystem, "lost", lost)
+    with pytest.raises(StorageError, match="connection lost"):
+        backend.list("")
+    monkeypatch.setattr(DroppingFileSystem, "lost", "")
+    assert [info.name for info in backend.list("")] == names
+
+
+def test_a_server_without_ranges_damages_nothing(tmp_path, web, monkeypatch):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(1000)}, step=1).result()
+    monkeypatch.setattr(RangeHandler, "do_GET", http.server.SimpleHTTPRequestHandler.do_GET)
+    with (
+        penstock.Checkpointer(f"{web}/run") as ckpt,
+        pytest.raises(StorageError, match="does not serve ranges"),
+    ):
+        ckpt.verify(step=1)
