@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from penstock.providers.optimizer_names import Member
 
 
+# In `param_groups`, but no options of an optimizer: names, and what schedulers put there.
+_SCHEDULED = {
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
+    "swa_lr",
+}  # fmt: skip
+
+
 class Placer:
     """Plans one optimizer's restore."""
 
@@ -38,7 +45,7 @@ class Placer:
 
     def place(self) -> Placement:
         """The plan; `finish` sets state and groups directly, never by `load_state_dict`."""
-        if not self._is_there():
+        if not self._is_there() or self._is_of_another_kind():
             return self._result
         matcher = Matcher(self._optimizer, self._path, self._context, self._result)
         matches = matcher.match(self._members)
@@ -87,6 +94,26 @@ class Placer:
             if self._wanted():
                 self._result.missing.append(self._path)
             return False
+        return True
+
+    def _is_of_another_kind(self) -> bool:
+        """Whether the state is another algorithm's, which would be kept and never be used.
+
+        A class of another name may do the same, with more options or fewer: only where each has
+        options that the other lacks they are taken for two algorithms.
+        """
+        node, kind = self._context.node(self._path), type(self._optimizer)
+        mine = f"{kind.__module__}.{kind.__qualname__}"
+        theirs = mine if node is None else node.meta.get("class", mine)
+        keys = {*self._context.children((*self._groups, "0"))} - _SCHEDULED
+        options = {*self._optimizer.defaults}
+        if theirs == mine or not keys or not (keys - options and options - keys):
+            return False
+        self._problem(
+            self._path,
+            f"holds the state of a {theirs} with {', '.join(sorted(keys - options))}, but is a "
+            f"{mine} with {', '.join(sorted(options - keys))} in the template",
+        )
         return True
 
     def _wanted(self) -> bool:

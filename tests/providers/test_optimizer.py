@@ -555,3 +555,30 @@ def test_step_counts_go_where_torch_wants_them(save, options):
     step(model, optimizer)
     step(target, other)
     assert torch.equal(model.weight, target.weight)
+
+
+def test_another_algorithm_does_not_take_over_the_state(save):
+    """SGD would keep AdamW's moments, never use them, and step with AdamW's learning rate."""
+    model = nn.Linear(3, 2)
+    saved = save({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    (problem,) = saved.plan({"model": model, "optimizer": sgd}).problems
+    assert "holds the state of a torch.optim.adamw.AdamW with amsgrad, betas" in problem
+    assert "torch.optim.sgd.SGD with dampening" in problem
+
+
+def test_a_class_of_another_name_with_more_options_does(save):
+    class Mine(torch.optim.AdamW):
+        def __init__(self, parameters):
+            super().__init__(parameters)
+            self.defaults["mine"] = 1
+            for group in self.param_groups:
+                group["mine"] = 1
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    saved = save({"model": model, "optimizer": optimizer})
+    mine = Mine(model.parameters())
+    saved.restore({"model": model, "optimizer": mine})
+    assert (mine.param_groups[0]["lr"], mine.param_groups[0]["mine"]) == (0.25, 1)
