@@ -33,6 +33,15 @@ def test_what_is_whole_is_a_copy(store):
     assert Catalog(store).steps() == [1]
 
 
+def test_a_record_whose_copy_never_had_the_answer_is_published_once_more(store):
+    record = Catalog(store).record(1)
+    store.publish(claim_name(record.uid), b"{}")
+    watched = FaultyBackend(store)
+    for _ in range(2):
+        assert confirmed(watched, record)
+    assert [operation for operation, _ in watched.calls].count("publish") == 1
+
+
 @pytest.mark.parametrize(
     ("lacking", "how"),
     [(name, "gone") for name in DATA] + [(name, "short") for name in DATA[1:]],
@@ -44,6 +53,7 @@ def test_a_record_that_lacks_some_of_its_data_is_no_copy_and_goes(lacking, how, 
     store.delete([name])
     if how == "short":
         store.publish(name, data[:-1])
+    store.publish(claim_name(record.uid), b"{}")  # else nothing would be published in any case
     watched = FaultyBackend(store)
     assert not confirmed(watched, record)
     assert Catalog(store).steps() == []
