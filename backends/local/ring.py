@@ -66,14 +66,18 @@ class Ring:
         self._lib.io_uring_register_eventfd(self._ring, self._event)
         self._cqe = self._lib.Cqe()
         self._kept: dict[int, Any] = {}
+        # Completions beyond that wait in the kernel until it is asked for them, which nobody does.
+        self._room = 2 * entries
         self._queued: deque[int] = deque()  # prepared, in order; the kernel takes from the left
         self._open = True
 
     def prepare(self, token: int, flight: Flight) -> bool:
-        """Queue the next call of `flight`; False when the queue is full.
+        """Queue the next call of `flight`; False when either queue is full.
 
         `token` comes back with the completion; of calls under way, no two have the same.
         """
+        if len(self._kept) >= self._room:
+            return False
         sqe = self._lib.io_uring_get_sqe(self._ring)
         if sqe is None:
             return False

@@ -66,6 +66,17 @@ class FailingRing(Ring):
             yield token, -self.errors[self.reaped] if self.reaped in self.errors else result
 
 
+class WatchedRing(Ring):
+    """Knows how many calls were under way at most."""
+
+    most = 0
+
+    def prepare(self, token, flight):
+        prepared = super().prepare(token, flight)
+        self.most = max(self.most, len(self._kept))
+        return prepared
+
+
 class BrokenRing(Ring):
     def submit(self):
         if self._lib.io_uring_sq_ready(self._ring):
@@ -158,8 +169,9 @@ def test_threads_try_again_when_the_kernel_says_so(tmp_path):
 
 @pytest.mark.uring
 def test_ring_with_fewer_entries_than_lanes_does_not_overflow(tmp_path, needs_uring):
-    backend = uring(tmp_path, lambda _depth: Ring(2), depth=32)
+    backend = uring(tmp_path, lambda _depth: WatchedRing(2), depth=32)
     round_trip(backend)
+    assert 2 <= backend._engine._ring.most <= 4  # as many as the queue of completions holds
     backend.close()
 
 
