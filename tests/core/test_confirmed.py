@@ -1,7 +1,7 @@
 """A checkpoint that a store lists, but of which nobody knows whether it is whole there."""
 
 import pytest
-from tests.integration.support import ENCODED, checkpointer, make_state, memory
+from tests.integration.support import saved_in_memory
 
 from penstock.core.catalog import Catalog
 from penstock.core.copy_claim import claim_name
@@ -20,10 +20,7 @@ DATA = [
 
 @pytest.fixture
 def store():
-    backend = memory()
-    with checkpointer(backend, **ENCODED) as ckpt:
-        ckpt.save(make_state(1), 1, mode="blocking")
-    return backend
+    return saved_in_memory(1, step=1)
 
 
 def test_what_is_whole_is_a_copy(store):

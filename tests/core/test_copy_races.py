@@ -4,7 +4,7 @@ import threading
 from contextlib import closing
 
 import pytest
-from tests.integration.support import ENCODED, checkpointer, make_state, memory
+from tests.integration.support import memory, saved_in_memory
 
 from penstock.core.abc import BlobWriter
 from penstock.core.catalog import Catalog
@@ -18,10 +18,7 @@ from penstock.core.workers import Workers
 
 @pytest.fixture
 def source():
-    backend = memory()
-    with checkpointer(backend, **ENCODED) as ckpt:
-        ckpt.save(make_state(3), 7, mode="blocking")
-    return backend
+    return saved_in_memory(3, step=7)
 
 
 def copy_between(source, target):

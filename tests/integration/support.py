@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +43,27 @@ def memory():
 
 def checkpointer(backend, **options):
     return Checkpointer(backend, **{**TINY, **options})
+
+
+def saved_in_memory(seed, step):
+    """A store with one checkpoint, raw and encoded."""
+    backend = memory()
+    with checkpointer(backend, **ENCODED) as ckpt:
+        ckpt.save(make_state(seed), step, mode="blocking")
+    return backend
+
+
+def run_program(text, *arguments, timeout):
+    """A Python program in a process of its own, which finds what this one finds."""
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
 
 
 @contextmanager

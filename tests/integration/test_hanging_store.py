@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.integration.support import memory, same
+from tests.integration.support import memory, run_program, same
 from tests.integration.training import SMALL
 
 from penstock import (
@@ -222,15 +218,7 @@ print("over", flush=True)
 
 
 def test_an_interpreter_exits_although_calls_of_every_kind_hang():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
+    done = run_program(PROGRAM, timeout=100)
     assert done.returncode == 0, done.stderr
     told = [f"{o} StorageTimeoutError" for o in OPERATIONS[:-1]]
     told += [

@@ -1,15 +1,12 @@
 """Stores whose files come into being by their close, and which may hang."""
 
 import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.registry import _registry
 from tests.backends.fsspec import object_files
+from tests.integration.support import run_program
 
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
 from penstock.core.types import WriteRequest
@@ -65,14 +62,6 @@ print("closed", flush=True)
 
 @pytest.mark.parametrize("what", ["write", "read", "delete"])
 def test_a_store_that_hangs_lets_the_run_be_closed_and_the_interpreter_exit(what):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, what],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
+    done = run_program(PROGRAM, what, timeout=60)
     error = "RestoreError" if what == "read" else "StorageTimeoutError"
     assert (done.returncode, done.stdout.splitlines()) == (0, [error, "closed"]), done.stderr
