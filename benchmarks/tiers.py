@@ -3,10 +3,11 @@
     python benchmarks/tiers.py --fast /dev/shm/penstock --durable /data/penstock
 
 Interleaved rounds of the same save to the fast place alone and to both; medians. Then a training
-loop by itself, beside a drain, and beside another process that does nothing but read, write and
-sync as many bytes as fast: what that costs is the machine's doing, the rest is ours (the GIL,
-checksums). Memory is that of the process, beyond what it had before the drain. The durable place
-should be another device.
+loop by itself, beside a drain by a process and by a thread, and beside a program that does nothing
+but read and write as many bytes as fast: what that costs is the machine's doing, the rest is ours.
+What the loop waits for is neither a processor nor the clock: it is the interpreter, and locks of
+the memory map. Memory is that of the trainer beyond what it had before the drain, and all of the
+process that copies. The durable place should be another device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -73,20 +76,40 @@ def compare(fast, durable, state, rounds):
     }
 
 
+@dataclass
+class Pace:
+    """How training got on.
+
+    Attributes:
+        rate: Steps per second.
+        waiting: Share of the time in which it neither ran nor waited for a processor.
+    """
+
+    rate: float
+    waiting: float
+
+
 def work(model, data, seconds):
-    """Steps of training in so many seconds."""
+    """Train for so many seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    steps, end = 0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    steps, began, busy = 0, time.perf_counter(), busy_s()
+    while time.perf_counter() < began + seconds:
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()
         steps += 1
-    return steps / seconds
+    wall = time.perf_counter() - began
+    return Pace(steps / wall, 1 - (busy_s() - busy) / wall)
+
+
+def busy_s():
+    """Seconds in which this thread ran, or could have run."""
+    ran_ns, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return (int(ran_ns) + int(queued_ns)) / 1e9
 
 
 class Memory:
-    """Watches how much more memory this process has than when it began, in MiB."""
+    """Watches how much more memory this process and its children have than when it began."""
 
     def __init__(self):
         self._before = self.peak = rss_bytes()
@@ -103,15 +126,27 @@ class Memory:
 
     @property
     def more(self):
+        """MiB."""
         return (self.peak - self._before) / (1 << 20)
 
     def _watch(self):
-        while not self._over.wait(0.05):
+        while not self._over.wait(0.2):
             self.peak = max(self.peak, rss_bytes())
 
 
 def rss_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    children = [
+        pid for task in Path("/proc/self/task").glob("*/children") for pid in read(task).split()
+    ]
+    pages = [read(Path(f"/proc/{pid}/statm")).split()[1:2] for pid in ["self", *children]]
+    return sum(int(number) for found in pages for number in found) * 4096
+
+
+def read(path):
+    try:
+        return path.read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 COPIER = """
@@ -158,36 +193,58 @@ class Copier:
 
 
 def cost_of_draining(places, state, rounds, limit, seconds):
-    """Steps per second by itself, beside a drain, beside a plain copy; and MiB of memory."""
+    """How training gets on alone, beside drains, beside a plain copy; and MiB of memory."""
     fast, durable = places
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
     data = torch.randn(64, 512)
-    name = f"drain-{bool(limit)}"
-    options = {"type": "tiered", "fast": f"{fast}-{name}", "durable": f"{durable}-{name}"}
+    paces = {name: [] for name in ("alone", "process", "thread", "plain copy")}
+    memory = {"process": [], "thread": []}
+    with ExitStack() as stack:
+        runs = {name: stack.enter_context(open_run(fast, durable, name, limit)) for name in memory}
+        for step in range(rounds + 1):
+            paces["alone"].append(work(model, data, seconds))
+            for name, ckpt in runs.items():
+                handle = ckpt.save(state, step)
+                handle.committed.result()
+                with Memory() as watched:
+                    paces[name].append(work(model, data, seconds))
+                    if handle.durable.done():
+                        print(f"  (the drain by a {name} was over before the measurement was)")
+                    handle.result()
+                memory[name].append(watched.more)
+                ckpt.wait()
+            with Copier(fast, durable, limit and parse_size(limit)):
+                paces["plain copy"].append(work(model, data, seconds))
+    # The first round touches new memory.
+    return (
+        {name: found[1:] for name, found in paces.items()},
+        {name: max(found[1:]) for name, found in memory.items()},
+    )
+
+
+def open_run(fast, durable, name, limit):
+    run = f"{name}-{bool(limit)}"
+    options = {"fast": f"{fast}-{run}", "durable": f"{durable}-{run}", "drain_in": name}
     if limit:
         options["drain_bytes_per_s"] = limit
-    alone, draining, copying, memory = [], [], [], []
-    with penstock.Checkpointer({**options, "keep_fast": 0}, retention={"keep_last": 1}) as ckpt:
-        for step in range(rounds + 1):
-            alone.append(work(model, data, seconds))
-            handle = ckpt.save(state, step)
-            handle.committed.result()
-            with Memory() as watched:
-                draining.append(work(model, data, seconds))
-                if handle.durable.done():
-                    print("  (the drain was over before the measurement was)")
-                handle.result()
-            memory.append(watched.more)
-            with Copier(fast, durable, limit and parse_size(limit)):
-                copying.append(work(model, data, seconds))
-    # The first round touches new memory.
-    by_round = zip(alone[1:], draining[1:], copying[1:], strict=True)
-    slower = [
-        (1 - beside / by_itself, 1 - plain / by_itself) for by_itself, beside, plain in by_round
-    ]
-    drains, plain = (100 * statistics.median(column) for column in zip(*slower, strict=True))
-    return statistics.median(alone[1:]), drains, plain, max(memory[1:])
+    return penstock.Checkpointer(
+        {"type": "tiered", "keep_fast": 0, **options}, retention={"keep_last": 1}
+    )
+
+
+def print_cost(paces, memory, limit):
+    """One line for each of what training had beside it."""
+    rate = statistics.median(pace.rate for pace in paces["alone"])
+    print(f"training, at most {limit or 'as much as goes'} per second: {rate:.2f} steps/s alone")
+    for name, found in paces.items():
+        slower = statistics.median(
+            1 - beside.rate / alone.rate
+            for beside, alone in zip(found, paces["alone"], strict=True)
+        )
+        waiting = statistics.median(pace.waiting for pace in found)
+        more = f", memory {memory[name]:.0f} MiB" if name in memory else ""
+        print(f"  {name:12}{100 * slower:6.1f} % slower, waits {100 * waiting:4.1f} %{more}")
 
 
 def main():
@@ -212,18 +269,9 @@ def main():
             f"committed {tiered[1] / alone[1]:.3f}"
         )
         for limit in dict.fromkeys([None, arguments.limit]):
-            alone, drain, plain, memory = cost_of_draining(
-                (arguments.fast, arguments.durable),
-                state,
-                arguments.rounds,
-                limit,
-                arguments.seconds,
-            )
-            print(
-                f"training ({limit or 'no limit'}): {alone:.2f} steps/s; beside a drain "
-                f"{drain:.1f} % slower, beside a plain copy by another process {plain:.1f} %; "
-                f"memory of the drain {memory:.0f} MiB"
-            )
+            places = arguments.fast, arguments.durable
+            found = cost_of_draining(places, state, arguments.rounds, limit, arguments.seconds)
+            print_cost(*found, limit)
     finally:
         for base in (arguments.fast, arguments.durable):
             for folder in Path(base).parent.glob(f"{Path(base).name}*"):

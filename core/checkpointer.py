@@ -17,7 +17,7 @@ from penstock.core.describe import describe_tree
 from penstock.core.draining import Drains
 from penstock.core.errors import ConfigError, PenstockError, SaverClosedError, StorageTimeoutError
 from penstock.core.events import DeleteEvent, PruneEvent, SaveEvent
-from penstock.core.opening import open_backend
+from penstock.core.opening import open_backend, portable
 from penstock.core.pending import Pending
 from penstock.core.progress import follow
 from penstock.core.record import check_metadata
@@ -112,6 +112,8 @@ class Checkpointer(Run):
                 workers=self._workers,
                 grace_s=self._config.grace_s,
                 stuck_s=self._config.io_timeout_s,
+                # Plugins that were only given to this registry another process does not have.
+                backend=portable(config.backend) if registry is default_registry() else None,
             )
         self._pending = Pending(self._drains)
         self._warned_straight = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.core.copy_process import UnsuitableError
 from penstock.core.copying import CheckpointCopy, confirmed, retract, verify_blobs
 from penstock.core.errors import (
     CheckpointGoneError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Tier
+    from penstock.core.copy_process import CopyProcess, ProcessCopy
     from penstock.core.manifest import CommitRecord
     from penstock.core.tiers import Rooms
     from penstock.core.workers import Workers
@@ -39,6 +41,7 @@ log = logging.getLogger("penstock")
 
 _PAUSE_S = (1.0, 60.0)  # between two tries, doubled from the first to the second
 _PATIENCE_S = 30.0  # after so long a tier that fails is not waited for
+_WORTH_BYTES = 64 << 20  # below, another process costs more than it saves
 _STUCK = "no progress for %g s"
 _HOPELESS = (LostRaceError, StepExistsError, DamagedError)
 
@@ -100,6 +103,7 @@ class DrainLink:
         workers: Workers,
         grace_s: float,
         stuck_s: float = 600.0,
+        process: CopyProcess | None = None,
     ) -> None:
         self._number = number
         self._source = tiers[number]
@@ -108,11 +112,12 @@ class DrainLink:
         self._workers = workers
         self._grace_s = grace_s
         self._stuck_s = stuck_s  # a store that has not moved for so long is not waited for
+        self._process = process  # None: threads of this one copy
         self._alive_s = time.monotonic()
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[CommitRecord] = deque()
         self._current: CommitRecord | None = None
-        self._copy: CheckpointCopy | None = None
+        self._copy: CheckpointCopy | ProcessCopy | None = None
         self._prepared = ""  # uid whose mark in the next tier is written, if it needs one
         self._running = False
         self._closed = False
@@ -240,7 +245,10 @@ class DrainLink:
             finally:
                 with self._changed:
                     self._current = None
+                    over = not self._queue or self._closed
                     self._changed.notify_all()
+                if over and self._process is not None:
+                    self._process.close()
 
     def _next(self) -> CommitRecord | None:
         with self._changed:
@@ -297,26 +305,56 @@ class DrainLink:
             if record.uid != self._prepared:
                 self._report.prepare(self._number + 1, record.uid, record.step)
                 self._prepared = record.uid
-            copy = CheckpointCopy(
-                source,
-                target,
-                record,
-                workers=self._workers,
-                grace_s=self._grace_s,
-                bytes_per_s=self._source.drain_bytes_per_s,
-            )
-            with self._changed:
-                if self._closed or record.uid in self._withdrawn:
-                    msg = "the run was closed, or the step deleted"
-                    raise SaveAbortedError(msg)
-                self._copy, self._done_bytes = copy, 0
-            try:
-                copy.run(on_progress=self._moved)
-            finally:
-                with self._changed:
-                    self._copy = None
+            self._copy_now(record)
         source.delete([mark_name(record.uid)])
         return True
+
+    def _copy_now(self, record: CommitRecord) -> None:
+        if self._process is not None and self._is_worth_it(record):
+            try:
+                self._run_copy(record, self._by_process(self._process, record))
+                if is_whole(self._target.backend, record):
+                    return
+                msg = f"what another process copies to {self._target.backend.url} is not seen here"
+                raise UnsuitableError(msg)  # noqa: TRY301 - as if it had noticed itself
+            except UnsuitableError as error:
+                if not has(self._source.backend, record):
+                    raise self._gone(record) from error
+                log.warning("threads of the trainer copy to %s: %s", self._target.name, str(error))
+                self._process.close()
+                self._process = None
+        copy = CheckpointCopy(
+            self._source.backend,
+            self._target.backend,
+            record,
+            workers=self._workers,
+            grace_s=self._grace_s,
+            bytes_per_s=self._source.drain_bytes_per_s,
+        )
+        self._run_copy(record, copy)
+
+    def _is_worth_it(self, record: CommitRecord) -> bool:
+        return self._source.drain_in == "process" or record.bytes_stored >= _WORTH_BYTES
+
+    def _by_process(self, process: CopyProcess, record: CommitRecord) -> ProcessCopy:
+        return process.copy(
+            record,
+            workers=self._workers.count,
+            grace_s=self._grace_s,
+            bytes_per_s=self._source.drain_bytes_per_s,
+        )
+
+    def _run_copy(self, record: CommitRecord, copy: CheckpointCopy | ProcessCopy) -> None:
+        with self._changed:
+            if self._closed or record.uid in self._withdrawn:
+                msg = "the run was closed, or the step deleted"
+                raise SaveAbortedError(msg)
+            self._copy, self._done_bytes = copy, 0
+        try:
+            copy.run(on_progress=self._moved)
+        finally:
+            with self._changed:
+                self._copy = None
 
     def _check_source(self, record: CommitRecord) -> None:
         verify_blobs(

@@ -11,8 +11,9 @@ import math
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from penstock.core.copy_process import CopyProcess
 from penstock.core.copying import CheckpointCopy, verify_blobs
 from penstock.core.drain_link import DrainLink
 from penstock.core.errors import (
@@ -20,7 +21,7 @@ from penstock.core.errors import (
     StorageError,
     StorageFullError,
 )
-from penstock.core.manifest import data_uid, parse_commit_name
+from penstock.core.manifest import data_uid, mark_name, parse_commit_name
 from penstock.core.prune import CLOCK_PREFIX
 from penstock.core.survey import is_whole, read_commit, uids_named
 from penstock.core.tiers import (
@@ -62,7 +63,17 @@ class Drains:
         workers: Workers,
         grace_s: float,
         stuck_s: float = 600.0,
+        backend: str | dict[str, Any] | None = None,
     ) -> None:
+        """Prepare links; nothing is copied yet.
+
+        Args:
+            tiers: From the fastest on.
+            workers: Threads for checksums and for what waits.
+            grace_s: As `prune` has it.
+            stuck_s: A store that neither moves nor fails for so long is not waited for.
+            backend: What another process can open the same tiers from; None: threads copy.
+        """
         self._tiers = tiers
         self._told: dict[str, Callable[[BaseException | None], None]] = {}
         self._counts = [0] * len(tiers)
@@ -81,7 +92,17 @@ class Drains:
         self._repair_alive_s = time.monotonic()
         self.rooms = Rooms(tiers)
         self._links = [
-            DrainLink(tiers, number, self, workers=workers, grace_s=grace_s, stuck_s=stuck_s)
+            DrainLink(
+                tiers,
+                number,
+                self,
+                workers=workers,
+                grace_s=grace_s,
+                stuck_s=stuck_s,
+                process=None
+                if backend is None or tiers[number].drain_in == "thread"
+                else CopyProcess(backend, number, stuck_s=stuck_s),
+            )
             for number in range(len(tiers) - 1)
         ]
         self.durable = max((n for n, tier in enumerate(tiers) if tier.durable), default=0)
@@ -284,7 +305,7 @@ class Drains:
                 best = numbers[good[uid]] if uid in good else 0
                 for number in where.tiers if best in where.tiers else ():
                     if number < best and number not in where.waiting:
-                        self._bring(where.record, best, number)
+                        self.bring(where.record, best, number)
         except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
             log.warning("repairing a damaged copy failed: %s", str(error))
 
@@ -300,15 +321,37 @@ class Drains:
         for number, tier in enumerate(self._tiers[:good]):
             found = uids_named(tier.backend, [name])
             if found == {name: None} and not is_marked(tier.backend, record.uid):
-                self._bring(record, good, number, unreadable=True)
+                self.bring(record, good, number, unreadable=True)
 
-    def _bring(
-        self, record: CommitRecord, good: int, bad: int, *, unreadable: bool = False
+    def bring(
+        self,
+        record: CommitRecord,
+        good: int,
+        bad: int,
+        *,
+        unreadable: bool = False,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Replace one tier's copy of a checkpoint; it is not listed there meanwhile."""
+        """Replace one tier's copy of a checkpoint; it is not listed there meanwhile.
+
+        What is to be copied on from there still is afterwards.
+
+        Args:
+            record: Of the checkpoint.
+            good: Number of the tier with a good copy, all of which is verified first.
+            bad: Number of the tier with the bad one.
+            unreadable: Only if the commit record there cannot be read.
+            on_progress: Called with bytes that were verified, then with those that were copied.
+
+        Raises:
+            DamagedError: The good copy is not good; nothing was deleted.
+            BusyError: Another process copies it there.
+            StorageError: A tier failed.
+        """
         source, target = self._tiers[good], self._tiers[bad]
+        moved = on_progress or self._repair_moved
         # A copy that is damaged elsewhere is better than none, where this one is damaged too.
-        verify_blobs(source.backend, record, workers=self._workers, on_progress=self._repair_moved)
+        verify_blobs(source.backend, record, workers=self._workers, on_progress=moved)
         copy = CheckpointCopy(
             source.backend,
             target.backend,
@@ -320,9 +363,17 @@ class Drains:
             if record.uid in self._withdrawn:
                 return
             self._bringing[record.uid] = copy
+        onward = good < bad < len(self._links) and is_marked(target.backend, record.uid)
         try:
+            lent = good < bad and not is_marked(source.backend, record.uid)
+            if lent:  # else a crash would leave it there for ever, less durable than it was
+                mark(source.backend, record.uid, record.step)
             self.rooms.evict(bad, record, unreadable=unreadable)
-            copy.run(on_progress=self._repair_moved)
+            if onward:
+                mark(target.backend, record.uid, record.step)
+            copy.run(on_progress=moved)
+            if lent:
+                source.backend.delete([mark_name(record.uid)])
         finally:
             with self._brought:
                 del self._bringing[record.uid]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -139,6 +140,21 @@ def open_backend(
         raise ConfigError(msg)
     cls = registry.backend_class(scheme)
     return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
+
+
+def portable(spec: BackendSpec) -> str | dict[str, Any] | None:
+    """What another process can open the same from; None: there is no such thing."""
+    if isinstance(spec, Backend):
+        return None
+    if isinstance(spec, BackendConfig):
+        spec = {"type": spec.type, **spec.options}
+    if not isinstance(spec, Mapping):
+        return os.fspath(spec)
+    try:
+        table: dict[str, Any] = json.loads(json.dumps(dict(spec), default=os.fspath))
+    except (TypeError, ValueError):
+        return None
+    return table
 
 
 def shown_url(url: str) -> str:

@@ -6,7 +6,8 @@ Each child saves small states to a run in tiers: the fast one has room for a few
 so it copies and evicts all the time. It is killed at a random moment. Then each tier is opened by
 itself: whatever it lists must be whole, and hold what was saved. What the child was told to be
 durable must be in the durable tier; what it was told to be committed must be in one of them. The
-next child goes on. In the end everything is drained, pruned, and nothing may be left over.
+next child goes on. With `--drain-in process` half of the kills take the process that copies, too.
+In the end everything is drained, pruned, and nothing may be left over.
 
     python tools/kill_drains.py --elements 1500000 --durable 's3://bucket/run?endpoint_url=...'
 
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ def is_same(tree: dict[str, Any], step: int) -> bool:
     )
 
 
-def config_of(fast: str, durable: str) -> dict[str, Any]:
+def config_of(fast: str, durable: str, drain_in: str) -> dict[str, Any]:
     """The run: a fast tier that keeps one of what the durable one has."""
     return {
         "backend": {
@@ -78,6 +80,7 @@ def config_of(fast: str, durable: str) -> dict[str, Any]:
             "durable": durable,
             "keep_fast": 1,
             "drain_bytes_per_s": "100 MB",
+            "drain_in": drain_in,
         },
         "rules": [{"match": "packed", "codecs": ["lz4"]}],
         "retention": {"keep_last": 4},
@@ -103,7 +106,7 @@ def child(config: dict[str, Any], first: int, pipe: int) -> None:
 
 
 def kill_one(
-    config: dict[str, Any], first: int, told: Told, *, wait_for: int, delay_s: float
+    config: dict[str, Any], first: int, told: Told, *, wait_for: int, delay_s: float, node: bool
 ) -> None:
     """Fork a child, kill it after a while, and take down what it was told.
 
@@ -113,6 +116,7 @@ def kill_one(
         told: What children were told.
         wait_for: So many things it is told first.
         delay_s: How long it goes on after that.
+        node: Whether the process that copies for it is killed as well.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -128,7 +132,9 @@ def kill_one(
     with os.fdopen(reading) as lines:
         heard = [lines.readline() for _ in range(wait_for)]
         time.sleep(delay_s)
-        os.kill(pid, signal.SIGKILL)
+        for doomed in [pid, *(children_of(pid) if node else [])]:
+            with suppress(ProcessLookupError):
+                os.kill(doomed, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         for line in (*heard, *lines):
             word, _, rest = line.strip().partition(" ")
@@ -137,6 +143,12 @@ def kill_one(
             getattr(told, word).add(int(rest))
     if os.WTERMSIG(status) != signal.SIGKILL:
         sys.exit("the child ended by itself")
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that one has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(found) for task in tasks for found in task.read_text().split()]
 
 
 def problems_of(fast: str, durable: str, told: Told, config: dict[str, Any]) -> list[str]:
@@ -189,10 +201,11 @@ def uploads_of(url: str) -> list[str]:
     return names
 
 
-def run(kills: int, seconds: float, fast: str, durable: str, seed: int) -> int:
+def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
     """Kill so often, or for so long; returns how many problems there were."""
     chance = random.Random(seed)  # noqa: S311 - no secret
-    config, told, seen = config_of(fast, durable), Told(), Counter[str]()
+    fast, durable = config["backend"]["fast"], config["backend"]["durable"]
+    told, seen = Told(), Counter[str]()
     problems: list[str] = []
     began = time.monotonic()
     gc.freeze()
@@ -200,8 +213,12 @@ def run(kills: int, seconds: float, fast: str, durable: str, seed: int) -> int:
         if time.monotonic() - began > seconds:
             break
         first = max(told.committed, default=0) + 2  # the one after may exist, untold
-        wait_for, delay_s = chance.randrange(5), chance.random() * 0.3
-        kill_one(config, first, told, wait_for=wait_for, delay_s=delay_s)
+        wait_for, delay_s = (
+            chance.randrange(5),
+            chance.random() * (0.3 if config["backend"]["drain_in"] == "thread" else 1.5),
+        )
+        node = chance.random() < 0.5  # noqa: PLR2004 - one way or the other
+        kill_one(config, first, told, wait_for=wait_for, delay_s=delay_s, node=node)
         with_marks = [i.name for i in _listed(fast) if i.name.endswith("/drain.json")]
         copying = [i.name for i in _listed(durable) if i.name.endswith("/copy.json")]
         seen["kills"] += 1
@@ -243,6 +260,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--durable", help="URL of the durable tier; default: a folder")
     parser.add_argument("--elements", type=int, default=_ELEMENTS, help="of each of two tensors")
+    parser.add_argument("--drain-in", default="thread", choices=["thread", "process"])
     parser.add_argument("--root", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -252,7 +270,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.root) as folder:
         fast, durable = f"posix://{folder}/fast", arguments.durable or f"posix://{folder}/durable"
-        sys.exit(bool(run(arguments.kills, arguments.seconds, fast, durable, arguments.seed)))
+        config = config_of(fast, durable, arguments.drain_in)
+        sys.exit(bool(run(config, arguments.kills, arguments.seconds, arguments.seed)))
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ def _flat(config: TieredConfig, fast: Backend, durable: Backend) -> tuple[Tier, 
         upper[-1],
         drain_every=config.drain_every,
         drain_bytes_per_s=config.drain_bytes_per_s,
+        drain_in=config.drain_in,
         keep_last=config.keep_fast,
         on_full=config.on_full,
     )

@@ -20,6 +20,8 @@ class TieredConfig(PluginConfig):
         durable_means: In which of the two a checkpoint has to be whole for `handle.durable`.
         drain_every: Every how many saves is copied; 0: none, but those that have no room in `fast`.
         drain_bytes_per_s: Most that is copied per second; None: as fast as it goes.
+        drain_in: Who copies: a `thread` of the trainer, or a `process` of its own, which training
+            notices less; `auto`: the latter, for checkpoints of 64 MiB and more.
         keep_fast: How many checkpoints stay in `fast` once `durable` has them too; None: as many
             as there is room for.
         on_full: What a save does for which `fast` has no room, though all was evicted that
@@ -34,5 +36,6 @@ class TieredConfig(PluginConfig):
     durable_means: Literal["fast", "durable"] = "durable"
     drain_every: int = Field(default=1, ge=0)
     drain_bytes_per_s: SizeBytes | None = Field(default=None, gt=0)
+    drain_in: Literal["auto", "process", "thread"] = "auto"
     keep_fast: int | None = Field(default=None, ge=0)
     on_full: Literal["block", "skip", "raise"] = "skip"

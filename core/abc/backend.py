@@ -60,6 +60,8 @@ class Tier:
         backend: The place.
         drain_every: Every how many saves goes on to the next tier; 0: none by itself.
         drain_bytes_per_s: Most that is copied to the next tier; None: as fast as it goes.
+        drain_in: Who copies to the next tier: a thread of this process, or a process of its own;
+            `auto`: the latter for checkpoints that are worth it, where it can open the tiers.
         keep_last: How many checkpoints stay here, of those that the next tier has; None: as many
             as there is room for.
         on_full: What a save does that has no room here though all was evicted that may be, and
@@ -71,6 +73,7 @@ class Tier:
     backend: Backend
     drain_every: int = 1
     drain_bytes_per_s: float | None = None
+    drain_in: Literal["auto", "process", "thread"] = "auto"
     keep_last: int | None = None
     on_full: Literal["block", "skip", "raise"] = "skip"
     durable: bool = False

@@ -1,0 +1,273 @@
+"""A process of its own that copies checkpoints, so that training shares nothing with it.
+
+On a thread a copy takes the interpreter from training at each piece, and costs it time at each
+change of the memory map; in a process of low priority it takes what is left over. It speaks lines
+of JSON over its standard streams (see `copy_server`), and ends when those end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from penstock.core import errors
+from penstock.core.errors import (
+    PenstockError,
+    SaveAbortedError,
+    SaveError,
+    StorageError,
+    StorageTimeoutError,
+)
+from penstock.core.manifest import commit_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.manifest import CommitRecord
+
+log = logging.getLogger("penstock")
+
+_BEGIN = """
+import json, sys
+hello = json.loads(sys.stdin.buffer.readline())
+sys.path[:] = hello["path"]
+from penstock.core.copy_server import serve
+serve(hello)
+"""
+_START_S = 120.0  # the imports of a slow shared file system
+_END_S = 10.0  # then it is killed: a copy can end anywhere
+_LOOK_S = 1.0
+
+
+class UnsuitableError(Exception):
+    """No other process can make the copy: none can be started, or it does not see the tiers."""
+
+
+class CopyProcess:
+    """Copies from one tier to the next, in a process that is started when it is needed."""
+
+    def __init__(self, backend: str | dict[str, Any], number: int, *, stuck_s: float) -> None:
+        """Prepare; nothing is started.
+
+        Args:
+            backend: What the tiers were opened from.
+            number: Of the tier to copy from.
+            stuck_s: A copy without progress for so long is killed.
+        """
+        self._hello = {"backend": backend, "number": number, "level": log.getEffectiveLevel()}
+        self._folder = os.getcwd()  # noqa: PTH109 - what relative paths were relative to
+        self._stuck_s = stuck_s
+        self._jobs = 0
+        self._child: _Child | None = None
+
+    def copy(
+        self, record: CommitRecord, *, workers: int, grace_s: float, bytes_per_s: float | None
+    ) -> ProcessCopy:
+        """Prepare the copy of one checkpoint; options as those of `CheckpointCopy`.
+
+        Raises:
+            UnsuitableError: No process can be started.
+        """
+        if self._child is None or not self._child.is_running():
+            self.close()
+            self._child = _Child(self._hello, self._folder)
+        self._jobs += 1
+        job = {
+            "job": self._jobs,
+            "name": commit_name(record.step, record.generation),
+            "uid": record.uid,
+            "workers": workers,
+            "grace_s": grace_s,
+            "bytes_per_s": bytes_per_s,
+        }
+        return ProcessCopy(self._child, job, self._stuck_s)
+
+    def close(self) -> None:
+        """End the process, if it runs; it is started anew when it is needed."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(_END_S)
+
+
+class ProcessCopy:
+    """The copy of one checkpoint by another process; as `CheckpointCopy` to who waits for it."""
+
+    def __init__(self, child: _Child, job: dict[str, Any], stuck_s: float) -> None:
+        self._child = child
+        self._job = job
+        self._stuck_s = stuck_s
+        self._cancelled_s: float | None = None
+
+    def run(self, *, on_progress: Callable[[int], None]) -> None:
+        """Copy it; raises what `CheckpointCopy.run` raises.
+
+        Raises:
+            UnsuitableError: The other process does not see it.
+            StorageTimeoutError: Nothing moved for long; the process was killed.
+            StorageError: The process ended.
+        """
+        alive_s = time.monotonic()
+        self._child.send(self._job)
+        while True:
+            message = self._received()
+            if message is None:
+                self._check_patience(alive_s)
+            elif message.get("job") == self._job["job"]:
+                if "moved" not in message:
+                    _raise_outcome(message)
+                    return
+                alive_s = time.monotonic()
+                on_progress(message["moved"])
+
+    def cancel(self) -> None:
+        """Make `run` end soon with a SaveAbortedError, from any thread."""
+        self._cancelled_s = time.monotonic()
+        self._child.send({"cancel": self._job["job"]})
+
+    def _received(self) -> dict[str, Any] | None:
+        try:
+            return self._child.receive()
+        except EOFError as error:
+            if self._cancelled_s is not None:
+                raise _given_up() from None
+            msg = f"{error}; what it had sealed is not copied again"
+            raise StorageError(msg) from None
+
+    def _check_patience(self, alive_s: float) -> None:
+        now_s = time.monotonic()
+        if self._cancelled_s is not None and now_s - self._cancelled_s > _END_S:
+            self._child.end(0.0)
+            raise _given_up()
+        if now_s - alive_s > self._stuck_s:
+            self._child.end(0.0)
+            msg = f"no progress for {self._stuck_s:g} s; the process that copied was killed"
+            raise StorageTimeoutError(msg)
+
+
+class _Child:
+    """The process, and the lines to and from it."""
+
+    def __init__(self, hello: dict[str, Any], folder: str) -> None:
+        """Start it, and wait until it listens.
+
+        Raises:
+            UnsuitableError: It does not start.
+        """
+        self._sending = threading.Lock()  # guards its input
+        self._received = bytearray()
+        if not sys.executable:
+            msg = "a process for it cannot be started: where Python is, is not known"
+            raise UnsuitableError(msg)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                [sys.executable, "-c", _BEGIN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=folder,
+                start_new_session=True,  # Ctrl-C is for training, which then ends this
+            )
+        except (OSError, ValueError) as error:
+            msg = f"a process for it cannot be started: {error}"
+            raise UnsuitableError(msg) from error
+        self.send({**hello, "path": sys.path})
+        until_s = time.monotonic() + _START_S
+        try:
+            while self.receive() is None:
+                if time.monotonic() > until_s:
+                    self.end(0.0)
+                    msg = f"a process for it said nothing for {_START_S:g} s"
+                    raise UnsuitableError(msg)
+        except EOFError as error:
+            msg = f"a process for it does not start: {error}"
+            raise UnsuitableError(msg) from error
+        log.debug("process %d copies", self._process.pid)
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say it, if anybody listens."""
+        assert self._process.stdin is not None
+        with self._sending, suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None: none for a moment. What it logs goes to the log.
+
+        Raises:
+            EOFError: It has ended; says how.
+        """
+        while True:
+            line, newline, rest = self._received.partition(b"\n")
+            if newline:
+                self._received = rest
+                message: dict[str, Any] = json.loads(line)
+                if "log" not in message:
+                    return message
+                level, text = message["log"]
+                log.log(level, "%s", text)
+            elif not self._read():
+                return None
+
+    def _read(self) -> bool:
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(1000 * _LOOK_S):
+            return False
+        data = os.read(self._process.stdout.fileno(), 1 << 16)
+        if not data:
+            code = self.end(_END_S)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            msg = f"the process that copied ended with {how}"
+            raise EOFError(msg)
+        self._received += data
+        return True
+
+    def end(self, patience_s: float) -> int:
+        """Let it end, by force after a while; returns its exit code."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with self._sending, suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        for again in (False, True):
+            try:
+                return process.wait(_END_S if again else patience_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        # The kernel holds it, in a call that does not end.
+        log.warning("process %d, which copies, cannot be killed: it is left behind", process.pid)
+        return -signal.SIGKILL
+
+
+def encoded(error: BaseException) -> tuple[str, list[Any]]:
+    """An error, for another process: the nearest class of our tree, and its arguments."""
+    for cls in type(error).__mro__:
+        if issubclass(cls, PenstockError) and getattr(errors, cls.__name__, None) is cls:
+            return cls.__name__, json.loads(json.dumps(error.args, default=str))
+    return SaveError.__name__, [f"{type(error).__name__}: {error}"]
+
+
+def _raise_outcome(message: dict[str, Any]) -> None:
+    if "unsuitable" in message:
+        raise UnsuitableError(message["unsuitable"])
+    if "error" in message:
+        name, args = message["error"]
+        error: PenstockError = getattr(errors, name)(*args)
+        raise error
+
+
+def _given_up() -> SaveAbortedError:
+    return SaveAbortedError("the copy was given up; copy again to go on from where it ended")

@@ -1,0 +1,194 @@
+"""The other side of `copy_process`: what runs in a process that copies checkpoints.
+
+It ends when its input does, or its parent: a trainer that was killed leaves nobody behind who
+still copies what the next trainer copies, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.copy_process import encoded
+from penstock.core.copying import CheckpointCopy
+from penstock.core.errors import BlobNotFoundError
+from penstock.core.opening import open_backend
+from penstock.core.survey import read_commit
+from penstock.core.workers import Workers
+
+if TYPE_CHECKING:
+    from penstock.core.abc import Backend
+    from penstock.core.manifest import CommitRecord
+
+_NICE = 10  # training comes first
+_EXPENDABLE = "500"  # if memory runs out: this is begun again, training is not
+_LOOK_S = 1.0
+_LEAVE_S = 5.0
+_TELL_S = 0.1
+
+
+def serve(hello: dict[str, Any]) -> None:
+    """Copy what is asked for, one checkpoint at a time, until the input ends."""
+    Server(hello).run()
+
+
+class Server:
+    """Copies from one tier to the next."""
+
+    def __init__(self, hello: dict[str, Any]) -> None:
+        # What plugins print is not for the other side.
+        self._out = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)
+        self._writing = threading.Lock()  # guards the output
+        self._backend_spec = hello["backend"]
+        self._number = hello["number"]
+        self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._job = 0
+        self._lock = threading.Lock()  # guards the two below
+        self._copy: CheckpointCopy | None = None
+        self._cancelled = 0  # the last job that was
+        self._leaving = threading.Event()
+        self._backend: Backend | None = None
+        self._unsaid = 0
+        self._said_s = 0.0
+        _take_logs(self._say, hello["level"])
+
+    def run(self) -> None:
+        """Until the process ends."""
+        with suppress(OSError):
+            os.nice(_NICE)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE, encoding="ascii")
+        for task in (self._listen, self._watch):
+            threading.Thread(target=task, daemon=True).start()
+        self._say({"ready": os.getpid()})
+        while True:
+            self._do(self._jobs.get())
+
+    def _do(self, job: dict[str, Any]) -> None:
+        self._job = job["job"]
+        answer: dict[str, Any]
+        try:
+            answer = self._copied(job)
+        except BaseException as error:  # noqa: BLE001 - the other side raises it
+            answer = {"error": encoded(error)}
+        finally:
+            with self._lock:
+                self._copy = None
+        if self._leaving.is_set():
+            os._exit(0)
+        self._say({"job": self._job, **answer})
+
+    def _copied(self, job: dict[str, Any]) -> dict[str, Any]:
+        if self._backend is None:
+            self._backend = open_backend(self._backend_spec)
+        source, target = (tier.backend for tier in self._backend.tiers[self._number :][:2])
+        try:
+            record = read_commit(source, job["name"])
+        except BlobNotFoundError:
+            record = None
+        if record is None or record.uid != job["uid"]:
+            return {"unsuitable": f"another process does not see what is on {source.url}"}
+        workers = Workers(job["workers"])
+        try:
+            self._run_copy(source, target, record, workers, job)
+        finally:
+            workers.close()
+        return {"done": True}
+
+    def _run_copy(
+        self,
+        source: Backend,
+        target: Backend,
+        record: CommitRecord,
+        workers: Workers,
+        job: dict[str, Any],
+    ) -> None:
+        copy = CheckpointCopy(
+            source,
+            target,
+            record,
+            workers=workers,
+            grace_s=job["grace_s"],
+            bytes_per_s=job["bytes_per_s"],
+        )
+        with self._lock:
+            self._copy = copy
+            if self._cancelled == self._job or self._leaving.is_set():
+                copy.cancel()
+        copy.run(on_progress=self._moved)
+        self._tell_moved()
+
+    def _moved(self, size_bytes: int) -> None:
+        self._unsaid += size_bytes
+        if time.monotonic() - self._said_s >= _TELL_S:  # each wakes a thread of the trainer
+            self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        moved, self._unsaid = self._unsaid, 0
+        self._said_s = time.monotonic()
+        self._say({"job": self._job, "moved": moved})
+
+    def _listen(self) -> None:
+        while line := sys.stdin.buffer.readline():
+            message = json.loads(line)
+            if "cancel" in message:
+                self._cancel(message["cancel"])
+            else:
+                self._jobs.put(message)
+        self._leave()
+
+    def _watch(self) -> None:
+        """The input stays open while a process lives that the trainer has forked since."""
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        self._leave()
+
+    def _cancel(self, job: int) -> None:
+        with self._lock:
+            self._cancelled = job
+            if self._copy is not None and self._job == job:
+                self._copy.cancel()
+
+    def _leave(self) -> None:
+        """End, in order if that does not take long: then the next one need not wait for a claim."""
+        self._leaving.set()
+        self._cancel(self._job)
+        until_s = time.monotonic() + _LEAVE_S
+        while self._copy is not None and time.monotonic() < until_s:
+            time.sleep(_TELL_S)
+        os._exit(0)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        with self._writing, suppress(OSError):  # nobody listens any more
+            while data:
+                data = data[self._out.write(data) or 0 :]
+
+
+class _Forward(logging.Handler):
+    """Log records go to the trainer's log, those of opening it aside: it has had them."""
+
+    def __init__(self, say: Any) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "penstock.core.opening":
+            self._say({"log": (record.levelno, record.getMessage())})
+
+
+def _take_logs(say: Any, level: int) -> None:
+    logger = logging.getLogger("penstock")
+    logger.setLevel(level)
+    logger.addHandler(_Forward(say))
+    logger.propagate = False

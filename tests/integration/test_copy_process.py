@@ -1,0 +1,309 @@
+"""Copies from tier to tier by a process of their own: what ends it, and what it cannot do."""
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.support import checkpointer, same
+
+from penstock import CheckpointGoneError, DamagedError, NotDrainedError
+from penstock.core import copy_process, drain_link, errors
+from penstock.core.catalog import Catalog
+from penstock.core.copy_process import CopyProcess, UnsuitableError, encoded
+from penstock.core.opening import open_backend
+from penstock.core.tiers import mark, pending
+
+SLOW = "1 MB"  # per second: `STATE` takes long enough to be caught on its way
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(drain_link, "_PAUSE_S", (0.01, 0.05))
+    monkeypatch.setattr(drain_link, "_PATIENCE_S", 5.0)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    yield
+    until(lambda: not children())
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.DEBUG, "penstock")
+    return caplog
+
+
+def state(seed=1):
+    return {"w": torch.arange(seed, seed + 1_500_000), "step": seed}
+
+
+def tiers_at(folder, **options):
+    table = {"type": "tiered", "fast": f"{folder}/fast", "durable": f"{folder}/durable"}
+    return {**table, "drain_in": "process", **options}
+
+
+def children():
+    """Process ids of what this process has started and not yet waited for."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+
+def until(condition):
+    """Wait until `condition` gives something, and return that."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end_s, "it does not come to that"
+        time.sleep(0.02)
+    return found
+
+
+def blobs(folder):
+    """Files of blobs at one place."""
+    return [path for path in Path(folder).glob("data/*/blobs/*") if path.is_file()]
+
+
+def on_its_way(folder):
+    """The process that copies, once it writes."""
+    until(lambda: list(Path(folder).glob("data/*/intent.json")))
+    (pid,) = children()
+    return pid
+
+
+def begun(handle, folder):
+    handle.committed.result(PATIENCE_S)
+    return on_its_way(f"{folder}/durable")
+
+
+def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path, log):
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        report = ckpt.save(state(), 1).result(PATIENCE_S)
+        assert report.tiers == ("fast", "durable")
+    assert "process" in log.text
+    assert "copied step 1 from" in log.text  # what it logs is in the trainer's log
+    assert pending(open_backend(tmp_path / "fast")) == []
+    with checkpointer(str(tmp_path / "durable")) as alone:
+        assert same(alone.load(1), state())
+
+
+def test_it_leaves_the_processor_and_memory_to_training(tmp_path):
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+        pid = begun(ckpt.save(state(), 1), tmp_path)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
+        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C at the terminal is not for it
+        ckpt.delete(1)
+
+
+def test_its_command_line_tells_no_secrets(tmp_path):
+    durable = {"type": "fsspec", "url": f"file://{tmp_path}/durable", "options": {}}
+    durable["options"]["auto_mkdir"] = True
+    durable["options"]["skip_instance_cache"] = "hunter2"  # any option may be a password
+    with checkpointer(tiers_at(tmp_path, durable=durable, drain_bytes_per_s=SLOW)) as ckpt:
+        pid = begun(ckpt.save(state(), 1), tmp_path)
+        assert b"hunter2" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
+        ckpt.delete(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, number):
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:
+        handle = ckpt.save(state(), 1)
+        os.kill(begun(handle, tmp_path), number)
+        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
+    assert f"ended with signal {number.name}" in log.text
+    with checkpointer(str(tmp_path / "durable")) as alone:
+        assert same(alone.load(1), state())
+
+
+def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log):
+    options = tiers_at(tmp_path, drain_bytes_per_s="4 MB")
+    with checkpointer(options, io_timeout_s=3.0) as ckpt:
+        handle = ckpt.save(state(), 1)
+        os.kill(begun(handle, tmp_path), signal.SIGSTOP)
+        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "no progress for 3 s; the process that copied was killed" in log.text
+
+
+def test_deleting_a_checkpoint_ends_its_copy_and_lists_none_of_it(tmp_path):
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+        handle = ckpt.save(state(), 1)
+        begun(handle, tmp_path)
+        ckpt.delete(1)
+        with pytest.raises(CheckpointGoneError):
+            handle.result(PATIENCE_S)
+        assert ckpt.steps() == []
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == []
+
+
+def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_process, "_END_S", 0.5)
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+        pid = begun(ckpt.save(state(), 1), tmp_path)
+        os.kill(pid, signal.SIGSTOP)
+        ckpt.delete(1)
+        assert ckpt.steps() == []
+        assert pid not in children()
+
+
+def test_it_ends_with_the_trainer_though_a_fork_holds_its_input_open(tmp_path):
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            ckpt = checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW))
+            pid = begun(ckpt.save(state(), 1), tmp_path)
+            worker = os.fork()
+            if worker:
+                os.write(writing, f"{pid} {worker}".encode())
+            time.sleep(2 * PATIENCE_S)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        pid, worker = map(int, os.read(reading, 100).split())
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        os.close(reading)
+    try:
+        until(lambda: not is_running(pid))
+        assert is_running(worker)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no claim that one has to wait for
+        ckpt.save(state(2), 2).result(PATIENCE_S)
+        ckpt.close()
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("private", ["fast", "durable"])
+def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, log, private):
+    with checkpointer(tiers_at(tmp_path, **{private: "memory://"})) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+        assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
+        assert ckpt.steps() == [1, 2]
+    warnings = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/no/such/python", None])
+def test_without_a_process_threads_copy(tmp_path, log, monkeypatch, python):
+    monkeypatch.setattr(sys, "executable", python)
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "threads of the trainer copy to durable: a process for it" in log.text
+
+
+@pytest.mark.parametrize("drain_in", ["auto", "thread"])
+def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
+    with checkpointer(tiers_at(tmp_path, drain_in=drain_in)) as ckpt:
+        ckpt.save(state(), 1).result(PATIENCE_S)
+    assert "process" not in log.text
+
+
+def test_by_itself_one_is_started_for_what_is_worth_it(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(drain_link, "_WORTH_BYTES", 1 << 20)
+    with checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "process" in log.text
+
+
+def test_relative_paths_mean_what_they_meant_when_the_run_was_opened(tmp_path, log, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    with checkpointer(tiers_at(".")) as ckpt:
+        monkeypatch.chdir(there)
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "threads of the trainer" not in log.text
+    assert list(there.iterdir()) == []
+
+
+def test_what_is_damaged_is_not_copied_and_is_named(tmp_path, log):
+    with checkpointer(str(tmp_path / "fast")) as alone:
+        alone.save(state(), 1).result(PATIENCE_S)
+    fast = open_backend(tmp_path / "fast")
+    mark(fast, Catalog(fast).record(1).uid, 1)
+    blob = max(blobs(tmp_path / "fast"), key=lambda path: path.stat().st_size)
+    with blob.open("r+b") as file:
+        file.seek(1_000_000)
+        file.write(b"\xff\xff")
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        ckpt.save(state(2), 2).result(PATIENCE_S)
+    assert "step 1 cannot be copied from tier fast to durable: " in log.text
+    assert "do not match their checksum; they are of w" in log.text
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == [2]
+
+
+def test_a_target_that_is_away_fails_that_try_only(tmp_path, log):
+    durable = tmp_path / "durable"
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        ckpt.save(state(), 1).result(PATIENCE_S)
+        moved = durable.rename(tmp_path / "away")
+        durable.write_text("no folder")
+        handle = ckpt.save(state(2), 2)
+        handle.committed.result(PATIENCE_S)
+        until(lambda: "cannot be copied from tier fast to durable yet" in log.text)
+        durable.unlink()
+        moved.rename(durable)
+        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(cls("what", ("a", "b")) for cls in (DamagedError, errors.RestoreMismatchError)),
+        *(cls("what") for cls in (NotDrainedError, errors.StorageFullError, errors.BusyError)),
+    ],
+)
+def test_errors_cross_processes_as_what_they_are(error):
+    with pytest.raises(type(error)) as caught:
+        copy_process._raise_outcome({"error": encoded(error)})
+    assert (type(caught.value), caught.value.args) == (type(error), error.args)
+
+
+def test_errors_of_others_cross_as_the_nearest_of_ours():
+    class TheirError(errors.StorageFullError):
+        pass
+
+    assert encoded(TheirError("no room")) == ("StorageFullError", ["no room"])
+    assert encoded(KeyError("x")) == ("SaveError", ["KeyError: 'x'"])
+
+
+def test_it_may_be_closed_twice_and_used_again(tmp_path):
+    with checkpointer(str(tmp_path / "fast")) as alone:
+        alone.save(state(), 1).result(PATIENCE_S)
+    record = Catalog(open_backend(tmp_path / "fast")).record(1)
+    process = CopyProcess(tiers_at(tmp_path), 0, stuck_s=PATIENCE_S)
+    process.close()
+    moved = []
+    for _ in range(2):
+        copy = process.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+        copy.run(on_progress=moved.append)
+        process.close()
+        process.close()
+    assert sum(moved) == record.bytes_stored  # the second time it is there
+    nowhere = {**tiers_at(tmp_path), "fast": str(tmp_path / "nowhere")}
+    other = CopyProcess(nowhere, 0, stuck_s=PATIENCE_S)
+    try:
+        copy = other.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+        with pytest.raises(UnsuitableError, match="does not see"):
+            copy.run(on_progress=moved.append)
+    finally:
+        other.close()
