@@ -8,87 +8,39 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from penstock.core.copy_process import UnsuitableError
-from penstock.core.copying import CheckpointCopy, confirmed, retract, verify_blobs
+from penstock.core.copying import confirmed, retract, verify_blobs
+from penstock.core.drain_state import DrainState
 from penstock.core.errors import (
-    CheckpointGoneError,
     DamagedError,
     LostRaceError,
     PenstockError,
-    SaveAbortedError,
     SaveError,
     StepExistsError,
 )
 from penstock.core.manifest import mark_name
 from penstock.core.sizes import size_text
 from penstock.core.survey import has, is_whole
+from penstock.core.tier_copier import TierCopier
 from penstock.core.tiers import REPEAT_LOG_S
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from penstock.core.abc import Tier
-    from penstock.core.copy_process import CopyProcess, ProcessCopy
+    from penstock.core.copy_process import CopyProcess
+    from penstock.core.drain_state import LinkReport
     from penstock.core.manifest import CommitRecord
-    from penstock.core.tiers import Rooms
     from penstock.core.workers import Workers
 
 log = logging.getLogger("penstock")
 
 _PAUSE_S = (1.0, 60.0)  # between two tries, doubled from the first to the second
 _PATIENCE_S = 30.0  # after so long a tier that fails is not waited for
-_WORTH_BYTES = 64 << 20  # below, another process costs more than it saves
 _STUCK = "no progress for %g s"
 _HOPELESS = (LostRaceError, StepExistsError, DamagedError)
-
-
-@dataclass(eq=False, slots=True)
-class DrainState:
-    """What one link is doing.
-
-    Attributes:
-        source: Name of the tier that is copied from.
-        target: And to.
-        step: Which checkpoint is being copied; None: none.
-        bytes_done: Of it.
-        bytes_total: Of it.
-        bytes_moved: Of all that this process has copied.
-        waiting: Steps behind it, in order.
-        error: Why the last try failed, while it is tried again; empty: it did not.
-        lost: Why checkpoints cannot be copied at all, by step.
-    """
-
-    source: str
-    target: str
-    step: int | None = None
-    bytes_done: int = 0
-    bytes_total: int = 0
-    bytes_moved: int = 0
-    waiting: tuple[int, ...] = ()
-    error: str = ""
-    lost: Mapping[int, str] = field(default_factory=dict)
-
-
-class LinkReport(Protocol):
-    """Whom a link asks and tells: all links of the run together."""
-
-    rooms: Rooms
-
-    def prepare(self, number: int, uid: str, step: int) -> bool:
-        """Before a checkpoint is committed in tier `number`."""
-        ...
-
-    def arrived(self, number: int, record: CommitRecord) -> None:
-        """A checkpoint is whole in tier `number`."""
-        ...
-
-    def tell(self, record: CommitRecord, error: BaseException | None) -> None:
-        """It will get no further, because of `error`."""
-        ...
 
 
 class DrainLink:
@@ -110,14 +62,14 @@ class DrainLink:
         self._target = tiers[number + 1]
         self._report = report
         self._workers = workers
-        self._grace_s = grace_s
         self._stuck_s = stuck_s  # a store that has not moved for so long is not waited for
-        self._process = process  # None: threads of this one copy
+        self._copier = TierCopier(
+            self._source, self._target, workers=workers, grace_s=grace_s, process=process
+        )
         self._alive_s = time.monotonic()
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[CommitRecord] = deque()
         self._current: CommitRecord | None = None
-        self._copy: CheckpointCopy | ProcessCopy | None = None
         self._prepared = ""  # uid whose mark in the next tier is written, if it needs one
         self._running = False
         self._closed = False
@@ -152,14 +104,13 @@ class DrainLink:
             self._withdrawn.update(uids)
             gone = [record for record in self._queue if record.uid in uids]
             self._queue = deque(record for record in self._queue if record.uid not in uids)
-            current, copy = self._current, self._copy
+            current = self._current
             self._changed.notify_all()
         for record in gone:  # else whoever waits for it would wait until the run is closed
-            self._report.tell(record, self._gone(record))
+            self._report.tell(record, self._copier.gone(record))
         if current is None or current.uid not in uids:
             return
-        if copy is not None:
-            copy.cancel()
+        self._copier.cancel(uids)
         with self._changed:
             while self._current is current and not self.is_stuck():
                 self._changed.wait(1.0)
@@ -199,10 +150,8 @@ class DrainLink:
         """Cancel what is under way, and wait for its end."""
         with self._changed:
             self._closed = True
-            copy = self._copy
             self._changed.notify_all()
-        if copy is not None:
-            copy.cancel()
+        self._copier.cancel()
         with self._changed:
             while self._running and not self.is_stuck():
                 self._changed.wait(1.0)
@@ -247,8 +196,8 @@ class DrainLink:
                     self._current = None
                     over = not self._queue or self._closed
                     self._changed.notify_all()
-                if over and self._process is not None:
-                    self._process.close()
+                if over:
+                    self._copier.end_process()
 
     def _next(self) -> CommitRecord | None:
         with self._changed:
@@ -269,7 +218,7 @@ class DrainLink:
             began = time.monotonic()
             try:
                 if record.uid in self._withdrawn or not self._copy_once(record):
-                    self._report.tell(record, self._gone(record))
+                    self._report.tell(record, self._copier.gone(record))
                     return
             except Exception as error:  # noqa: BLE001 - a task's boundary: logged, and told
                 if self.is_closed():
@@ -289,10 +238,6 @@ class DrainLink:
                 self._succeeded(record, time.monotonic() - began)
                 return
 
-    def _gone(self, record: CommitRecord) -> CheckpointGoneError:
-        msg = f"step {record.step} was deleted before it was in tier {self._target.name}"
-        return CheckpointGoneError(msg)
-
     def _copy_once(self, record: CommitRecord) -> bool:
         """Make the next tier have it; False: this one has it no more."""
         source, target = self._source.backend, self._target.backend
@@ -305,56 +250,13 @@ class DrainLink:
             if record.uid != self._prepared:
                 self._report.prepare(self._number + 1, record.uid, record.step)
                 self._prepared = record.uid
-            self._copy_now(record)
+            with self._changed:
+                self._done_bytes = 0
+            self._copier.copy(
+                record, may_begin=lambda: not self._is_over(record), on_progress=self._moved
+            )
         source.delete([mark_name(record.uid)])
         return True
-
-    def _copy_now(self, record: CommitRecord) -> None:
-        if self._process is not None and self._is_worth_it(record):
-            try:
-                self._run_copy(record, self._by_process(self._process, record))
-                if is_whole(self._target.backend, record):
-                    return
-                msg = f"what another process copies to {self._target.backend.url} is not seen here"
-                raise UnsuitableError(msg)  # noqa: TRY301 - as if it had noticed itself
-            except UnsuitableError as error:
-                if not has(self._source.backend, record):
-                    raise self._gone(record) from error
-                log.warning("threads of the trainer copy to %s: %s", self._target.name, str(error))
-                self._process.close()
-                self._process = None
-        copy = CheckpointCopy(
-            self._source.backend,
-            self._target.backend,
-            record,
-            workers=self._workers,
-            grace_s=self._grace_s,
-            bytes_per_s=self._source.drain_bytes_per_s,
-        )
-        self._run_copy(record, copy)
-
-    def _is_worth_it(self, record: CommitRecord) -> bool:
-        return self._source.drain_in == "process" or record.bytes_stored >= _WORTH_BYTES
-
-    def _by_process(self, process: CopyProcess, record: CommitRecord) -> ProcessCopy:
-        return process.copy(
-            record,
-            workers=self._workers.count,
-            grace_s=self._grace_s,
-            bytes_per_s=self._source.drain_bytes_per_s,
-        )
-
-    def _run_copy(self, record: CommitRecord, copy: CheckpointCopy | ProcessCopy) -> None:
-        with self._changed:
-            if self._closed or record.uid in self._withdrawn:
-                msg = "the run was closed, or the step deleted"
-                raise SaveAbortedError(msg)
-            self._copy, self._done_bytes = copy, 0
-        try:
-            copy.run(on_progress=self._moved)
-        finally:
-            with self._changed:
-                self._copy = None
 
     def _check_source(self, record: CommitRecord) -> None:
         verify_blobs(

@@ -20,7 +20,7 @@ from penstock.core.tiers import pending
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
-    from penstock.core.drain_link import DrainState
+    from penstock.core.drain_state import DrainState
 
 _POLL_S = 0.2
 
