@@ -44,9 +44,8 @@ class Server:
     """Copies from one tier to the next."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
-        # What plugins print is not for the other side.
         self._out = os.fdopen(os.dup(1), "wb", buffering=0)
-        os.dup2(2, 1)
+        _print_elsewhere()
         self._writing = threading.Lock()  # guards the output
         self._backend_spec = hello["backend"]
         self._number = hello["number"]
@@ -173,6 +172,14 @@ class Server:
         with self._writing, suppress(OSError):  # nobody listens any more
             while data:
                 data = data[self._out.write(data) or 0 :]
+
+
+def _print_elsewhere() -> None:
+    """What plugins print is not for the other side."""
+    try:
+        os.dup2(2, 1)
+    except OSError:  # the trainer has closed its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class _Forward(logging.Handler):

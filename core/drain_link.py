@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.copying import confirmed, retract, verify_blobs
+from penstock.core.confirming import confirmed, retract, verify_blobs
 from penstock.core.drain_state import DrainState
 from penstock.core.errors import (
     DamagedError,
