@@ -239,6 +239,7 @@ class _Child:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
+        self.send({"end": True})  # what the trainer has forked may hold its input open
         with self._sending, suppress(OSError):
             process.stdin.close()
         process.stdout.close()

@@ -139,6 +139,8 @@ class Server:
     def _listen(self) -> None:
         while line := sys.stdin.buffer.readline():
             message = json.loads(line)
+            if "end" in message:
+                break
             if "cancel" in message:
                 self._cancel(message["cancel"])
             else:

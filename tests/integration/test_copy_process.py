@@ -185,6 +185,24 @@ def test_it_ends_with_the_trainer_though_a_fork_holds_its_input_open(tmp_path):
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
 
 
+def test_it_ends_when_it_is_told_to_though_a_fork_holds_its_input_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_process, "_END_S", 10 * PATIENCE_S)
+    with checkpointer(str(tmp_path / "fast")) as alone:
+        alone.save(state(), 1).result(PATIENCE_S)
+    record = Catalog(open_backend(tmp_path / "fast")).record(1)
+    process = CopyProcess(tiers_at(tmp_path), 0, stuck_s=PATIENCE_S)
+    process.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(20 * PATIENCE_S)
+        os._exit(0)
+    try:
+        process.close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
