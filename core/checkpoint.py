@@ -20,7 +20,7 @@ from penstock.core.progress import Meter, metered
 from penstock.core.reading import bytes_of, raise_damaged
 from penstock.core.region_reading import as_region, read_region
 from penstock.core.registry import default_registry
-from penstock.core.reports import CheckpointInfo, Damage, VerifyReport
+from penstock.core.reports import CheckpointInfo, CopyFound, Damage, VerifyReport
 from penstock.core.restoring import Below, build_leaf, build_new
 from penstock.core.types import Region, TensorSpec
 from penstock.core.validation import nearest
@@ -29,7 +29,7 @@ from penstock.core.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, Tier
     from penstock.core.contents import Located
     from penstock.core.manifest import CommitRecord, ObjectRecord, PartHead
     from penstock.core.registry import Registry
@@ -221,6 +221,42 @@ class Checkpoint:
                 return self._verify_tiers(meter, deep=deep)
             return self._verify(meter, deep=deep)
 
+    def verify_copies(self, meter: Meter, *, deep: bool) -> list[CopyFound | None]:
+        """Verify the copy in each tier, as `verify` does; None: that tier has none."""
+        return [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
+
+    def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
+        """Verify the copy in one tier; None: it has none."""
+        try:
+            one = Checkpoint.open(tier.backend, self.step, registry=self._registry)
+        except CheckpointNotFoundError:
+            return None
+        except DamagedError as error:
+            return CopyFound(tier.name, None, tuple(Damage(n, str(error)) for n in error.damaged))
+        report = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
+        return CopyFound(tier.name, one.info.uid, report.damaged, report.frames, report.bytes_read)
+
+    def report_of(
+        self, copies: Sequence[CopyFound | None], *, deep: bool, began: float
+    ) -> VerifyReport:
+        """What `copies` amount to; `began` is when looking at them did (monotonic seconds)."""
+        there = [copy for copy in copies if copy is not None]
+        damaged = [
+            Damage(damage.what, f"in tier {copy.tier}: {damage.detail}")
+            for copy in there
+            for damage in copy.damaged
+        ]
+        return VerifyReport(
+            step=self.step,
+            ok=not damaged,
+            damaged=tuple(damaged),
+            objects=self._record.objects,
+            frames=sum(copy.frames for copy in there),
+            bytes_read=sum(copy.bytes_read for copy in there),
+            deep=deep,
+            seconds=time.monotonic() - began,
+        )
+
     def still_there(self) -> bool:
         """Whether the commit record still names this very checkpoint."""
         try:
@@ -237,29 +273,8 @@ class Checkpoint:
 
     def _verify_tiers(self, meter: Meter, *, deep: bool) -> VerifyReport:
         began = time.monotonic()
-        reports: list[VerifyReport] = []
-        damaged: list[Damage] = []
-        for tier in self.backend.tiers:
-            try:
-                one = Checkpoint.open(tier.backend, self.step, registry=self._registry)
-            except CheckpointNotFoundError:
-                continue
-            except DamagedError as error:
-                found = [Damage(name, str(error)) for name in error.damaged]
-            else:
-                reports.append(one._verify(meter, deep=deep))  # noqa: SLF001 - one of its own
-                found = list(reports[-1].damaged)
-            damaged += [Damage(d.what, f"in tier {tier.name}: {d.detail}") for d in found]
-        return VerifyReport(
-            step=self.step,
-            ok=not damaged,
-            damaged=tuple(damaged),
-            objects=self._record.objects,
-            frames=sum(report.frames for report in reports),
-            bytes_read=sum(report.bytes_read for report in reports),
-            deep=deep,
-            seconds=time.monotonic() - began,
-        )
+        found = self.verify_copies(meter, deep=deep)
+        return self.report_of(found, deep=deep, began=began)
 
     def _verify(self, meter: Meter, *, deep: bool) -> VerifyReport:
         began = time.monotonic()

@@ -33,13 +33,14 @@ from penstock.core.unused_rules import UnusedRules
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
     from threading import Thread
     from types import TracebackType
 
     from penstock.core.config import BackendConfig, CheckpointerOptions
     from penstock.core.events import Event
+    from penstock.core.manifest import CommitRecord
     from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
     from penstock.core.reports import Progress, SaveHandle, SaveReport
@@ -387,12 +388,22 @@ class Checkpointer(Run):
         if self._drains is not None:
             self._drains.reinstate(uids)
 
-    def _repair(self) -> None:
+    def _repair(self, rescued: Sequence[tuple[str, str]]) -> None:
         """Bring copies that turned out to be damaged from the tier that has good ones."""
-        rescued = [*self._loader.take_rescued(), *self._rescued]
-        self._rescued.clear()
         if self._drains is not None and rescued:
             self._drains.repair(rescued)
+
+    def _bring(
+        self,
+        record: CommitRecord,
+        good: int,
+        bad: int,
+        *,
+        unreadable: bool,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        if self._drains is not None:
+            self._drains.bring(record, good, bad, unreadable=unreadable, on_progress=on_progress)
 
     def _watch(
         self, handle: SaveHandle, on_progress: Callable[[Progress], None] | None

@@ -92,6 +92,16 @@ def _list_of_rules(value: object) -> object:
     raise ValueError(msg)
 
 
+def _grace(value: float) -> float:
+    if value > 0:
+        return value
+    msg = (
+        "has to be above 0: a save whose intent is older than half of it is not committed, so none "
+        "would be. To prune at once: penstock prune URL --grace 0s"
+    )
+    raise ValueError(msg)
+
+
 PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
 Patterns: TypeAlias = Annotated[
     tuple[str, ...],
@@ -226,7 +236,9 @@ class CheckpointerConfig(_Model):
     chunk_bytes: PageBytes = 16 << 20
     block_bytes: PageBytes = 4 << 20
     workers: int | None = Field(default=None, ge=1)
-    grace_s: float = Field(default=86400.0, ge=0)
+    grace_s: Annotated[
+        float, AfterValidator(_grace), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})
+    ] = 86400.0
 
 
 class CheckpointerOptions(TypedDict, total=False):
@@ -249,12 +261,15 @@ class CheckpointerOptions(TypedDict, total=False):
 
 def load_config(
     source: str | os.PathLike[str] | Mapping[str, Any] | CheckpointerConfig,
+    *,
+    what: str = "configuration",
 ) -> CheckpointerConfig:
     """The configuration that `source` holds.
 
     Args:
         source: Path of a `.toml`, `.yaml`, `.yml` or `.json` file, a mapping, or a
             configuration, which is returned as it is.
+        what: How complaints name a mapping.
 
     Raises:
         ConfigError: The file cannot be read, or something in it is wrong; lists every problem.
@@ -262,7 +277,7 @@ def load_config(
     if isinstance(source, CheckpointerConfig):
         return source
     if isinstance(source, Mapping):
-        return _loaded(source, "configuration")
+        return _loaded(source, what)
     path = Path(source)
     what = f"configuration {path}"
     config = _loaded(filled(_read_file(path), os.environ, what=what), what)

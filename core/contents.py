@@ -105,6 +105,14 @@ class Contents:
         """Every container and composite that is recorded, in the same order."""
         return self._all()[1]
 
+    def lengths(self) -> dict[str, int]:
+        """Bytes of the index, the parts, and the blobs of those parts that were looked at."""
+        found = {entry.name: entry.length for entry in self.record.parts}
+        found[self.record.index.name] = self.record.index.length
+        for head in self._heads.values():
+            found |= {blob.name: blob.length for blob in head.blobs}
+        return found
+
     def find(self, path: ObjectPath) -> Located | None:
         """One object by its path, by way of the index: the rest is not read."""
         return from_any_tier(self._backend, lambda backend: self._find(path, backend), self.rescued)

@@ -13,8 +13,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.confirming import verify_blobs
 from penstock.core.copy_process import CopyProcess
-from penstock.core.copying import CheckpointCopy, verify_blobs
+from penstock.core.copying import CheckpointCopy
 from penstock.core.drain_link import DrainLink
 from penstock.core.errors import (
     NotDrainedError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Tier
-    from penstock.core.drain_link import DrainState
+    from penstock.core.drain_state import DrainState
     from penstock.core.manifest import CommitRecord
     from penstock.core.workers import Workers
 
@@ -363,8 +364,8 @@ class Drains:
             if record.uid in self._withdrawn:
                 return
             self._bringing[record.uid] = copy
-        onward = good < bad < len(self._links) and is_marked(target.backend, record.uid)
         try:
+            onward = good < bad < len(self._links) and is_marked(target.backend, record.uid)
             lent = good < bad and not is_marked(source.backend, record.uid)
             if lent:  # else a crash would leave it there for ever, less durable than it was
                 mark(source.backend, record.uid, record.step)

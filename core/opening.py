@@ -137,6 +137,8 @@ def open_backend(
         scheme = _ANY_URL
     if scheme not in names:
         msg = f"{shown_url(url)}: no installed backend serves {scheme}://{nearest(scheme, names)}"
+        if _ANY_URL in names and not _has_fsspec():
+            msg += ". Those of fsspec need its package: pip install 'penstock[fsspec]'"
         raise ConfigError(msg)
     cls = registry.backend_class(scheme)
     return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
@@ -257,6 +259,14 @@ def _is_known_to_fsspec(scheme: str) -> bool:
     except ImportError:
         return False
     return scheme in known_implementations or scheme in registry
+
+
+def _has_fsspec() -> bool:
+    try:
+        import fsspec.registry  # noqa: F401, PLC0415 - 80 ms
+    except ImportError:
+        return False
+    return True
 
 
 def _scheme(url: str) -> str:

@@ -65,7 +65,7 @@ class Progress:
             `plan` or `read`.
         phase: Of a save `capture`, `write`, `commit`, with tiers `drain`; then `durable`, `failed`
             or `skipped`. Of a restore or load `plan`, `read`, `place`, of a verification
-            `manifest`, `read`; then `done` or `failed`.
+            `manifest`, `read`, with `repair` also `repair`; then `done` or `failed`.
     """
 
     bytes_done: int
@@ -90,6 +90,9 @@ class RestoreReport:
         engine: Backend that read it.
         direct_io: Whether the page cache was bypassed.
         fell_back_from: Steps that `on_damage="fallback"` skipped, newest first.
+        rescued: Blobs, records and sections of records that were damaged or missing in one tier,
+            each with the tier whose copy was read instead. What is bad is brought anew from
+            there, in the background.
         seconds: `plan`, `read`, `place`, `total`.
     """
 
@@ -106,6 +109,7 @@ class RestoreReport:
     direct_io: bool
     seconds: Mapping[str, float]
     fell_back_from: tuple[int, ...] = ()
+    rescued: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
         """The figures; paths and values are too many for a line."""
@@ -125,8 +129,35 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class Repair:
+    """What became of a copy that `verify(repair=True)` found damaged.
+
+    Attributes:
+        tier: Which copy.
+        source: The tier from which it was brought anew; None: it was not.
+        error: Why it was not, or is not whole all the same; None: it is whole now.
+    """
+
+    tier: str
+    source: str | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Outcome of `verify`. `damaged` lists everything found, not only the first."""
+    """Outcome of `verify`.
+
+    Attributes:
+        step: Of the checkpoint.
+        ok: Whether it is whole; with tiers each copy of it, with `repair` in the end.
+        damaged: Everything that was found, not only the first, and though it was repaired.
+        objects: Number of objects.
+        frames: How many were read.
+        bytes_read: Of manifest and blobs.
+        deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
+        seconds: How long it took.
+        repairs: With `repair`: one of each damaged copy.
+    """
 
     step: int
     ok: bool
@@ -136,6 +167,26 @@ class VerifyReport:
     bytes_read: int
     deep: bool
     seconds: float
+    repairs: tuple[Repair, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFound:
+    """What a verification found of the copy in one tier.
+
+    Attributes:
+        tier: Its name.
+        uid: Whose data its commit record names; None: that cannot be read.
+        damaged: Everything that is wrong with it.
+        frames: How many were read.
+        bytes_read: Of manifest and blobs.
+    """
+
+    tier: str
+    uid: str | None
+    damaged: tuple[Damage, ...]
+    frames: int = 0
+    bytes_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)

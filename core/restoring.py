@@ -348,6 +348,8 @@ def _finish(placement: Placement, step: int) -> Any:
         raise RestoreError(msg) from error
 
 
-def with_history(report: RestoreReport, skipped: tuple[int, ...]) -> RestoreReport:
-    """The report, with the damaged steps that were passed over."""
-    return replace(report, fell_back_from=skipped) if skipped else report
+def with_history(
+    report: RestoreReport, skipped: tuple[int, ...], rescued: tuple[tuple[str, str], ...]
+) -> RestoreReport:
+    """The report, with the damaged steps, and the damage in one tier, that were passed over."""
+    return replace(report, fell_back_from=skipped, rescued=rescued)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar
 
 from penstock.core import fence as fence_hook
 from penstock.core.catalog import Catalog
@@ -12,9 +12,11 @@ from penstock.core.checkpoint import Checkpoint
 from penstock.core.errors import ConfigError, SaverClosedError
 from penstock.core.events import DeleteEvent, EventStream, RestoreEvent, VerifyEvent
 from penstock.core.fallback import Overwritten, with_fallback
+from penstock.core.lacking import lacking
 from penstock.core.loading import Loader
 from penstock.core.patience import PatientBackend
 from penstock.core.progress import metered
+from penstock.core.repairing import Mending, verify_and_repair
 from penstock.core.restoring import build_new, restore_into, with_history
 from penstock.core.select import Rename, Selection
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.config import CheckpointerConfig
     from penstock.core.events import Event
+    from penstock.core.manifest import CommitRecord
     from penstock.core.progress import Meter
     from penstock.core.registry import Registry
     from penstock.core.reports import CheckpointInfo, Progress, RestoreReport, VerifyReport
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from penstock.core.workers import Workers
 
 T = TypeVar("T")
+
+_Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Run:
@@ -55,7 +60,7 @@ class Run:
         )
         self._loader = Loader(backend, workers, io_timeout_s=config.io_timeout_s)
         self._events = EventStream(on_event)
-        self._rescued: list[tuple[str, str]] = []  # damaged records, and the tier that had them
+        self._rescued: list[tuple[str, str]] = []  # damaged in one tier, and that which had it
         self._restored_from: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -114,10 +119,10 @@ class Run:
             self._restored_from = report.step
             return report
 
-        report, skipped = self._read(
+        (report, rescued), skipped = self._read(
             "restore", self._candidates(step, on_damage), attempt, on_progress
         )
-        return self._tell_read("restore", report, skipped)
+        return self._tell_read("restore", with_history(report, skipped, rescued))
 
     def load(
         self,
@@ -161,10 +166,10 @@ class Run:
                 meter=meter,
             )
 
-        (tree, report), skipped = self._read(
+        ((tree, report), rescued), skipped = self._read(
             "load", self._candidates(step, on_damage), attempt, on_progress
         )
-        self._tell_read("load", report, skipped)
+        self._tell_read("load", with_history(report, skipped, rescued))
         return tree
 
     def steps(self) -> list[int]:
@@ -201,6 +206,7 @@ class Run:
         step: int | str = "latest",
         *,
         deep: bool = True,
+        repair: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> VerifyReport:
         """Read a checkpoint and compare all checksums; reports all damage, not only the first.
@@ -208,9 +214,21 @@ class Run:
         Args:
             step: A step, or `"latest"`.
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+            repair: With tiers, bring damaged copies anew from a good one, which is read and
+                compared first. `report.ok` then says whether all is whole in the end.
             on_progress: As for `restore`.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            DamagedError: Its commit record cannot be read in any tier.
+            ConfigError: `repair`, and the run is in one place.
         """
-        report = self.open(step).verify(deep=deep, on_progress=on_progress)
+        checkpoint = self.open(step)
+        if repair:
+            mending = Mending(self._bring, self._workers, self._config.io_timeout_s)
+            report = verify_and_repair(checkpoint, mending, deep=deep, on_progress=on_progress)
+        else:
+            report = checkpoint.verify(deep=deep, on_progress=on_progress)
         self._events.emit(VerifyEvent("verified", report.step, report))
         return report
 
@@ -232,20 +250,31 @@ class Run:
         candidates: Sequence[int],
         attempt: Callable[[Checkpoint, Meter], T],
         on_progress: Callable[[Progress], None] | None,
-    ) -> tuple[T, tuple[int, ...]]:
-        """Try to read one of `candidates`, and say so; also returns those that are damaged."""
+    ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
+        """Try to read one of `candidates`, and say so.
+
+        Returns:
+            What `attempt` gave, what of it came from another tier, and the damaged candidates.
+        """
         trying = candidates[0]
 
-        def one(number: int) -> T:
+        def one(number: int) -> tuple[T, _Rescued]:
             nonlocal trying
             trying = number
             self._events.emit(RestoreEvent(f"{verb}_started", number))
             meter.begin("plan")
             checkpoint = self.open(number)
+            self._rescued += self._loader.take_rescued()  # by views, of whatever step
+            earlier = len(self._rescued)
             try:
-                return attempt(checkpoint, meter)
+                found = attempt(checkpoint, meter)
             finally:
-                self._rescued += checkpoint.contents.rescued
+                self._rescued += [*checkpoint.contents.rescued, *self._loader.take_rescued()]
+            contents, known = checkpoint.contents, [name for name, _ in self._rescued]
+            self._rescued += lacking(
+                checkpoint.backend, contents.record, contents.lengths(), known=known
+            )
+            return found, tuple(dict.fromkeys(self._rescued[earlier:]))
 
         try:
             with metered(on_progress, f"the {verb}") as meter:
@@ -254,11 +283,10 @@ class Run:
             self._events.emit(RestoreEvent(f"{verb}_failed", trying, error=error))
             raise
 
-    def _tell_read(
-        self, verb: str, report: RestoreReport, skipped: tuple[int, ...]
-    ) -> RestoreReport:
-        self._repair()
-        report = with_history(report, skipped)
+    def _tell_read(self, verb: str, report: RestoreReport) -> RestoreReport:
+        rescued = dict.fromkeys(self._rescued)
+        self._rescued.clear()
+        self._repair(tuple(rescued))
         self._events.emit(RestoreEvent(f"{verb}_done", report.step, report=report))
         return report
 
@@ -268,8 +296,19 @@ class Run:
     def _delete_failed(self, uids: Collection[str]) -> None:
         """They were not, or not all of them."""
 
-    def _repair(self) -> None:
-        """What was read turned out to be damaged in one tier, perhaps."""
+    def _repair(self, rescued: _Rescued) -> None:
+        """This turned out to be damaged in one tier; each with the tier that had it whole."""
+
+    def _bring(
+        self,
+        record: CommitRecord,
+        good: int,
+        bad: int,
+        *,
+        unreadable: bool,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        """The copy of a checkpoint in tier `bad` is to be replaced by that in tier `good`."""
 
     def _before_restore(self) -> None:
         """Live objects are about to change, perhaps those of another run's pending save."""

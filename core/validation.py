@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _KNOWN = 30
+_SHOULD = "Input should be "
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -46,11 +48,13 @@ def refusal(
 
 
 def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> list[str]:
-    """One line per problem of `error`, which `model` raised; without the offending values."""
-    lines = []
+    """One line per problem of `error`, which `model` raised; without the offending values.
+
+    What fits none of several kinds is one problem.
+    """
+    found: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
-        # Tags that tell the members of a union apart are written <so>; users do not know them.
-        place = [p for p in problem["loc"] if not str(p).startswith("<")]
+        place = _without_kinds(model, problem["loc"])
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             text = f"unknown key{_meant(model, place)}"
@@ -59,8 +63,55 @@ def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> 
         elif problem["type"] in {"model_type", "dict_type"}:  # classes are nothing to a file
             text = "Input should be a table"
         where = ".".join(filter(None, [above, _shown(place)]))
-        lines.append(f"  {where}: {text}" if where else f"  {text}")
-    return lines
+        found.setdefault(where, []).append(text)
+    return [f"  {where}: {_any_of(found[where])}".replace("  : ", "  ") for where in found]
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """One text for several that are said of one place."""
+    if len(texts) > 1 and all(text.startswith(_SHOULD) for text in texts):
+        shapes = (text.removeprefix(_SHOULD).partition(", unable to")[0] for text in texts)
+        kinds = dict.fromkeys(shapes)
+        return f"{_SHOULD}{' or '.join(kinds)}"
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _without_kinds(model: type[BaseModel], loc: Sequence[int | str]) -> list[int | str]:
+    """The place that pydantic names, without what tells the members of a union apart.
+
+    Those are names of types, and tags, which we write <so>; users know neither.
+    """
+    place: list[int | str] = []
+    annotations: list[object] = [model]
+    kind_follows = False
+    for part in loc:
+        if kind_follows or str(part).startswith("<"):
+            kind_follows = False
+            continue
+        place.append(part)
+        annotations = [inner for one in annotations for inner in _below(one, part)]
+        kind_follows = any(len(_members(one)) > 1 for one in annotations)
+    return place
+
+
+def _below(annotation: object, part: int | str) -> Iterator[object]:
+    """What may stand at `part` of what `annotation` allows."""
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            if part in member.model_fields:
+                yield member.model_fields[str(part)].annotation
+        else:
+            yield from get_args(member)
+
+
+def _members(annotation: object) -> Sequence[object]:
+    """The kinds of value that `annotation` allows, None apart."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in {Union, UnionType}:
+        inner = [m for one in get_args(annotation) for m in _members(one)]
+        return [m for m in inner if m is not type(None)]
+    return [annotation]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -259,7 +259,7 @@ def check(root: Path, seen: Seen) -> list[str]:
     """Everything that is wrong with the run that was left behind."""
     problems = list(seen.problems)
     time.sleep(0.05)  # longer than the clock of the file system stands still
-    with Checkpointer(f"posix://{root}", **OPTIONS, grace_s=0) as ckpt:
+    with Checkpointer(f"posix://{root}", **OPTIONS, grace_s=1e-6) as ckpt:
         problems += wrong_checkpoints(ckpt, seen)
         report = ckpt.prune()
         problems += [f"prune refuses: {why}" for why in report.refused]

@@ -212,7 +212,12 @@ class FileStore(Store):
         except StorageError as error:
             cause = error.__cause__
             if isinstance(cause, ImportError):
-                msg = f"{config.shown_url}: {cause}"
+                module = getattr(cause.__cause__, "name", None) or getattr(cause, "name", None)
+                missing = f" ({module.partition('.')[0]} is not installed)" if module else ""
+                msg = (
+                    f"{config.shown_url}: fsspec needs another package for {config.scheme}://: "
+                    f"{cause}{missing}"
+                )
                 raise ConfigError(msg) from error
             if isinstance(cause, (TypeError, ValueError)):
                 msg = f"{config.shown_url}: fsspec does not take it: {self._scrub(str(cause))}"

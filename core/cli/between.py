@@ -109,6 +109,7 @@ def copy(  # noqa: PLR0913 - its options
         include=include or None,
         exclude=exclude or None,
         rules=wanted_rules(codec, rules, raw=raw),
+        rules_from=rules or "--codec",
         overwrite=overwrite,
         bytes_per_s=None if rate is None else rate_bytes(rate),
         trust_sealed=trust,

@@ -19,7 +19,7 @@ from penstock.core.cli.places import same_place
 from penstock.core.cli.render import print_json, print_line, visible
 from penstock.core.config import load_config, parse_size
 from penstock.core.copying import CheckpointCopy
-from penstock.core.errors import CheckpointNotFoundError, ConfigError, PenstockError
+from penstock.core.errors import CheckpointNotFoundError, ConfigError, PenstockError, PluginError
 from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
 from penstock.core.prune import GRACE_S
@@ -45,6 +45,7 @@ class How:
         include: Patterns of objects to take; None: all.
         exclude: Patterns of objects to leave out.
         rules: Encode by these; None: as it is.
+        rules_from: Where they were written.
         overwrite: Replace another checkpoint at that step.
         bytes_per_s: Most to copy per second; None: as fast as it goes.
         trust_sealed: Do not read again what an interrupted copy has brought there.
@@ -53,6 +54,7 @@ class How:
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     rules: Sequence[Any] | None = None
+    rules_from: str = "rules"
     overwrite: bool = False
     bytes_per_s: float | None = None
     trust_sealed: bool = False
@@ -98,11 +100,14 @@ def wanted_rules(
     """The rules that the options ask for; None: none of them does.
 
     Raises:
-        ConfigError: The file cannot be read, or has no rules.
+        ConfigError: The file cannot be read, or has no rules; or a codec needs options.
+        PluginError: A codec is not installed.
     """
     if raw:
         return []
     if codecs:
+        for name in codecs:
+            _check_codec(name)
         return [{"match": "**", "codecs": list(codecs)}]
     if file is None:
         return None
@@ -119,6 +124,17 @@ def wanted_rules(
         msg = f"{file} has no [[rules]]; for copies without codecs pass --raw"
         raise ConfigError(msg)
     return rules
+
+
+def _check_codec(name: str) -> None:
+    try:
+        default_registry().codec(name, {})
+    except PluginError as error:
+        msg = f"--codec {name}: {error}"
+        raise PluginError(msg) from error
+    except ConfigError as error:
+        msg = f"--codec {name}: {error}\nThey can be given in a file: --rules FILE."
+        raise ConfigError(msg) from error
 
 
 def rate_bytes(text: str) -> float:
@@ -266,7 +282,9 @@ class _Copier:
 
     def _encode(self, step: int, bar: ProgressBar) -> Copied:
         how = self._how
-        config = load_config({"backend": self._target, "rules": how.rules or ()})
+        config = load_config(
+            {"backend": self._target, "rules": how.rules or ()}, what=how.rules_from
+        )
         checkpoint = Checkpoint.open(self._source, step, loader=Loader(self._source, self._workers))
         report = copy_objects(
             checkpoint,

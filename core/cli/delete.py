@@ -22,7 +22,7 @@ from penstock.core.survey import survey_run, uids_named
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +35,98 @@ class Doomed:
     size_bytes: int
 
 
-def run(
-    url: str, steps: Iterable[int], *, dry_run: bool, yes: bool, force: bool, as_json: bool
-) -> None:
+@dataclass(frozen=True, slots=True)
+class How:
+    """How to delete.
+
+    Attributes:
+        dry_run: Say what would happen; change nothing.
+        yes: Do not ask.
+        force: Even if no whole checkpoint would be left.
+        tier: From this tier alone; None: from all.
+        as_json: Print one JSON document.
+    """
+
+    dry_run: bool = False
+    yes: bool = False
+    force: bool = False
+    tier: str | None = None
+    as_json: bool = False
+
+
+def run(url: str, steps: Iterable[int], how: How) -> None:
     """Delete checkpoints.
 
     Raises:
         CheckpointNotFoundError: One of the steps is not there; nothing was deleted.
-        ConfigError: No whole checkpoint would be left, and `force` is not given.
+        ConfigError: No whole checkpoint would be left, and `force` is not given; or two tiers
+            have different checkpoints at one of the steps.
     """
     chosen = sorted(set(steps))
-    with closing(open_backend(url, must_exist=True, light=True)) as backend:
+    with closing(open_backend(url, must_exist=True, light=True)) as whole:
+        backend = whole if how.tier is None else _tier(whole, how.tier)
+        elsewhere = [tier.backend for tier in whole.tiers if tier.name != how.tier]
         catalog = Catalog(backend)
         entries = catalog.entries()
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
         doomed = [_doomed(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
-        if not force and not _any_whole(catalog, left):
+        if how.tier is None:
+            _check_same(whole.tiers, chosen)
+        spared = how.tier is not None and any(map(_has_whole, elsewhere))
+        if not (how.force or spared or _any_whole(catalog, left)):
             msg = (
                 f"no whole checkpoint would be left under {backend.url} without "
                 f"{_named(chosen)}; pass --force to delete all the same"
             )
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
-        if dry_run:
+        if how.dry_run:
             freed = data_bytes(backend, set(uids) - _needed(backend, chosen))
         else:
             total = sum(one.size_bytes for one in doomed)
-            ask(f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}", yes=yes)
+            ask(
+                f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}",
+                yes=how.yes,
+            )
             before = data_bytes(backend, uids)
             for step in chosen:
                 catalog.delete(step, named[step])  # what was asked about, and no other
             freed = before - data_bytes(backend, uids)
-        _print(backend.url, doomed, left, freed, dry_run=dry_run, as_json=as_json)
+        _print(backend.url, doomed, left, freed, dry_run=how.dry_run, as_json=how.as_json)
+
+
+def _tier(backend: Backend, name: str) -> Backend:
+    for tier in backend.tiers:
+        if tier.name == name:
+            return tier.backend
+    names = ", ".join(tier.name for tier in backend.tiers)
+    there = f"it has {names}" if names else "it is one place"
+    msg = f"--tier: {backend.url} has no tier {name!r}; {there}"
+    raise ConfigError(msg)
+
+
+def _check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
+    """Refuse steps at which two tiers have two checkpoints: which one is meant?"""
+    entries = [(tier, Catalog(tier.backend).entries()) for tier in tiers]
+    for step in steps:
+        owners: dict[str, dict[str, str]] = {}
+        for tier, names in entries:
+            for name, uid in uids_named(tier.backend, names.get(step, ())).items():
+                if uid is not None:
+                    owners.setdefault(name, {}).setdefault(uid, tier.name)
+        for one in owners.values():
+            if len(one) > 1:
+                both = " and ".join(one.values())
+                msg = (
+                    f"step {step} is not the same checkpoint in tiers {both}; nothing was deleted. "
+                    "Say with --tier in which of them to delete it."
+                )
+                raise ConfigError(msg)
+
+
+def _has_whole(backend: Backend) -> bool:
+    return Catalog(backend).newest_whole() is not None
 
 
 def data_bytes(backend: Backend, uids: Iterable[str]) -> int:

@@ -115,6 +115,7 @@ def show(
 Examples:
   penstock verify runs/gpt
   penstock verify runs/gpt --all --quick
+  penstock verify penstock.toml --all --repair
   penstock verify runs/gpt --step 300 --json |
     jq -r '.reports[].damaged[].what'
 """,
@@ -131,18 +132,25 @@ def verify(
             help="Read and decode every frame, or check only the manifest's digests and the sizes.",
         ),
     ] = True,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="With tiers: bring damaged copies anew from a good one, read first."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare every checksum of a checkpoint; exits with 1 if anything is damaged.
 
     All damage is listed, not only the first, by the path of the object or the name of the record.
+    With --repair, 1 means that something still is.
     """
-    from penstock.core.cli.verify import run  # noqa: PLC0415
+    from penstock.core.cli.verify import How, run  # noqa: PLC0415
 
     if every and step is not None:
         msg = "--all verifies every step; leave out --step"
         raise typer.BadParameter(msg)
-    if not run(url, step=step, every=every, deep=deep, as_json=as_json):
+    if not run(url, step=step, every=every, how=How(deep, repair, as_json)):
         raise typer.Exit(1)
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog import Catalog
-from penstock.core.cli.places import named_root, runs_below
+from penstock.core.cli.places import named_root, run_around, runs_below
 from penstock.core.cli.render import (
     Cell,
     Column,
@@ -94,7 +94,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
             print_line(f"tier {name} does not answer: {visible(why)}", style="red")
         if not listed:
             print_line(f"no checkpoints under {visible(backend.url)}")
-            _print_runs_below(named_root(backend))
+            _print_runs_near(named_root(backend))
             return
     now_s = time.time()
     columns = (*_COLUMNS[:-1], _TIERS, _COLUMNS[-1]) if tiered else _COLUMNS
@@ -107,7 +107,11 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
             _print_metadata(one)
 
 
-def _print_runs_below(folder: Path | None) -> None:
+def _print_runs_near(folder: Path | None) -> None:
+    around = None if folder is None else run_around(folder)
+    if around is not None:
+        print_line(f"this is a folder inside the run {visible(str(around))}: list that")
+        return
     found = [] if folder is None else runs_below(folder)
     if found:
         print_line("these folders below it hold runs; list one of them:")

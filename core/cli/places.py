@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from penstock.core.manifest import COMMIT_PREFIX
+from penstock.core.manifest import COMMIT_PREFIX, DATA_PREFIX
 
 if TYPE_CHECKING:
     from penstock.core.abc import Backend
 
 _DEPTH = 3
+_PARTS = {COMMIT_PREFIX.rstrip("/"), DATA_PREFIX.rstrip("/")}
 _FOLDERS = 2000  # looked into at most: it is a hint, and must not take long
 
 
@@ -53,6 +54,18 @@ def runs_below(folder: Path) -> list[Path]:
                 (found if (child / COMMIT_PREFIX).is_dir() else deeper).append(child)
         level = deeper
     return sorted(found)
+
+
+def run_around(folder: Path) -> Path | None:
+    """Root of the run that `folder` lies in, if it is one of those that hold its parts."""
+    return next(
+        (
+            parent
+            for parent in folder.parents
+            if folder.relative_to(parent).parts[0] in _PARTS and (parent / COMMIT_PREFIX).is_dir()
+        ),
+        None,
+    )
 
 
 def _folders_in(folder: Path) -> list[Path]:

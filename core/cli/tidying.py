@@ -71,12 +71,21 @@ def delete(
         bool,
         typer.Option("--force", help="Even if no whole checkpoint would be left."),
     ] = False,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            "--tier",
+            metavar="NAME",
+            help="From this tier alone: fast, durable.",
+            show_default="all",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Delete checkpoints for good, and say how much was freed. Asks first.
 
     Either all of the steps are there, or none is deleted. Data that another checkpoint uses stays.
     """
-    from penstock.core.cli.delete import run  # noqa: PLC0415
+    from penstock.core.cli.delete import How, run  # noqa: PLC0415
 
-    run(url, steps, dry_run=dry_run, yes=yes, force=force, as_json=as_json)
+    run(url, steps, How(dry_run, yes, force, tier, as_json))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.bars import ProgressBar
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
 from penstock.core.cli.render import print_json, print_line, print_wrapped, visible
+from penstock.core.draining import Drains
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
+from penstock.core.prune import GRACE_S
+from penstock.core.repairing import Mending, verify_and_repair
 from penstock.core.reports import Damage, VerifyReport
 from penstock.core.sizes import size_text
 from penstock.core.workers import Workers
@@ -22,35 +25,53 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.reports import Progress
+    from penstock.core.reports import Progress, Repair
+
+_STUCK_S = 600.0  # as `io_timeout_s` has it
 
 
-def run(url: str, *, step: int | None, every: bool, deep: bool, as_json: bool) -> bool:
+@dataclass(frozen=True, slots=True)
+class How:
+    """How to verify.
+
+    Attributes:
+        deep: Read and decode every frame; else only the manifest and the sizes of the blobs.
+        repair: Bring damaged copies anew from another tier.
+        as_json: Print one JSON document.
+    """
+
+    deep: bool = True
+    repair: bool = False
+    as_json: bool = False
+
+
+def run(url: str, *, step: int | None, every: bool, how: How) -> bool:
     """Verify one checkpoint, or every one, and print what was found.
 
     Returns:
-        Whether all of it is whole.
+        Whether all of it is whole, in the end.
 
     Raises:
         PenstockError: There is no such checkpoint, or it cannot be looked at.
     """
     reports = []
-    with closing(open_backend(url, must_exist=True, light=not deep)) as backend:
+    light = not (how.deep or how.repair)
+    with closing(open_backend(url, must_exist=True, light=light)) as backend:
         with closing(Workers(min(4, os.cpu_count() or 1))) as workers:
-            loader = Loader(backend, workers)
+            look = _Look(backend, workers, how)
             for number in _steps(backend, step, every=every):
                 bar = ProgressBar(f"step {number}", every_s=None, transient=True)
                 try:
-                    report = _verified(backend, number, loader, deep=deep, on_progress=bar)
+                    report = look.at(number, bar)
                 except CheckpointNotFoundError:
                     if not every:
                         raise
                     continue  # deleted since it was listed
                 reports.append(report)
-                if not as_json:
+                if not how.as_json:
                     _print(report)
         ok = all(report.ok for report in reports)
-        if as_json:
+        if how.as_json:
             found = [asdict(report) for report in reports]
             print_json({"url": backend.url, "ok": ok, "reports": found})
         elif every:
@@ -71,27 +92,36 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
     return steps[-1:]
 
 
-def _verified(
-    backend: Backend,
-    step: int,
-    loader: Loader,
-    *,
-    deep: bool,
-    on_progress: Callable[[Progress], None],
-) -> VerifyReport:
-    try:
-        checkpoint = Checkpoint.open(backend, step, loader=loader)
-    except DamagedError as error:
-        damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
-        return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
-    return checkpoint.verify(deep=deep, on_progress=on_progress)
+class _Look:
+    """Verifies steps of one run."""
+
+    def __init__(self, backend: Backend, workers: Workers, how: How) -> None:
+        self._backend = backend
+        self._loader = Loader(backend, workers)
+        self._how = how
+        self._mending = None
+        if how.repair:
+            drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
+            self._mending = Mending(drains.bring, workers, _STUCK_S)
+
+    def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
+        """Verify one step, and repair it if that is wanted."""
+        deep = self._how.deep
+        try:
+            checkpoint = Checkpoint.open(self._backend, step, loader=self._loader)
+        except DamagedError as error:
+            damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
+            return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
+        if self._mending is None:
+            return checkpoint.verify(deep=deep, on_progress=on_progress)
+        return verify_and_repair(checkpoint, self._mending, deep=deep, on_progress=on_progress)
 
 
 def _print(report: VerifyReport) -> None:
     looked = f"{report.objects} objects, {size_text(report.bytes_read)} read"
     if report.deep:
         looked = f"{report.frames} frames of {looked}"
-    if report.ok:
+    if report.ok and not report.damaged:
         how = "whole" if report.deep else "whole as far as its manifest and sizes say"
         print_line(
             f"step {report.step} is {how}: {looked} in {report.seconds:.1f} s", style="green"
@@ -105,6 +135,26 @@ def _print(report: VerifyReport) -> None:
         print_wrapped(visible(cause))
         for name in names:
             print_wrapped(visible(name), indent=4, style="red")
+    for repair in report.repairs:
+        _print_repair(repair)
+    if report.ok:
+        print_line(
+            f"step {report.step} is whole now: {len(report.damaged)} found, and repaired; {looked}",
+            style="green",
+        )
+        return
     print_line(
         f"step {report.step} is damaged: {len(report.damaged)} found; {looked}", style="bold red"
     )
+
+
+def _print_repair(repair: Repair) -> None:
+    if repair.source is None:
+        print_wrapped(f"not repaired in tier {repair.tier}: {visible(repair.error or '')}")
+    elif repair.error is None:
+        print_wrapped(f"brought anew in tier {repair.tier}, from {repair.source}")
+    else:
+        print_wrapped(
+            f"brought anew in tier {repair.tier}, from {repair.source}, and not whole: "
+            f"{visible(repair.error)}"
+        )

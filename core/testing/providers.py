@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.place import StoredTree
+from penstock.core.select import Selection
 from penstock.core.testing.expectations import finding
 from penstock.core.testing.providers_description import (
     check_source,
@@ -23,13 +24,17 @@ from penstock.core.testing.providers_memory import (
     describing_copies_no_tensor,
     dtypes_that_numpy_lacks_come_back,
 )
-from penstock.core.testing.providers_selection import each_object_is_restored_alone
+from penstock.core.testing.providers_selection import (
+    each_object_is_restored_alone,
+    each_object_that_is_not_there_is_missing,
+)
 from penstock.core.testing.stored import PIECE_BYTES, Stored, read_source, store
 from penstock.core.types import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from penstock.core.select import Patterns
     from penstock.core.tree import Providers
 
 __all__ = ["PIECE_BYTES", "Stored", "check_provider", "check_source", "read_source", "store"]
@@ -44,6 +49,7 @@ def check_provider(
     loaded: Callable[[Any, Any], bool] | None = None,
     loads: type | None = None,
     copies: bool = False,
+    optional: Patterns = (),
 ) -> None:
     """What core relies on, for values of one kind.
 
@@ -57,6 +63,8 @@ def check_provider(
         loads: Exact type of what `load` gives; None: that of the value, a base of it, or a dict.
         copies: Whether the value itself gives out copies of its tensors, so that nobody could
             describe the live ones.
+        optional: Patterns of objects that a checkpoint may lack without a word, as those of older
+            versions lack an option; the value is `part`: `"part/options"`.
 
     Raises:
         AssertionError: The provider breaks the contract, and how.
@@ -91,6 +99,8 @@ def check_provider(
         describing_after_a_change_sees_it(make, values.change, values.equal, providers)
     with _checking("a restore of single objects"):
         each_object_is_restored_alone(stored, values.changed)
+    with _checking("a restore of what lacks single objects"):
+        each_object_that_is_not_there_is_missing(stored, make, Selection(optional, None))
     with _checking("tensors of other dtypes"):
         dtypes_that_numpy_lacks_come_back(make, providers)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.place import place_tree, rebuild_tree
+from penstock.core.place import StoredTree, place_tree, rebuild_tree
 from penstock.core.testing.expectations import finding
 from penstock.core.testing.stored import PIECE_BYTES, store
 from penstock.core.types import show_path
@@ -12,6 +13,7 @@ from penstock.core.types import show_path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.core.select import Selection
     from penstock.core.testing.stored import Stored
     from penstock.core.types import ObjectPath
 
@@ -28,6 +30,51 @@ def each_object_is_restored_alone(stored: Stored, make: Callable[[], object]) ->
     for path in _some(stored):
         _restored_alone(stored, {"part": make()}, path)
         _loaded_alone(stored, path)
+
+
+def each_object_that_is_not_there_is_missing(
+    stored: Stored, make: Callable[[], object], optional: Selection
+) -> None:
+    """Where one object is not stored, that one is said to be missing, or a problem says why.
+
+    Or the restored value has it no more, as an optimizer drops what the checkpoint lacks.
+
+    Args:
+        stored: Of a value.
+        make: Another value of the same structure.
+        optional: Objects that may be lacking without a word.
+    """
+    for path in _some(stored) or list(stored.data):
+        if optional.selects(path):
+            continue
+        shown, state, lacking = show_path(path), {"part": make()}, _without(stored, path)
+        with finding(f"planning a restore from a checkpoint without {shown}"):
+            placement = lacking.plan(state)
+        if placement.problems or path in placement.missing:
+            continue
+        with finding(f"a restore from a checkpoint without {shown}, which is not said to miss it"):
+            lacking.complete(placement, piece_bytes=PIECE_BYTES)
+            after = store(state, providers=stored.providers).data
+        assert path not in after, (
+            f"a checkpoint without {shown} is not noticed: what `place` looks for and does not "
+            "find stands in `missing`, and so does what `context.place` says is"
+        )
+
+
+def _without(stored: Stored, path: ObjectPath) -> Stored:
+    """The same checkpoint without one object, and what is tied to it."""
+    tree = stored.tree
+    gone = {path, *(tied for tied, target in tree.aliases.items() if target == path)}
+    return replace(
+        stored,
+        tree=StoredTree(
+            [o for o in tree.objects if o.path not in gone],
+            tree.nodes,
+            {p: v for p, v in tree.values.items() if p not in gone},
+            {p: q for p, q in tree.aliases.items() if p not in gone},
+        ),
+        data={p: d for p, d in stored.data.items() if p not in gone},
+    )
 
 
 def _some(stored: Stored) -> list[ObjectPath]:

@@ -3,11 +3,10 @@
 # ruff: noqa: PTH208 - descriptors, flags and links are what is tested
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
+from tests.integration.support import run_program
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.errors import BlobNotFoundError, StorageError, StorageFullError
@@ -160,9 +159,5 @@ backend = CrashAt(PosixBackend(PosixConfig(path=sys.argv[1])), 2, kill=True)
 backend.publish("a", b"")
 backend.publish("b", b"")
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=environment, check=False
-    )
-    assert done.returncode == -9
+    assert run_program(script, tmp_path, timeout=90).returncode == -9
     assert os.listdir(tmp_path) == ["a"]

@@ -6,11 +6,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
+from tests.integration.support import start_python
 
 from penstock.core.testing.expectations import pattern
 
@@ -39,11 +39,8 @@ def kind(request):
 
 def start(kind, body, *arguments, wrap=()):
     script = PRELUDE.format(kind=kind) + textwrap.dedent(body)
-    command = [*wrap, sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    words = ["-W", "ignore", "-c", script, *arguments]
+    return start_python(*words, wrap=wrap, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process):

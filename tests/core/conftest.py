@@ -13,6 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+RAISING = """
+    from penstock.backends.memory import MemoryBackend
+    class Acme(MemoryBackend):
+        name = "acme"
+        api_version = 1
+        @classmethod
+        def from_url(cls, url, options, /): return cls.Config()
+        {decorator}
+        def {method}: raise {error}
+"""
+
+
 class PluginSite:
     def __init__(self, folder, monkeypatch):
         self.folder = folder
@@ -36,6 +48,16 @@ class PluginSite:
             self._monkeypatch.delitem(sys.modules, name, raising=False)
             (self.folder / f"{name}.py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
+
+    def add_raising(self, method, error):
+        """Backend `acme` 2.5, of which one method raises: `"list(self, prefix, /)"`."""
+        module = f"acme_{method.partition('(')[0]}_{len(list(self.folder.iterdir()))}"
+        source = RAISING.format(
+            decorator="@classmethod" if "cls" in method else "", method=method, error=error
+        )
+        targets = {"penstock.backends": {"acme": f"{module}:Acme"}}
+        self.add("acme", targets, version="2.5", **{module: source})
+        return f"backend 'acme' ({module}.Acme of acme 2.5)"
 
     def add_penstock(self):
         """Penstock itself, with the entry points that pyproject.toml declares."""

@@ -209,6 +209,25 @@ def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("inside", ["commits", "data", "data/00ff/blobs"])
+def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside):
+    folder = run_folder / inside
+    folder.mkdir(parents=True, exist_ok=True)
+    done = penstock("ls", folder)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        f"no checkpoints under posix://{folder}",
+        f"this is a folder inside the run {run_folder}: list that",
+    ]
+
+
+def test_ls_of_an_empty_folder_beside_runs_says_nothing_of_them(penstock, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "gpt")
+    (tmp_path / "gpt" / "notes").mkdir()
+    done = penstock("ls", tmp_path / "gpt" / "notes")
+    assert done.stdout == f"no checkpoints under posix://{tmp_path}/gpt/notes\n"
+
+
 def test_json_may_stand_before_the_command(penstock, run_folder):
     assert (
         penstock("--json", "ls", run_folder).stdout == penstock("ls", run_folder, "--json").stdout

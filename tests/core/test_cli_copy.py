@@ -235,6 +235,41 @@ def test_what_is_not_there_is_an_error(call, run, target, options):
     assert not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        ("zsdt", "--codec zsdt: no codec called 'zsdt' is installed; did you mean zstd?"),
+        ("zstd", ""),
+    ],
+)
+def test_a_misspelt_codec_is_named_as_the_option_that_it_is(call, run, target, codec, words):
+    done = call("copy", run, target, "--codec", codec)
+    assert done.code == (1 if words else 0)
+    assert words in done.err
+    assert "configuration" not in done.err
+    assert target.exists() == (not words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("match = '**'\ncodecs = ['zsdt']", "rules[0].codecs[0]: no codec called 'zsdt'"),
+        ("match = 5\ncodecs = []", "1 problem\n  rules[0].match: Input should be a list"),
+        (
+            "match = 'x'\ncodecs = [{type = 'zstd', level = 900}]",
+            "rules[0].codecs[0]: options of codec 'zstd': 1 problem\n  level: Input should be",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_rules_is_named_with_the_file(call, run, target, text, words):
+    file = target.with_name("rules.toml")
+    file.write_text(f"[[rules]]\n{text}\n")
+    done = call("copy", run, target, "--rules", file)
+    assert done.code == 1
+    assert done.err.startswith(f"penstock: {file}: ")
+    assert words in done.err
+
+
 def test_source_must_exist(call, tmp_path, target):
     done = call("copy", tmp_path / "nothing", target)
     assert done.code == 1

@@ -258,20 +258,8 @@ def test_what_a_backend_raises_fails_one_check_and_the_others_go_on(broken, fail
 
 def test_doctor_goes_on_with_the_machine_where_the_backend_cannot_be_opened(call, plugin_site):
     plugin_site.add_penstock()
-    plugin_site.add(
-        "acme",
-        {"penstock.backends": {"acme": "acme_broken:Acme"}},
-        version="2.5",
-        acme_broken="""
-            from penstock.backends.memory import MemoryBackend
-            class Acme(MemoryBackend):
-                name = "acme"
-                api_version = 1
-                @classmethod
-                def from_url(cls, url, options, /): return cls.Config()
-                @classmethod
-                def open(cls, config, /, *, open_backend): raise KeyError("no such shelf")
-        """,
+    named = plugin_site.add_raising(
+        "open(cls, config, /, *, open_backend)", "KeyError('no such shelf')"
     )
     default_registry.cache_clear()
     try:
@@ -283,7 +271,7 @@ def test_doctor_goes_on_with_the_machine_where_the_backend_cannot_be_opened(call
     assert done.json["url"] == "acme://shelf"
     found = checks_of(done)
     assert found["open"]["status"] == "fail"
-    assert "of acme 2.5) cannot be opened: KeyError('no such shelf')" in found["open"]["found"]
+    assert f"{named} cannot be opened: KeyError('no such shelf')" in found["open"]["found"]
     assert found["memory"]["status"] == "ok"
     assert text.code == 1
     assert "A save would fail: see open." in text.out

@@ -73,6 +73,61 @@ def test_what_cannot_be_copied_is_said_and_the_exit_code_is_one(call, run):
     assert "still to be copied: steps" in done.out
 
 
+def with_another_at_step_1(run):
+    run.save(1, 2)
+    with checkpointer(PosixBackend(PosixConfig(path=str(run.durable)))) as ckpt:
+        ckpt.save(make_state(9), 1, mode="blocking")
+
+
+def test_only_what_was_copied_is_counted(call, run):
+    with_another_at_step_1(run)
+    assert "copied 1 checkpoint(s)" in call("drain", run.url).out
+    done = call("drain", run.url)
+    assert done.code == 1
+    assert "checkpoint(s)" not in done.out
+
+
+def test_another_checkpoint_in_the_way_is_said_with_what_to_do(call, run):
+    with_another_at_step_1(run)
+    done = call("drain", run.url)
+    assert done.code == 1
+    said = " ".join(done.out.split())
+    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1` with" in said
+    assert "still to be copied: steps 1, once the cause is removed" in said
+    assert "the same command goes on" not in said
+
+
+@pytest.mark.parametrize(("tier", "left"), [("fast", 9), ("durable", 1)])
+def test_deleting_in_one_tier_ends_what_waits_for_ever(call, run, tier, left):
+    with_another_at_step_1(run)
+    assert call("drain", run.url).code == 1
+    refused = call("delete", run.url, "1", "--yes")
+    assert refused.code == 1
+    assert "step 1 is not the same checkpoint in tiers fast and durable" in refused.err
+    assert call("delete", run.url, "1", "--yes", "--tier", tier).code == 0
+    assert call("drain", run.url).code == 0
+    found = call("ls", run.url, "--json").json["checkpoints"]
+    assert [(c["step"], c["waiting"]) for c in found] == [(1, False), (2, False)]
+    with Checkpointer(run.url) as ckpt:
+        assert ckpt.load(1)["epoch"] == left
+    assert call("prune", run.url, "--grace", "0s", "--yes", "--json").json["uids"] == []
+
+
+def test_deleting_in_one_tier_spares_the_others(call, run):
+    run.save(1)
+    assert call("drain", run.url).code == 0
+    assert call("delete", run.url, "1", "--yes", "--tier", "fast").code == 0
+    assert call("ls", run.url, "--json").json["checkpoints"][0]["tiers"] == ["durable"]
+    refused = call("delete", run.url, "1", "--yes", "--tier", "durable")
+    assert refused.code == 1
+    assert "no whole checkpoint would be left" in refused.err
+    done = call("delete", run.url, "1", "--yes", "--tier", "slow")
+    assert done.code == 1
+    assert "has no tier 'slow'; it has fast, durable" in done.err
+    done = call("delete", f"posix://{run.durable}", "1", "--yes", "--tier", "fast")
+    assert "has no tier 'fast'; it is one place" in done.err
+
+
 def test_one_place_has_nothing_to_drain(call, run):
     run.save(1)
     done = call("drain", f"posix://{run.fast}")

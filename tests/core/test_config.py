@@ -7,14 +7,17 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from penstock.core.config import (
     BackendConfig,
     CheckpointerConfig,
+    Retention,
     json_schema,
     load_config,
     open_backend,
@@ -23,6 +26,7 @@ from penstock.core.config import (
 from penstock.core.errors import BlobNotFoundError, ConfigError, PluginError, StorageError
 from penstock.core.opening import shown_url
 from penstock.core.registry import Registry
+from penstock.core.validation import validated
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,6 +165,8 @@ def test_one_pattern_needs_no_list():
         ({"backend": {"path": "x"}}, "backend.type: Field required"),
         ({"backend": 7}, "backend: Input should be a valid string"),
         ({"fence_timeout_s": 0}, "fence_timeout_s: Input should be greater than 0"),
+        ({"grace_s": 0}, "grace_s: has to be above 0: a save whose intent is older than half of"),
+        ({"grace_s": "long"}, "grace_s: Input should be a valid number"),
         ({"workers": 0}, "workers: Input should be greater than or equal to 1"),
         ({"rules": {"match": "a", "codecs": []}}, "rules: Input should be a list"),
         ({"rules": [{"match": "a", "codecs": "zstd"}]}, "rules[0].codecs: Input should be a list"),
@@ -170,6 +176,50 @@ def test_wrong_values_are_named_by_their_place(changes, line):
     with pytest.raises(ConfigError) as caught:
         load_config({"backend": "x", **changes})
     assert f"\n  {line}" in str(caught.value)
+
+
+class Knobs(BaseModel):
+    inner: str | dict[str, int] = ""
+    many: list[int | Literal["auto"]] = []
+    nested: Retention | str = ""
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"inner": 5}, ["  inner: Input should be a valid string or a table"]),
+        (
+            {"inner": {"a": "x"}},
+            [
+                "  inner: Input should be a valid string",
+                "  inner.a: Input should be a valid integer, unable to parse string as an integer",
+            ],
+        ),
+        ({"many": [1, []]}, ["  many[1]: Input should be a valid integer or 'auto'"]),
+        (
+            {"nested": {"keep_last": 0}},
+            [
+                "  nested.keep_last: Input should be greater than or equal to 1",
+                "  nested: Input should be a valid string",
+            ],
+        ),
+    ],
+)
+def test_what_fits_none_of_several_kinds_is_named_without_them(options, lines):
+    with pytest.raises(ConfigError) as caught:
+        validated(Knobs, options, what="knobs")
+    assert str(caught.value).splitlines()[1:] == lines
+
+
+def test_a_tier_of_the_wrong_kind_is_one_problem():
+    with pytest.raises(ConfigError, match="1 problem\n  fast: Input should be a valid string or a"):
+        open_backend({"type": "tiered", "fast": 5, "durable": "x"})
+
+
+def test_without_fsspec_a_scheme_of_its_own_is_answered_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.registry", None)
+    with pytest.raises(ConfigError, match=r"gs://.*pip install 'penstock\[fsspec\]'"):
+        open_backend("gs://bucket/run")
 
 
 def test_every_problem_is_listed():

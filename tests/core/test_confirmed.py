@@ -4,8 +4,8 @@ import pytest
 from tests.integration.support import saved_in_memory
 
 from penstock.core.catalog import Catalog
-from penstock.core.copy_claim import claim_name
 from penstock.core.confirming import confirmed
+from penstock.core.copy_claim import claim_name
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
 

@@ -684,6 +684,16 @@ class NeverAsksWhatIsSelected(Good):
         return placement
 
 
+@caught_by("a checkpoint without part/count is not noticed", Mean)
+class DropsWhatItsValueLacks(Good):
+    def place_mean(self, value, path, context):
+        placement = super().place_mean(value, path, context)
+        lacking = (*path, "count")
+        if context.children(path):  # of an empty checkpoint it says so
+            placement.missing = [p for p in placement.missing if p != lacking]
+        return placement
+
+
 @caught_by("loading part/total alone: .*ZeroDivisionError", Mean)
 class LoadsOnlyTheWhole(Good):
     def rebuild(self, stored, /, *, device, context):

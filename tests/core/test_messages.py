@@ -295,39 +295,16 @@ def test_a_malformed_pattern_is_named_by_the_option_that_has_it(tmp_path, option
 
 
 def test_a_plugin_that_cannot_be_opened_is_named_with_its_distribution(plugin_site):
-    plugin_site.add(
-        "acme",
-        {"penstock.backends": {"acme": "acme_store:Acme"}},
-        version="2.5",
-        acme_store="""
-            from penstock.backends.memory import MemoryBackend
-            class Acme(MemoryBackend):
-                name = "acme"
-                api_version = 1
-                @classmethod
-                def open(cls, config, /, *, open_backend): raise OSError("no key")
-        """,
-    )
+    named = plugin_site.add_raising("open(cls, config, /, *, open_backend)", "OSError('no key')")
     found = message(PluginError, lambda: open_backend({"type": "acme"}, Registry()))
-    assert "backend 'acme' (acme_store.Acme of acme 2.5) cannot be opened" in found
+    assert f"{named} cannot be opened" in found
 
 
 def test_what_a_plugin_raises_is_named_with_its_distribution(plugin_site):
-    plugin_site.add(
-        "acme",
-        {"penstock.backends": {"acme": "acme_shelf:Acme"}},
-        version="2.5",
-        acme_shelf="""
-            from penstock.backends.memory import MemoryBackend
-            class Acme(MemoryBackend):
-                name = "acme"
-                api_version = 1
-                def list(self, prefix, /): raise KeyError("no such shelf")
-        """,
-    )
+    named = plugin_site.add_raising("list(self, prefix, /)", "KeyError('no such shelf')")
     backend = open_backend({"type": "acme"}, Registry())
     found = message(StorageError, lambda: backend.list("data/"))
-    assert "backend 'acme' (acme_shelf.Acme of acme 2.5) failed with KeyError" in found
+    assert f"{named} failed with KeyError" in found
 
 
 def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):

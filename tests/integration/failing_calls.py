@@ -196,7 +196,7 @@ def run(case, kind, root):
 
 
 def prune(root):
-    with Checkpointer(f"posix://{root}", grace_s=0) as ckpt:
+    with Checkpointer(f"posix://{root}", grace_s=1e-6) as ckpt:
         ckpt.prune()
 
 

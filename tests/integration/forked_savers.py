@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import torch
+from tests.integration.support import start_python
 
 from penstock import Checkpointer, PenstockError
 from penstock.core.opening import open_backend
@@ -36,11 +37,7 @@ class Forker:
     """The script in a process of its own. A context manager."""
 
     def __enter__(self):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self._process = start_python(__file__, stdin=PIPE, stdout=PIPE)
         return self
 
     def __exit__(self, *_):

@@ -20,6 +20,8 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.errors import CapabilityError
 from penstock.core.paths import parse_path
 
+ROOT = Path(__file__).parents[2]
+
 # So small that a few kilobytes of state have slabs, several chunks and several blocks.
 TINY = {"chunk_bytes": 16384, "block_bytes": 4096, "workers": 1}
 ENCODED = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
@@ -54,16 +56,29 @@ def saved_in_memory(seed, step):
 
 
 def run_program(text, *arguments, timeout):
-    """A Python program in a process of its own, which finds what this one finds."""
+    """A Python program in a process of its own, to its end."""
+    return run_python("-c", text, *arguments, timeout=timeout)
+
+
+def run_python(*words, timeout, **variables):
+    """`python WORDS...` to its end; it finds what this process finds."""
     return subprocess.run(
-        [sys.executable, "-c", text, *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        _command(words), capture_output=True, check=False, timeout=timeout, **_around(variables)
     )
+
+
+def start_python(*words, wrap=(), **streams):
+    """`python WORDS...`, under way; `wrap` stands before it."""
+    return subprocess.Popen([*wrap, *_command(words)], **_around({}), **streams)
+
+
+def _command(words):
+    return [sys.executable, *map(str, words)]
+
+
+def _around(variables):
+    found = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return {"cwd": ROOT, "text": True, "env": {**os.environ, **found, **variables}}
 
 
 @contextmanager

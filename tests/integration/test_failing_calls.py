@@ -7,7 +7,6 @@ the rest. What `uring` moves by its ring cannot be had this way; its other calls
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.failing_calls import CASES, cases
-from tests.integration.support import uring_missing
+from tests.integration.support import run_python, uring_missing
 
 HERE = Path(__file__).parent
 HINTS = {
@@ -52,12 +51,8 @@ def outcomes(library, tmp_path_factory):
     def of(kind, what):
         if (kind, what) not in known:
             folder = tmp_path_factory.mktemp(kind)
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.integration.failing_calls", kind, folder, *what],
-                cwd=HERE.parents[1], capture_output=True, text=True, check=False, timeout=110,
-                env={**os.environ, "LD_PRELOAD": str(library),
-                     "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )  # fmt: skip
+            words = ["-m", "tests.integration.failing_calls", kind, folder, *what]
+            done = run_python(*words, timeout=110, LD_PRELOAD=str(library))
             assert done.returncode == 0, done.stderr
             known[kind, what] = json.loads(done.stdout)
             shutil.rmtree(folder)

@@ -84,7 +84,7 @@ class Watch:
 
     def save_on(self):
         """A following process saves, and collects what the dead ones have left."""
-        with checkpointer(self.url, grace_s=0) as ckpt:
+        with checkpointer(self.url, grace_s=1e-6) as ckpt:
             report = ckpt.prune()
             self.collected = report.uids
             assert not report.refused

@@ -85,7 +85,7 @@ def save_that_fails(bench, number):
     bench.ckpt.wait()
     bench.store.clear()
     # What failed behind its seal is left to prune.
-    with Checkpointer(bench.store, grace_s=0) as ckpt:
+    with Checkpointer(bench.store, grace_s=1e-6) as ckpt:
         while entries(bench.run.root / "data") > 1:
             ckpt.prune()
 

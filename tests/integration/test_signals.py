@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from tests.integration.support import same
+from tests.integration.support import run_program, same, start_python
 from tests.integration.test_faults_real import make
 
 from penstock import Checkpointer
 
-ROOT = Path(__file__).parents[2]
 SERVER = """
 import json, os, signal, sys, threading, time, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -76,11 +74,7 @@ class Server:
     def __init__(self, folder):
         self.folder = folder
         self.count = 0
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )  # fmt: skip
+        self.process = start_python("-c", SERVER, stdin=PIPE, stdout=PIPE)
 
     def ask(self, **request):
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -130,11 +124,7 @@ def run_anew(url):
 
     def run_anew(body):
         imports = SERVER.partition("for line in")[0]
-        done = subprocess.run(
-            [sys.executable, "-c", imports + PROGRAM + body, url],
-            cwd=ROOT, capture_output=True, text=True, check=False, timeout=90,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )  # fmt: skip
+        done = run_program(imports + PROGRAM + body, url, timeout=90)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
     return run_anew

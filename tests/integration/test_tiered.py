@@ -4,12 +4,11 @@ import threading
 
 import pytest
 import torch
+from tests.integration.places import Places
 from tests.integration.support import blank, checkpointer, make_state, same
 
 import penstock
 from penstock import NotDrainedError, SaveSkippedError, StorageError
-from penstock.backends.memory import MemoryBackend, MemoryConfig
-from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core import drain_link, draining, tiers
 from penstock.core.catalog import Catalog
 from penstock.core.testing.faults import Fault, FaultyBackend
@@ -23,29 +22,6 @@ def hasty(monkeypatch):
     monkeypatch.setattr(draining, "_BLOCKED_POLL_S", 0.01)
     monkeypatch.setattr(drain_link, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(tiers, "_MARGIN_BYTES", 0)
-
-
-class Places:
-    """A fast and a durable store that outlive their backends."""
-
-    count = 0
-
-    def __init__(self):
-        Places.count += 1
-        self.fast = MemoryBackend(MemoryConfig(name=f"places-fast-{Places.count}"))
-        self.durable = MemoryBackend(MemoryConfig(name=f"places-durable-{Places.count}"))
-
-    def open(self, *, fast=None, durable=None, options=None, **more):
-        config = TieredConfig(fast="memory://", durable="memory://", **(options or {}))
-        backend = TieredBackend(
-            config,
-            fast=fast or MemoryBackend(MemoryConfig(name=self.fast._name)),
-            durable=durable or MemoryBackend(MemoryConfig(name=self.durable._name)),
-        )
-        return checkpointer(backend, **more)
-
-    def steps(self):
-        return Catalog(self.fast).steps(), Catalog(self.durable).steps()
 
 
 @pytest.fixture
@@ -138,7 +114,7 @@ def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places):
 
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(30)
-    fast = Full(MemoryBackend(MemoryConfig(name=places.fast._name)))
+    fast = Full(places.other_fast())
     with places.open(fast=fast) as ckpt:
         report = ckpt.save(make_state(2), 2).result(30)
         assert report.tiers == ("durable",)
@@ -150,7 +126,7 @@ def test_without_room_anywhere_a_save_is_skipped_and_training_goes_on(places, ca
         def free_bytes(self):
             return 0
 
-    fast = Full(MemoryBackend(MemoryConfig(name=places.fast._name)))
+    fast = Full(places.other_fast())
     options = {"on_full": "skip"}
     with places.open(fast=fast, durable=away(places.durable), options=options) as ckpt:
         handle = ckpt.save(make_state(1), 1)
@@ -173,8 +149,8 @@ def test_a_restore_takes_the_fastest_tier_and_falls_back_to_the_other(places):
 
     def opened(**kept):
         return places.open(
-            fast=Noting(MemoryBackend(MemoryConfig(name=places.fast._name))),
-            durable=Noting(MemoryBackend(MemoryConfig(name=places.durable._name))),
+            fast=Noting(places.other_fast()),
+            durable=Noting(places.other()),
         )
 
     with opened() as ckpt:
@@ -224,10 +200,16 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
             assert same(tree[key], make_state(1)[key])
         view = ckpt.open(1)
         assert same(view["model/weight"], make_state(1)["model"]["weight"])
-    if how == "missing":
+    if (what, how) == ("commit", "missing"):  # it was evicted
+        assert report.rescued == ()
+        assert places.steps() == ([], [1])
         return
-    assert "the copy in tier durable is good" in caplog.text
-    if what != "index":  # which a restore of everything does not read
+    unread = how == "missing" or (what, how) == ("index", "cut")
+    said = "tier fast lists it, but has lost" if unread else "the copy in tier durable is good"
+    assert said in caplog.text
+    if (what, how) != ("index", "flip"):  # of which a restore of everything reads nothing
+        ((found, tier),) = report.rescued
+        assert (found.partition(", section")[0], tier) == (name, "durable")
         assert places.fast._store.blobs[name].data == good
         assert "repaired in tier fast from durable" in caplog.text
         with checkpointer(places.fast) as alone:
@@ -238,7 +220,7 @@ def test_a_repair_that_hangs_holds_up_nobody_for_ever(places):
     with places.open() as ckpt:
         ckpt.save(make_state(1), 1).result(30)
     damage(places.fast, blob_of(places.fast, ".raw"), "flip")
-    fast = FaultyBackend(MemoryBackend(MemoryConfig(name=places.fast._name)))
+    fast = FaultyBackend(places.other_fast())
     event = threading.Event()
     held = fast.block("create", event)
     try:
@@ -309,7 +291,7 @@ def test_prune_looks_at_each_tier_by_itself(places):
     with checkpointer(places.fast) as alone:
         uid = alone.info(1).uid
     places.fast.delete(["commits/00000001-0.json"])
-    with places.open(grace_s=0) as ckpt:
+    with places.open(grace_s=1e-6) as ckpt:
         import time
 
         time.sleep(0.01)
@@ -321,7 +303,7 @@ def test_prune_looks_at_each_tier_by_itself(places):
 
 def test_a_partial_copy_is_never_listed(places):
     """While a copy is held in its middle, the durable tier has no such step."""
-    durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
+    durable = FaultyBackend(places.other())
     event = threading.Event()
     held = durable.block("publish", event, match="commits/")
     with places.open(durable=durable) as ckpt:
@@ -336,7 +318,7 @@ def test_a_partial_copy_is_never_listed(places):
 
 def test_a_durable_tier_that_hangs_holds_no_save(places, monkeypatch, caplog):
     monkeypatch.setattr(draining, "_ANSWER_S", 0.1)
-    durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
+    durable = FaultyBackend(places.other())
     event = threading.Event()
     for operation in ("list", "stat", "read", "publish"):
         durable.block(operation, event)
@@ -353,7 +335,7 @@ def test_a_durable_tier_that_hangs_holds_no_save(places, monkeypatch, caplog):
 
 @pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])
 def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
-    durable = FaultyBackend(MemoryBackend(MemoryConfig(name=places.durable._name)))
+    durable = FaultyBackend(places.other())
     event = threading.Event()
     held = durable.block("create" if at == "blobs/" else "publish", event, match=at)
     with places.open(durable=durable) as ckpt:

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from tests.integration.places import Places
 from tests.integration.support import checkpointer, make_state, same
 
 from penstock import CheckpointGoneError, NotDrainedError, PenstockError, StorageError
-from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core import drain_link
 from penstock.core.catalog import Catalog
@@ -24,29 +24,6 @@ from penstock.core.tiers import mark, pending
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr(drain_link, "_PAUSE_S", (0.01, 0.05))
-
-
-class Places:
-    count = 0
-
-    def __init__(self):
-        Places.count += 1
-        self.fast = MemoryBackend(MemoryConfig(name=f"hunted-fast-{Places.count}"))
-        self.durable = MemoryBackend(MemoryConfig(name=f"hunted-durable-{Places.count}"))
-
-    def open(self, *, fast=None, durable=None, options=None, **more):
-        backend = TieredBackend(
-            TieredConfig(fast="memory://", durable="memory://", **(options or {})),
-            fast=fast or MemoryBackend(MemoryConfig(name=self.fast._name)),
-            durable=durable or self.other(),
-        )
-        return checkpointer(backend, **more)
-
-    def other(self):
-        return MemoryBackend(MemoryConfig(name=self.durable._name))
-
-    def steps(self):
-        return Catalog(self.fast).steps(), Catalog(self.durable).steps()
 
 
 @pytest.fixture
@@ -98,7 +75,7 @@ def test_a_crash_right_behind_the_commit_leaves_what_the_next_process_copies(pla
             self.dead = operation == "publish" and names[0].startswith("commits/")
             return found
 
-    ckpt = places.open(fast=Dying(MemoryBackend(MemoryConfig(name=places.fast._name))))
+    ckpt = places.open(fast=Dying(places.other_fast()))
     ckpt.save(make_state(1), 1).committed.exception(60)
     with suppress(PenstockError):
         ckpt.close()

@@ -164,6 +164,7 @@ def test_optimizers_keep_the_contract(providers, case):
         check_provider(
             make, change, lambda a, b: flat(a.state_dict()) == flat(b.state_dict()),
             providers=providers,
+            optional=("part/param_groups", "part/state/*/momentum_buffer"),
         )  # fmt: skip
 
 

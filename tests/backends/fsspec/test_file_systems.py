@@ -10,6 +10,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.registry import known_implementations
 
 import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
@@ -268,6 +269,16 @@ def test_file_system_that_is_not_installed_is_said():
     )
     with pytest.raises(ConfigError, match=r"absent://x: .*absent"):
         FsspecBackend(FsspecConfig(url="absent://x"))
+
+
+def test_a_package_that_a_scheme_needs_is_named(monkeypatch):
+    known = {"class": "absent_package.deep:FileSystem", "err": "Install its package"}
+    monkeypatch.setitem(known_implementations, "remote", known)
+    message = (
+        r"remote://x: .*for remote://: Install its package \(absent_package is not installed\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        FsspecBackend(FsspecConfig(url="remote://x"))
 
 
 class DroppingFileSystem(MemoryFileSystem):

@@ -25,13 +25,15 @@ def everything(error):
 
 
 @pytest.mark.s3
-def test_nothing_of_a_run_shows_the_credentials(s3_url, proxy, folder, look, caplog):
+@pytest.mark.parametrize("kind", ["denied", "reset", "cut"])
+def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kind):
     caplog.set_level(logging.DEBUG, "penstock")
     config = {
         "backend": {
             "type": "fsspec",
             "url": f"s3://{folder}",
             "options": {**OPTIONS, "endpoint_url": proxy.url},
+            "attempts": 2,
         }
     }
     with penstock.Checkpointer.from_config(config) as checkpointer:
@@ -40,7 +42,7 @@ def test_nothing_of_a_run_shows_the_credentials(s3_url, proxy, folder, look, cap
         told.append(repr(handle.result()))
         told.append(repr(checkpointer.info(1)))
         told.append(repr(checkpointer.restore({"a": torch.zeros(10, dtype=torch.int64)})))
-        proxy.fail("denied", times=1000)
+        proxy.fail(kind, times=1000)
         with pytest.raises(PenstockError) as caught:
             checkpointer.verify(1)
         told.append(everything(caught.value))
