@@ -3,33 +3,30 @@
     .venv/bin/python benchmarks/lustre_sim.py            # prints the tables
     .venv/bin/python benchmarks/lustre_sim.py --write    # also into docs/lustre.md
 
-It runs in about two minutes on two idle cores. Everything here is simulated: `lustre_model.py`
+It takes some six minutes on two idle cores. Everything here is simulated: `lustre_system.py`
 says how, and from where its numbers come. Nothing was measured on a Lustre.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lustre_model import MIB, File, Job, Simulation, System, ideal_s
-
-from penstock.backends.lustre.policy import Demand, plan_striping
-from penstock.backends.lustre.policy import Ost as KnownOst
+from lustre_layouts import LAYOUTS, OURS, bytes_per_rank, penstock
+from lustre_model import Simulation
+from lustre_system import System, ideal_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from lustre_system import Job
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "lustre.md"
-GIB = 1 << 30
-REQUEST = 16 * MIB
-WINDOW = 16
 RANKS = (1, 2, 4, 13, 64, 100, 150, 1000, 10_000)
-OTHERS = (1, 4, 13, 100, 150, 1000)
+BETWEEN = (6, 11, 20, 29, 37, 50, 70, 89, 117, 180, 256, 512)
 GOAL = 0.9
 
 DISK = System()
@@ -42,115 +39,9 @@ SYSTEMS = {
     ),
     "1 GB/s per OST, 1 rank on a node": replace(DISK, ranks_per_node=1, ost_bytes_s=1e9),
     "0.5 GB/s per OST, 1 rank on a node": replace(DISK, ranks_per_node=1, ost_bytes_s=0.5e9),
+    "0.5 GB/s per OST, 8 ranks on a node": replace(DISK, ost_bytes_s=0.5e9),
 }
 FIRST, SECOND = list(SYSTEMS)[:2]
-
-# A rank's calls to the metadata server besides those that make the blob itself: folders that are
-# there already are made and opened, the blob is linked and loses its first name; then its part is
-# published (made, linked, its first name removed). As `tests/backends/lustre/test_metadata.py`
-# counts them.
-BEFORE = ("change",) * 10
-AFTER = ("change",) * 11 + ("create",)
-
-
-def bytes_per_rank(ranks: int) -> int:
-    """Its share of 1.5 TiB in whole requests, but 16 GiB at most and 1 GiB at least."""
-    share = 1536 * GIB // ranks // REQUEST * REQUEST
-    return min(16 * GIB, max(GIB, share))
-
-
-def operations(system: System, names: tuple[str, ...]) -> tuple[float, ...]:
-    cost = {"change": system.change_s, "create": system.create_s}
-    return tuple(cost[name] for name in names)
-
-
-class Server:
-    """Chooses OSTs as the metadata server does: in turn, or, if free space differs, at random."""
-
-    def __init__(self, system: System, *, even: bool) -> None:
-        self._osts = system.osts
-        self._even = even
-        self._next = 0
-        self._rng = random.Random(7)
-
-    def choose(self, stripes: int) -> tuple[int, ...]:
-        if not self._even:
-            return tuple(self._rng.sample(range(self._osts), stripes))
-        start, self._next = self._next, self._next + stripes
-        return tuple((start + n) % self._osts for n in range(stripes))
-
-
-def file_per_tensor(system: System, ranks: int) -> list[Job]:
-    server = Server(system, even=True)
-    count = bytes_per_rank(ranks) // REQUEST
-    return [
-        Job([File(server.choose(1), REQUEST, REQUEST) for _ in range(count)]) for _ in range(ranks)
-    ]
-
-
-def _file_per_rank(system: System, ranks: int, stripes: int, *, even: bool) -> list[Job]:
-    server = Server(system, even=even)
-    size = bytes_per_rank(ranks)
-    return [Job([File(server.choose(stripes), size, REQUEST)]) for _ in range(ranks)]
-
-
-def one_stripe(system: System, ranks: int) -> list[Job]:
-    return _file_per_rank(system, ranks, 1, even=True)
-
-
-def one_stripe_uneven(system: System, ranks: int) -> list[Job]:
-    return _file_per_rank(system, ranks, 1, even=False)
-
-
-def all_stripes(system: System, ranks: int) -> list[Job]:
-    return _file_per_rank(system, ranks, system.osts, even=True)
-
-
-def one_shared_file(system: System, ranks: int) -> list[Job]:
-    osts, size = tuple(range(system.osts)), bytes_per_rank(ranks)
-    return [Job([File(osts, size, REQUEST, shared=True)]) for _ in range(ranks)]
-
-
-def chosen(system: System, ranks: int) -> list[Job]:
-    return _penstock(system, ranks, known=True)
-
-
-def chosen_blindly(system: System, ranks: int) -> list[Job]:
-    """As chosen, but where `lfs df` is not to be had, and free space differs."""
-    return _penstock(system, ranks, known=False)
-
-
-def _penstock(system: System, ranks: int, *, known: bool, stripes: int | None = None) -> list[Job]:
-    server = Server(system, even=False)
-    osts = tuple(KnownOst(n, 1 << 60) for n in range(system.osts)) if known else ()
-    size = bytes_per_rank(ranks)
-    jobs = []
-    for rank in range(ranks):
-        demand = Demand(size, ranks, rank, REQUEST, WINDOW, salt=41)
-        plan = plan_striping(demand, osts)
-        places = plan.osts or server.choose(plan.stripe_count)
-        if stripes is not None:
-            places = tuple((rank * stripes + n) % system.osts for n in range(stripes))
-        jobs.append(
-            Job(
-                [File(places, size, plan.stripe_bytes)],
-                operations(system, BEFORE),
-                operations(system, AFTER),
-            )
-        )
-    return jobs
-
-
-LAYOUTS: dict[str, Callable[[System, int], list[Job]]] = {
-    "file per tensor, 1 stripe": file_per_tensor,
-    "file per rank, 1 stripe": one_stripe,
-    "the same, free space uneven": one_stripe_uneven,
-    "file per rank, all stripes": all_stripes,
-    "one shared file, all stripes": one_shared_file,
-    "Penstock, OSTs unknown": chosen_blindly,
-    "**Penstock**": chosen,
-}
-OURS = "**Penstock**"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +57,8 @@ class Outcome:
         return self.ideal / self.seconds
 
 
-def simulate(system: System, ranks: int, jobs: list[Job]) -> Outcome:
-    world = Simulation(system, jobs, request_bytes=REQUEST, window=WINDOW)
+def simulate(system: System, ranks: int, jobs: Sequence[Job]) -> Outcome:
+    world = Simulation(system, jobs)
     seconds = world.run()
     return Outcome(
         seconds,
@@ -186,7 +77,7 @@ def compare(task: tuple[str, str, int]) -> Outcome:
 def force(task: tuple[int, int]) -> Outcome:
     ranks, stripes = task
     system = SYSTEMS[SECOND]
-    return simulate(system, ranks, _penstock(system, ranks, known=True, stripes=stripes))
+    return simulate(system, ranks, penstock(system, ranks, known=True, stripes=stripes))
 
 
 FORCED = (1, 2, 4, 8, 16, 32, 96)
@@ -196,9 +87,9 @@ FORCED_RANKS = (1, 4, 13, 64, 100, 150)
 def run() -> tuple[dict[tuple[str, str, int], Outcome], dict[tuple[int, int], Outcome]]:
     tasks = [(FIRST, layout, ranks) for layout in LAYOUTS for ranks in RANKS]
     tasks += [(SECOND, layout, ranks) for layout in LAYOUTS for ranks in RANKS if ranks <= 1000]
-    tasks += [(SECOND, OURS, RANKS[-1])]
-    tasks += [(name, OURS, ranks) for name in list(SYSTEMS)[2:] for ranks in OTHERS]
-    tasks.sort(key=lambda task: -task[2])
+    tasks += [(name, OURS, ranks) for name in list(SYSTEMS)[1:] for ranks in (*RANKS, *BETWEEN)]
+    tasks += [(FIRST, OURS, ranks) for ranks in BETWEEN]
+    tasks = sorted(set(tasks), key=lambda task: -task[2])
     forced = [(ranks, stripes) for ranks in FORCED_RANKS for stripes in FORCED]
     with ProcessPoolExecutor(2) as pool:
         results = dict(zip(tasks, pool.map(compare, tasks), strict=True))
@@ -253,13 +144,7 @@ def sections(
         ),
         (
             "The same choice on other systems",
-            table(
-                ["ranks", *(f"{n:,}" for n in OTHERS)],
-                [
-                    [name, *(f"{results[name, OURS, n].efficiency:.2f}" for n in OTHERS)]
-                    for name in SYSTEMS
-                ],
-            ),
+            _ours_everywhere(results, RANKS),
         ),
         (
             f"Other stripe counts, the OSTs taken in turn: {SECOND}",
@@ -281,7 +166,15 @@ def sections(
                 ],
             ),
         ),
+        ("The same choice for awkward numbers of ranks", _ours_everywhere(results, BETWEEN)),
     ]
+
+
+def _ours_everywhere(results: dict[tuple[str, str, int], Outcome], ranks: Sequence[int]) -> str:
+    return table(
+        ["ranks", *(f"{n:,}" for n in ranks)],
+        [[name, *(f"{results[name, OURS, n].efficiency:.2f}" for n in ranks)] for name in SYSTEMS],
+    )
 
 
 def _objects(results: dict[tuple[str, str, int], Outcome], layout: str) -> list[str]:
@@ -297,14 +190,14 @@ def main() -> None:
     for title, text in shown:
         print(f"\n{title} (simulated)\n\n{text}")
     for name in SYSTEMS:
-        shares = {
-            n: o.efficiency
-            for (where, layout, n), o in results.items()
-            if (where, layout) == (name, OURS)
-        }
-        worst = min(shares, key=lambda n: shares[n])
-        verdict = "met" if shares[worst] >= GOAL else "MISSED"
-        print(f"{name}: at least {shares[worst]:.2f} ({worst} ranks); goal of {GOAL} {verdict}")
+        for kind, ranks in (("as tabled", RANKS), ("awkward", BETWEEN)):
+            shares = {n: results[name, OURS, n].efficiency for n in ranks}
+            worst = min(shares, key=lambda n: shares[n])
+            verdict = "met" if shares[worst] >= GOAL else "MISSED"
+            print(
+                f"{name}, {kind}: at least {shares[worst]:.3f} ({worst} ranks); "
+                f"goal of {GOAL} {verdict}"
+            )
     if arguments.write:
         text = PAGE.read_text(encoding="utf-8")
         for number, (_, body) in enumerate(shown, start=1):

@@ -18,10 +18,11 @@ class LustreConfig(LocalConfig):
         allocate_bytes: As everywhere; off by default, for not every Lustre can, and what it
             would gain there is not measured.
         engine: What moves the bytes; `auto` takes io_uring where it can be used.
-        parallel: Requests in flight at most, and stripes of a blob at most.
+        parallel: Requests in flight at most; that many are there only where they are short, for
+            a save has 256 MiB in flight.
         stripe_count: OSTs of a blob; `auto` is chosen for each, -1 takes all, 0 the file system's
             default, `inherit` leaves the whole layout to the folder's default.
-        stripe_bytes: Bytes on one OST before the next one's turn; `auto`: one request.
+        stripe_bytes: Bytes on one OST before the next one's turn; `auto` is chosen for each blob.
         pool: OST pool that blobs are placed in; then the metadata server chooses the OSTs.
         records: `auto` gives small records one stripe where the folder's default would give them
             more; `dom` puts their first 64 KiB on the metadata server; `inherit` does neither.
@@ -35,7 +36,7 @@ class LustreConfig(LocalConfig):
 
     allocate_bytes: int = Field(default=0, ge=0)
     engine: Literal["auto", "uring", "posix"] = "auto"
-    parallel: int = Field(default=16, ge=1, le=1024)
+    parallel: int = Field(default=64, ge=1, le=1024)
     stripe_count: (
         Literal["auto", "inherit"] | Annotated[int, Field(ge=ALL_STRIPES, le=MAX_STRIPES)]
     ) = "auto"

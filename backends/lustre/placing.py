@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.backends.lustre.advice import about_default, about_osts, stripes_records_widely
@@ -120,15 +121,18 @@ class Placer:
             blob_bytes=size_hint,
             writers=writers,
             writer=writer,
-            io_bytes=io_bytes if config.stripe_bytes == "auto" else config.stripe_bytes,
+            io_bytes=io_bytes,
             in_flight=config.parallel,
             salt=zlib.crc32(f"{folder} {leaf.rpartition('.')[2]}".encode()),
         )
+        osts: tuple[Ost, ...] = ()
         if config.stripe_count == "auto" and not config.pool:
-            return plan_striping(demand, self._free_space(max_age_s=FREE_SPACE_IS_GOOD_FOR_S))
-        planned = plan_striping(demand, ())
+            osts = self._free_space(max_age_s=FREE_SPACE_IS_GOOD_FOR_S)
+        planned = plan_striping(demand, osts)
         if isinstance(config.stripe_count, int):
-            return Striping(config.stripe_count, planned.stripe_bytes)
+            planned = Striping(config.stripe_count, planned.stripe_bytes)
+        if config.stripe_bytes != "auto":
+            planned = replace(planned, stripe_bytes=config.stripe_bytes)
         return planned
 
     def _place(self, path: str, striping: Striping) -> None:
