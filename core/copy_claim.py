@@ -236,7 +236,9 @@ def _process(pid: int) -> str:
     try:
         # Behind the name, which may hold anything, the 20th field is when it started.
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        started = text.rpartition(")")[2].split()[19]
+        fields = text.rpartition(")")[2].split()
+        # One that nobody has waited for yet is over all the same.
+        started = "" if fields[0] in {"Z", "X"} else fields[19]
     except (OSError, IndexError):
         started = ""
     return f"{boot}/{space}/{pid}-{started}"

@@ -15,9 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core import errors
 from penstock.core.errors import (
@@ -36,12 +35,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
+# The trainer may end while this still imports.
 _BEGIN = """
-import json, sys
-hello = json.loads(sys.stdin.buffer.readline())
+import os, sys
+sys.path[:] = [path for path in sys.path if path]  # not what lies in the working directory
+import json, threading, time
+line = sys.stdin.buffer.readline()
+hello = json.loads(line) if line else sys.exit()
+leave = [lambda: os._exit(0)]
+def watch():
+    while os.getppid() == hello["pid"]:
+        time.sleep(1)
+    leave[0]()
+threading.Thread(target=watch, daemon=True).start()
 sys.path[:] = hello["path"]
 from penstock.core.copy_server import serve
-serve(hello)
+serve(hello, leave)
 """
 _START_S = 120.0  # the imports of a slow shared file system
 _END_S = 10.0  # then it is killed: a copy can end anywhere
@@ -49,7 +58,7 @@ _LOOK_S = 1.0
 
 
 class UnsuitableError(Exception):
-    """No other process can make the copy: none can be started, or it does not see the tiers."""
+    """No other process can make the copy: none can be started, or it does not have the tiers."""
 
 
 class CopyProcess:
@@ -64,7 +73,10 @@ class CopyProcess:
             stuck_s: A copy without progress for so long is killed.
         """
         self._hello = {"backend": backend, "number": number, "level": log.getEffectiveLevel()}
-        self._folder = os.getcwd()  # noqa: PTH109 - what relative paths were relative to
+        try:
+            self._folder: str | None = os.getcwd()  # noqa: PTH109 - relative paths start there
+        except OSError:  # it was deleted: there are none
+            self._folder = None
         self._stuck_s = stuck_s
         self._jobs = 0
         self._child: _Child | None = None
@@ -72,14 +84,7 @@ class CopyProcess:
     def copy(
         self, record: CommitRecord, *, workers: int, grace_s: float, bytes_per_s: float | None
     ) -> ProcessCopy:
-        """Prepare the copy of one checkpoint; options as those of `CheckpointCopy`.
-
-        Raises:
-            UnsuitableError: No process can be started.
-        """
-        if self._child is None or not self._child.is_running():
-            self.close()
-            self._child = _Child(self._hello, self._folder)
+        """Prepare the copy of one checkpoint; options as those of `CheckpointCopy`."""
         self._jobs += 1
         job = {
             "job": self._jobs,
@@ -89,7 +94,13 @@ class CopyProcess:
             "grace_s": grace_s,
             "bytes_per_s": bytes_per_s,
         }
-        return ProcessCopy(self._child, job, self._stuck_s)
+        return ProcessCopy(self._started, job, self._stuck_s)
+
+    def _started(self, go_on: Callable[[], bool]) -> _Child:
+        if self._child is None or not self._child.is_running():
+            self.close()
+            self._child = _Child(self._hello, self._folder, go_on)
+        return self._child
 
     def close(self) -> None:
         """End the process, if it runs; it is started anew when it is needed."""
@@ -101,54 +112,63 @@ class CopyProcess:
 class ProcessCopy:
     """The copy of one checkpoint by another process; as `CheckpointCopy` to who waits for it."""
 
-    def __init__(self, child: _Child, job: dict[str, Any], stuck_s: float) -> None:
-        self._child = child
+    def __init__(
+        self, start: Callable[[Callable[[], bool]], _Child], job: dict[str, Any], stuck_s: float
+    ) -> None:
+        self._start = start
+        self._child: _Child | None = None
         self._job = job
         self._stuck_s = stuck_s
-        self._cancelled_s: float | None = None
+        self._cancelled = False
 
     def run(self, *, on_progress: Callable[[int], None]) -> None:
         """Copy it; raises what `CheckpointCopy.run` raises.
 
         Raises:
-            UnsuitableError: The other process does not see it.
+            UnsuitableError: No process can be started, or it does not have it.
             StorageTimeoutError: Nothing moved for long; the process was killed.
             StorageError: The process ended.
         """
-        alive_s = time.monotonic()
-        self._child.send(self._job)
+        child = self._child = self._start(lambda: not self._cancelled)
+        child.send(self._job)
+        if self._cancelled:  # while it was started
+            self.cancel()
+        # Counted, not measured: what stops this process stops that one, as a rule.
+        silent_s = cancelled_s = 0.0
         while True:
-            message = self._received()
+            message = self._received(child)
             if message is None:
-                self._check_patience(alive_s)
+                silent_s += _LOOK_S
+                cancelled_s += _LOOK_S if self._cancelled else 0.0
+                self._check_patience(child, silent_s, cancelled_s)
             elif message.get("job") == self._job["job"]:
                 if "moved" not in message:
                     _raise_outcome(message)
                     return
-                alive_s = time.monotonic()
+                silent_s = 0.0
                 on_progress(message["moved"])
 
     def cancel(self) -> None:
         """Make `run` end soon with a SaveAbortedError, from any thread."""
-        self._cancelled_s = time.monotonic()
-        self._child.send({"cancel": self._job["job"]})
+        self._cancelled = True
+        if self._child is not None:
+            self._child.send({"cancel": self._job["job"]})
 
-    def _received(self) -> dict[str, Any] | None:
+    def _received(self, child: _Child) -> dict[str, Any] | None:
         try:
-            return self._child.receive()
+            return child.receive()
         except EOFError as error:
-            if self._cancelled_s is not None:
+            if self._cancelled:
                 raise _given_up() from None
             msg = f"{error}; what it had sealed is not copied again"
             raise StorageError(msg) from None
 
-    def _check_patience(self, alive_s: float) -> None:
-        now_s = time.monotonic()
-        if self._cancelled_s is not None and now_s - self._cancelled_s > _END_S:
-            self._child.end(0.0)
+    def _check_patience(self, child: _Child, silent_s: float, cancelled_s: float) -> None:
+        if cancelled_s > _END_S:
+            child.end(0.0)
             raise _given_up()
-        if now_s - alive_s > self._stuck_s:
-            self._child.end(0.0)
+        if silent_s > self._stuck_s:
+            child.end(0.0)
             msg = f"no progress for {self._stuck_s:g} s; the process that copied was killed"
             raise StorageTimeoutError(msg)
 
@@ -156,20 +176,23 @@ class ProcessCopy:
 class _Child:
     """The process, and the lines to and from it."""
 
-    def __init__(self, hello: dict[str, Any], folder: str) -> None:
-        """Start it, and wait until it listens.
+    def __init__(
+        self, hello: dict[str, Any], folder: str | None, go_on: Callable[[], bool]
+    ) -> None:
+        """Start it, and wait until it listens, or `go_on` says no.
 
         Raises:
             UnsuitableError: It does not start.
+            SaveAbortedError: `go_on` said no.
         """
         self._sending = threading.Lock()  # guards its input
         self._received = bytearray()
-        if not sys.executable:
+        if not sys.executable or getattr(sys, "frozen", False):
             msg = "a process for it cannot be started: where Python is, is not known"
             raise UnsuitableError(msg)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, "-c", _BEGIN],
+                [sys.executable, *_flags(), "-c", _BEGIN],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=folder,
@@ -178,18 +201,29 @@ class _Child:
         except (OSError, ValueError) as error:
             msg = f"a process for it cannot be started: {error}"
             raise UnsuitableError(msg) from error
-        self.send({**hello, "path": sys.path})
-        until_s = time.monotonic() + _START_S
         try:
-            while self.receive() is None:
-                if time.monotonic() > until_s:
-                    self.end(0.0)
-                    msg = f"a process for it said nothing for {_START_S:g} s"
-                    raise UnsuitableError(msg)
+            self._greet(hello, go_on)
         except EOFError as error:
             msg = f"a process for it does not start: {error}"
             raise UnsuitableError(msg) from error
+        except BaseException:
+            self.end(0.0)
+            raise
         log.debug("process %d copies", self._process.pid)
+
+    def _greet(self, hello: dict[str, Any], go_on: Callable[[], bool]) -> None:
+        # Python itself passes over what is no text there.
+        entries: list[object] = [*sys.path]
+        path = [entry for entry in entries if isinstance(entry, str)]
+        self.send({**hello, "path": path, "pid": os.getpid()})
+        waited_s = 0.0
+        while self.receive() is None:
+            waited_s += _LOOK_S
+            if not go_on():
+                raise _given_up()
+            if waited_s > _START_S:
+                msg = f"a process for it said nothing for {_START_S:g} s"
+                raise UnsuitableError(msg)
 
     def is_running(self) -> bool:
         return self._process.poll() is None
@@ -211,7 +245,10 @@ class _Child:
             line, newline, rest = self._received.partition(b"\n")
             if newline:
                 self._received = rest
-                message: dict[str, Any] = json.loads(line)
+                message = _parsed(line)
+                if message is None:
+                    log.debug("process %d printed: %r", self._process.pid, bytes(line[:200]))
+                    continue
                 if "log" not in message:
                     return message
                 level, text = message["log"]
@@ -224,15 +261,22 @@ class _Child:
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
         if not poll.poll(1000 * _LOOK_S):
-            return False
+            if self._process.poll() is None:
+                return False
+            # A fork may hold the other end open: then there is no end of file.
+            if not poll.poll(0):
+                self._raise_ended()
         data = os.read(self._process.stdout.fileno(), 1 << 16)
         if not data:
-            code = self.end(_END_S)
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            msg = f"the process that copied ended with {how}"
-            raise EOFError(msg)
+            self._raise_ended()
         self._received += data
         return True
+
+    def _raise_ended(self) -> NoReturn:
+        code = self.end(_END_S)
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        msg = f"the process that copied ended with {how}"
+        raise EOFError(msg)
 
     def end(self, patience_s: float) -> int:
         """Let it end, by force after a while; returns its exit code."""
@@ -251,6 +295,24 @@ class _Child:
         # The kernel holds it, in a call that does not end.
         log.warning("process %d, which copies, cannot be killed: it is left behind", process.pid)
         return -signal.SIGKILL
+
+
+def _flags() -> list[str]:
+    """What the trainer's interpreter was told not to heed, this one does not, either."""
+    flags = sys.flags
+    if flags.isolated:
+        return ["-I"]
+    wanted = ("-E", flags.ignore_environment), ("-s", flags.no_user_site), ("-S", flags.no_site)
+    return [flag for flag, given in wanted if given]
+
+
+def _parsed(line: bytes | bytearray) -> dict[str, Any] | None:
+    """A message; None: something else has printed that, `sitecustomize` for one."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def encoded(error: BaseException) -> tuple[str, list[Any]]:

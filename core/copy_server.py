@@ -19,25 +19,34 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.copy_process import encoded
 from penstock.core.copying import CheckpointCopy
-from penstock.core.errors import BlobNotFoundError
+from penstock.core.errors import BlobNotFoundError, StorageError
 from penstock.core.opening import open_backend
 from penstock.core.survey import read_commit
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.core.abc import Backend
     from penstock.core.manifest import CommitRecord
 
 _NICE = 10  # training comes first
 _EXPENDABLE = "500"  # if memory runs out: this is begun again, training is not
-_LOOK_S = 1.0
 _LEAVE_S = 5.0
 _TELL_S = 0.1
 
 
-def serve(hello: dict[str, Any]) -> None:
-    """Copy what is asked for, one checkpoint at a time, until the input ends."""
-    Server(hello).run()
+def serve(hello: dict[str, Any], leave: list[Callable[[], None]]) -> None:
+    """Copy what is asked for, one checkpoint at a time, until the input ends.
+
+    Args:
+        hello: What to open, and how.
+        leave: Its first item is called when the trainer is gone, although a process that it has
+            forked holds the input open.
+    """
+    server = Server(hello)
+    leave[:] = [server.leave]
+    server.run()
 
 
 class Server:
@@ -66,8 +75,7 @@ class Server:
             os.nice(_NICE)
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE, encoding="ascii")
-        for task in (self._listen, self._watch):
-            threading.Thread(target=task, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
         self._say({"ready": os.getpid()})
         while True:
             self._do(self._jobs.get())
@@ -88,7 +96,13 @@ class Server:
 
     def _copied(self, job: dict[str, Any]) -> dict[str, Any]:
         if self._backend is None:
-            self._backend = open_backend(self._backend_spec)
+            try:
+                self._backend = open_backend(self._backend_spec)
+            except StorageError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the trainer has it open
+                why = f"another process cannot open the tiers: {encoded(error)[1][0]}"
+                return {"unsuitable": why}
         source, target = (tier.backend for tier in self._backend.tiers[self._number :][:2])
         try:
             record = read_commit(source, job["name"])
@@ -145,14 +159,7 @@ class Server:
                 self._cancel(message["cancel"])
             else:
                 self._jobs.put(message)
-        self._leave()
-
-    def _watch(self) -> None:
-        """The input stays open while a process lives that the trainer has forked since."""
-        parent = os.getppid()
-        while os.getppid() == parent:
-            time.sleep(_LOOK_S)
-        self._leave()
+        self.leave()
 
     def _cancel(self, job: int) -> None:
         with self._lock:
@@ -160,7 +167,7 @@ class Server:
             if self._copy is not None and self._job == job:
                 self._copy.cancel()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """End, in order if that does not take long: then the next one need not wait for a claim."""
         self._leaving.set()
         self._cancel(self._job)
@@ -178,10 +185,10 @@ class Server:
 
 def _print_elsewhere() -> None:
     """What plugins print is not for the other side."""
-    try:
-        os.dup2(2, 1)
-    except OSError:  # the trainer has closed its own
+    if sys.stderr is None:  # the trainer has closed its own: 2 is anything by now
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    else:
+        os.dup2(2, 1)
 
 
 class _Forward(logging.Handler):

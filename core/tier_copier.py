@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from penstock.core.copy_process import UnsuitableError
 from penstock.core.copying import CheckpointCopy
-from penstock.core.errors import CheckpointGoneError, SaveAbortedError
+from penstock.core.errors import (
+    CheckpointGoneError,
+    PenstockError,
+    SaveAbortedError,
+    StorageTimeoutError,
+)
 from penstock.core.survey import has, is_whole
 
 if TYPE_CHECKING:
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
+_TRIES = 2
 _WORTH_BYTES = 64 << 20  # below, another process costs more than it saves
 
 
@@ -41,6 +47,8 @@ class TierCopier:
         self._workers = workers
         self._grace_s = grace_s
         self._process = process  # None: threads of this one copy
+        self._unsuitable = 0  # times in a row
+        self._failed = ("", 0)  # times in the process, of one uid
         self._lock = threading.Lock()  # guards the field below
         self._under_way: tuple[str, CheckpointCopy | ProcessCopy] | None = None
 
@@ -61,7 +69,7 @@ class TierCopier:
         Raises:
             CheckpointGoneError: The tier has it no more.
         """
-        if self._process is not None and self._is_worth_it(record):
+        if self._process is not None and self._is_for_process(record):
             try:
                 copy = self._by_process(self._process, record)
                 self._run(record, copy, may_begin, on_progress)
@@ -69,10 +77,15 @@ class TierCopier:
             except UnsuitableError as error:
                 if not has(self._source.backend, record):
                     raise self.gone(record) from error
-                log.warning("threads of the trainer copy to %s: %s", self._target.name, str(error))
-                self._process.close()
-                self._process = None
+                self._note_unsuitable(self._process, error)
+            except StorageTimeoutError:
+                raise  # as a thread it could not be killed
+            except PenstockError:
+                uid, count = self._failed
+                self._failed = record.uid, count + 1 if uid == record.uid else 1
+                raise
             else:
+                self._unsuitable = 0
                 return
         self._run(record, self._by_threads(record), may_begin, on_progress)
 
@@ -94,8 +107,18 @@ class TierCopier:
 
     # ------------------------------------------------------------------------------------------
 
-    def _is_worth_it(self, record: CommitRecord) -> bool:
-        return self._source.drain_in == "process" or record.bytes_stored >= _WORTH_BYTES
+    def _is_for_process(self, record: CommitRecord) -> bool:
+        """Whether it is worth it, and was not tried in vain: what fails there may go here."""
+        wanted = self._source.drain_in == "process" or record.bytes_stored >= _WORTH_BYTES
+        return wanted and self._failed != (record.uid, _TRIES)
+
+    def _note_unsuitable(self, process: CopyProcess, error: UnsuitableError) -> None:
+        process.close()
+        level = logging.DEBUG if self._unsuitable else logging.WARNING
+        log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
+        self._unsuitable += 1
+        if self._unsuitable == _TRIES:  # it is not for lack of memory, or the like
+            self._process = None
 
     def _by_process(self, process: CopyProcess, record: CommitRecord) -> ProcessCopy:
         return process.copy(

@@ -6,10 +6,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pytest
 import torch
-from tests.integration.support import checkpointer, same
+from fsspec.implementations.memory import MemoryFileSystem
+from tests.integration.support import checkpointer, run_program, same
 
 from penstock import CheckpointGoneError, DamagedError, NotDrainedError
 from penstock.core import copy_process, drain_link, errors, tier_copier
@@ -216,8 +219,108 @@ def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, lo
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
         assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
         assert ckpt.steps() == [1, 2]
-    warnings = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
-    assert len(warnings) == 1
+    assert warned(log) == 1
+
+
+def warned(log):
+    """How often it was said that threads have to do it."""
+    found = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
+    return sum(record.levelno == logging.WARNING for record in found)
+
+
+class OwnFiles(MemoryFileSystem):
+    """A file system that nobody but the trainer knows."""
+
+    protocol = "own-files"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+
+def test_a_file_system_that_only_the_trainer_knows_is_written_by_its_threads(tmp_path, log):
+    fsspec.register_implementation("own-files", OwnFiles, clobber=True)
+    with checkpointer(tiers_at(tmp_path, durable="own-files://run")) as ckpt:
+        for step in range(1, 4):
+            assert ckpt.save(state(step), step).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 1
+    assert "another process cannot open the tiers" in log.text
+
+
+def test_what_is_killed_again_and_again_is_copied_by_threads(tmp_path, log):
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:
+        handle = ckpt.save(state(), 1)
+        handle.committed.result(PATIENCE_S)
+        killed = set()
+        while not handle.durable.done():
+            for pid in set(children()) - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.01)
+        assert handle.result().tiers == ("fast", "durable")
+        assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
+
+
+def test_deleting_does_not_wait_for_a_process_that_does_not_start(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        handle = ckpt.save(state(), 1)
+        handle.committed.result(PATIENCE_S)
+        until(children)
+        ckpt.delete(1)
+        with pytest.raises(CheckpointGoneError):
+            handle.result(PATIENCE_S)
+        assert not children()
+
+
+def test_paths_of_the_trainer_may_be_of_any_type(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 0
+
+
+def test_what_else_prints_there_does_no_harm(tmp_path, log, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\nprint('[1]', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 0
+    assert "printed: b'welcome'" in log.text
+
+
+def test_modules_in_the_working_directory_are_not_run(tmp_path, monkeypatch, log):
+    for name in ("json", "queue", "threading"):
+        (tmp_path / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
+    monkeypatch.chdir(tmp_path)
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert not (tmp_path / "ran").exists()
+    assert warned(log) == 0
+
+
+def test_a_working_directory_that_is_gone_is_not_needed(tmp_path, monkeypatch, log):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 0
+
+
+def test_the_trainers_standard_streams_may_be_closed(tmp_path):
+    program = f"""
+import os, torch
+from tests.integration.test_copy_process import checkpointer, state, tiers_at
+for stream in (0, 1, 2):
+    os.close(stream)
+with checkpointer(tiers_at({str(tmp_path)!r})) as ckpt:
+    ckpt.save(state(), 1).result({PATIENCE_S})
+"""
+    assert run_program(program, timeout=PATIENCE_S).returncode == 0
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == [1]
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/no/such/python", None])
