@@ -18,7 +18,7 @@ from tests.integration.support import ENCODED, checkpointer, holding, make_state
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog import Catalog
 from penstock.core.copy_checks import CheckedBlob, Checks, Cursor
-from penstock.core.copy_claim import SILENT_S, claim_name
+from penstock.core.copy_claim import Claim, claim_name
 from penstock.core.copy_source import CopySource
 from penstock.core.copy_stream import BlobMover, Calls, Throttle, Transfer
 from penstock.core.copying import CheckpointCopy
@@ -779,3 +779,17 @@ def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted
     assert Catalog(target).record(STEP).uid != record.uid
     CheckpointCopy(saved, target, record, **options).run()
     assert Catalog(target).record(STEP).uid == record.uid
+
+
+def test_the_claim_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(saved, tmp_path):
+    target, uid = files(tmp_path), Catalog(saved).record(STEP).uid
+    copier = os.fork()
+    if copier == 0:
+        Claim(target, uid).take()
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, copier, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert json.loads(target.read_record(claim_name(uid), limit_bytes=1 << 20))["pid"] == copier
+        Claim(target, uid).take()
+    finally:
+        os.waitpid(copier, 0)
