@@ -18,7 +18,7 @@ from tests.integration.support import ENCODED, checkpointer, holding, make_state
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog import Catalog
 from penstock.core.copy_checks import CheckedBlob, Checks, Cursor
-from penstock.core.copy_claim import Claim, claim_name
+from penstock.core.copy_claim import SILENT_S, Claim, claim_name
 from penstock.core.copy_source import CopySource
 from penstock.core.copy_stream import BlobMover, Calls, Throttle, Transfer
 from penstock.core.copying import CheckpointCopy
