@@ -113,8 +113,7 @@ class Checkpointer(Run):
                 workers=self._workers,
                 grace_s=self._config.grace_s,
                 stuck_s=self._config.io_timeout_s,
-                # Plugins that were only given to this registry another process does not have.
-                backend=portable(config.backend) if registry is default_registry() else None,
+                backend=_for_another_process(config, registry, self._backend),
             )
         self._pending = Pending(self._drains)
         self._warned_straight = False
@@ -444,3 +443,18 @@ class Checkpointer(Run):
                 protect=() if self._restored_from is None else (self._restored_from,),
                 events=self._events,
             )
+
+
+def _for_another_process(
+    config: CheckpointerConfig, registry: Registry, backend: Backend
+) -> str | dict[str, Any] | None:
+    """What another process can open the same tiers from, if it can."""
+    # Plugins that were only given to this registry another process does not have.
+    spec = portable(config.backend) if registry is default_registry() else None
+    if spec is None and any(tier.drain_in == "process" for tier in backend.tiers):
+        log.warning(
+            "threads of the trainer copy from tier to tier: there is no configuration from which "
+            "another process could open %s",
+            backend.url,
+        )
+    return spec

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
 
@@ -429,3 +430,9 @@ def test_it_may_be_closed_twice_and_used_again(tmp_path):
             copy.run(on_progress=moved.append)
     finally:
         other.close()
+
+
+def test_that_no_process_can_open_what_was_opened_here_is_said(tmp_path, log):
+    with closing(open_backend(tiers_at(tmp_path))) as backend, checkpointer(backend) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "there is no configuration from which another process could open" in log.text
