@@ -6,40 +6,80 @@ import mmap
 import threading
 from bisect import insort
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 @dataclass(slots=True)
 class Part:
-    """A part being filled.
+    """A part being filled: by the caller's own memory, and by what is copied.
 
     Attributes:
         index: Its place in the blob, from 0 on.
-        memory: As long as every part.
-        covered: Start and stop of what was written, ascending, never overlapping.
-        filled: Bytes written.
+        size_bytes: That of every part.
+        lent: Where pieces of the caller's memory begin, and the pieces; none overlap.
+        memory: As long as every part, once something is copied.
+        copied: Start and stop of what was, ascending.
+        taken: Bytes that nobody will write any more.
     """
 
     index: int
-    memory: memoryview
-    covered: list[tuple[int, int]] = field(default_factory=list)
-    filled: int = 0
+    size_bytes: int
+    lent: list[tuple[int, memoryview]] = field(default_factory=list)
+    memory: memoryview | None = None
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    taken: int = 0
 
-    def put(self, at: int, source: memoryview) -> None:
-        """Copy `source` to `at`; what a request does not cover whole needs this one copy."""
+    def lend(self, at: int, source: memoryview) -> None:
+        """Refer to `source` at `at`, until the part is sent or `own` is called."""
+        self.lent.append((at, source))
+
+    def put(self, at: int, source: memoryview, *, memory: PartMemory) -> None:
+        """Copy `source` to `at`."""
+        if self.memory is None:
+            self.memory = memory.take(self.size_bytes)
         copy(self.memory[at : at + source.nbytes], source)
-        insort(self.covered, (at, at + source.nbytes))
-        self.filled += source.nbytes
+        insort(self.copied, (at, at + source.nbytes))
 
-    def zero_gaps(self) -> None:
-        """Make every byte that was never written zero."""
+    def own(self, *, memory: PartMemory) -> None:
+        """Copy what is lent."""
+        lent, self.lent = self.lent, []
+        for at, source in lent:
+            self.put(at, source, memory=memory)
+
+    def views(self, length: int) -> tuple[memoryview, ...]:
+        """The first `length` bytes; those that were never written are zero."""
+        found: list[memoryview] = []
         at = 0
-        for start, stop in [*self.covered, (self.memory.nbytes,) * 2]:
-            if start > at:
-                np.frombuffer(self.memory, np.uint8)[at:start] = 0
-            at = max(at, stop)
-        self.covered = [(0, self.memory.nbytes)]
+        for start, source in sorted(self.lent, key=itemgetter(0)):
+            if start >= length:
+                break
+            found += self._between(at, start)
+            found.append(source[: length - start])
+            at = start + source.nbytes
+        found += self._between(at, length)
+        return tuple(found)
+
+    def _between(self, start: int, stop: int) -> Iterator[memoryview]:
+        """All of a range in which nothing is lent."""
+        if self.memory is None:
+            for at in range(start, stop, _ZEROS.nbytes):
+                yield _ZEROS[: stop - at]
+        elif start < stop:
+            at = start
+            for first, last in [*self.copied, (stop, stop)]:
+                if start <= first <= stop:
+                    np.frombuffer(self.memory, np.uint8)[at:first] = 0
+                    at = last
+            yield self.memory[start:stop]
 
 
 class PartMemory:
@@ -77,6 +117,10 @@ class PartMemory:
         """Take back what nobody uses any more."""
         with self._changed:
             kept = sum(size * len(views) for size, views in self._spare.items())
+            others = [views for size, views in self._spare.items() if size != memory.nbytes]
+            for views in others:  # of blobs before; nobody may want that size again
+                while views and kept + memory.nbytes > self._budget:
+                    kept -= views.pop().nbytes
             if kept + memory.nbytes <= self._budget:
                 self._spare.setdefault(memory.nbytes, []).append(memory)
 

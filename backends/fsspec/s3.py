@@ -12,7 +12,7 @@ from penstock.backends.fsspec.errors import place
 from penstock.backends.fsspec.parts import PartMemory
 from penstock.backends.fsspec.retry import Retry
 from penstock.backends.fsspec.s3_client import S3Client
-from penstock.backends.fsspec.s3_writer import S3Writer, part_bytes_for
+from penstock.backends.fsspec.s3_writer import S3Writer
 from penstock.backends.fsspec.store import Store
 from penstock.core.errors import BlobExistsError, ConfigError, StorageError
 from penstock.core.types import PAGE_BYTES, BlobInfo, Capabilities
@@ -62,7 +62,8 @@ class S3Store(Store):
         return S3Writer(
             self._client,
             name,
-            part_bytes=part_bytes_for(size_hint, self.config.part_bytes),
+            size_hint=size_hint,
+            part_bytes=self.config.part_bytes,
             memory=self._memory,
             uploads=self.transfers,
             feeds=self.feeds,
@@ -77,12 +78,12 @@ class S3Store(Store):
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
         if not exclusive:
-            self._client.put("publish", name, memoryview(data))
+            self._client.put("publish", name, (memoryview(data),))
         elif self.capabilities.exclusive_publish:
             self._client.put_if_absent(name, data)
         else:
             self.refuse_taken("publish", name)
-            self._client.put("publish", name, memoryview(data))
+            self._client.put("publish", name, (memoryview(data),))
 
     def list(self, prefix: str) -> Sequence[BlobInfo]:
         skip = len(self._client.prefix)
@@ -159,7 +160,7 @@ class S3Store(Store):
             return True, ()
         probe = f"clock/{secrets.token_hex(8)}"  # where `prune` looks for what was left behind
         try:
-            self._client.put("probe", probe, memoryview(b""))
+            self._client.put("probe", probe, (memoryview(b""),))
         except StorageError as error:
             return False, (f"conditional puts could not be tried out: {error}",)
         try:

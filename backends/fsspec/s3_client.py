@@ -6,11 +6,11 @@ which operations of ours may be repeated, and would hide a lost answer to a cond
 
 from __future__ import annotations
 
-import io
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.backends.fsspec.errors import Scrubber, place
+from penstock.backends.fsspec.s3_connect import connect
 from penstock.backends.fsspec.s3_errors import (
     PRECONDITION_FAILED,
     BrokenAnswerError,
@@ -19,17 +19,17 @@ from penstock.backends.fsspec.s3_errors import (
     status_of,
     storage_error,
 )
+from penstock.backends.fsspec.s3_wire import Views
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
-    ConfigError,
     PenstockError,
     StorageError,
 )
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.backends.fsspec.config import FsspecConfig, S3Options
     from penstock.backends.fsspec.ranges import Span
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SEND_BYTES = 8 << 20  # handed to the socket at once, outside the GIL
+_AT_ONCE_BYTES = 64 << 10
 _SCRATCH_BYTES = 64 << 10
 # What the next page is asked for with, and where the last one says it.
 _MARKERS = {
@@ -60,7 +60,7 @@ class S3Client:
         self.url = config.shown_url
         self._retry = retry
         self._scrub = Scrubber(config.secrets)
-        self._api = self._explained("open", "", lambda: _connect(config, options))
+        self._api, self._wire = self._explained("open", "", lambda: connect(config, options))
 
     @property
     def is_aws(self) -> bool:
@@ -74,7 +74,7 @@ class S3Client:
         what: str,
         name: str,
         *,
-        body: memoryview | None = None,
+        body: Sequence[memoryview] | None = None,
         stop: threading.Event | None = None,
         **parameters: Any,
     ) -> dict[str, Any]:
@@ -113,7 +113,12 @@ class S3Client:
             self.call("abort_multipart_upload", what, name, UploadId=number)
 
     def put(
-        self, what: str, name: str, data: memoryview, *, stop: threading.Event | None = None
+        self,
+        what: str,
+        name: str,
+        data: Sequence[memoryview],
+        *,
+        stop: threading.Event | None = None,
     ) -> None:
         """Store a blob, replacing what is there; the same bytes twice are the same blob."""
         self.call("put_object", what, name, body=data, stop=stop)
@@ -137,7 +142,7 @@ class S3Client:
                     Bucket=self.bucket,
                     Key=self.prefix + name,
                     IfNoneMatch="*",
-                    **_body(memoryview(data)),
+                    **_body((memoryview(data),)),
                 )
             except Exception as error:
                 if unknown and status_of(error) == PRECONDITION_FAILED:
@@ -219,48 +224,15 @@ class S3Client:
     def close(self) -> None:
         """Close the connections."""
         self._api.close()
+        if self._wire is not None:
+            self._wire.close()
 
 
-class ViewStream(io.RawIOBase):
-    """A view as the file that botocore wants, without copying it.
-
-    `read` returns more than was asked for: http.client would otherwise take 16 KiB at a time,
-    each with a return to Python, where one call to `sendall` moves megabytes outside the GIL.
-    """
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__()
-        self._view = view
-        self._at = 0
-
-    def __len__(self) -> int:
-        return self._view.nbytes
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, size: int | None = -1, /) -> Any:
-        stop = self._view.nbytes
-        if size is not None and size >= 0:
-            stop = min(stop, self._at + max(size, _SEND_BYTES))
-        found = self._view[self._at : stop]
-        self._at = stop
-        return found
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._view.nbytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
-def _body(view: memoryview) -> dict[str, Any]:
-    return {"Body": ViewStream(view), "ContentLength": view.nbytes}
+def _body(views: Sequence[memoryview]) -> dict[str, Any]:
+    size = sum(view.nbytes for view in views)
+    # What botocore takes for a file it announces, and then waits for the store to say yes.
+    body = Views(views) if size > _AT_ONCE_BYTES else b"".join(views)
+    return {"Body": body, "ContentLength": size}
 
 
 def _fill(body: Any, target: memoryview) -> None:
@@ -278,37 +250,3 @@ def _skip(body: Any, count: int) -> None:
         scratch = memoryview(bytearray(min(count, _SCRATCH_BYTES)))
         for at in range(0, count, len(scratch)):
             _fill(body, scratch[: count - at])
-
-
-def _connect(config: FsspecConfig, options: S3Options) -> Any:
-    try:
-        import botocore.session  # noqa: PLC0415 - 140 ms, and an extra
-        from botocore import UNSIGNED  # noqa: PLC0415
-        from botocore.config import Config  # noqa: PLC0415
-    except ImportError as error:
-        msg = f"{config.shown_url}: S3 needs botocore: pip install 'penstock[s3]'"
-        raise ConfigError(msg) from error
-    s3: dict[str, Any] = {"payload_signing_enabled": False}  # 0.6 s of SHA-256 per GiB
-    if options.addressing_style != "auto":
-        s3["addressing_style"] = options.addressing_style
-    session = botocore.session.Session(profile=options.profile)
-    return session.create_client(
-        "s3",
-        region_name=options.region,
-        endpoint_url=options.endpoint_url,
-        verify=None if options.verify is True else options.verify,
-        aws_access_key_id=options.key,
-        aws_secret_access_key=options.secret,
-        aws_session_token=options.token,
-        config=Config(
-            connect_timeout=min(10.0, config.timeout_s),
-            read_timeout=config.timeout_s,
-            max_pool_connections=config.parallel + 4,
-            retries={"total_max_attempts": 1, "mode": "standard"},
-            # Checksums of ours bind every stored byte; a CRC of each part is sent besides.
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            signature_version=UNSIGNED if options.anon else None,
-            s3=s3,
-        ),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 from penstock.backends.fsspec.errors import Scrubber, place
@@ -67,7 +68,9 @@ _NETWORK = (
     "ResponseStreamingError",
     "IncompleteReadError",
     "ProxyConnectionError",
+    "gaierror",
 )
+_NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
 class BrokenAnswerError(ConnectionError):
@@ -154,6 +157,8 @@ def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
 
 def _is_network(error: BaseException) -> bool:
     if isinstance(error, (TimeoutError, ConnectionError)) or _named(error, _NETWORK):
+        return True
+    if isinstance(error, OSError) and error.errno in _NO_ROUTE:
         return True
     library = type(error).__module__.partition(".")[0]
     return library in {"urllib3", "http", "ssl"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ except ImportError:
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from penstock.backends.fsspec.s3_client import S3Client
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Upload:
-    """An upload that is begun by its first part. `start` and `complete` are for one thread.
+    """An upload, begun by its first part at the latest. `start` and `complete` are for one thread.
 
     Args:
         client: The bucket.
@@ -52,31 +52,34 @@ class Upload:
         self._checksums = checksums
         self._stop = stop
         self._failed = failed
-        self._number = ""
+        self._number: Future[str] | None = None
         self._parts: dict[int, Future[dict[str, Any]]] = {}
 
     @property
-    def begun(self) -> bool:
-        """Whether the store knows of it."""
-        return bool(self._number)
+    def sends(self) -> bool:
+        """Whether a part was given to it."""
+        return bool(self._parts)
 
     def __contains__(self, index: int) -> bool:
         return index in self._parts
 
+    def begin(self) -> None:
+        """Let the store know of it, in the background, before there is a part."""
+        if self._number is None:
+            self._number = self._pool.submit(self._create)
+
     def start(
-        self, index: int, view: memoryview, *, over: Callable[[BaseException | None], None]
+        self,
+        index: int,
+        views: Sequence[memoryview],
+        *,
+        over: Callable[[BaseException | None], None],
     ) -> None:
         """Send part `index` (from 0 on); call `over` with the error, if any, once it is done.
 
-        Nothing uses `view` after that.
+        Nothing uses `views` after that.
         """
-        if not self._number:
-            extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
-            answer = self._client.call(
-                "create_multipart_upload", "create", self._name, stop=self._stop, **extra
-            )
-            self._number = str(answer["UploadId"])
-        part = self._pool.submit(partial(self._send, index, view))
+        part = self._pool.submit(partial(self._send, index, views, self._numbered()))
         self._parts[index] = part
 
         def done(part: Future[dict[str, Any]]) -> None:
@@ -99,7 +102,7 @@ class Upload:
                 "complete_multipart_upload",
                 "seal",
                 self._name,
-                UploadId=self._number,
+                UploadId=self._numbered(),
                 MultipartUpload={"Parts": parts},
             )
         except StorageError as error:
@@ -118,23 +121,38 @@ class Upload:
             part.cancel()
         wait(self._parts.values())
         self._parts.clear()
-        if self._number:
+        if self._number is not None:
+            self._number.cancel()
             # What cannot be ended now is for `sweep`, or a rule of the bucket.
-            with suppress(PenstockError):
-                self._client.abort_upload("abort", self._name, self._number)
+            with suppress(PenstockError, CancelledError):
+                self._client.abort_upload("abort", self._name, self._number.result())
 
-    def _send(self, index: int, view: memoryview) -> dict[str, Any]:
+    def _numbered(self) -> str:
+        self.begin()
+        assert self._number is not None
+        return self._number.result()
+
+    def _create(self) -> str:
+        extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
+        answer = self._client.call(
+            "create_multipart_upload", "create", self._name, stop=self._stop, **extra
+        )
+        return str(answer["UploadId"])
+
+    def _send(self, index: int, views: Sequence[memoryview], number: str) -> dict[str, Any]:
         checksum: dict[str, Any] = {}
         if self._checksums:
-            crc = crc32(view).to_bytes(4, "big")
-            checksum["ChecksumCRC32"] = base64.b64encode(crc).decode()
+            crc = 0
+            for view in views:
+                crc = crc32(view, crc)
+            checksum["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
         answer = self._client.call(
             "upload_part",
             f"upload part {index + 1} of",
             self._name,
-            body=view,
+            body=views,
             stop=self._stop,
-            UploadId=self._number,
+            UploadId=number,
             PartNumber=index + 1,
             **checksum,
         )

@@ -57,6 +57,9 @@ class StoreWriter(BlobWriter):
     def _take(self, request: WriteRequest, batch: Batch) -> None:
         """Take a request over; what is in use after this holds the batch. Runs alone."""
 
+    def _let_go(self) -> None:
+        """Copy what is needed of a batch, if nothing in use holds it. Runs alone."""
+
     @abstractmethod
     def _finish(self, length: int) -> None:
         """Cut the blob to `length`, make it durable, and check its length. Runs alone."""
@@ -134,9 +137,12 @@ class StoreWriter(BlobWriter):
     def _feed(self, requests: Sequence[WriteRequest], batch: Batch) -> None:
         error: BaseException | None = None
         try:
-            for request in requests:
-                self._check_alive()
-                self._take(request, batch)
+            try:
+                for request in requests:
+                    self._check_alive()
+                    self._take(request, batch)
+            finally:
+                self._let_go()
         except BaseException as failure:  # noqa: BLE001 - raised by who waits for the batch
             error = failure
         batch.release(error)

@@ -187,7 +187,9 @@ def test_upload_that_fails_for_good_leaves_the_writer_dead(shaky, proxy, look, f
 def test_failed_copied_part_is_told_by_seal(shaky, proxy):
     proxy.fail("denied", method="PUT", part="partNumber=1&", times=100)
     writer = shaky.create("b.raw", size_hint=SIZE)
-    writer.write([WriteRequest(100, (memoryview(pattern(PART)),))])
+    small = 1 << 19  # what is copied is out of use before it is sent
+    view = memoryview(pattern(PART))
+    writer.write([WriteRequest(at, (view[at : at + small],)) for at in range(0, PART, small)])
     with pytest.raises(StorageError):
         writer.seal(SIZE)
     writer.abort()

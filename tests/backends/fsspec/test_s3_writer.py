@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from penstock.backends.fsspec.config import MAX_PARTS
 from penstock.backends.fsspec.parts import Part, PartMemory
 from penstock.backends.fsspec.s3_writer import part_bytes_for
-from penstock.core.errors import StorageError
+from penstock.core.errors import BlobExistsError, StorageError
 from penstock.core.testing.expectations import pattern, read_all
-from penstock.core.types import WriteRequest
+from penstock.core.types import PAGE_BYTES, WriteRequest, align_up
 
 MIB = 1 << 20
 PART = 5 * MIB
@@ -23,6 +24,11 @@ def test_part_size_follows_the_hint_within_the_rules_of_s3(size):
     assert part >= PART
     assert part * MAX_PARTS >= (size or 0)
     assert part <= 5 << 30
+
+
+def test_parts_of_large_blobs_are_larger_but_enough_to_share():
+    sizes = [part_bytes_for(size, PART) for size in (PART, 320 * MIB, 512 * MIB, 4 << 30)]
+    assert sizes == [PART, PART, 8 * MIB, 16 * MIB]
 
 
 def test_memory_in_flight_is_bounded_but_one_part_always_fits():
@@ -49,13 +55,46 @@ def test_memory_is_used_again():
     assert memory.take(80) is not first
 
 
-def test_gaps_are_zero_in_memory_that_was_used_before():
-    part = Part(0, memoryview(bytearray(b"\xff" * 20)))
-    part.put(12, memoryview(b"later"))
-    part.put(3, memoryview(b"first"))
-    part.zero_gaps()
-    assert bytes(part.memory) == b"\0\0\0first\0\0\0\0later\0\0\0"
-    assert part.filled == 10
+@pytest.mark.parametrize("length", [20, 19, 14, 12, 8, 4, 1, 0])
+@pytest.mark.parametrize("lent", [{}, {12}, {3}, {3, 12}])
+@pytest.mark.parametrize("owned", [False, True])
+def test_gaps_of_a_part_are_zero_whatever_is_copied(length, lent, owned):
+    memory = PartMemory(100)
+    memory.give(memoryview(bytearray(b"\xff" * 20)))
+    part = Part(0, 20)
+    for at, data in ((12, b"later"), (3, b"first")):
+        if at in lent:
+            part.lend(at, memoryview(data))
+        else:
+            part.put(at, memoryview(data), memory=memory)
+    if owned:
+        part.own(memory=memory)
+    expected = b"\0\0\0first\0\0\0\0later\0\0\0"
+    assert b"".join(part.views(length)) == expected[:length]
+    assert bool(part.lent) == (bool(lent) and not owned)
+
+
+def test_part_that_nobody_wrote_is_zero():
+    assert b"".join(Part(0, 3 * MIB).views(2 * MIB + 5)) == bytes(2 * MIB + 5)
+
+
+def test_part_of_lent_memory_takes_none_and_is_sent_from_where_it_lies():
+    data = memoryview(bytearray(pattern(3 * MIB)))
+    part = Part(0, 3 * MIB)
+    part.lend(MIB, data[MIB:])
+    part.lend(0, data[:MIB])
+    data[5] ^= 1
+    assert b"".join(part.views(3 * MIB)) == bytes(data)
+    assert part.memory is None
+
+
+def test_memory_of_one_size_gives_way_to_that_of_another():
+    memory = PartMemory(100)
+    for view in [memory.take(40), memory.take(40)]:
+        memory.give(view)
+    large = memory.take(90)
+    memory.give(large)
+    assert memory.take(90) is large
 
 
 def request(offset, data):
@@ -71,7 +110,7 @@ def test_blob_with_gaps_is_what_was_written_and_zero(store):
         data = pattern(rng.choice([100, 70_000, 2 * MIB, 7 * MIB]), at)[: size - at]
         expected[at : at + len(data)] = data
         requests.append(request(at, data))
-        at += len(data) + rng.choice([0, 0, 4096, 900_000])
+        at = align_up(at + len(data), PAGE_BYTES) + rng.choice([0, 0, 77, 4096, 900_000])
     writer = store.create("b.raw", size_hint=size)
     for some in range(0, len(requests), 3):
         store.submit_write(writer, requests[some : some + 3])
@@ -139,7 +178,8 @@ def test_copied_parts_in_flight_stay_within_the_budget(opened, folder, proxy):
     )
     writer = backend.create("b.raw", size_hint=10 * PART)
     data = pattern(10 * PART)
-    writer.write([request(at, data[at : at + MIB]) for at in range(0, len(data), MIB)])
+    small = MIB // 2  # copied, whatever comes along with it
+    writer.write([request(at, data[at : at + small]) for at in range(0, len(data), small)])
     writer.seal(len(data))
     assert read_all(backend, "b.raw", len(data)) == data
     assert len(proxy.requests("PUT", "partNumber")) == 10
@@ -169,6 +209,64 @@ def test_blob_of_one_part_is_one_put(shaky, proxy):
     writer.seal(1000)
     assert len(proxy.requests("PUT")) == 1
     assert proxy.requests("POST") == []
+
+
+@pytest.mark.s3
+def test_blob_that_is_smaller_than_announced_leaves_no_upload(shaky, proxy, look, folder):
+    for size in (0, 1000):
+        writer = shaky.create(f"{size}.raw", size_hint=3 * PART)
+        writer.write([request(0, b"x" * size)])
+        writer.seal(size)
+    assert [info.size_bytes for info in shaky.list("")] == [0, 1000]
+    assert uploads_below(look, folder) == []
+    assert len(proxy.requests("POST", "uploads")) == 2
+
+
+@pytest.mark.s3
+def test_blob_that_is_given_up_before_its_first_part_leaves_no_upload(shaky, look, folder):
+    shaky.create("b.raw", size_hint=3 * PART).abort()
+    shaky.publish("taken.raw", b"x")
+    with pytest.raises(BlobExistsError):
+        shaky.create("taken.raw", size_hint=3 * PART)
+    assert uploads_below(look, folder) == []
+
+
+def uploads_below(look, folder):
+    bucket, _, prefix = folder.partition("/")
+    found = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    return [upload for upload in found if upload["Key"].startswith(prefix)]
+
+
+@pytest.mark.s3
+def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
+    """A part that two batches share is sent after the first one's memory was handed back."""
+    data = pattern(4 * PART)
+    writer = store.create("b.raw", size_hint=len(data))
+    at = 0
+    while at < len(data):
+        lent = bytearray(data[at : at + 3 * MIB])
+        writer.write([request(at, lent)])
+        lent[:] = bytes(len(lent))
+        at += len(lent)
+    writer.seal(len(data))
+    assert read_all(store, "b.raw", len(data)) == data
+
+
+@pytest.mark.s3
+def test_batch_lasts_until_its_memory_is_sent(shaky, proxy):
+    stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
+    data = pattern(PART)
+    writer = shaky.create("b.raw", size_hint=2 * PART)
+    half = 2 * MIB
+    first = shaky.submit_write(writer, [request(0, data[:half])])
+    first.result(60)  # its memory was copied
+    second = shaky.submit_write(writer, [request(half, data[half:])])
+    while not stalled.seen:
+        time.sleep(0.01)
+    assert not second.done()
+    second.result(60)
+    writer.seal(PART)
+    assert read_all(shaky, "b.raw", PART) == data
 
 
 @pytest.mark.s3
