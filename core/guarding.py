@@ -56,6 +56,12 @@ class GuardedBackend(Backend):
             raise self._broken(found, "capabilities", "Capabilities")
         return found
 
+    @property
+    def direct_io(self) -> bool:
+        """The wrapped backend's."""
+        with self._mapped("say what it can do", ()):
+            return self.inner.direct_io
+
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """As the contract says."""
         with self._mapped("create", [name]):

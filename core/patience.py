@@ -64,6 +64,11 @@ class PatientBackend(Backend):
         """The wrapped backend's; it may have to ask the store."""
         return self._ask("say what it can do", (), lambda: self.inner.capabilities)
 
+    @property
+    def direct_io(self) -> bool:
+        """The wrapped backend's."""
+        return self._ask("say what it can do", (), lambda: self.inner.direct_io)
+
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """As the contract says."""
         return self._ask("create", [name], lambda: self.inner.create(name, size_hint=size_hint))

@@ -163,7 +163,7 @@ def _report(
         bytes_read=stored.tally.read,
         bytes_metadata=checkpoint.contents.bytes_read,
         engine=checkpoint.backend.name,
-        direct_io=checkpoint.backend.capabilities.direct_io,
+        direct_io=checkpoint.backend.direct_io,
         seconds={
             "plan": planned - began,
             "read": read - planned,

@@ -73,6 +73,11 @@ class FsspecBackend(Backend):
         """What the store can do."""
         return self._store().capabilities
 
+    @property
+    def direct_io(self) -> bool:
+        """Never; known without trying out conditional puts."""
+        return False
+
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """As the contract says."""
         check_blob_name(name)

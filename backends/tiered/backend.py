@@ -91,6 +91,11 @@ class TieredBackend(Backend):
         return replace(first, exclusive_publish=exclusive)
 
     @property
+    def direct_io(self) -> bool:
+        """That of the fastest tier."""
+        return self._backends[0].direct_io
+
+    @property
     def tiers(self) -> tuple[Tier, ...]:
         """All places, the fastest first."""
         return self._tiers

@@ -289,6 +289,14 @@ class Backend(ABC):
         return bytes(data)
 
     @property
+    def direct_io(self) -> bool:
+        """`capabilities.direct_io`, for who only reads.
+
+        Overridden where other capabilities are found out by requests that a reader has no need of.
+        """
+        return self.capabilities.direct_io
+
+    @property
     def tiers(self) -> tuple[Tier, ...]:
         """The places of which this is made, the fastest first; empty: it is one place.
 

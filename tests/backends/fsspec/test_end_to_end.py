@@ -129,6 +129,20 @@ def test_save_through_a_busy_store_goes_well(config, proxy):
     assert_equal(target, saved)
 
 
+def test_restoring_writes_nothing(config, proxy):
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        checkpointer.save({"x": torch.arange(9)}, step=1, mode="blocking").result()
+    proxy.exchanges.clear()
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        assert checkpointer.load()["x"].tolist() == list(range(9))
+        assert not checkpointer.restore({"x": torch.zeros(9, dtype=torch.int64)}).direct_io
+        assert checkpointer.verify().ok
+    assert {exchange.method for exchange in proxy.exchanges} <= {"GET", "HEAD"}
+    with penstock.Checkpointer.from_config(config) as checkpointer:
+        assert checkpointer.save({"x": torch.arange(9)}, step=2).result().exclusive
+    assert proxy.requests("PUT")
+
+
 def test_store_without_conditional_puts_is_reported(config):
     config["backend"]["conditional_put"] = "no"
     with penstock.Checkpointer.from_config(config) as checkpointer:
