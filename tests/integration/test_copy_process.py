@@ -33,7 +33,7 @@ def hasty(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left():
+def no_process_is_left(others):
     yield
     until(lambda: not children())
 
@@ -53,8 +53,22 @@ def tiers_at(folder, **options):
     return {**table, "drain_in": "process", **options}
 
 
+_others = set()  # such as servers of other tests
+
+
+@pytest.fixture(autouse=True)
+def others():
+    _others.update(started())
+    yield
+    _others.clear()
+
+
 def children():
-    """Process ids of what this process has started and not yet waited for."""
+    """Process ids of what this test has started, and nobody has waited for yet."""
+    return [pid for pid in started() if pid not in _others]
+
+
+def started():
     tasks = Path("/proc/self/task").glob("*/children")
     return [int(pid) for task in tasks for pid in task.read_text().split()]
 
