@@ -38,6 +38,10 @@ class DrainState:
     error: str = ""
     lost: Mapping[int, str] = field(default_factory=dict)
 
+    def unfinished(self) -> list[int]:
+        """Steps that have yet to be copied."""
+        return sorted({*self.waiting, *([] if self.step is None else [self.step])})
+
 
 class LinkReport(Protocol):
     """Whom a link asks and tells: all links of the run together."""

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_ANSWER_S = 30.0  # a slower tier that takes longer to list its names counts as away
+_ANSWER_S = 10.0  # a slower tier that takes longer to list its names counts as away
 _BLOCKED_POLL_S = 0.5
+_MOST_LISTED = 10
 _LOOK_S = 1.0  # only bounds how late a stuck repair is noticed
 _LEFT = (
     "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
@@ -385,11 +386,26 @@ class Drains:
         """Stop; whoever waits for a checkpoint that is still on its way is told so."""
         for link in self._links:
             link.close()
+        self._say_what_is_left()
         with self._lock:
             self._closed = True
             left, self._told = self._told, {}
         for told in left.values():
             told(_left_by_close())
+
+    def _say_what_is_left(self) -> None:
+        for state in self.states():
+            if steps := state.unfinished():
+                listed = ", ".join(map(str, steps[:_MOST_LISTED]))
+                log.warning(
+                    "%d checkpoint(s) were not copied from tier %s to %s: step %s%s. `penstock "
+                    "drain` copies them, or the next process that saves there",
+                    len(steps),
+                    state.source,
+                    state.target,
+                    listed,
+                    ", ..." if len(steps) > _MOST_LISTED else "",
+                )
 
     def _is_turn(self, number: int) -> bool:
         every = self._tiers[number].drain_every
@@ -399,6 +415,7 @@ class Drains:
 
     def arrived(self, number: int, record: CommitRecord) -> None:
         """A link has copied a checkpoint to tier `number`."""
+        self._answers.answered(number)
         marked = number < len(self._links) and is_marked(self._tiers[number].backend, record.uid)
         if marked:
             self._links[number].add(record)

@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 REPEAT_LOG_S = 600.0
 
-_SILENCE_S = 60.0
+_SILENCE_S = (60.0, 600.0)  # a tier that did not answer is left alone, longer each time
+_LONG_S = 0.5  # an error that comes sooner costs a save nothing
 _MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
 
 
@@ -186,27 +187,37 @@ class Answers:
     def __init__(self, workers: Workers, limit_s: float) -> None:
         self._workers = workers
         self._limit_s = limit_s
-        self._silent_until_s: dict[int, float] = {}
+        self._silent: dict[int, tuple[float, float]] = {}  # until when, and for how long
         self._said_s: dict[int, dict[str, float]] = {}
 
     def ask(self, number: int, call: Callable[[], T]) -> T:
-        """What `call` gives; one that hangs is not asked again for a while.
+        """What `call` gives; one that hangs, or took long to fail, is left alone for a while.
 
         Raises:
-            StorageTimeoutError: Tier `number` does not answer.
+            StorageError: Tier `number` does not answer.
         """
         began_s = time.monotonic()
-        if began_s < self._silent_until_s.get(number, 0.0):
-            msg = "it did not answer a moment ago"
+        if began_s < self._silent.get(number, (0.0, 0.0))[0]:
+            msg = "it did not answer a while ago, and is not asked again yet"
             raise StorageTimeoutError(msg)
 
         def check() -> None:
             if time.monotonic() - began_s > self._limit_s:
-                self._silent_until_s[number] = time.monotonic() + _SILENCE_S
                 msg = f"no answer for {self._limit_s:g} s"
                 raise StorageTimeoutError(msg)
 
-        return self._workers.apart("ask", call, cancel=lambda: None, check=check)
+        try:
+            return self._workers.apart("ask", call, cancel=lambda: None, check=check)
+        except StorageError:
+            if time.monotonic() - began_s > min(_LONG_S, self._limit_s):
+                self._leave_alone(number)
+            raise
+
+    def _leave_alone(self, number: int) -> None:
+        first_s, most_s = _SILENCE_S
+        _, before_s = self._silent.get(number, (0.0, 0.0))
+        silence_s = min(2 * before_s, most_s) if before_s else first_s
+        self._silent[number] = time.monotonic() + silence_s, silence_s
 
     def missed(self, number: int, name: str, error: StorageError) -> None:
         """Warn that tier `number` does not answer: of each reason once, then every ten minutes."""
@@ -217,8 +228,9 @@ class Answers:
             log.warning("tier %s does not answer, going on without it: %s", name, str(error))
 
     def answered(self, number: int) -> None:
-        """The next outage of tier `number` is news."""
+        """The next outage of tier `number` is news, and it is asked as ever."""
         self._said_s.pop(number, None)
+        self._silent.pop(number, None)
 
 
 def known_entries(tiers: Sequence[Tier], answers: Answers, *, strict: bool) -> dict[int, list[str]]:

@@ -121,6 +121,14 @@ class S3Options(BaseModel):
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     verify: bool | str = True
 
+    @field_validator("endpoint_url")
+    @classmethod
+    def _without_credentials(cls, url: str | None) -> str | None:
+        if url is not None and "@" in urlsplit(url).netloc:
+            msg = "credentials do not belong into it: use the options key and secret"
+            raise ValueError(msg)
+        return url
+
 
 def shown(url: str) -> str:
     """`url` without user, password, query and fragment."""

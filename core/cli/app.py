@@ -146,6 +146,8 @@ def _set_debug(wanted: bool) -> None:
         import logging  # noqa: PLC0415
 
         logging.basicConfig(level=logging.DEBUG)
+        for name in ("botocore", "urllib3", "s3transfer", "aiobotocore"):
+            logging.getLogger(name).setLevel(logging.INFO)  # below, they print session tokens
 
 
 @app.callback(epilog=EXAMPLES)
