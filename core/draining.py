@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from penstock.core.copy_process import CopyProcess
 from penstock.core.copying import CheckpointCopy
 from penstock.core.drain_link import DrainLink
 from penstock.core.errors import (
+    BusyError,
+    CheckpointGoneError,
     NotDrainedError,
     StorageError,
     StorageFullError,
@@ -38,7 +41,7 @@ from penstock.core.tiers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from penstock.core.abc import Tier
+    from penstock.core.abc import Backend, Tier
     from penstock.core.drain_state import DrainState
     from penstock.core.manifest import CommitRecord
     from penstock.core.workers import Workers
@@ -86,6 +89,7 @@ class Drains:
         self._lock = threading.Lock()  # guards `_told`, `_counts` and what stands below it
         self._withdrawn: set[str] = set()
         self._bringing: dict[str, CheckpointCopy] = {}
+        self._mending: set[str] = set()
         self._brought = threading.Condition(self._lock)
         self._workers = workers
         self._grace_s = grace_s
@@ -350,10 +354,65 @@ class Drains:
             BusyError: Another process copies it there.
             StorageError: A tier failed.
         """
+        with self._lock:
+            if record.uid in self._withdrawn:
+                return
+            if record.uid in self._mending:
+                msg = f"step {record.step}: a copy of it is brought anew already: wait for it"
+                raise BusyError(msg)
+            self._mending.add(record.uid)
+        lent: list[Tier] = []
+        try:
+            # Before it is verified: from then on nobody evicts it for what the bad tier lists. And
+            # a crash would leave it there for ever, less durable than it was.
+            for tier in self._lenders(record, good, bad):
+                mark(tier.backend, record.uid, record.step)
+                lent.append(tier)
+            moved = on_progress or self._repair_moved
+            if self._is_good(record, good, on_progress=moved, lent=lent):
+                self._replace(record, good, bad, unreadable=unreadable, on_progress=moved)
+                _unmark(record, lent)
+        finally:
+            with self._lock:
+                self._mending.discard(record.uid)
+
+    def _is_good(
+        self,
+        record: CommitRecord,
+        good: int,
+        *,
+        on_progress: Callable[[int], None],
+        lent: Sequence[Tier],
+    ) -> bool:
+        """Verify all of a copy, and that it is still there; False: it is about to be deleted.
+
+        Unless it is good nothing stays marked that was not.
+        """
+        source = self._tiers[good].backend
+        try:
+            # A copy that is damaged elsewhere is better than none, where this one is damaged too.
+            verify_blobs(source, record, workers=self._workers, on_progress=on_progress)
+            for tier in lent:  # who drains may have taken the bad copy for a good one meanwhile
+                mark(tier.backend, record.uid, record.step)
+            _check_still_there(source, record)
+        except BaseException:
+            _unmark(record, lent)
+            raise
+        if record.uid in self._withdrawn:
+            _unmark(record, lent)
+            return False
+        return True
+
+    def _replace(
+        self,
+        record: CommitRecord,
+        good: int,
+        bad: int,
+        *,
+        unreadable: bool,
+        on_progress: Callable[[int], None],
+    ) -> None:
         source, target = self._tiers[good], self._tiers[bad]
-        moved = on_progress or self._repair_moved
-        # A copy that is damaged elsewhere is better than none, where this one is damaged too.
-        verify_blobs(source.backend, record, workers=self._workers, on_progress=moved)
         copy = CheckpointCopy(
             source.backend,
             target.backend,
@@ -367,20 +426,23 @@ class Drains:
             self._bringing[record.uid] = copy
         try:
             onward = good < bad < len(self._links) and is_marked(target.backend, record.uid)
-            lent = good < bad and not is_marked(source.backend, record.uid)
-            if lent:  # else a crash would leave it there for ever, less durable than it was
-                mark(source.backend, record.uid, record.step)
             self.rooms.evict(bad, record, unreadable=unreadable)
             if onward:
                 mark(target.backend, record.uid, record.step)
-            copy.run(on_progress=moved)
-            if lent:
-                source.backend.delete([mark_name(record.uid)])
+            copy.run(on_progress=on_progress)
         finally:
             with self._brought:
                 del self._bringing[record.uid]
                 self._brought.notify_all()
         log.info("step %d: repaired in tier %s from %s", record.step, target.name, source.name)
+
+    def _lenders(self, record: CommitRecord, good: int, bad: int) -> list[Tier]:
+        """Tiers to be marked while a copy behind them is brought: the good one, and the last."""
+        having = [n for n in range(good, bad) if is_whole(self._tiers[n].backend, record)]
+        numbers = sorted({*having[:1], *having[-1:]})
+        return [
+            self._tiers[n] for n in numbers if not is_marked(self._tiers[n].backend, record.uid)
+        ]
 
     def close(self) -> None:
         """Stop; whoever waits for a checkpoint that is still on its way is told so."""
@@ -430,6 +492,19 @@ class Drains:
             if told is not None:
                 # Callbacks may do anything, also wait for a link.
                 self._telling.append(self._workers.spawn("told", partial(_tell, told, error)))
+
+
+def _check_still_there(source: Backend, record: CommitRecord) -> None:
+    """What is open can be read though it is deleted."""
+    if not is_whole(source, record):
+        msg = f"step {record.step} on {source.url} was deleted while it was verified"
+        raise CheckpointGoneError(msg)
+
+
+def _unmark(record: CommitRecord, tiers: Sequence[Tier]) -> None:
+    for tier in tiers:
+        with suppress(StorageError):  # then it is looked at once more
+            tier.backend.delete([mark_name(record.uid)])
 
 
 def _left_s(end_s: float | None) -> float:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"@]+@|[^/\s'\"@:]+:(?!\d+/)[^\s'\"@]*@)")
+# As http.client says it: most are a credential that ends with a line break.
+_HEADER = re.compile(r"(Invalid header value).*", re.DOTALL)
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _MANY_REQUESTS, _NOT_FOUND, _SERVER_ERROR = 429, 404, 500
@@ -37,6 +39,7 @@ class Scrubber:
 
     def __call__(self, text: str) -> str:
         """`text` without known secrets, user names in URLs and queries."""
+        text = _HEADER.sub(r"\1 (has a credential a line break at its end?)", text)
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return _QUERY.sub(r"\1", _USER_INFO.sub("", text))

@@ -29,6 +29,7 @@ class Part:
         memory: As long as every part, once something is copied.
         copied: Start and stop of what was, ascending.
         taken: Bytes that nobody will write any more.
+        stop: Behind the last byte that was written.
     """
 
     index: int
@@ -37,10 +38,12 @@ class Part:
     memory: memoryview | None = None
     copied: list[tuple[int, int]] = field(default_factory=list)
     taken: int = 0
+    stop: int = 0
 
     def lend(self, at: int, source: memoryview) -> None:
         """Refer to `source` at `at`, until the part is sent or `own` is called."""
         self.lent.append((at, source))
+        self.stop = max(self.stop, at + source.nbytes)
 
     def put(self, at: int, source: memoryview, *, memory: PartMemory) -> None:
         """Copy `source` to `at`."""
@@ -48,6 +51,7 @@ class Part:
             self.memory = memory.take(self.size_bytes)
         copy(self.memory[at : at + source.nbytes], source)
         insort(self.copied, (at, at + source.nbytes))
+        self.stop = max(self.stop, at + source.nbytes)
 
     def own(self, *, memory: PartMemory) -> None:
         """Copy what is lent."""

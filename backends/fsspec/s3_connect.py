@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from penstock.backends.fsspec.s3_wire import Wire
 from penstock.core.errors import ConfigError
@@ -57,7 +58,8 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Wire | None]
             s3=s3,
         ),
     )
-    if get_environ_proxies(client.meta.endpoint_url):
+    place = client.meta.endpoint_url
+    if get_environ_proxies(place).get(urlsplit(place).scheme):  # not all that is set is for it
         return client, None
     wire = Wire(
         verify=True if verify is None else verify,

@@ -35,6 +35,7 @@ _AGAIN = _BUSY | {
     "OperationAborted",
     "ConditionalRequestConflict",
 }
+_AGAIN_STATUS = {408, 429}
 _HINTS = {
     "NoSuchBucket": "create the bucket, or mend the URL",
     "InvalidAccessKeyId": "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, options.key)",
@@ -97,6 +98,8 @@ def is_transient(error: BaseException) -> bool:
     """Whether another attempt may succeed: the store is busy or broken, or the network is."""
     if isinstance(error, PenstockError):
         return False
+    if status_of(error) in _AGAIN_STATUS:  # of a proxy, whatever its text says
+        return True
     if code_of(error):
         return code_of(error) in _AGAIN or status_of(error) >= SERVER_ERROR
     return _is_network(error)

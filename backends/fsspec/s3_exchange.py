@@ -16,7 +16,11 @@ from penstock.backends.fsspec.s3_errors import BrokenAnswerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-CLOSED = (ConnectionResetError, BrokenPipeError)  # also an end without an answer
+CLOSED = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""A connection that the store has closed; also an end without an answer."""
+
+_OK = 200
+_REDIRECT = 300
 
 _IDLE_S = 30.0  # firewalls forget a connection that rests, and tell nobody
 
@@ -70,9 +74,7 @@ class Connection:
         """Whether it has not rested too long, and the store has neither closed it nor sent more."""
         if time.monotonic() - self._rests_since_s > _IDLE_S:
             return False
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        return not self._heard()
 
     def exchange(self, message: Message) -> Answer:
         """Send a request; the head of the answer. Closed if there is none."""
@@ -108,7 +110,24 @@ class Connection:
             self._send(message.views)
         except CLOSED as error:
             return self._refusal(error)
-        return Answer(self, client.getresponse(), keeps=True)
+        except TimeoutError as error:
+            if not self._heard():
+                raise
+            return self._refusal(error)
+        response = client.getresponse()
+        if response.status < _OK:  # the answer itself is still to come
+            msg = f"a provisional answer ({response.status}), which nobody asked for"
+            raise BrokenAnswerError(msg)
+        return Answer(self, response, keeps=True)
+
+    def _heard(self) -> bool:
+        """Whether there is something to read, or an end."""
+        # What TLS has decrypted no longer lies in the socket.
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _send(self, views: Sequence[memoryview]) -> None:
         if not self._plain:
@@ -122,9 +141,13 @@ class Connection:
     def _refusal(self, error: Exception) -> Answer:
         """What a store said that would not take all of a body; `error` if it said nothing."""
         try:
-            return Answer(self, self._client.getresponse(), keeps=False)
+            response = self._client.getresponse()
         except (OSError, http.client.HTTPException):
             raise error from None
+        if response.status < _REDIRECT:  # of a body that it has not got it can have stored nothing
+            response.close()
+            raise error
+        return Answer(self, response, keeps=False)
 
 
 class Answer:

@@ -58,7 +58,8 @@ class Wire:
         # A store that refuses a body says so without being asked, too.
         headers = tuple((k, v) for k, v in request.headers.items() if k.lower() != "expect")
         message = Message(request.method, target, headers, body.views if body else ())
-        answer = self._exchange((url.scheme, url.netloc), message)
+        place = url.scheme, url.netloc.lower()  # as it is signed
+        answer = self._exchange(place, message)
         return AWSResponse(request.url, answer.status, answer.headers, answer)
 
     def keep(self, connection: Connection) -> None:

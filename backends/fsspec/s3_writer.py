@@ -77,6 +77,7 @@ class S3Writer(StoreWriter):
         self._part_bytes = part_bytes_for(size_hint, part_bytes)
         self._memory = memory
         self._open: dict[int, Part] = {}
+        self._newest = 0  # the last part that anything was written to
         self._upload = Upload(
             client, name, pool=uploads, checksums=checksums, stop=self._stop, failed=self._die
         )
@@ -92,10 +93,17 @@ class S3Writer(StoreWriter):
             self._place(at, view)
             at += view.nbytes
         self._count(request.offset, at)
-        for index in [i for i, part in self._open.items() if part.taken == self._part_bytes]:
+        self._newest = max(self._newest, (at - 1) // self._part_bytes)
+        for index in [i for i, part in self._open.items() if self._is_over(i, part)]:
             self._send(self._open.pop(index), self._part_bytes, batch)
         while len(self._open) > _OPEN_PARTS:
             self._send(self._open.pop(min(self._open)), self._part_bytes, batch)
+
+    def _is_over(self, index: int, part: Part) -> bool:
+        """Whether all of a part is known: where its last page is not full the blob may end."""
+        if part.taken < self._part_bytes:
+            return False
+        return part.stop == self._part_bytes or index < self._newest
 
     def _let_go(self) -> None:
         for part in self._open.values():

@@ -6,13 +6,15 @@ import shutil
 import pytest
 from tests.core.command import caller
 from tests.integration.places import Folders, Places
-from tests.integration.support import TINY, make_state, same
+from tests.integration.support import TINY, checkpointer, make_state, same
 
 from penstock import Checkpointer, ConfigError, StorageError
+from penstock.core.abc import Tier
 from penstock.core.catalog import Catalog
 from penstock.core.opening import open_backend
 from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.tiers import is_marked, mark
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers import Rooms, is_marked, mark
 
 
 @pytest.fixture
@@ -211,3 +213,67 @@ def test_the_document_of_the_command_tells_of_repairs(call, folders):
     assert json.dumps(report["repairs"]) == json.dumps(
         [{"tier": "durable", "source": "fast", "error": None}]
     )
+
+
+class Meanwhile(WrapperBackend):
+    """Lets something happen once the last of some blobs was read."""
+
+    def __init__(self, inner, what):
+        super().__init__(inner)
+        self._what = what
+
+    def submit_read(self, requests, /):
+        future = self.inner.submit_read(requests)
+        what, self._what = self._what, None
+        if what is not None:
+            future.result(60)
+            what()
+        return future
+
+
+def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    spoil(places.durable)
+    other = (Tier("fast", places.other_fast(), keep_last=0), Tier("durable", places.other()))
+    fast = Meanwhile(places.other_fast(), lambda: Rooms(other).trim(0))
+    with places.open(fast=fast, options={"keep_fast": 0}) as ckpt:
+        report = ckpt.verify(1, deep=False, repair=True)
+        assert report.ok
+    assert places.steps()[1] == [1]
+    with checkpointer(places.durable) as alone:
+        assert same(alone.load(1), make_state(1))
+
+
+def test_a_copy_that_vanishes_while_it_is_verified_costs_the_other_nothing():
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    spoil(places.durable)
+    fast = Meanwhile(places.other_fast(), lambda: Catalog(places.fast).delete(1))
+    with places.open(fast=fast) as ckpt:
+        report = ckpt.verify(1, deep=False, repair=True)
+        assert not report.ok
+    assert places.steps()[1] == [1]
+
+
+def test_two_repairs_of_one_step_do_not_delete_each_others_work():
+    places, results = Places(), []
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    spoil(places.durable)
+    fast = Meanwhile(places.other_fast(), lambda: results.append(ckpt.verify(1, repair=True)))
+    with places.open(fast=fast) as ckpt:
+        assert ckpt.verify(1, deep=False, repair=True).ok
+        assert "brought anew already" in results[0].repairs[0].error
+        assert ckpt.verify(1).ok
+    assert not is_marked(places.fast, Catalog(places.fast).record(1).uid)
+
+
+def spoil(backend):
+    """Cut the end off a blob."""
+    name = next(i.name for i in backend.list("data/") if i.name.endswith(".raw"))
+    data = backend.read_record(name, limit_bytes=1 << 30)
+    backend.delete([name])
+    backend.publish(name, data[:-1])

@@ -326,3 +326,17 @@ def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
     store.sweep(now + 3600 * 24 * 365 * 20)
     assert ours() == ["elsewhere/b.raw"]
     look.abort_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw", UploadId=outside["UploadId"])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("short", [0, 1, PAGE_BYTES - 1, PAGE_BYTES])
+@pytest.mark.parametrize("step", [PART, 1 << 20])
+def test_a_blob_may_end_anywhere_in_the_last_page_of_a_part(store, parts, short, step):
+    length = parts * PART - short
+    data = pattern(length)
+    writer = store.create("data/last-page")
+    for offset in range(0, length, step):
+        view = memoryview(data)[offset : offset + step]
+        store.submit_write(writer, [WriteRequest(offset, (view,))]).result(60)
+    writer.seal(length)
+    assert read_all(store, "data/last-page", length) == data
