@@ -434,6 +434,9 @@ class Checkpointer(Run):
             )
 
     def _after_commit(self, job: SaveJob, report: SaveReport, *, overwrite: bool) -> None:
+        if self._drains is not None and self._drains.is_silent():
+            log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
+            return  # a save when it is back does it
         with job.ending.calling_back():  # `on_event` may be called
             clean_up_after(
                 report,

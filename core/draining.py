@@ -144,6 +144,10 @@ class Drains:
                 said = True
             time.sleep(_BLOCKED_POLL_S)
 
+    def is_silent(self) -> bool:
+        """Whether a tier did not answer when it was asked last, and is left alone for a while."""
+        return self._answers.is_any_silent()
+
     def is_failing(self) -> bool:
         """Whether a tier has failed for so long that waiting for it makes no sense."""
         return any(link.is_failing() for link in self._links)

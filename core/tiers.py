@@ -40,6 +40,7 @@ T = TypeVar("T")
 REPEAT_LOG_S = 600.0
 
 _SILENCE_S = (60.0, 600.0)  # a tier that did not answer is left alone, longer each time
+_SILENT = "it did not answer a while ago, and is not asked again yet"
 _LONG_S = 0.5  # an error that comes sooner costs a save nothing
 _MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
 
@@ -198,8 +199,7 @@ class Answers:
         """
         began_s = time.monotonic()
         if began_s < self._silent.get(number, (0.0, 0.0))[0]:
-            msg = "it did not answer a while ago, and is not asked again yet"
-            raise StorageTimeoutError(msg)
+            raise StorageTimeoutError(_SILENT)
 
         def check() -> None:
             if time.monotonic() - began_s > self._limit_s:
@@ -207,11 +207,18 @@ class Answers:
                 raise StorageTimeoutError(msg)
 
         try:
-            return self._workers.apart("ask", call, cancel=lambda: None, check=check)
+            return self._workers.apart(
+                "ask", call, cancel=lambda: None, check=check, patience_s=0.0
+            )
         except StorageError:
             if time.monotonic() - began_s > min(_LONG_S, self._limit_s):
                 self._leave_alone(number)
             raise
+
+    def is_any_silent(self) -> bool:
+        """Whether a tier is left alone at the moment, since it did not answer."""
+        now_s = time.monotonic()
+        return any(now_s < until_s for until_s, _ in self._silent.values())
 
     def _leave_alone(self, number: int) -> None:
         first_s, most_s = _SILENCE_S
@@ -221,6 +228,8 @@ class Answers:
 
     def missed(self, number: int, name: str, error: StorageError) -> None:
         """Warn that tier `number` does not answer: of each reason once, then every ten minutes."""
+        if str(error) == _SILENT:  # no news
+            return
         said_s = self._said_s.setdefault(number, {})
         now_s = time.monotonic()
         if now_s - said_s.get(str(error), -math.inf) >= REPEAT_LOG_S:

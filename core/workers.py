@@ -52,12 +52,13 @@ class Workers:
         *,
         cancel: Callable[[], None],
         check: Callable[[], None] = lambda: None,
+        patience_s: float = _PATIENCE_S,
     ) -> T:
         """Run `task` on a thread of its own, and return its result.
 
         Whatever interrupts the wait (Ctrl-C, or what `check` raises now and then) calls `cancel`,
-        and is raised once `task` is over, or does not come to its end: its thread then holds on to
-        all that it uses.
+        and is raised once `task` is over, or does not come to its end in `patience_s`: its thread
+        then holds on to all that it uses.
         """
         mine = threading.Lock()  # taken for ever by whoever is first
         over = Latch()
@@ -68,7 +69,7 @@ class Workers:
             while not over.wait(_LOOK_S):
                 check()
         except BaseException as error:
-            if not _outlast(mine, over, cancel):
+            if not _outlast(mine, over, cancel, patience_s):
                 error.add_note(f"penstock: a stuck {name} was left behind")
             raise
         try:
@@ -91,14 +92,16 @@ def _run(task: Callable[[], T], mine: threading.Lock, outcome: Future[T], over: 
         over.open()
 
 
-def _outlast(mine: threading.Lock, over: Latch, cancel: Callable[[], None]) -> bool:
+def _outlast(
+    mine: threading.Lock, over: Latch, cancel: Callable[[], None], patience_s: float
+) -> bool:
     """Keep a task from beginning, or wait for its end; False: it does not come to it."""
     until_s = math.inf
     while True:
         # All in one `try`: whatever is interrupted here, as a rule by more of the same, is begun
         # again.
         try:
-            until_s = min(until_s, time.monotonic() + _PATIENCE_S)
+            until_s = min(until_s, time.monotonic() + patience_s)
             if mine.acquire(blocking=False):
                 over.open()
             elif not over.is_open:
