@@ -255,6 +255,7 @@ class Checkpoint:
             bytes_read=sum(copy.bytes_read for copy in there),
             deep=deep,
             seconds=time.monotonic() - began,
+            tiers=tuple(copy.tier for copy in there),
         )
 
     def still_there(self) -> bool:

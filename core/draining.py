@@ -450,9 +450,9 @@ class Drains:
 
     def close(self) -> None:
         """Stop; whoever waits for a checkpoint that is still on its way is told so."""
+        self._say_what_is_left()
         for link in self._links:
             link.close()
-        self._say_what_is_left()
         with self._lock:
             self._closed = True
             left, self._told = self._told, {}

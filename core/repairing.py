@@ -126,7 +126,10 @@ class _Repairs:
         tier = self._checkpoint.backend.tiers[bad]
         if not self._is_this_one(bad):
             return Repair(tier.name, None, "it is of another save, which no other tier has")
-        error = "no other tier has a good copy"
+        error = (
+            "no other tier has a good copy. If reading finds all of it between them, `penstock "
+            "copy --raw` makes a whole one elsewhere"
+        )
         for good in tuple(self._good):
             try:
                 self._bring(good, bad)

@@ -157,6 +157,7 @@ class VerifyReport:
         deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
         seconds: How long it took.
         repairs: With `repair`: one of each damaged copy.
+        tiers: With tiers: which of them have it.
     """
 
     step: int
@@ -168,6 +169,7 @@ class VerifyReport:
     deep: bool
     seconds: float
     repairs: tuple[Repair, ...] = ()
+    tiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ class S3Store(Store):
         try:
             options = S3Options.model_validate(config.options)
         except ValidationError as error:
-            bad = ", ".join(sorted({str(p["loc"][0]) for p in error.errors() if p["loc"]}))
+            # Messages never show the values, which may be secrets.
+            found = sorted({(str(p["loc"][0]), p["msg"]) for p in error.errors() if p["loc"]})
+            bad = ", ".join(f"{name} ({why})" for name, why in found)
             known = ", ".join(S3Options.model_fields)
             msg = f"{config.shown_url}: options for S3 are {known}; wrong: {bad}"
             raise ConfigError(msg) from None

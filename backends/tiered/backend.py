@@ -130,8 +130,15 @@ class TieredBackend(Backend):
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """What any tier has; sizes and times are the fastest one's."""
         found: dict[str, BlobInfo] = {}
-        for backend in reversed(self._backends):
-            found.update((info.name, info) for info in backend.list(prefix))
+        for tier in reversed(self._tiers):
+            try:
+                found.update((info.name, info) for info in tier.backend.list(prefix))
+            except StorageError as error:
+                msg = (
+                    f"tier {tier.name} of the run does not answer, so what there is cannot be "
+                    f"told: {error}. To go on from what another tier has, open that one alone"
+                )
+                raise type(error)(msg) from error
         return [found[name] for name in sorted(found)]
 
     def stat(self, name: str, /) -> BlobInfo:

@@ -19,7 +19,13 @@ from penstock.core.cli.places import same_place
 from penstock.core.cli.render import print_json, print_line, visible
 from penstock.core.config import load_config, parse_size
 from penstock.core.copying import CheckpointCopy
-from penstock.core.errors import CheckpointNotFoundError, ConfigError, PenstockError, PluginError
+from penstock.core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+    PenstockError,
+    PluginError,
+)
 from penstock.core.loading import Loader
 from penstock.core.opening import open_backend
 from penstock.core.prune import GRACE_S
@@ -28,12 +34,14 @@ from penstock.core.registry import default_registry
 from penstock.core.reports import Progress
 from penstock.core.select import Selection
 from penstock.core.sizes import size_text
+from penstock.core.survey import is_whole
 from penstock.core.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Backend
+    from penstock.core.copying import CopyReport
     from penstock.core.manifest import CommitRecord
 
 
@@ -243,6 +251,7 @@ class _Copier:
         )
 
     def _copy(self, record: CommitRecord, bar: ProgressBar) -> Copied:
+        stored = record
         if self._how.overwrite:
             record = self._above(record)
         total, done = record.bytes_stored, 0
@@ -252,17 +261,10 @@ class _Copier:
             done += size_bytes
             bar(Progress(done, max(done, total), "copy"))
 
-        copy = CheckpointCopy(
-            self._source,
-            self._target,
-            record,
-            workers=self._workers,
-            grace_s=GRACE_S,
-            bytes_per_s=self._how.bytes_per_s,
-            trust_sealed=self._how.trust_sealed,
-            replace=self._how.overwrite,
-        )
-        report = copy.run(on_progress=moved)
+        try:
+            report = self._copy_from(self._source, record, moved)
+        except DamagedError as error:
+            report = self._copy_from_another(stored, record, moved, error)
         return Copied(
             step=report.step,
             state="there" if report.already_there else "copied",
@@ -274,6 +276,39 @@ class _Copier:
             bytes_kept=report.bytes_kept,
             seconds=report.seconds,
         )
+
+    def _copy_from(
+        self, source: Backend, record: CommitRecord, moved: Callable[[int], None]
+    ) -> CopyReport:
+        copy = CheckpointCopy(
+            source,
+            self._target,
+            record,
+            workers=self._workers,
+            grace_s=GRACE_S,
+            bytes_per_s=self._how.bytes_per_s,
+            trust_sealed=self._how.trust_sealed,
+            replace=self._how.overwrite,
+        )
+        return copy.run(on_progress=moved)
+
+    def _copy_from_another(
+        self,
+        stored: CommitRecord,
+        record: CommitRecord,
+        moved: Callable[[int], None],
+        error: DamagedError,
+    ) -> CopyReport:
+        """From a slower tier, where the fastest that has it has a damaged copy."""
+        for tier in self._source.tiers[1:]:
+            if is_whole(tier.backend, stored):
+                sys.stderr.write(f"penstock: {visible(str(error))}\n")
+                sys.stderr.write(f"penstock: tier {tier.name} is tried instead\n")
+                try:
+                    return self._copy_from(tier.backend, record, moved)
+                except DamagedError as another:
+                    error = another
+        raise error
 
     def _above(self, record: CommitRecord) -> CommitRecord:
         """The record as a generation above all that the target has of that step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from penstock.core.blame import said
@@ -69,6 +69,23 @@ def _asked(url: object) -> str:
 
 
 def _looked_at(backend: Backend, probe_bytes: int) -> list[Check]:
+    if not backend.tiers:
+        return [*_looked_at_place(backend, probe_bytes), *check_process()]
+    checks: list[Check] = []
+    for number, tier in enumerate(backend.tiers):
+        found = _looked_at_place(tier.backend, probe_bytes)
+        checks += [_of_tier(tier.name, check, later=number > 0) for check in found]
+    return [*checks, *check_process()]
+
+
+def _of_tier(name: str, check: Check, *, later: bool) -> Check:
+    status, advice = check.status, check.advice
+    if later and status == "fail":
+        status, advice = "warn", f"{advice or 'mend it'}; until then saves stay in faster tiers"
+    return replace(check, name=f"{name}: {check.name}", status=status, advice=advice)
+
+
+def _looked_at_place(backend: Backend, probe_bytes: int) -> list[Check]:
     checks: list[Check] = []
     try:
         root = local_root(backend)
@@ -76,7 +93,6 @@ def _looked_at(backend: Backend, probe_bytes: int) -> list[Check]:
         root = None
     if root is not None:
         checks += check_folder(root)
-    checks += check_process()
     with _as_it_was(root):
         checks += check_store(backend, root, probe_bytes=probe_bytes)
     return checks

@@ -93,7 +93,8 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         for name, why in silent.items():
             print_line(f"tier {name} does not answer: {visible(why)}", style="red")
         if not listed:
-            print_line(f"no checkpoints under {visible(backend.url)}")
+            where = "in the tiers that answer," if silent else "under"
+            print_line(f"no checkpoints {where} {visible(backend.url)}")
             _print_runs_near(named_root(backend))
             return
     now_s = time.time()

@@ -123,8 +123,9 @@ def _print(report: VerifyReport) -> None:
         looked = f"{report.frames} frames of {looked}"
     if report.ok and not report.damaged:
         how = "whole" if report.deep else "whole as far as its manifest and sizes say"
+        where = f" in {' and '.join(report.tiers)}" if report.tiers else ""
         print_line(
-            f"step {report.step} is {how}: {looked} in {report.seconds:.1f} s", style="green"
+            f"step {report.step} is {how}{where}: {looked} in {report.seconds:.1f} s", style="green"
         )
         return
     # One cause may hit thousands of objects: it is said once, above all of them.
@@ -146,6 +147,8 @@ def _print(report: VerifyReport) -> None:
     print_line(
         f"step {report.step} is damaged: {len(report.damaged)} found; {looked}", style="bold red"
     )
+    if len(report.tiers) > 1 and not report.repairs:
+        print_line("--repair brings bad copies anew from a good one")
 
 
 def _print_repair(repair: Repair) -> None:

@@ -450,3 +450,12 @@ def test_that_no_process_can_open_what_was_opened_here_is_said(tmp_path, log):
     with closing(open_backend(tiers_at(tmp_path))) as backend, checkpointer(backend) as ckpt:
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
     assert "there is no configuration from which another process could open" in log.text
+
+
+def test_closing_says_what_was_not_copied(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(drain_link, "_PATIENCE_S", 0.2)
+    (tmp_path / "durable").write_text("no folder")
+    with checkpointer(tiers_at(tmp_path, drain_in="thread")) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state(step), step).committed.result(PATIENCE_S)
+    assert "2 checkpoint(s) were not copied from tier fast to durable: step 1, 2." in log.text

@@ -277,3 +277,46 @@ def spoil(backend):
     data = backend.read_record(name, limit_bytes=1 << 30)
     backend.delete([name])
     backend.publish(name, data[:-1])
+
+
+def test_verify_says_where_a_step_is_and_how_a_bad_copy_can_be_mended(folders, call):
+    url = url_of(folders)
+    assert "step 1 is whole in fast and durable:" in call("verify", url).out
+    damage(folders.durable, "cut")
+    assert "--repair brings bad copies anew" in call("verify", url).out
+    next(folders.durable.glob("commits/*")).unlink()
+    assert "step 1 is whole in fast:" in call("verify", url).out
+
+
+@pytest.mark.parametrize("how", ["flip", "missing", "cut"])
+def test_copy_goes_to_the_next_tier_where_the_fastest_has_a_damaged_copy(
+    folders, call, tmp_path, how
+):
+    damage(folders.fast, how)
+    done = call("copy", url_of(folders), tmp_path / "target")
+    assert done.code == 0
+    assert whole(tmp_path / "target")
+    damage(folders.durable, "flip")
+    assert call("copy", url_of(folders), tmp_path / "other").code != 0
+
+
+def test_doctor_looks_at_each_tier_and_a_later_one_fails_no_save(folders, call):
+    done = call("doctor", url_of(folders))
+    assert done.code == 0
+    assert "fast: write a record" in done.out
+    assert "durable: write a record" in done.out
+    shutil.rmtree(folders.durable)
+    folders.durable.write_text("no folder")
+    done = call("doctor", url_of(folders))
+    assert done.code == 0
+    assert "until then saves stay in faster tiers" in " ".join(done.out.split())
+
+
+def test_listing_names_the_tier_that_does_not_answer(folders):
+    places = Places()
+    away = FaultyBackend(places.other())
+    away.add(Fault("list", times=None, error=StorageError("no route to host")))
+    with places.open(durable=away) as ckpt, pytest.raises(StorageError) as caught:
+        ckpt.latest()
+    assert "tier durable of the run does not answer" in str(caught.value)
+    assert "no route to host" in str(caught.value)

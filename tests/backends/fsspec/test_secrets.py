@@ -112,3 +112,18 @@ def test_scrubber_takes_out_secrets_users_and_queries():
     assert scrub("http://host:80/a@b") == "http://host:80/a@b"
     text = "abcdef at https://me:pw@host/path?sig=xyz&x=1, and abc"
     assert scrub(text) == "*** at https://host/path and ***"
+
+
+def test_credentials_in_the_endpoint_are_refused_unseen():
+    with pytest.raises(ConfigError, match="do not belong into it") as caught:
+        FsspecBackend(
+            FsspecConfig(url="s3://bucket/run", options={"endpoint_url": "http://me:pw123@host"})
+        )
+    assert "pw123" not in everything(caught.value)
+
+
+@pytest.mark.parametrize("secret", [*SECRETS])
+def test_a_credential_with_a_line_break_is_not_shown(secret):
+    told = Scrubber(())(f"ValueError: Invalid header value b'{secret}\\n'")
+    assert secret not in told
+    assert "line break" in told
