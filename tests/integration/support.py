@@ -77,7 +77,7 @@ def _command(words):
 
 
 def _around(variables):
-    found = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    found = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
     return {"cwd": ROOT, "text": True, "env": {**os.environ, **found, **variables}}
 
 
