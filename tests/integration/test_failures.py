@@ -690,6 +690,25 @@ def join_threads_of_saves():
             thread.join()
 
 
+def test_a_save_that_failed_holds_its_memory_until_the_store_lets_go_of_it(
+    store, gate, monkeypatch
+):
+    monkeypatch.setattr(saving, "BATCH_BYTES", 1)  # each chunk is a write of its own
+    with Checkpointer(store, **SMALL) as ckpt:
+        loop = Loop(ckpt)
+        failing = store.fail("write", match=".raw")
+        held = store.block("write", gate, nth=2, match=".raw")
+        handle = loop.save()
+        assert failing.reached.wait(60)
+        assert held.reached.wait(60)
+        assert not ckpt._job.released.wait(1)
+        gate.set()
+        with pytest.raises(StorageError, match="simulated"):
+            handle.result(60)
+        assert ckpt._job.released.wait(60)
+        assert_nothing_is_held(ckpt)
+
+
 @pytest.mark.parametrize("budget", [{}, TINY_BUDGET], ids=["ample", "tiny"])
 def test_fifty_saves_leave_no_threads_and_no_staging_behind(store, budget):
     before = len(penstock_threads())
