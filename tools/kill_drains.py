@@ -230,7 +230,7 @@ def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
         step = max(told.committed, default=0) + 2
         ckpt.save(state_of(step), step).result()
         ckpt.wait()
-    with penstock.Checkpointer.from_config({**config, "grace_s": 0}) as ckpt:
+    with penstock.Checkpointer.from_config({**config, "grace_s": 1e-6}) as ckpt:
         time.sleep(0.05)
         report = ckpt.prune()
         problems += [f"prune refused: {why}" for why in report.refused]
