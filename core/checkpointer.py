@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from penstock.core.config import BackendConfig, CheckpointerOptions
     from penstock.core.events import Event
-    from penstock.core.manifest import CommitRecord
     from penstock.core.prune import PruneReport
     from penstock.core.registry import Registry
     from penstock.core.reports import Progress, SaveHandle, SaveReport
@@ -115,6 +114,7 @@ class Checkpointer(Run):
                 stuck_s=self._config.io_timeout_s,
                 backend=_for_another_process(config, registry, self._backend),
             )
+            self._bring = self._drains.bring
         self._pending = Pending(self._drains)
         self._warned_straight = False
         self._closing = False
@@ -391,18 +391,6 @@ class Checkpointer(Run):
         """Bring copies that turned out to be damaged from the tier that has good ones."""
         if self._drains is not None and rescued:
             self._drains.repair(rescued)
-
-    def _bring(
-        self,
-        record: CommitRecord,
-        good: int,
-        bad: int,
-        *,
-        unreadable: bool,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        if self._drains is not None:
-            self._drains.bring(record, good, bad, unreadable=unreadable, on_progress=on_progress)
 
     def _watch(
         self, handle: SaveHandle, on_progress: Callable[[Progress], None] | None

@@ -60,7 +60,7 @@ class Mending:
 
 def verify_and_repair(
     checkpoint: Checkpoint,
-    mending: Mending,
+    mending: Mending | None,
     *,
     deep: bool,
     on_progress: Callable[[Progress], None] | None,
@@ -74,7 +74,7 @@ def verify_and_repair(
         ConfigError: The run is in one place.
         StorageTimeoutError: A store is stuck.
     """
-    if not checkpoint.backend.tiers:
+    if mending is None or not checkpoint.backend.tiers:
         msg = (
             f"{checkpoint.backend.url} is one place: repairing takes another copy. Name the run "
             "with all its tiers, or copy a good checkpoint there"

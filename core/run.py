@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.config import CheckpointerConfig
     from penstock.core.events import Event
-    from penstock.core.manifest import CommitRecord
     from penstock.core.progress import Meter
     from penstock.core.registry import Registry
+    from penstock.core.repairing import Bring
     from penstock.core.reports import CheckpointInfo, Progress, RestoreReport, VerifyReport
     from penstock.core.select import RenameSpec
     from penstock.core.workers import Workers
@@ -61,6 +61,7 @@ class Run:
         self._loader = Loader(backend, workers, io_timeout_s=config.io_timeout_s)
         self._events = EventStream(on_event)
         self._rescued: list[tuple[str, str]] = []  # damaged in one tier, and that which had it
+        self._bring: Bring | None = None  # where there are tiers
         self._restored_from: int | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -225,7 +226,9 @@ class Run:
         """
         checkpoint = self.open(step)
         if repair:
-            mending = Mending(self._bring, self._workers, self._config.io_timeout_s)
+            mending = None
+            if self._bring is not None:
+                mending = Mending(self._bring, self._workers, self._config.io_timeout_s)
             report = verify_and_repair(checkpoint, mending, deep=deep, on_progress=on_progress)
         else:
             report = checkpoint.verify(deep=deep, on_progress=on_progress)
@@ -298,17 +301,6 @@ class Run:
 
     def _repair(self, rescued: _Rescued) -> None:
         """This turned out to be damaged in one tier; each with the tier that had it whole."""
-
-    def _bring(
-        self,
-        record: CommitRecord,
-        good: int,
-        bad: int,
-        *,
-        unreadable: bool,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        """The copy of a checkpoint in tier `bad` is to be replaced by that in tier `good`."""
 
     def _before_restore(self) -> None:
         """Live objects are about to change, perhaps those of another run's pending save."""

@@ -64,7 +64,10 @@ def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> 
             text = "Input should be a table"
         where = ".".join(filter(None, [above, _shown(place)]))
         found.setdefault(where, []).append(text)
-    return [f"  {where}: {_any_of(found[where])}".replace("  : ", "  ") for where in found]
+    return [
+        f"  {where}: {_any_of(texts)}" if where else f"  {_any_of(texts)}"
+        for where, texts in found.items()
+    ]
 
 
 def _any_of(texts: Sequence[str]) -> str:

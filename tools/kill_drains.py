@@ -206,6 +206,7 @@ def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
     chance = random.Random(seed)  # noqa: S311 - no secret
     fast, durable = config["backend"]["fast"], config["backend"]["durable"]
     told, seen = Told(), Counter[str]()
+    longest_s = 0.3 if config["backend"]["drain_in"] == "thread" else 1.5  # a process has to start
     problems: list[str] = []
     began = time.monotonic()
     gc.freeze()
@@ -213,10 +214,7 @@ def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
         if time.monotonic() - began > seconds:
             break
         first = max(told.committed, default=0) + 2  # the one after may exist, untold
-        wait_for, delay_s = (
-            chance.randrange(5),
-            chance.random() * (0.3 if config["backend"]["drain_in"] == "thread" else 1.5),
-        )
+        wait_for, delay_s = chance.randrange(5), chance.random() * longest_s
         node = chance.random() < 0.5  # noqa: PLR2004 - one way or the other
         kill_one(config, first, told, wait_for=wait_for, delay_s=delay_s, node=node)
         with_marks = [i.name for i in _listed(fast) if i.name.endswith("/drain.json")]
