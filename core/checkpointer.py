@@ -114,7 +114,7 @@ class Checkpointer(Run):
                 stuck_s=self._config.io_timeout_s,
                 backend=_for_another_process(config, registry, self._backend),
             )
-            self._bring = self._drains.bring
+            self._bring = self._drains.repairs.bring
         self._pending = Pending(self._drains)
         self._warned_straight = False
         self._closing = False
@@ -390,7 +390,7 @@ class Checkpointer(Run):
     def _repair(self, rescued: Sequence[tuple[str, str]]) -> None:
         """Bring copies that turned out to be damaged from the tier that has good ones."""
         if self._drains is not None and rescued:
-            self._drains.repair(rescued)
+            self._drains.repairs.begin(rescued)
 
     def _watch(
         self, handle: SaveHandle, on_progress: Callable[[Progress], None] | None

@@ -7,41 +7,24 @@ its mark (see `tiers`), so whatever ends the process, the next one goes on.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.confirming import verify_blobs
 from penstock.core.copy_process import CopyProcess
-from penstock.core.copying import CheckpointCopy
 from penstock.core.drain_link import DrainLink
-from penstock.core.errors import (
-    BusyError,
-    CheckpointGoneError,
-    NotDrainedError,
-    StorageError,
-    StorageFullError,
-)
-from penstock.core.manifest import data_uid, mark_name, parse_commit_name
+from penstock.core.errors import NotDrainedError, StorageError, StorageFullError
 from penstock.core.prune import CLOCK_PREFIX
-from penstock.core.survey import is_whole, read_commit, uids_named
-from penstock.core.tiers import (
-    Answers,
-    Rooms,
-    is_marked,
-    known_entries,
-    mark,
-    pending,
-    whereabouts,
-)
+from penstock.core.survey import is_whole
+from penstock.core.tier_answers import Answers, known_entries
+from penstock.core.tier_repairs import TierRepairs
+from penstock.core.tiers import Rooms, is_marked, mark, pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from penstock.core.abc import Backend, Tier
+    from penstock.core.abc import Tier
     from penstock.core.drain_state import DrainState
     from penstock.core.manifest import CommitRecord
     from penstock.core.workers import Workers
@@ -51,7 +34,6 @@ log = logging.getLogger("penstock")
 _ANSWER_S = 10.0  # a slower tier that takes longer to list its names counts as away
 _BLOCKED_POLL_S = 0.5
 _MOST_LISTED = 10
-_LOOK_S = 1.0  # only bounds how late a stuck repair is noticed
 _LEFT = (
     "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
     "goes on with it; it was not copied to the durable one yet"
@@ -82,21 +64,16 @@ class Drains:
         self._tiers = tiers
         self._told: dict[str, Callable[[BaseException | None], None]] = {}
         self._counts = [0] * len(tiers)
-        self._stuck_s = stuck_s
         self._answers = Answers(workers, min(stuck_s, _ANSWER_S))
         self._closed = False
         self._telling: list[threading.Thread] = []
-        self._lock = threading.Lock()  # guards `_told`, `_counts` and what stands below it
-        self._withdrawn: set[str] = set()
-        self._bringing: dict[str, CheckpointCopy] = {}
-        self._mending: set[str] = set()
-        self._brought = threading.Condition(self._lock)
+        self._lock = threading.Lock()  # guards `_told`, `_counts`, `_closed`, `_telling`
         self._workers = workers
-        self._grace_s = grace_s
         self._resumed = False
-        self._repairs: list[threading.Thread] = []
-        self._repair_alive_s = time.monotonic()
         self.rooms = Rooms(tiers)
+        self.repairs = TierRepairs(
+            tiers, rooms=self.rooms, workers=workers, grace_s=grace_s, stuck_s=stuck_s
+        )
         self._links = [
             DrainLink(
                 tiers,
@@ -154,11 +131,7 @@ class Drains:
 
     def is_stuck(self) -> bool:
         """Whether a store neither answers nor fails; what it was given may be in use for ever."""
-        repairing = any(repair.is_alive() for repair in self._repairs)
-        silent_s = time.monotonic() - self._repair_alive_s
-        return (repairing and silent_s > self._stuck_s) or any(
-            link.is_stuck() for link in self._links
-        )
+        return self.repairs.is_stuck() or any(link.is_stuck() for link in self._links)
 
     def _has_room(self, number: int, need_bytes: int) -> bool:
         return self._answers.ask(number, lambda: self._would_fit(number, need_bytes))
@@ -224,35 +197,19 @@ class Drains:
     def _resume(self) -> None:
         self.resume()
 
-    def repair(self, damaged: Sequence[tuple[str, str]]) -> None:
-        """Bring copies anew, in the background, that turned out to be damaged.
-
-        Args:
-            damaged: Blobs and records, each with the name of the tier whose copy is good.
-        """
-        self._repair_moved(0)
-        self._repairs.append(self._workers.spawn("repair", partial(self._repair, dict(damaged))))
-
     def withdraw(self, uids: Collection[str]) -> None:
         """Copy these no more; on return none of them is being copied.
 
         Before they are deleted: else the record of a copy could come after the deletion of its
         data.
         """
-        with self._lock:
-            self._withdrawn.update(uids)
-            bringing = [copy for uid, copy in self._bringing.items() if uid in uids]
-        for copy in bringing:
-            copy.cancel()
+        self.repairs.withdraw(uids)
         for link in self._links:
             link.withdraw(uids)
-        with self._brought:
-            self._brought.wait_for(lambda: not self._bringing.keys() & set(uids), self._stuck_s)
 
     def reinstate(self, uids: Collection[str]) -> None:
         """What was withdrawn was not deleted after all: what of it is marked goes on."""
-        with self._lock:
-            self._withdrawn.difference_update(uids)
+        self.repairs.reinstate(uids)
         for link in self._links:
             link.reinstate(uids)
         self._workers.spawn("resume", self._resume)
@@ -290,9 +247,7 @@ class Drains:
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left, or what is left is failing; False: neither, in time."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        for repair in self._repairs:
-            while repair.is_alive() and not self.is_stuck() and (left_s := _left_s(end)):
-                repair.join(min(left_s, _LOOK_S))
+        self.repairs.settle(end)
         # What one has finished is the next one's to do.
         return all(link.settle(end) for link in self._links) and self._all_told(end)
 
@@ -301,152 +256,8 @@ class Drains:
         with self._lock:
             telling = [t for t in self._telling if t is not threading.current_thread()]
         for thread in telling:
-            thread.join(None if end is None else _left_s(end))
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in telling)
-
-    def _repair(self, damaged: Mapping[str, str]) -> None:
-        good = {data_uid(blob): name for blob, name in damaged.items()}
-        numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
-        try:
-            for name, tier in damaged.items():
-                if parse_commit_name(name) is not None:
-                    self._bring_listed(name, numbers[tier])
-            for uid, where in whereabouts(self._tiers).items():
-                best = numbers[good[uid]] if uid in good else 0
-                for number in where.tiers if best in where.tiers else ():
-                    if number < best and number not in where.waiting:
-                        self.bring(where.record, best, number)
-        except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
-            log.warning("repairing a damaged copy failed: %s", str(error))
-
-    def _repair_moved(self, _: int) -> None:
-        self._repair_alive_s = time.monotonic()
-
-    def _bring_listed(self, name: str, good: int) -> None:
-        """Replace what the tiers before `good` have under the name of a commit record, unreadable.
-
-        What waits there to be copied stays: its mark would go with it.
-        """
-        record = read_commit(self._tiers[good].backend, name)
-        for number, tier in enumerate(self._tiers[:good]):
-            found = uids_named(tier.backend, [name])
-            if found == {name: None} and not is_marked(tier.backend, record.uid):
-                self.bring(record, good, number, unreadable=True)
-
-    def bring(
-        self,
-        record: CommitRecord,
-        good: int,
-        bad: int,
-        *,
-        unreadable: bool = False,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Replace one tier's copy of a checkpoint; it is not listed there meanwhile.
-
-        What is to be copied on from there still is afterwards.
-
-        Args:
-            record: Of the checkpoint.
-            good: Number of the tier with a good copy, all of which is verified first.
-            bad: Number of the tier with the bad one.
-            unreadable: Only if the commit record there cannot be read.
-            on_progress: Called with bytes that were verified, then with those that were copied.
-
-        Raises:
-            DamagedError: The good copy is not good; nothing was deleted.
-            BusyError: Another process copies it there.
-            StorageError: A tier failed.
-        """
-        with self._lock:
-            if record.uid in self._withdrawn:
-                return
-            if record.uid in self._mending:
-                msg = f"step {record.step}: a copy of it is brought anew already: wait for it"
-                raise BusyError(msg)
-            self._mending.add(record.uid)
-        lent: list[Tier] = []
-        try:
-            # Before it is verified: from then on nobody evicts it for what the bad tier lists. And
-            # a crash would leave it there for ever, less durable than it was.
-            for tier in self._lenders(record, good, bad):
-                mark(tier.backend, record.uid, record.step)
-                lent.append(tier)
-            moved = on_progress or self._repair_moved
-            if self._is_good(record, good, on_progress=moved, lent=lent):
-                self._replace(record, good, bad, unreadable=unreadable, on_progress=moved)
-                _unmark(record, lent)
-        finally:
-            with self._lock:
-                self._mending.discard(record.uid)
-
-    def _is_good(
-        self,
-        record: CommitRecord,
-        good: int,
-        *,
-        on_progress: Callable[[int], None],
-        lent: Sequence[Tier],
-    ) -> bool:
-        """Verify all of a copy, and that it is still there; False: it is about to be deleted.
-
-        Unless it is good nothing stays marked that was not.
-        """
-        source = self._tiers[good].backend
-        try:
-            # A copy that is damaged elsewhere is better than none, where this one is damaged too.
-            verify_blobs(source, record, workers=self._workers, on_progress=on_progress)
-            for tier in lent:  # who drains may have taken the bad copy for a good one meanwhile
-                mark(tier.backend, record.uid, record.step)
-            _check_still_there(source, record)
-        except BaseException:
-            _unmark(record, lent)
-            raise
-        if record.uid in self._withdrawn:
-            _unmark(record, lent)
-            return False
-        return True
-
-    def _replace(
-        self,
-        record: CommitRecord,
-        good: int,
-        bad: int,
-        *,
-        unreadable: bool,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        source, target = self._tiers[good], self._tiers[bad]
-        copy = CheckpointCopy(
-            source.backend,
-            target.backend,
-            record,
-            workers=self._workers,
-            grace_s=self._grace_s,
-        )
-        with self._lock:
-            if record.uid in self._withdrawn:
-                return
-            self._bringing[record.uid] = copy
-        try:
-            onward = good < bad < len(self._links) and is_marked(target.backend, record.uid)
-            self.rooms.evict(bad, record, unreadable=unreadable)
-            if onward:
-                mark(target.backend, record.uid, record.step)
-            copy.run(on_progress=on_progress)
-        finally:
-            with self._brought:
-                del self._bringing[record.uid]
-                self._brought.notify_all()
-        log.info("step %d: repaired in tier %s from %s", record.step, target.name, source.name)
-
-    def _lenders(self, record: CommitRecord, good: int, bad: int) -> list[Tier]:
-        """Tiers to be marked while a copy behind them is brought: the good one, and the last."""
-        having = [n for n in range(good, bad) if is_whole(self._tiers[n].backend, record)]
-        numbers = sorted({*having[:1], *having[-1:]})
-        return [
-            self._tiers[n] for n in numbers if not is_marked(self._tiers[n].backend, record.uid)
-        ]
 
     def close(self) -> None:
         """Stop; whoever waits for a checkpoint that is still on its way is told so."""
@@ -496,23 +307,6 @@ class Drains:
             if told is not None:
                 # Callbacks may do anything, also wait for a link.
                 self._telling.append(self._workers.spawn("told", partial(_tell, told, error)))
-
-
-def _check_still_there(source: Backend, record: CommitRecord) -> None:
-    """What is open can be read though it is deleted."""
-    if not is_whole(source, record):
-        msg = f"step {record.step} on {source.url} was deleted while it was verified"
-        raise CheckpointGoneError(msg)
-
-
-def _unmark(record: CommitRecord, tiers: Sequence[Tier]) -> None:
-    for tier in tiers:
-        with suppress(StorageError):  # then it is looked at once more
-            tier.backend.delete([mark_name(record.uid)])
-
-
-def _left_s(end_s: float | None) -> float:
-    return math.inf if end_s is None else max(0.0, end_s - time.monotonic())
 
 
 def _tell(told: Callable[[BaseException | None], None], error: BaseException | None) -> None:

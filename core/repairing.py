@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Bring(Protocol):
-    """Replaces one tier's copy, once all of another was verified: see `Drains.bring`."""
+    """Replaces one tier's copy, once all of another was verified: see `TierRepairs.bring`."""
 
     def __call__(
         self,

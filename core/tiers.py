@@ -10,38 +10,28 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from penstock.core.catalog import Catalog
-from penstock.core.errors import StorageError, StorageTimeoutError
+from penstock.core.errors import StorageError
 from penstock.core.manifest import (
     DATA_PREFIX,
     commit_name,
     data_uid,
     mark_name,
-    parse_commit_name,
 )
 from penstock.core.survey import delete_records, is_listed, is_whole, survey_records
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.manifest import CommitRecord
-    from penstock.core.workers import Workers
 
 log = logging.getLogger("penstock")
 
-T = TypeVar("T")
-
 REPEAT_LOG_S = 600.0
 
-_SILENCE_S = (60.0, 600.0)  # a tier that did not answer is left alone, longer each time
-_SILENT = "it did not answer a while ago, and is not asked again yet"
-_LONG_S = 0.5  # an error that comes sooner costs a save nothing
 _MARGIN_BYTES = 8 << 20  # part, index, records, and what a file system keeps for itself
 
 
@@ -180,95 +170,3 @@ def _by_age(backend: Backend) -> list[CommitRecord]:
     """All readable commit records of one tier, the oldest first."""
     records = survey_records(backend).records.values()
     return sorted(records, key=lambda record: (record.step, record.generation))
-
-
-class Answers:
-    """Asks tiers from the thread that trains, which must not hang where one of them does."""
-
-    def __init__(self, workers: Workers, limit_s: float) -> None:
-        self._workers = workers
-        self._limit_s = limit_s
-        self._silent: dict[int, tuple[float, float]] = {}  # until when, and for how long
-        self._said_s: dict[int, dict[str, float]] = {}
-
-    def ask(self, number: int, call: Callable[[], T]) -> T:
-        """What `call` gives; one that hangs, or took long to fail, is left alone for a while.
-
-        Raises:
-            StorageError: Tier `number` does not answer.
-        """
-        began_s = time.monotonic()
-        if began_s < self._silent.get(number, (0.0, 0.0))[0]:
-            raise StorageTimeoutError(_SILENT)
-
-        def check() -> None:
-            if time.monotonic() - began_s > self._limit_s:
-                msg = f"no answer for {self._limit_s:g} s"
-                raise StorageTimeoutError(msg)
-
-        try:
-            return self._workers.apart(
-                "ask", call, cancel=lambda: None, check=check, patience_s=0.0
-            )
-        except StorageError:
-            if time.monotonic() - began_s > min(_LONG_S, self._limit_s):
-                self._leave_alone(number)
-            raise
-
-    def is_any_silent(self) -> bool:
-        """Whether a tier is left alone at the moment, since it did not answer."""
-        now_s = time.monotonic()
-        return any(now_s < until_s for until_s, _ in self._silent.values())
-
-    def _leave_alone(self, number: int) -> None:
-        first_s, most_s = _SILENCE_S
-        _, before_s = self._silent.get(number, (0.0, 0.0))
-        silence_s = min(2 * before_s, most_s) if before_s else first_s
-        self._silent[number] = time.monotonic() + silence_s, silence_s
-
-    def missed(self, number: int, name: str, error: StorageError) -> None:
-        """Warn that tier `number` does not answer: of each reason once, then every ten minutes."""
-        if str(error) == _SILENT:  # no news
-            return
-        said_s = self._said_s.setdefault(number, {})
-        now_s = time.monotonic()
-        if now_s - said_s.get(str(error), -math.inf) >= REPEAT_LOG_S:
-            said_s[str(error)] = now_s
-            log.warning("tier %s does not answer, going on without it: %s", name, str(error))
-
-    def answered(self, number: int) -> None:
-        """The next outage of tier `number` is news, and it is asked as ever."""
-        self._said_s.pop(number, None)
-        self._silent.pop(number, None)
-
-
-def known_entries(tiers: Sequence[Tier], answers: Answers, *, strict: bool) -> dict[int, list[str]]:
-    """As `Catalog.entries`, of all tiers that answer; warns of those that do not.
-
-    For who is about to save: an outage of one tier must not stop it.
-
-    Raises:
-        StorageError: No tier answers, or (`strict`) one does not.
-    """
-    names: dict[int, set[str]] = {}
-    failure: StorageError | None = None
-    count = 0
-    for number, tier in enumerate(tiers):
-        try:
-            found = answers.ask(number, Catalog(tier.backend).entries)
-        except StorageError as error:
-            failure = error
-            answers.missed(number, tier.name, error)
-            continue
-        answers.answered(number)
-        count += 1
-        for step, some in found.items():
-            names.setdefault(step, set()).update(some)
-    if failure is not None and (strict or not count):
-        raise failure
-    return {step: sorted(names[step], key=_generation) for step in sorted(names)}
-
-
-def _generation(name: str) -> int:
-    parsed = parse_commit_name(name)
-    return -1 if parsed is None else parsed[1]

@@ -102,7 +102,7 @@ class _Look:
         self._mending = None
         if how.repair:
             drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
-            self._mending = Mending(drains.bring, workers, _STUCK_S)
+            self._mending = Mending(drains.repairs.bring, workers, _STUCK_S)
 
     def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
         """Verify one step, and repair it if that is wanted."""

@@ -263,7 +263,7 @@ def two_copies():
 def test_a_damaged_copy_is_replaced():
     fast, durable, _, damaged, is_damaged = two_copies()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.repair(damaged)
+        drains.repairs.begin(damaged)
         assert drains.settle(30)
     assert not is_damaged()
     with checkpointer(fast) as ckpt:
@@ -274,7 +274,7 @@ def test_a_damaged_copy_that_waits_to_be_copied_keeps_its_mark():
     fast, durable, record, damaged, is_damaged = two_copies()
     mark(fast, record.uid, 1)
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
-        drains.repair(damaged)
+        drains.repairs.begin(damaged)
         assert drains.settle(30)
     assert is_damaged()
     assert is_marked(fast, record.uid)
@@ -284,7 +284,7 @@ def test_what_is_about_to_be_deleted_is_not_repaired():
     fast, durable, record, damaged, is_damaged = two_copies()
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         drains.withdraw([record.uid])
-        drains.repair(damaged)
+        drains.repairs.begin(damaged)
         assert drains.settle(30)
     assert is_damaged()
     assert steps_of(fast) == [1]

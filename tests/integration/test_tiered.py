@@ -368,6 +368,23 @@ def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_cl
         until(lambda: ckpt.steps() == [5, 6])  # what was left is made up for
 
 
+def test_who_overwrites_asks_a_tier_that_hung_all_the_same(places, monkeypatch):
+    monkeypatch.setattr(draining, "_ANSWER_S", 0.1)
+    durable = FaultyBackend(places.other())
+    event = threading.Event()
+    durable.block("list", event)
+    with places.open(durable=durable) as ckpt:
+        try:
+            ckpt.save(make_state(1), 1).committed.result(30)  # from now on it is left alone
+            with pytest.raises(penstock.StorageTimeoutError, match="no answer for 0.1 s"):
+                ckpt.save(make_state(10), 1, overwrite=True)
+        finally:
+            event.set()
+        monkeypatch.setattr(draining, "_ANSWER_S", 10.0)
+        ckpt.save(make_state(10), 1, overwrite=True).result(30)
+        assert same(ckpt.load(1), make_state(10))
+
+
 @pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])
 def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
     durable = FaultyBackend(places.other())
