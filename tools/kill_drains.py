@@ -9,9 +9,10 @@ durable must be in the durable tier; what it was told to be committed must be in
 next child goes on. With `--drain-in process` half of the kills take the process that copies, too.
 In the end everything is drained, pruned, and nothing may be left over.
 
-    python tools/kill_drains.py --elements 1500000 --durable 's3://bucket/run?endpoint_url=...'
+    python tools/kill_drains.py --s3 --elements 1500000 --drain-in process
 
-does so with an object store as the durable tier, and states that go there as multipart uploads.
+does so with an object store (moto's, on loopback) as the durable tier, and states that go there as
+multipart uploads.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.backends import s3_server
 
 import penstock
 from penstock.core import drain_link
@@ -256,7 +261,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--durable", help="URL of the durable tier; default: a folder")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--durable", help="URL of the durable tier; default: a folder")
+    place.add_argument("--s3", action="store_true", help="the durable tier is S3, on loopback")
     parser.add_argument("--elements", type=int, default=_ELEMENTS, help="of each of two tensors")
     parser.add_argument("--drain-in", default="thread", choices=["thread", "process"])
     parser.add_argument("--root", type=Path)
@@ -266,8 +273,13 @@ def main() -> None:
     _elements = arguments.elements
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=arguments.root) as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.root))
         fast, durable = f"posix://{folder}/fast", arguments.durable or f"posix://{folder}/durable"
+        if arguments.s3:
+            os.environ.update(s3_server.ENVIRONMENT)
+            endpoint = stack.enter_context(s3_server.running())
+            durable = f"s3://{s3_server.BUCKET}/run?endpoint_url={endpoint}"
         config = config_of(fast, durable, arguments.drain_in)
         sys.exit(bool(run(config, arguments.kills, arguments.seconds, arguments.seed)))
 
