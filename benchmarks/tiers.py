@@ -70,10 +70,28 @@ def compare(fast, durable, state, rounds):
                 ckpt.wait()
                 if step:  # the first one touches new memory
                     rows[name].append(times)
-    return {
-        name: [statistics.median(t) for t in zip(*times, strict=True)]
-        for name, times in rows.items()
-    }
+    return rows
+
+
+def print_times(rows):
+    """Medians, and how the two are to each other: also by round, since memory is not alike."""
+    print(f"{'':12}{'returned':>10}{'committed':>11}{'durable':>9}")
+    typical = {name: medians(found) for name, found in rows.items()}
+    for name, (returned, committed, durable) in typical.items():
+        print(f"{name:12}{returned:10.3f}{committed:11.3f}{durable:9.3f}")
+    alone, tiered = rows["fast alone"], rows["tiered"]
+    for number, what in enumerate(("returned", "committed")):
+        pairs = [b[number] / a[number] for a, b in zip(alone, tiered, strict=True)]
+        low, _, high = statistics.quantiles(pairs, n=4)
+        ratio = typical["tiered"][number] / typical["fast alone"][number]
+        print(
+            f"tiered / alone, {what}: {ratio:.3f} "
+            f"(by round: median {statistics.median(pairs):.3f}, half in {low:.3f} .. {high:.3f})"
+        )
+
+
+def medians(times):
+    return [statistics.median(found) for found in zip(*times, strict=True)]
 
 
 @dataclass
@@ -253,22 +271,18 @@ def main():
     parser.add_argument("--durable", default="/tmp/penstock-tiers")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of training, for each figure")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of training, for each figure; 0: no training"
+    )
     parser.add_argument("--limit", help="drain_bytes_per_s of the last part, such as '200 MB'")
     arguments = parser.parse_args()
     state = state_of(int(arguments.gib * GIB))
     try:
         rows = compare(arguments.fast, arguments.durable, state, arguments.rounds)
         print(f"{arguments.gib:g} GiB, medians of {arguments.rounds}, in s")
-        print(f"{'':12}{'returned':>10}{'committed':>11}{'durable':>9}")
-        for name, (returned, committed, durable) in rows.items():
-            print(f"{name:12}{returned:10.3f}{committed:11.3f}{durable:9.3f}")
-        alone, tiered = rows["fast alone"], rows["tiered"]
-        print(
-            f"tiered / alone: returned {tiered[0] / alone[0]:.3f}, "
-            f"committed {tiered[1] / alone[1]:.3f}"
-        )
-        for limit in dict.fromkeys([None, arguments.limit]):
+        print_times(rows)
+        limits = dict.fromkeys([None, arguments.limit]) if arguments.seconds else ()
+        for limit in limits:
             places = arguments.fast, arguments.durable
             found = cost_of_draining(places, state, arguments.rounds, limit, arguments.seconds)
             print_cost(*found, limit)
