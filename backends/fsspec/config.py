@@ -35,7 +35,8 @@ class FsspecConfig(PluginConfig):
         timeout_s: How long a store may take to connect, or to go on.
         attempts: How often an operation that is safe to repeat is tried.
         retry_total_s: After this long nothing is tried again.
-        conditional_put: Whether an S3 store honours `If-None-Match: *`: `auto` knows it of AWS,
+        conditional_put: Whether the store itself decides which of two publishers was first
+            (`If-None-Match: *` of S3 and Azure, generations of Google): `auto` knows it of AWS,
             and tries it out with a record of its own elsewhere.
         checksums: Whether each part of an S3 upload carries a CRC for the store to check.
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
+    BlobTruncatedError,
     CapabilityError,
     PenstockError,
     StorageError,
@@ -26,7 +27,7 @@ _USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"@]+@|[^/\s'\"@:]+:(?!\d+/)[^\s'\"@]
 _HEADER = re.compile(r"(Invalid header value).*", re.DOTALL)
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_MANY_REQUESTS, _NOT_FOUND, _SERVER_ERROR = 429, 404, 500
+_MANY_REQUESTS, _NOT_FOUND, _NO_SUCH_RANGE, _SERVER_ERROR = 429, 404, 416, 500
 _DENIED = {401, 403}
 
 
@@ -85,6 +86,8 @@ def storage_error(
         text = "a folder stands where the blob should be, or the other way round"
     elif isinstance(error, FileExistsError):
         kind, text = BlobExistsError, "the name is taken"
+    elif status == _NO_SUCH_RANGE:
+        kind, text = BlobTruncatedError, "it is shorter than that"
     elif isinstance(error, PermissionError) or status in _DENIED:
         text = f"access denied ({text}); check credentials and permissions"
     elif isinstance(error, OSError) and error.errno in _FULL:

@@ -17,6 +17,7 @@ from penstock.backends.fsspec.store import Store
 from penstock.backends.fsspec.streams import StreamWriter, flush
 from penstock.backends.fsspec.waiting import settle
 from penstock.core.errors import (
+    BlobExistsError,
     BlobNotFoundError,
     BlobTruncatedError,
     CapabilityError,
@@ -41,6 +42,9 @@ _READ_ONLY = frozenset({"http", "https"})
 _OBJECT_STORES = frozenset(
     {"gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "cos", "obs", "tos", "s3", "s3a"}
 )
+# Those whose `pipe_file(mode="create")` lets the store decide whether the name is free. What fsspec
+# itself does for others looks first, and then puts.
+_CONDITIONAL = frozenset({"gs", "gcs", "abfs", "abfss", "az"})
 # How file systems call the time of the last change in `info`.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _TEMPORARY = re.compile(r"~[0-9a-f]{16}$")  # `~` cannot be part of a name of ours
@@ -58,12 +62,12 @@ class FileStore(Store):
         self._object_store = config.scheme in _OBJECT_STORES
 
     def find_capabilities(self) -> Capabilities:
-        """Streams take bytes in order; nothing decides between two publishers."""
-        notes = ("a store that can only be read",) if self._read_only else ()
+        """Streams take bytes in order. Tries out conditional puts where there may be some."""
+        exclusive, notes = self._conditional()
         return Capabilities(
             preferred_io_bytes=self.config.part_bytes,
             preferred_parallel=self.config.parallel,
-            exclusive_publish=False,
+            exclusive_publish=exclusive,
             ordered=True,
             notes=notes,
         )
@@ -103,6 +107,9 @@ class FileStore(Store):
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
         self._check_writable("publish", name)
+        if exclusive and self.capabilities.exclusive_publish:
+            self._publish_if_absent(name, data)
+            return
         if exclusive:
             self.refuse_taken("publish", name)
         path = self.path(name)
@@ -185,6 +192,48 @@ class FileStore(Store):
         return explained(what, name, url=self.url, scrub=self._scrub)
 
     # -- below ----------------------------------------------------------------------------------
+
+    def _conditional(self) -> tuple[bool, tuple[str, ...]]:
+        """Whether the store decides between two publishers, and what to say of it."""
+        if self._read_only:
+            return False, ("a store that can only be read",)
+        wanted = self.config.conditional_put
+        if wanted != "auto" or self.config.scheme not in _CONDITIONAL:
+            return wanted == "yes" and self._object_store, ()
+        probe = f"clock/{secrets.token_hex(8)}"  # where `prune` looks for what was left behind
+        try:
+            self._put_if_absent(probe, b"1")
+        except StorageError as error:
+            return False, (f"conditional puts could not be tried out: {error}",)
+        try:
+            self._put_if_absent(probe, b"2")
+        except BlobExistsError:
+            return True, ()
+        except StorageError as error:
+            return False, (f"conditional puts do not work: {error}",)
+        finally:
+            self.remove(probe)
+        return False, ("the store puts in spite of its condition, so one saver per root",)
+
+    def _publish_if_absent(self, name: str, data: bytes) -> None:
+        try:
+            self._put_if_absent(name, data)
+        except BlobExistsError as error:
+            # These file systems try again by themselves, also what had succeeded.
+            found: bytes | int = b""
+            with suppress(StorageError):
+                found = self.read_record(name, limit_bytes=len(data))
+            if found != data:
+                raise
+            msg = (
+                f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
+                "by this very record after a lost answer: read it to learn whose it is"
+            )
+            raise StorageError(msg) from error
+
+    def _put_if_absent(self, name: str, data: bytes) -> None:
+        with self.explained("publish", name):
+            self._fs.pipe_file(self.path(name), bytes(data), mode="create")
 
     @property
     def _read_only(self) -> bool:

@@ -102,8 +102,9 @@ def test_missing_and_short_blobs_are_told_over_http(web, opened, tmp_path):
         backend.stat("none")
     with pytest.raises(BlobNotFoundError):
         backend.read([ReadRequest("none", 0, memoryview(bytearray(1)))])
-    with pytest.raises(BlobTruncatedError):
-        backend.read([ReadRequest("r", 3, memoryview(bytearray(9)))])
+    for start in (3, 8):  # of the second the server has nothing, and says so by an error
+        with pytest.raises(BlobTruncatedError):
+            backend.read([ReadRequest("r", start, memoryview(bytearray(9)))])
 
 
 class OddFile(MemoryFile):

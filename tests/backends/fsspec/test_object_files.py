@@ -1,6 +1,7 @@
 """Stores whose files come into being by their close, and which may hang."""
 
 import gc
+from contextlib import suppress
 
 import fsspec
 import pytest
@@ -8,14 +9,17 @@ from fsspec.registry import _registry
 from tests.backends.fsspec import object_files
 from tests.integration.support import run_program
 
+import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
+from penstock.core.errors import BlobExistsError, StorageError
 from penstock.core.types import WriteRequest
 
 
 @pytest.fixture
 def backend():
     fsspec.register_implementation("gs", object_files.ObjectFiles, clobber=True)
-    object_files.stored.clear()
+    for state in (object_files.stored, object_files.heeding, object_files.losing):
+        state.clear()
     opened = FsspecBackend(FsspecConfig(url="gs://bucket/run"))
     yield opened
     opened.close()
@@ -31,6 +35,48 @@ def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
     del writer
     gc.collect()
     assert object_files.stored["bucket/run/blob"][0] == b"another's"
+
+
+def test_a_store_that_decides_between_publishers_is_found_out(backend):
+    object_files.heeding.add("create")
+    assert backend.capabilities.exclusive_publish
+    backend.publish("commits/1.json", b"one", exclusive=True)
+    with pytest.raises(BlobExistsError, match="the name is taken"):
+        backend.publish("commits/1.json", b"two", exclusive=True)
+    assert backend.read_record("commits/1.json", limit_bytes=9) == b"one"
+    assert [info.name for info in backend.list("")] == ["commits/1.json"]
+
+
+def test_of_publishers_that_looked_at_once_one_wins(backend, monkeypatch):
+    """Between their looking and putting there is time for all of them."""
+    object_files.heeding.add("create")
+    monkeypatch.setattr(backend._store(), "refuse_taken", lambda *_: None)
+    won = []
+    for number in range(3):
+        with suppress(BlobExistsError):
+            backend.publish("commits/1.json", b"%d" % number, exclusive=True)
+            won.append(number)
+    assert won == [0]
+
+
+def test_one_that_ignores_the_condition_is_found_out(backend):
+    assert not backend.capabilities.exclusive_publish
+    assert "in spite of its condition" in " ".join(backend.capabilities.notes)
+    assert backend.list("") == []
+
+
+def test_a_record_that_an_earlier_try_of_the_client_has_put_is_not_taken_for_anothers(backend):
+    object_files.heeding.add("create")
+    assert backend.capabilities.exclusive_publish
+    object_files.losing.add("bucket/run/commits/1.json")
+    with pytest.raises(StorageError, match="unknown outcome") as caught:
+        backend.publish("commits/1.json", b"ours", exclusive=True)
+    backend.delete(["commits/1.json"])
+    assert not isinstance(caught.value, BlobExistsError)
+    with penstock.Checkpointer(backend) as ckpt:
+        object_files.losing.add("bucket/run/commits/00000007-0.json")
+        assert ckpt.save({"x": 1}, 7, mode="blocking").result().exclusive
+        assert ckpt.load(7) == {"x": 1}
 
 
 PROGRAM = """
