@@ -52,13 +52,13 @@ class Workers:
         *,
         cancel: Callable[[], None],
         check: Callable[[], None] = lambda: None,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float | None = None,
     ) -> T:
         """Run `task` on a thread of its own, and return its result.
 
         Whatever interrupts the wait (Ctrl-C, or what `check` raises now and then) calls `cancel`,
-        and is raised once `task` is over, or does not come to its end in `patience_s`: its thread
-        then holds on to all that it uses.
+        and is raised once `task` is over, or does not come to its end in `patience_s` (by default
+        5 s): its thread then holds on to all that it uses.
         """
         mine = threading.Lock()  # taken for ever by whoever is first
         over = Latch()
@@ -69,7 +69,7 @@ class Workers:
             while not over.wait(_LOOK_S):
                 check()
         except BaseException as error:
-            if not _outlast(mine, over, cancel, patience_s):
+            if not _outlast(mine, over, cancel, _PATIENCE_S if patience_s is None else patience_s):
                 error.add_note(f"penstock: a stuck {name} was left behind")
             raise
         try:
