@@ -130,7 +130,7 @@ def spin():
         count += 1
 
 
-def penstock_client(options, part):
+def penstock_client(options, part, *, checksums=True):
     from penstock.backends.fsspec import FsspecBackend, FsspecConfig
     from penstock.core.types import ReadRequest, WriteRequest
 
@@ -142,6 +142,7 @@ def penstock_client(options, part):
             part_bytes=part,
             parallel=options.parallel,
             conditional_put="yes",
+            checksums=checksums,
         )
     )
     backend.delete(["blob"])

@@ -10,7 +10,8 @@ are its. Contenders take turns, each in a process of its own:
     dcp        `torch.distributed.checkpoint` over s3fs: FsspecWriter and FsspecReader as they are
     dcp-tuned  the same with thread_count=`--parallel` and without `os.sync()`, which syncs local
                disks; reading, which knows no threads, by a cache that fetches a block ahead
-    backend    one blob by Penstock's own backend, without the engine
+    backend    one blob by Penstock's own backend, without the engine; `backend-bare` also without
+               the CRC of each part
     obstore    one object, put in parts and read by ranges
     s3fs       one object, `pipe_file` and `cat_ranges`
 
@@ -29,6 +30,7 @@ plain transfer, and with `--mb-per-s` to the time that the bytes alone take at t
 # ruff: noqa: PLC0415 - each client is imported by the process that measures it
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -43,8 +45,9 @@ from s3 import BUCKET, ENVIRONMENT, make_bucket, obstore_client, penstock_client
 
 PART = 8 << 20
 PEERS = ("dcp", "dcp-tuned")
-PLAIN = ("backend", "obstore", "s3fs")
-CONTENDERS = ("penstock", *PEERS, *PLAIN)
+PLAIN = ("obstore", "s3fs")
+OURS = ("backend", "backend-bare")
+CONTENDERS = ("penstock", *PEERS, *OURS, *PLAIN)
 # Shares of the whole: an embedding, large and middling matrices, vectors.
 SHARES = [160] + [60] * 6 + [30] * 12 + [8] * 14 + [0.01] * 8
 WARM_GB = 0.2  # touches the memory that clients keep for parts on their way
@@ -126,7 +129,7 @@ def line(name, direction, rounds):
     seconds = [figures["seconds"] for figures in rounds]
     typical = statistics.median(seconds)
     last = rounds[-1]
-    text = f"{name:10}{direction:8}{typical:8.3f} s ({min(seconds):.3f} .. {max(seconds):.3f})"
+    text = f"{name:13}{direction:8}{typical:8.3f} s ({min(seconds):.3f} .. {max(seconds):.3f})"
     text += f" {last['bytes'] / typical / 1e6:7.0f} MB/s"
     text += f"  CPU {statistics.median(figures['cpu_s'] for figures in rounds):6.2f} s"
     text += f"  {last['requests']} requests"
@@ -165,7 +168,7 @@ def seconds_of(results, name, direction):
 def measure(options):
     warnings.filterwarnings("ignore")
     make_bucket(options.url)
-    if options.contender in PLAIN:
+    if options.contender in (*OURS, *PLAIN):
         return measure_plain(options)
     return measure_checkpoint(options)
 
@@ -194,7 +197,12 @@ def measure_checkpoint(options):
 def measure_plain(options):
     import numpy as np
 
-    clients = {"backend": penstock_client, "obstore": obstore_client, "s3fs": s3fs_client}
+    clients = {
+        "backend": penstock_client,
+        "backend-bare": functools.partial(penstock_client, checksums=False),
+        "obstore": obstore_client,
+        "s3fs": s3fs_client,
+    }
     size = sum(share_bytes(options.gb))
     source = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
     target = np.ones(size, np.uint8)
