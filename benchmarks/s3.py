@@ -299,7 +299,8 @@ class Null(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         if not match:
-            return self.answer(text=b"<ListBucketResult></ListBucketResult>")
+            told = b"<IsTruncated>false</IsTruncated>"
+            return self.answer(text=b"<ListBucketResult>%s</ListBucketResult>" % told)
         first, last = int(match[1]), min(int(match[2]), self.size - 1)
         self.send_response_only(206)
         self.send_header("Content-Length", str(last - first + 1))

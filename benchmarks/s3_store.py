@@ -334,7 +334,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             _tags(PartNumber=n, LastModified=_iso(p.time_s), ETag=p.etag, Size=p.size)
             for n, p in sorted(self.upload().parts.items())
         )
-        self.say("ListPartsResult", "".join(f"<Part>{part}</Part>" for part in parts))
+        text = "".join(f"<Part>{part}</Part>" for part in parts)
+        self.say("ListPartsResult", f"<IsTruncated>false</IsTruncated>{text}")
 
     # -- buckets --------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class FsspecConfig(PluginConfig):
         merge_gap_bytes: Ranges that are nearer to each other are read in one request.
         timeout_s: How long a store may take to connect, or to go on.
         attempts: How often an operation that is safe to repeat is tried.
-        retry_total_s: After this long nothing is tried again.
+        retry_total_s: After this long nothing is tried again; so where it is not above
+            `timeout_s`, nothing is that met a timeout.
         conditional_put: Whether the store itself decides which of two publishers was first
             (`If-None-Match: *` of S3 and Azure, generations of Google): `auto` knows it of AWS,
             and tries it out with a record of its own elsewhere.
@@ -51,7 +52,7 @@ class FsspecConfig(PluginConfig):
     merge_gap_bytes: SizeBytes = Field(default=64 << 10, ge=0)
     timeout_s: float = Field(default=60.0, gt=0)
     attempts: int = Field(default=6, ge=1)
-    retry_total_s: float = Field(default=60.0, ge=0)
+    retry_total_s: float = Field(default=180.0, ge=0)
     conditional_put: Literal["auto", "yes", "no"] = "auto"
     checksums: bool = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -98,7 +98,8 @@ class S3Store(Store):
         ]
 
     def stat(self, name: str) -> BlobInfo:
-        answer = self._client.call("head_object", "stat", name)
+        needs = ("ContentLength", "LastModified")
+        answer = self._client.call("head_object", "stat", name, needs=needs)
         return BlobInfo(name, int(answer["ContentLength"]), _seconds(answer["LastModified"]))
 
     def delete(self, names: Sequence[str]) -> None:
@@ -125,20 +126,23 @@ class S3Store(Store):
     # -- below ----------------------------------------------------------------------------------
 
     def _delete_batch(self, names: Sequence[str]) -> None:
-        skip = len(self._client.prefix)
-        failed: list[dict[str, str]] = []
+        left = {self._client.prefix + name: name for name in names}
+        told: dict[str, Any] = {}
         for _ in range(_DELETE_ROUNDS):
-            objects = [{"Key": self._client.prefix + name} for name in names]
             answer = self._client.call(
-                "delete_objects", "delete", "", Delete={"Objects": objects, "Quiet": True}
+                "delete_objects", "delete", "", Delete={"Objects": [{"Key": key} for key in left]}
             )
-            failed = [e for e in answer.get("Errors", ()) if e.get("Code") != "NoSuchKey"]
-            if not failed:
+            # What it does not speak of is not gone: an answer may be another's, or cut off.
+            told = {entry["Key"]: entry.get("Code") for entry in answer.get("Errors", ())}
+            gone = {entry["Key"] for entry in answer.get("Deleted", ())}
+            gone.update(key for key, code in told.items() if code == "NoSuchKey")
+            left = {key: name for key, name in left.items() if key not in gone}
+            if not left:
                 return
-            names = [entry["Key"][skip:] for entry in failed]
+        key, name = next(iter(left.items()))
         msg = (
-            f"{place('delete', names[0], self.url)}: {failed[0].get('Code')} "
-            f"({len(failed)} of a batch could not be deleted)"
+            f"{place('delete', name, self.url)}: {told.get(key, 'the answer does not name it')} "
+            f"({len(left)} of a batch could not be deleted)"
         )
         raise StorageError(msg)
 

@@ -29,7 +29,7 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from penstock.backends.fsspec.config import FsspecConfig, S3Options
     from penstock.backends.fsspec.ranges import Span
@@ -60,7 +60,11 @@ class S3Client:
         self.url = config.shown_url
         self._retry = retry
         self._scrub = Scrubber(config.secrets)
-        self._api, self._wire = self._explained("open", "", lambda: connect(config, options))
+        self._api, self._wire = self._explained(
+            "open",
+            "",
+            lambda: retry.run(lambda: connect(config, options), transient=is_transient),
+        )
 
     @property
     def is_aws(self) -> bool:
@@ -74,11 +78,16 @@ class S3Client:
         what: str,
         name: str,
         *,
+        needs: Collection[str] = (),
         body: Sequence[memoryview] | None = None,
         stop: threading.Event | None = None,
         **parameters: Any,
     ) -> dict[str, Any]:
-        """One operation that is safe to repeat; returns botocore's answer."""
+        """One operation that is safe to repeat; returns botocore's answer.
+
+        An answer without all of `needs` is not the store's, or not whole, and asked for again:
+        botocore takes any text that is XML for an answer in which nothing is said.
+        """
         ask = getattr(self._api, operation)
         if name:
             parameters["Key"] = self.prefix + name
@@ -87,6 +96,7 @@ class S3Client:
             # A fresh stream for each: the one before may have been read in part.
             sent = {} if body is None else _body(body)
             answer: dict[str, Any] = ask(Bucket=self.bucket, **parameters, **sent)
+            _check_whole(answer, needs)
             return answer
 
         return self._explained(
@@ -96,16 +106,23 @@ class S3Client:
     def pages(self, operation: str, what: str, **parameters: Any) -> Iterator[dict[str, Any]]:
         """All answers of a listing, each asked for when it is needed."""
         while True:
-            page = self.call(operation, what, "", **parameters)
+            page = self.call(operation, what, "", needs=("IsTruncated",), **parameters)
             yield page
-            if not page.get("IsTruncated"):
+            if not page["IsTruncated"]:
                 return
             for asked, told in _MARKERS[operation].items():
+                if told not in page:
+                    msg = (
+                        f"{place(what, '', self.url)}: the store says that there is more, but not "
+                        f"from where on ({told}); it lacks this part of S3"
+                    )
+                    raise StorageError(msg)
                 parameters[asked] = page[told]
 
     def size(self, what: str, name: str) -> int:
         """Bytes of a blob, as the store has them."""
-        return int(self.call("head_object", what, name)["ContentLength"])
+        answer = self.call("head_object", what, name, needs=("ContentLength",))
+        return int(answer["ContentLength"])
 
     def abort_upload(self, what: str, name: str, number: str) -> None:
         """End a multipart upload; that it is gone already is no error."""
@@ -121,7 +138,7 @@ class S3Client:
         stop: threading.Event | None = None,
     ) -> None:
         """Store a blob, replacing what is there; the same bytes twice are the same blob."""
-        self.call("put_object", what, name, body=data, stop=stop)
+        self.call("put_object", what, name, needs=("ETag",), body=data, stop=stop)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Store a record unless the name is taken, by one conditional put.
@@ -138,12 +155,13 @@ class S3Client:
 
         def attempt() -> None:
             try:
-                self._api.put_object(
+                answer = self._api.put_object(
                     Bucket=self.bucket,
                     Key=self.prefix + name,
                     IfNoneMatch="*",
                     **_body((memoryview(data),)),
                 )
+                _check_whole(answer, ("ETag",))
             except Exception as error:
                 if unknown and status_of(error) == PRECONDITION_FAILED:
                     msg = (
@@ -164,6 +182,10 @@ class S3Client:
         def attempt() -> bytes | int:
             answer = self._api.get_object(Bucket=self.bucket, Key=self.prefix + name)
             with answer["Body"] as body:
+                _check_whole(answer, ("ContentLength",))
+                if "ContentRange" in answer:
+                    msg = f"asked for all, the answer holds {answer['ContentRange']}"
+                    raise BrokenAnswerError(msg)
                 size = int(answer["ContentLength"])
                 if size > limit_bytes:
                     return size
@@ -206,9 +228,11 @@ class S3Client:
             )
             raise BlobTruncatedError(msg)
         expected = f"bytes {span.start}-{span.stop - 1}/"
-        length = int(answer["ContentLength"])
+        # What comes in chunks may have no length.
+        length = int(answer.get("ContentLength", span.stop - span.start))
         if not told.startswith(expected) or length != span.stop - span.start:
-            msg = f"asked for {expected[:-1]}, the answer holds {length} bytes ({told or 'all'})"
+            holds = f"{length} bytes" if "ContentLength" in answer else "no length"
+            msg = f"asked for {expected[:-1]}, the answer holds {holds} ({told or 'all'})"
             raise BrokenAnswerError(msg)
 
     def _explained(self, what: str, name: str, operation: Callable[[], T]) -> T:
@@ -233,6 +257,13 @@ def _body(views: Sequence[memoryview]) -> dict[str, Any]:
     # What botocore takes for a file it announces, and then waits for the store to say yes.
     body = Views(views) if size > _AT_ONCE_BYTES else b"".join(views)
     return {"Body": body, "ContentLength": size}
+
+
+def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
+    missing = [name for name in needs if name not in answer]
+    if missing:
+        msg = f"the answer lacks {', '.join(missing)}; is it a store of S3 that answers?"
+        raise BrokenAnswerError(msg)
 
 
 def _fill(body: Any, target: memoryview) -> None:

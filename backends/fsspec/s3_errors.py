@@ -34,6 +34,8 @@ _AGAIN = _BUSY | {
     "RequestTimeoutException",
     "OperationAborted",
     "ConditionalRequestConflict",
+    "BadDigest",  # the bytes changed, or got lost, on their way
+    "IncompleteBody",
 }
 _AGAIN_STATUS = {408, 429}
 _HINTS = {
@@ -43,6 +45,7 @@ _HINTS = {
     "RequestTimeTooSkewed": "set the clock of this machine",
     "AccessDenied": "the credentials lack the permission for this, or for listing the bucket",
     "403": "the credentials lack the permission for this, or for listing the bucket",
+    "400": "have the credentials expired, or is the bucket in another region (options.region)?",
     "401": "check the credentials",
     "EntityTooLarge": "the store takes no blob that large",
     "NotImplemented": "the store lacks this part of S3; set conditional_put = 'no' if that is it",
@@ -53,12 +56,15 @@ _CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
     "CredentialRetrievalError",
+    "MetadataRetrievalError",
     "ProfileNotFound",
     "TokenRetrievalError",
     "SSOTokenLoadError",
     "UnauthorizedSSOTokenError",
     "RefreshWithMFAUnsupportedError",
 )
+# Of those, what an agent or a metadata service says that may work the next time.
+_CREDENTIALS_AGAIN = ("CredentialRetrievalError", "MetadataRetrievalError")
 _TIMEOUTS = ("ConnectTimeoutError", "ReadTimeoutError")
 _NETWORK = (
     *_TIMEOUTS,
@@ -79,11 +85,14 @@ class BrokenAnswerError(ConnectionError):
 
 
 def code_of(error: BaseException) -> str:
-    """S3's code of an error that the store answered with; else an empty string."""
+    """S3's code of an error that the store answered with; else an empty string.
+
+    Of what has none, as the page of a gateway, it is `HTTP` and the status.
+    """
     answer = getattr(error, "response", None)
     if not isinstance(answer, dict):
         return ""
-    return str(answer.get("Error", {}).get("Code", ""))
+    return str(answer.get("Error", {}).get("Code", "")) or f"HTTP {status_of(error)}"
 
 
 def status_of(error: BaseException) -> int:
@@ -102,11 +111,13 @@ def is_transient(error: BaseException) -> bool:
         return True
     if code_of(error):
         return code_of(error) in _AGAIN or status_of(error) >= SERVER_ERROR
-    return _is_network(error)
+    return _named(error, _CREDENTIALS_AGAIN) or _is_network(error)
 
 
 def is_definite(error: BaseException) -> bool:
-    """Whether the store said that it did nothing. After all others it may have done it."""
+    """Whether the store did nothing for certain. After all others it may have done it."""
+    if _named(error, _CREDENTIALS):  # nothing was sent
+        return True
     return bool(code_of(error)) and status_of(error) < SERVER_ERROR
 
 
@@ -120,7 +131,7 @@ def storage_error(
     code = code_of(error)
     if code:
         return _answered(error, where, scrub)
-    text = scrub(str(error)) or type(error).__name__
+    text = scrub(str(error)).strip() or type(error).__name__
     if _named(error, _CREDENTIALS):
         return StorageError(
             f"{where}: no usable credentials ({text}); set AWS_ACCESS_KEY_ID and "
@@ -153,8 +164,8 @@ def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
     elif code in _BUSY:
         text = f"the store asks to slow down ({code}); lower `parallel`, or raise `retry_total_s`"
     else:
-        hint = _HINTS.get(code)
-        text = f"{said or code} ({code})" + (f"; {hint}" if hint else "")
+        hint = _HINTS.get(code.removeprefix("HTTP "))
+        text = f"{said or 'it gives no reason'} ({code})" + (f"; {hint}" if hint else "")
     return kind(f"{where}: {text}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import select
 import socket
 import ssl
@@ -11,15 +10,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.backends.fsspec.s3_errors import BrokenAnswerError
+from penstock.backends.fsspec.s3_answer import Answer, Response, response_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import http.client
+    import io
+    from collections.abc import Callable, Sequence
 
 CLOSED = (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """A connection that the store has closed; also an end without an answer."""
 
-_OK = 200
 _REDIRECT = 300
 
 _IDLE_S = 30.0  # firewalls forget a connection that rests, and tell nobody
@@ -61,6 +61,7 @@ class Connection:
         self._client = client
         self._timeout_s = timeout_s
         self._rests_since_s = 0.0
+        client.response_class = Response
         client.connect()
         self._socket: socket.socket = client.sock
         self._plain = not isinstance(self._socket, ssl.SSLSocket)
@@ -91,6 +92,18 @@ class Connection:
         with _Blocking(self._socket, self._timeout_s):
             return self._socket.recv_into(target, 0, socket.MSG_WAITALL)
 
+    def has_more(self, buffer: io.BufferedReader) -> bool:
+        """Whether something lies in `buffer`, which reads from here, or can be read at once."""
+        self._socket.settimeout(0)
+        try:
+            return bool(buffer.peek())
+        except ssl.SSLWantReadError:
+            return False
+        except OSError:  # the answer is whole all the same; only the connection is not
+            return True
+        finally:
+            self._socket.settimeout(self._timeout_s)
+
     def rest(self) -> None:
         """Let it be used again; nothing is under way."""
         self._rests_since_s = time.monotonic()
@@ -114,11 +127,7 @@ class Connection:
             if not self._heard():
                 raise
             return self._refusal(error)
-        response = client.getresponse()
-        if response.status < _OK:  # the answer itself is still to come
-            msg = f"a provisional answer ({response.status}), which nobody asked for"
-            raise BrokenAnswerError(msg)
-        return Answer(self, response, keeps=True)
+        return Answer(self, response_of(client), keeps=True)
 
     def _heard(self) -> bool:
         """Whether there is something to read, or an end."""
@@ -141,93 +150,13 @@ class Connection:
     def _refusal(self, error: Exception) -> Answer:
         """What a store said that would not take all of a body; `error` if it said nothing."""
         try:
-            response = self._client.getresponse()
-        except (OSError, http.client.HTTPException):
+            response = response_of(self._client)
+        except OSError:
             raise error from None
         if response.status < _REDIRECT:  # of a body that it has not got it can have stored nothing
             response.close()
             raise error
         return Answer(self, response, keeps=False)
-
-
-class Answer:
-    """An answer, whose body is still to be read; then the connection is kept.
-
-    Args:
-        connection: On which it comes.
-        response: Its head.
-        keeps: Whether the connection is good for another request.
-    """
-
-    def __init__(
-        self, connection: Connection, response: http.client.HTTPResponse, *, keeps: bool
-    ) -> None:
-        self.status = response.status
-        self.headers = dict(response.getheaders())
-        self._connection = connection
-        self._response = response
-        self._keeps = keeps and not response.will_close
-        self._left = response.length  # None: only its end will tell
-        self._buffered = True  # what came along with the head is read first
-        self._over = False
-
-    def readinto(self, target: memoryview) -> int:
-        """Bytes of the body, into `target`; 0: it is over."""
-        try:
-            return self._readinto(target)
-        except BaseException:
-            self.close()
-            raise
-
-    def stream(self) -> Iterator[bytes]:
-        """All of the body, as botocore asks for what is no blob: an answer's text."""
-        try:
-            data = self._response.read()
-        except BaseException:
-            self.close()
-            raise
-        self._end()
-        yield data
-
-    def close(self) -> None:
-        """Read no more."""
-        if not self._over:
-            self._over = True
-            self._response.close()
-            self._connection.close()
-
-    def _readinto(self, target: memoryview) -> int:
-        response, left = self._response, self._left
-        if left is None:
-            count = response.readinto(target)
-            if response.isclosed():
-                self._end()
-            return count
-        view = target[:left]
-        if not view.nbytes:
-            return 0
-        if self._buffered:
-            count = response.fp.readinto1(view)
-            self._buffered = count == view.nbytes
-        else:
-            count = self._connection.receive(view)
-        if not count:
-            msg = f"the answer ended {left} bytes early"
-            raise BrokenAnswerError(msg)
-        self._left = left - count
-        if not self._left:
-            response.close()
-            self._end()
-        return count
-
-    def _end(self) -> None:
-        if self._over:
-            return
-        self._over = True
-        if self._keeps:
-            self._connection.rest()
-        else:
-            self._connection.close()
 
 
 class _Blocking:

@@ -135,7 +135,12 @@ class Upload:
     def _create(self) -> str:
         extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
         answer = self._client.call(
-            "create_multipart_upload", "create", self._name, stop=self._stop, **extra
+            "create_multipart_upload",
+            "create",
+            self._name,
+            needs=("UploadId",),
+            stop=self._stop,
+            **extra,
         )
         return str(answer["UploadId"])
 
@@ -150,6 +155,7 @@ class Upload:
             "upload_part",
             f"upload part {index + 1} of",
             self._name,
+            needs=("ETag",),
             body=views,
             stop=self._stop,
             UploadId=number,

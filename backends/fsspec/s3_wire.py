@@ -19,7 +19,7 @@ from penstock.backends.fsspec.s3_exchange import CLOSED, Connection, Message
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.backends.fsspec.s3_exchange import Answer
+    from penstock.backends.fsspec.s3_answer import Answer
 
 
 class Wire:

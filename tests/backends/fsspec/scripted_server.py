@@ -11,7 +11,7 @@ class ScriptedServer:
     A script gets the connection, and may read a request by `head_of`.
     """
 
-    def __init__(self, *scripts, tls=None):
+    def __init__(self, *scripts, tls=None, host="127.0.0.1"):
         self.scripts = scripts
         self.connections = 0
         self.heads = []
@@ -19,8 +19,10 @@ class ScriptedServer:
         self._threads = []
         self._open = []
         self.ending = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.netloc = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port = self._listener.getsockname()[1]
+        self.netloc = f"{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __enter__(self):
         self._threads.append(threading.Thread(target=self._accept))
