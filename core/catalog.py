@@ -21,6 +21,7 @@ from penstock.core.errors import (
 from penstock.core.manifest import COMMIT_PREFIX, data_prefix, mark_name, parse_commit_name
 from penstock.core.prune import GRACE_S, PruneReport, prune
 from penstock.core.survey import (
+    check_same,
     delete_records,
     is_listed,
     is_whole,
@@ -201,10 +202,13 @@ class Catalog:
 
         Raises:
             CheckpointNotFoundError: There is none; the message lists what there is.
+            ConfigError: Without `named`: two tiers have two checkpoints there; none was deleted.
         """
         entries = self.entries()
         if step not in entries:
             raise self._not_found(step, list(entries))
+        if named is None:
+            check_same(self._backend.tiers, [step])
         self._delete(entries[step], named)
 
     def delete_older_generations(self, step: int) -> None:

@@ -200,7 +200,7 @@ class CheckpointCopy:
         copied = sum(blob.length for blob in blobs if blob.name not in kept)
         kept_bytes = sum(blob.length for blob in blobs if blob.name in kept)
         seconds = time.monotonic() - began_s
-        log.info(
+        log.debug(  # who asked for it says so
             "copied step %d from %s to %s: %s in %.2f s, %s were there",
             record.step,
             self._source.url,

@@ -217,8 +217,12 @@ class DrainLink:
         while not self.is_closed():
             began = time.monotonic()
             try:
-                if record.uid in self._withdrawn or not self._copy_once(record):
+                if record.uid in self._withdrawn:
                     self._report.tell(record, self._copier.gone(record))
+                    return
+                if not self._copy_once(record):
+                    if not self._report.again(self._number, record):
+                        self._report.tell(record, self._copier.gone(record))
                     return
             except Exception as error:  # noqa: BLE001 - a task's boundary: logged, and told
                 if self.is_closed():
@@ -274,6 +278,7 @@ class DrainLink:
     def _succeeded(self, record: CommitRecord, seconds: float) -> None:
         with self._changed:
             self._error, self._failing_since_s, self._logged_s = "", None, float("-inf")
+            self._prepared = ""  # should the next tier lose it, it comes there anew
         log.info(
             "step %d is in tier %s now: %s in %.2f s",
             record.step,

@@ -56,6 +56,10 @@ class LinkReport(Protocol):
         """A checkpoint is whole in tier `number`."""
         ...
 
+    def again(self, number: int, record: CommitRecord) -> bool:
+        """Tier `number` has lost it; whether a faster one has it, and brings it once more."""
+        ...
+
     def tell(self, record: CommitRecord, error: BaseException | None) -> None:
         """It will get no further, because of `error`."""
         ...

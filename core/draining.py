@@ -7,6 +7,7 @@ its mark (see `tiers`), so whatever ends the process, the next one goes on.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from functools import partial
@@ -19,7 +20,7 @@ from penstock.core.prune import CLOCK_PREFIX
 from penstock.core.survey import is_whole
 from penstock.core.tier_answers import Answers, known_entries
 from penstock.core.tier_repairs import TierRepairs
-from penstock.core.tiers import Rooms, is_marked, mark, pending
+from penstock.core.tiers import REPEAT_LOG_S, Rooms, is_marked, mark, pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -70,6 +71,9 @@ class Drains:
         self._lock = threading.Lock()  # guards `_told`, `_counts`, `_closed`, `_telling`
         self._workers = workers
         self._resumed = False
+        self._owed: set[str] = set()  # copied on though it is not their turn
+        self._sent_back = 0
+        self._said_past_s = -math.inf
         self.rooms = Rooms(tiers)
         self.repairs = TierRepairs(
             tiers, rooms=self.rooms, workers=workers, grace_s=grace_s, stuck_s=stuck_s
@@ -102,6 +106,7 @@ class Drains:
             for number, tier in enumerate(self._tiers):
                 try:
                     if self._has_room(number, need_bytes):
+                        self._say_past(step, tier, why)
                         return number
                     why.append(f"tier {tier.name} ({tier.backend.url}) is full")
                 except StorageError as error:
@@ -120,6 +125,13 @@ class Drains:
                 log.error("the save of step %d waits: %s", step, msg)
                 said = True
             time.sleep(_BLOCKED_POLL_S)
+
+    def _say_past(self, step: int, tier: Tier, why: Sequence[str]) -> None:
+        """Say that a save goes past faster tiers: once, then every ten minutes."""
+        now_s = time.monotonic()
+        if why and now_s - self._said_past_s >= REPEAT_LOG_S:
+            self._said_past_s = now_s
+            log.warning("step %d is saved straight to tier %s: %s", step, tier.name, "; ".join(why))
 
     def is_silent(self) -> bool:
         """Whether a tier did not answer when it was asked last, and is left alone for a while."""
@@ -155,10 +167,29 @@ class Drains:
         Raises:
             StorageError: The tier failed.
         """
-        wanted = number < len(self._links) and self._is_turn(number)
+        wanted = number < len(self._links) and (uid in self._owed or self._is_turn(number))
         if wanted:
             mark(self._tiers[number].backend, uid, step)
         return wanted
+
+    def again(self, number: int, record: CommitRecord) -> bool:
+        """Tier `number` has lost what it was to copy on: let it come there once more.
+
+        Returns:
+            Whether a faster tier has it; else it is gone.
+
+        Raises:
+            StorageError: A tier failed.
+        """
+        for faster in reversed(range(number)):
+            backend = self._tiers[faster].backend
+            if is_whole(backend, record):
+                self._owed.add(record.uid)
+                self._sent_back += 1
+                mark(backend, record.uid, record.step)
+                self._links[faster].add(record)
+                return True
+        return False
 
     def committed(
         self,
@@ -232,9 +263,9 @@ class Drains:
     def having(self, record: CommitRecord) -> tuple[str, ...]:
         """Names of the tiers that have a checkpoint, of those that answer."""
         found = []
-        for tier in self._tiers:
+        for number, tier in enumerate(self._tiers):
             try:
-                if is_whole(tier.backend, record):
+                if self._answers.ask(number, partial(is_whole, tier.backend, record)):
                     found.append(tier.name)
             except StorageError:
                 continue
@@ -248,8 +279,12 @@ class Drains:
         """Wait until nothing is left, or what is left is failing; False: neither, in time."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self.repairs.settle(end)
-        # What one has finished is the next one's to do.
-        return all(link.settle(end) for link in self._links) and self._all_told(end)
+        while True:
+            before = self._sent_back
+            # What one has finished is the next one's to do.
+            settled = all(link.settle(end) for link in self._links)
+            if before == self._sent_back:
+                return settled and self._all_told(end)
 
     def _all_told(self, end: float | None) -> bool:
         """Wait for callbacks; one of them may call this, and does not wait for itself."""

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
+from penstock.core.errors import BlobNotFoundError, ConfigError, DamagedError, FormatError
 from penstock.core.manifest import (
     COMMIT_PREFIX,
     DATA_PREFIX,
@@ -27,9 +27,9 @@ from penstock.core.record import RECORD_LIMIT_BYTES, decode_commit, decode_inten
 from penstock.core.second_copy import from_any_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, Tier
     from penstock.core.manifest import CommitRecord
     from penstock.core.types import BlobInfo
 
@@ -131,6 +131,30 @@ def unreadable(backend: Backend, name: str) -> FormatError:
     return FormatError(msg, [name])
 
 
+def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
+    """Refuse steps at which two tiers have two checkpoints: which one is meant?
+
+    Raises:
+        ConfigError: Of a step that is so; says what to do.
+    """
+    listed = [(tier, [info.name for info in tier.backend.list(COMMIT_PREFIX)]) for tier in tiers]
+    for step in steps:
+        owners: dict[str, dict[str, str]] = {}
+        for tier, names in listed:
+            here = [name for name in names if (parse_commit_name(name) or (-1,))[0] == step]
+            for name, uid in uids_named(tier.backend, here).items():
+                if uid is not None:
+                    owners.setdefault(name, {}).setdefault(uid, tier.name)
+        for one in owners.values():
+            if len(one) > 1:
+                msg = (
+                    f"step {step} is not the same checkpoint in tiers {' and '.join(one.values())};"
+                    " nothing was deleted. Say in which of them to delete it: `penstock delete URL "
+                    f"{step} --tier NAME`"
+                )
+                raise ConfigError(msg)
+
+
 def survey_records(backend: Backend) -> Survey:
     """Read all commit records."""
     survey = Survey()
@@ -194,14 +218,15 @@ def delete_records(
     """Delete commit records durably, in the given order, then the data that only they needed.
 
     A record that is another save's by the time its turn comes stays: a step that was deleted can
-    be saved again under the same name. No store deletes on a condition, so between that look and
-    the deletion a moment is left. While any other record of the run is unreadable all data stays,
-    for `prune`.
+    be saved again under the same name, and each tier may have another. No store deletes on a
+    condition, so between that look and the deletion a moment is left. While any other record of
+    the run is unreadable all data stays, for `prune`.
 
     Args:
         backend: Where.
         names: Of the records.
-        uids: Whose they were when the caller chose them; default: when this is called.
+        uids: Whose they were when the caller chose them; default: all whose they are in any tier
+            when this is called.
         before: Called with these uids before anything is deleted: what else of this process works
             on them has to stop.
         failed: Called with them if something is raised, and some may stay: that may go on.
@@ -210,8 +235,12 @@ def delete_records(
         Names of the records that this has deleted.
     """
     names = list(names)
-    chosen = uids_named(backend, names) if uids is None else uids
-    doomed = {uid for uid in chosen.values() if uid is not None}
+    chosen = (
+        _all_named(backend, names)
+        if uids is None
+        else {name: frozenset([uids.get(name)]) for name in names}
+    )
+    doomed = {uid for found in chosen.values() for uid in found if uid is not None}
     before(doomed)
     try:
         return _delete_chosen(backend, names, chosen, doomed)
@@ -220,29 +249,57 @@ def delete_records(
         raise
 
 
+def _places(backend: Backend) -> list[Backend]:
+    """Its tiers, the most durable first, so that nothing is copied once more; or itself."""
+    return [tier.backend for tier in reversed(backend.tiers)] or [backend]
+
+
+def _all_named(backend: Backend, names: Collection[str]) -> dict[str, frozenset[str | None]]:
+    found = [uids_named(place, names) for place in _places(backend)]
+    return {name: frozenset(one[name] for one in found if name in one) for name in names}
+
+
 def _delete_chosen(
-    backend: Backend, names: Iterable[str], chosen: Mapping[str, str | None], doomed: set[str]
+    backend: Backend,
+    names: Iterable[str],
+    chosen: Mapping[str, frozenset[str | None]],
+    doomed: set[str],
 ) -> list[str]:
-    deleted = []
-    for name in names:  # durably one by one: of several under way, a power cut may spare any
-        if uids_named(backend, [name]).get(name, "gone") == chosen.get(name):
-            backend.delete([name])
-            deleted.append(name)
+    # Durably one by one: of several under way, a power cut may spare any.
+    deleted = [name for name in names if _delete_if(backend, name, chosen[name])]
     _delete_unneeded(backend, doomed)
     for _ in range(_LANDINGS if backend.tiers else 0):
         # A copy to another tier that was under way may have landed behind the deletion. Now that
         # intent and data are gone none can begin to publish any more.
-        landed = [n for n in deleted if chosen[n] and uids_named(backend, [n]).get(n) == chosen[n]]
-        if not landed:
+        landed = [_delete_if(backend, name, chosen[name] - {None}) for name in deleted]
+        if not any(landed):
             break
-        backend.delete(landed)
         _delete_unneeded(backend, doomed)
     return deleted
 
 
+def _delete_if(backend: Backend, name: str, uids: Collection[str | None]) -> bool:
+    """Delete a record wherever it names one of `uids`; whether it did anywhere.
+
+    Copies of it in other tiers that cannot be read go, too: they would stay listed at that step.
+    """
+    found = [(place, uids_named(place, [name])) for place in _places(backend)]
+    if not any(named.get(name, "gone") in uids for _, named in found):
+        return False
+    for place, named in found:
+        # Also where it is not listed yet: a copy may land, and who refuses has to do so in time.
+        if named.get(name) in {None, *uids}:
+            place.delete([name])
+    return True
+
+
 def _delete_unneeded(backend: Backend, doomed: set[str]) -> None:
     """Delete the data of those that nothing needs; while a record is unreadable, none."""
-    survey = survey_run(backend) if doomed else Survey()
-    if not survey.unreadable:
-        for uid in sorted(doomed - survey.needed):
+    if not doomed:
+        return
+    # Each tier by itself: under one name two of them may have two checkpoints.
+    surveys = [survey_run(place) for place in _places(backend)]
+    if not any(survey.unreadable for survey in surveys):
+        needed = {uid for survey in surveys for uid in survey.needed}
+        for uid in sorted(doomed - needed):
             delete_data(backend, uid, backend.list(data_prefix(uid)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from penstock.backends.tiered.apart import check_apart
 from penstock.backends.tiered.config import TieredConfig
+from penstock.backends.tiered.late import LateBackend, open_or_wait
 from penstock.backends.tiered.reading import read_from, read_in_background
 from penstock.core.abc import Backend, PluginConfig, Tier
 from penstock.core.errors import BlobExistsError, BlobNotFoundError, ConfigError, StorageError
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from typing import Any
 
+    from penstock.backends.tiered.config import Place
     from penstock.core.abc import BlobWriter
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
 
@@ -51,17 +54,24 @@ class TieredBackend(Backend):
         self._tiers = _flat(config, fast, durable)
         self._backends = [tier.backend for tier in self._tiers]
         check_apart(self._backends)
+        for backend in self._backends:
+            if isinstance(backend, LateBackend):
+                backend.check = partial(self._check_apart_with, backend)
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
-        """Open both; a failure leaves none open."""
+        """Open both; a failure leaves none open.
+
+        One that does not answer is opened when it does.
+        """
         if config.fast == config.durable and not _is_anonymous(config.fast):
             msg = "fast and durable are one place: give each a place of its own"
             raise ConfigError(msg)
-        fast = open_backend(config.fast)
+        fast = _open(config.fast, open_backend)
         try:
-            durable = open_backend(config.durable)
+            durable = _open(config.durable, open_backend)
             try:
+                _check_one_answers(fast, durable)
                 return cls(config, fast=fast, durable=durable)
             except BaseException:
                 durable.close()
@@ -78,6 +88,9 @@ class TieredBackend(Backend):
             raise ConfigError(msg)
         return cls.Config.model_validate(options)
 
+    def _check_apart_with(self, late: Backend, opened: Backend) -> None:
+        check_apart([opened if backend is late else backend for backend in self._backends])
+
     @property
     def url(self) -> str:
         """All places, the fastest first."""
@@ -85,15 +98,15 @@ class TieredBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the fastest tier; exclusive only if all are."""
-        first = self._backends[0].capabilities
-        exclusive = all(backend.capabilities.exclusive_publish for backend in self._backends)
-        return replace(first, exclusive_publish=exclusive)
+        """Those of the fastest tier that is open; exclusive only if all are."""
+        found = [backend.capabilities for backend in self._backends if _is_open(backend)]
+        exclusive = len(found) == len(self._backends) and all(c.exclusive_publish for c in found)
+        return replace(found[0], exclusive_publish=exclusive)
 
     @property
     def direct_io(self) -> bool:
-        """That of the fastest tier."""
-        return self._backends[0].direct_io
+        """That of the fastest tier that is open."""
+        return next(filter(_is_open, self._backends)).direct_io
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -191,6 +204,27 @@ class TieredBackend(Backend):
                 continue
             msg = f"{name} exists on {backend.url} already"
             raise BlobExistsError(msg)
+
+
+def _open(spec: Place, open_backend: Callable[[Any], Backend]) -> Backend:
+    if _kind(spec) == TieredBackend.name:  # how many tiers these are is known once it is open
+        return open_backend(spec)
+    return open_or_wait(lambda: open_backend(spec), f"{_kind(spec)} (not open yet)")
+
+
+def _kind(spec: Place) -> str:
+    if isinstance(spec, str):
+        return spec.partition("://")[0] if "://" in spec else "a folder"
+    return str(spec.get("type"))
+
+
+def _is_open(backend: Backend) -> bool:
+    return not isinstance(backend, LateBackend) or backend.failure is None
+
+
+def _check_one_answers(fast: Backend, durable: Backend) -> None:
+    if isinstance(fast, LateBackend) and isinstance(durable, LateBackend) and fast.failure:
+        raise fast.failure
 
 
 def _is_anonymous(spec: object) -> bool:

@@ -17,12 +17,12 @@ from penstock.core.errors import (
 from penstock.core.manifest import data_prefix, parse_commit_name
 from penstock.core.opening import open_backend
 from penstock.core.sizes import size_text
-from penstock.core.survey import survey_run, uids_named
+from penstock.core.survey import check_same, survey_run, uids_named
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Backend, Tier
+    from penstock.core.abc import Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,16 @@ def run(url: str, steps: Iterable[int], how: How) -> None:
     chosen = sorted(set(steps))
     with closing(open_backend(url, must_exist=True, light=True)) as whole:
         backend = whole if how.tier is None else _tier(whole, how.tier)
-        elsewhere = [tier.backend for tier in whole.tiers if tier.name != how.tier]
+        others = [tier for tier in whole.tiers if tier.name != how.tier]
+        elsewhere = [] if how.tier is None else [tier.backend for tier in others]
         catalog = Catalog(backend)
         entries = catalog.entries()
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
         doomed = [_doomed(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
         if how.tier is None:
-            _check_same(whole.tiers, chosen)
-        spared = how.tier is not None and any(map(_has_whole, elsewhere))
-        if not (how.force or spared or _any_whole(catalog, left)):
+            check_same(whole.tiers, chosen)
+        if not (how.force or _any_whole(catalog, left) or any(map(_has_whole, elsewhere))):
             msg = (
                 f"no whole checkpoint would be left under {backend.url} without "
                 f"{_named(chosen)}; pass --force to delete all the same"
@@ -104,25 +104,6 @@ def _tier(backend: Backend, name: str) -> Backend:
     there = f"it has {names}" if names else "it is one place"
     msg = f"--tier: {backend.url} has no tier {name!r}; {there}"
     raise ConfigError(msg)
-
-
-def _check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
-    """Refuse steps at which two tiers have two checkpoints: which one is meant?"""
-    entries = [(tier, Catalog(tier.backend).entries()) for tier in tiers]
-    for step in steps:
-        owners: dict[str, dict[str, str]] = {}
-        for tier, names in entries:
-            for name, uid in uids_named(tier.backend, names.get(step, ())).items():
-                if uid is not None:
-                    owners.setdefault(name, {}).setdefault(uid, tier.name)
-        for one in owners.values():
-            if len(one) > 1:
-                both = " and ".join(one.values())
-                msg = (
-                    f"step {step} is not the same checkpoint in tiers {both}; nothing was deleted. "
-                    "Say with --tier in which of them to delete it."
-                )
-                raise ConfigError(msg)
 
 
 def _has_whole(backend: Backend) -> bool:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from penstock.core.blame import said
 from penstock.core.cli.checks import Check, check_store
 from penstock.core.cli.host_checks import check_folder, check_process, check_uring
-from penstock.core.cli.places import local_root
+from penstock.core.cli.places import local_root, named_root
 from penstock.core.cli.render import print_json, print_line, print_wrapped, visible
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError, PenstockError, StorageError
 from penstock.core.opening import open_backend, shown_url
+from penstock.core.prune import CLOCK_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,17 +72,37 @@ def _asked(url: object) -> str:
 def _looked_at(backend: Backend, probe_bytes: int) -> list[Check]:
     if not backend.tiers:
         return [*_looked_at_place(backend, probe_bytes), *check_process()]
+    silent = {tier.name: _silence(tier.backend) for tier in backend.tiers}
     checks: list[Check] = []
     for number, tier in enumerate(backend.tiers):
-        found = _looked_at_place(tier.backend, probe_bytes)
-        checks += [_of_tier(tier.name, check, later=number > 0) for check in found]
+        why = silent[tier.name]
+        found = _looked_at_place(tier.backend, probe_bytes) if why is None else [_silent(why)]
+        # A save passes over a tier that does not answer; one that fails otherwise only later ones.
+        others = number > 0 if why is None else not all(silent.values())
+        checks += [_of_tier(tier.name, check, number, others=others) for check in found]
     return [*checks, *check_process()]
 
 
-def _of_tier(name: str, check: Check, *, later: bool) -> Check:
+def _silence(backend: Backend) -> str | None:
+    """Why a tier does not answer; None: it does, or its folder has more to say."""
+    try:
+        backend.list(CLOCK_PREFIX)
+    except StorageError as error:
+        return None if named_root(backend) is not None else str(error)
+    except Exception as error:  # noqa: BLE001 - a backend may fail in any way: a finding
+        return said(error)
+    return None
+
+
+def _silent(why: str) -> Check:
+    return Check("answer", "fail", why, "see that it can be reached")
+
+
+def _of_tier(name: str, check: Check, number: int, *, others: bool) -> Check:
     status, advice = check.status, check.advice
-    if later and status == "fail":
-        status, advice = "warn", f"{advice or 'mend it'}; until then saves stay in faster tiers"
+    if others and status == "fail":
+        meanwhile = "stay in faster tiers" if number else "go to the next tier"
+        status, advice = "warn", f"{advice or 'mend it'}; until then saves {meanwhile}"
     return replace(check, name=f"{name}: {check.name}", status=status, advice=advice)
 
 

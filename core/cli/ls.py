@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         as_json: For programs.
 
     Raises:
-        PenstockError: The run cannot be looked at.
+        PenstockError: The run cannot be looked at; of one in tiers, in none of them.
     """
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         tiered, silent = bool(backend.tiers), dict[str, str]()
@@ -91,7 +92,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
             print_json({**found, "silent": silent} if tiered else found)
             return
         for name, why in silent.items():
-            print_line(f"tier {name} does not answer: {visible(why)}", style="red")
+            sys.stderr.write(f"penstock: tier {name} does not answer: {visible(why)}\n")
         if not listed:
             where = "in the tiers that answer," if silent else "under"
             print_line(f"no checkpoints {where} {visible(backend.url)}")
@@ -146,7 +147,11 @@ def list_run(backend: Backend) -> list[Listed]:
 
 
 def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
-    """As `list_run`, of all tiers that answer; why others do not goes to `silent`."""
+    """As `list_run`, of all tiers that answer; why others do not goes to `silent`.
+
+    Raises:
+        StorageError: None answers.
+    """
     found: dict[int, Listed] = {}
     for tier in tiers:
         try:
@@ -154,6 +159,9 @@ def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
             waiting = {record.uid for record in pending(tier.backend)}
         except StorageError as error:
             silent[tier.name] = str(error)
+            if len(silent) == len(tiers):
+                msg = f"no tier answers: {'; '.join(f'{n}: {why}' for n, why in silent.items())}"
+                raise StorageError(msg) from error
             continue
         for one in listed:
             before = found.get(one.step)

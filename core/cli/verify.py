@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.core.bars import ProgressBar
 from penstock.core.catalog import Catalog
 from penstock.core.checkpoint import Checkpoint
+from penstock.core.cli.damage import print_damage
 from penstock.core.cli.render import print_json, print_line, print_wrapped, visible
 from penstock.core.draining import Drains
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
@@ -128,14 +129,7 @@ def _print(report: VerifyReport) -> None:
             f"step {report.step} is {how}{where}: {looked} in {report.seconds:.1f} s", style="green"
         )
         return
-    # One cause may hit thousands of objects: it is said once, above all of them.
-    by_cause: dict[str, list[str]] = {}
-    for one in report.damaged:
-        by_cause.setdefault(one.detail, []).append(one.what)
-    for cause, names in by_cause.items():
-        print_wrapped(visible(cause))
-        for name in names:
-            print_wrapped(visible(name), indent=4, style="red")
+    print_damage(report.damaged)
     for repair in report.repairs:
         _print_repair(repair)
     if report.ok:

@@ -62,7 +62,7 @@ def test_json_says_what_was_found_and_what_is_left(call, run):
     assert [(link["source"], link["target"]) for link in found["links"]] == [("fast", "durable")]
 
 
-def test_what_cannot_be_copied_is_said_and_the_exit_code_is_one(call, run):
+def test_what_cannot_be_copied_is_said_once_and_the_exit_code_is_one(call, run, caplog):
     run.save(1, 2)
     data = bytearray(run.blob(run.fast).read_bytes())
     data[len(data) // 2] ^= 1
@@ -70,6 +70,7 @@ def test_what_cannot_be_copied_is_said_and_the_exit_code_is_one(call, run):
     done = call("drain", run.url)
     assert done.code == 1
     assert "cannot be copied to durable" in done.out
+    assert "cannot be copied" not in caplog.text
     assert "still to be copied: steps" in done.out
 
 
@@ -173,8 +174,18 @@ def test_ls_goes_on_without_a_tier_that_does_not_answer(call, run):
     run.save(1)
     run.durable.symlink_to(run.durable)  # too many levels of links
     found = call("ls", run.url)
-    assert "tier durable does not answer" in found.out
+    assert found.err.startswith("penstock: tier durable does not answer: ")
+    assert "ok     fast (to copy)" in found.out
     assert found.code == 0
+
+
+def test_ls_fails_where_no_tier_answers(call, run):
+    for root in (run.fast, run.durable):
+        root.symlink_to(root)
+    found = call("ls", run.url)
+    assert (found.code, found.out) == (1, "")
+    assert "no tier answers: fast: " in found.err
+    assert "; durable: " in found.err
 
 
 def test_verify_names_the_tier_of_the_damage(call, run):

@@ -146,6 +146,27 @@ def test_through_three_tiers():
         assert whereabouts(tiers)[record.uid].waiting == ()
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_the_middle_tier_loses_before_it_was_copied_on_comes_from_the_fast_one(every):
+    """Such as memory of another machine that was begun anew."""
+    one, two, three = memory(), memory(), FaultyBackend(memory())
+    event = threading.Event()
+    held = three.block("create", event)
+    (record,) = saved(one, 1)
+    middle = Tier("b", two, drain_every=every)
+    with drains_of(Tier("a", one), middle, Tier("c", three, durable=True)) as drains:
+        told = Told()
+        drains.committed(0, record, told, marked=True)
+        assert held.reached.wait(30)
+        two.delete([info.name for info in two.list("")])
+        three.add(Fault("create", error=StorageError("its source is gone")))
+        event.set()
+        assert told.get() is None
+        assert drains.settle(30)
+        assert [steps_of(b) for b in (one, two, three)] == [[1], [1], [1]]
+        assert [pending(b) for b in (one, two)] == [[], []]
+
+
 def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
     fast, durable = memory(), FaultyBackend(memory())
     for operation in ("list", "publish", "create", "read", "stat"):

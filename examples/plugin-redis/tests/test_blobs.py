@@ -4,7 +4,13 @@ import multiprocessing
 import tracemalloc
 
 import pytest
-from penstock.core.errors import BlobExistsError, BlobNotFoundError, StorageError
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    BlobTruncatedError,
+    FormatError,
+    StorageError,
+)
 from penstock.core.types import WriteRequest
 from servers import read, write
 
@@ -57,15 +63,15 @@ def test_a_hole_larger_than_a_chunk_costs_no_memory_and_reads_as_zeros(server):
     backend.close()
 
 
-def test_a_chunk_that_is_gone_is_an_error_and_not_zeros(server):
+def test_a_chunk_that_is_gone_is_damage_and_not_zeros(server):
     backend = server.open(chunk_bytes=MIB)
     write(backend, "data/a.raw", b"x" * (3 * MIB))
     with server.client() as client:
         client.delete(next(key for key in chunks(server) if key.endswith(":1")))
     assert read(backend, "data/a.raw", MIB) == b"x" * MIB
-    with pytest.raises(StorageError, match=r"data/a\.raw .*lacks a part"):
+    with pytest.raises(BlobTruncatedError, match=r"data/a\.raw .*lacks a part"):
         read(backend, "data/a.raw", 3 * MIB)
-    with pytest.raises(StorageError, match="lacks a part"):
+    with pytest.raises(FormatError, match="lacks a part"):
         backend.read_record("data/a.raw", limit_bytes=9 * MIB)
     backend.close()
 

@@ -5,7 +5,12 @@ import pytest
 from penstock import ConfigError
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
-from penstock.core.errors import BlobExistsError, BlobNotFoundError, StorageError
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    CapabilityError,
+    StorageError,
+)
 from penstock.core.opening import open_backend
 from penstock.core.testing.backends import check_backend
 from penstock.core.testing.faults import Fault, FaultyBackend
@@ -179,10 +184,10 @@ def test_what_was_opened_is_closed_when_the_rest_cannot_be(tmp_path):
 
     def open_one(spec):
         if spec == "bad":
-            raise StorageError("cannot be opened")
+            raise CapabilityError("cannot be used")
         return Closing(MemoryConfig())
 
-    with pytest.raises(StorageError):
+    with pytest.raises(CapabilityError):
         TieredBackend.open(TieredConfig(fast="good", durable="bad"), open_backend=open_one)
     assert len(closed) == 1
 

@@ -19,7 +19,7 @@ from penstock.core.types import BlobInfo, Capabilities
 from penstock_redis.config import RedisConfig, options_of_url
 from penstock_redis.keys import Entry, Keys, group_of, groups_named
 from penstock_redis.scripts import CREATE, DELETE, PUBLISH, RECORD, SWEEP, USED
-from penstock_redis.server import MARGIN_MS, Server, check_server
+from penstock_redis.server import MARGIN_MS, Server, check_policy, check_server
 from penstock_redis.transfer import Transfer
 from penstock_redis.writer import RedisWriter
 
@@ -91,8 +91,8 @@ class RedisBackend(Backend):
         check_blob_name(name)
         group, blob = group_of(name), secrets.token_hex(8)
         chunk_bytes, what = self._config.chunk_bytes, f"create {name}"
-        token = secrets.token_hex(8)
-        word, rest = self._server.answer(what, CREATE, group, name, blob, chunk_bytes, token)
+        birth = secrets.token_hex(8), self._births.get(group, "")
+        word, rest = self._server.answer(what, CREATE, group, name, blob, chunk_bytes, *birth)
         self._refuse(what, word, rest)
         self._births.setdefault(group, rest[0].decode())
         entry = Entry(False, blob, 0, chunk_bytes, 0)
@@ -113,7 +113,7 @@ class RedisBackend(Backend):
             before, entries = entries, self._entries(names)
             for name in missing:
                 if entries[name].blob == before[name].blob:
-                    raise StorageError(self._lost(name))
+                    raise BlobTruncatedError(self._lost(name))  # damage: another tier may have it
         msg = f"cannot read {missing[0]} on {self.url}: it was replaced {_LOOKS} times meanwhile"
         raise StorageError(msg)
 
@@ -125,7 +125,7 @@ class RedisBackend(Backend):
             msg = f"{name} on {self.url} has {int(rest[0])} bytes, more than {limit_bytes} allowed"
             raise FormatError(msg, [name])
         if word == "lost":
-            raise StorageError(self._lost(name))
+            raise FormatError(self._lost(name), [name])
         if word == "missing":
             raise BlobNotFoundError(self._not_there(name))
         return rest[0]
@@ -141,7 +141,8 @@ class RedisBackend(Backend):
         # Drawn once: a repetition finds its own record by it, and does not fail by itself.
         blob, token = secrets.token_hex(8), secrets.token_hex(8)
         stamp = self._server.stamp(what)
-        mine = (group, name, blob, token, stamp, int(exclusive), data)
+        relied_on = self._births.get(group, "")
+        mine = (group, name, blob, token, relied_on, stamp, int(exclusive), data)
         word, rest = self._server.answer(what, PUBLISH, *mine, *known)
         self._refuse(what, word, rest)
         born, *others = (birth.decode() for birth in rest)
@@ -188,23 +189,30 @@ class RedisBackend(Backend):
         for at in range(0, len(names), _GROUPS):
             some = names[at : at + _GROUPS]
 
-            def remove(client: redis.Redis, some: Sequence[str] = some) -> None:
+            def remove(client: redis.Redis, some: Sequence[str] = some) -> Any:
                 pipe = self._server.pipeline(client)
                 for name in some:  # one connection, so in this order
                     self._server.script(pipe, DELETE, group_of(name), name, stamp)
-                pipe.execute()
+                return pipe.execute()
 
-            self._server.run(what, remove)
+            for name, (_, left) in zip(some, self._server.run(what, remove), strict=True):
+                if left == b"0":  # what we put there is gone, and we know it
+                    self._births.pop(group_of(name), None)
 
     def store_time_s(self) -> float:
         seconds, micros = self._server.run("ask for the time", lambda client: client.time())
         return float(seconds) + micros / 1e6
 
     def free_bytes(self) -> int | None:
-        """What is left of the server's `maxmemory`, and of `max_bytes`."""
+        """What is left of the server's `maxmemory`, and of `max_bytes`.
+
+        Raises:
+            CapabilityError: It has been told to drop keys when it is full, since it was opened.
+        """
         info: dict[str, Any] = self._server.run(
             "ask for room", lambda client: client.info("memory")
         )
+        self._check_policy(str(info.get("maxmemory_policy")))
         room = []
         if info.get("maxmemory"):
             room.append(info["maxmemory"] - info["used_memory"])
@@ -250,6 +258,10 @@ class RedisBackend(Backend):
         """Turn any answer of a script but `ok` into an error."""
         if word == "ok":
             return
+        if word in {"restarted", "lost", "expired", "gone"}:
+            self._births.pop(rest[0].decode(), None)  # who tries again begins anew
+        if word == "evicts":
+            self._check_policy(rest[0].decode())
         head = f"cannot {what} on {self.url}"
         if word == "exists":
             msg = f"{head}: the name is taken"
@@ -267,6 +279,9 @@ class RedisBackend(Backend):
         }
         msg = f"{head}: {said[word]}"
         raise StorageError(msg)
+
+    def _check_policy(self, policy: str) -> None:
+        check_policy(self.url, policy, expires=self._config.ttl_s is not None)
 
     def _not_there(self, name: str) -> str:
         return f"{name} is not on {self.url}"

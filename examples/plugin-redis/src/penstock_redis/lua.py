@@ -15,6 +15,13 @@ local function this_run()
   return string.match(call('INFO', 'server'), 'run_id:(%x+)')
 end
 
+-- One that may drop single keys is no place for what has to be there as a whole.
+local function evicting()
+  local policy = string.match(call('INFO', 'memory'), 'maxmemory_policy:([%a-]+)') or 'noeviction'
+  local any = string.find(policy, '^allkeys')
+  return (any or (ttl > 0 and string.find(policy, '^volatile'))) and policy or nil
+end
+
 local function group_key(group) return base .. ':group:' .. group end
 local function chunk_key(blob, number)
   return base .. ':chunk:' .. blob .. ':' .. string.format('%d', number)
@@ -95,13 +102,20 @@ local function keep_root()
   end
 end
 
-local function open_group(group, token)
+-- `known` is the birth that who calls relies on, or ''. What was put into a group before the server
+-- was restarted may be gone: who relies on it is refused, who knows of nothing begins anew with it.
+local function open_group(group, token, known)
   local key = group_key(group)
-  if call('EXISTS', key) == 0 then
+  local born = birth(group)
+  local old = born and born.state == 'open' and born.run ~= this_run()
+  if old and known ~= '' and string.find(group, '^data/') then return nil end
+  if old or not born then
     call('HSET', key, '~born', table.concat({token, this_run(), 'open'}, ' '))
-    if ttl > 0 then call('PEXPIREAT', key, string.format('%.0f', now + ttl)) end
-  else
+  end
+  if born then
     touch(group)
+  elseif ttl > 0 then
+    call('PEXPIREAT', key, string.format('%.0f', now + ttl))
   end
   call('HSET', root, group, 1)
   return birth(group).token

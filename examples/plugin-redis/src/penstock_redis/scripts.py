@@ -23,13 +23,14 @@ return call('HINCRBY', root, '~seq', 1)
     "allow-oom",  # deleting begins with it
 )
 
-# group, name, id, chunk_bytes, token
+# group, name, id, chunk_bytes, token, the birth of the group that we know or ''
 CREATE = _script("""
-local group, name, blob, chunk, token = unpack(ARGV, 5)
+local group, name, blob, chunk, token, known = unpack(ARGV, 5)
 keep_root()
 local found = entry(group, name)
 if found and found.blob ~= blob then return {'exists'} end
-local born = open_group(group, token)
+local born = open_group(group, token, known)
+if not born then return {'restarted', group} end
 if not found then set_entry(group, name, 'U', blob, 0, tonumber(chunk)) end
 return {'ok', born}
 """)
@@ -80,15 +81,18 @@ set_entry(group, name, 'S', blob, length, found.chunk)
 return {'ok'}
 """)
 
-# group, name, id, token, stamp, exclusive, data, then pairs: named group, the birth we know or ''
+# group, name, id, token, the birth we know or '', stamp, exclusive, data, then pairs: named group,
+# the birth of that
 PUBLISH = _script("""
-local group, name, blob, token, stamp, exclusive, data = unpack(ARGV, 5, 11)
+local group, name, blob, token, known, stamp, exclusive, data = unpack(ARGV, 5, 12)
 local found = entry(group, name)
 if found and found.blob == blob then return {'ok', birth(group).token} end
 if found and exclusive == '1' then return {'exists'} end
 if found and found.stamp > tonumber(stamp) then return {'ok', birth(group).token} end
+local policy = evicting()
+if policy then return {'evicts', policy} end
 -- A record is worth nothing without what it names, so it is refused where that may be gone.
-for i = 12, #ARGV, 2 do
+for i = 13, #ARGV, 2 do
   local born = birth(ARGV[i])
   if born then
     if ARGV[i + 1] ~= '' and born.token ~= ARGV[i + 1] then return {'expired', ARGV[i]} end
@@ -101,7 +105,8 @@ if not room(#data - (found and found.size or 0)) then
   return {'full', string.format('%.0f', used())}
 end
 keep_root()
-local born = open_group(group, token)
+local born = open_group(group, token, known)
+if not born then return {'restarted', group} end
 local key = chunk_key(blob, 0)
 call('SET', key, data)
 if ttl > 0 then call('PEXPIREAT', key, string.format('%.0f', now + ttl + 3 * margin)) end
@@ -110,7 +115,7 @@ if found then forget(found) end
 -- Now what it names outlives it, however long that took.
 local answer = {'ok', born}
 local left = call('PTTL', group_key(group))
-for i = 12, #ARGV, 2 do
+for i = 13, #ARGV, 2 do
   local other = birth(ARGV[i])
   if other then
     live(ARGV[i], left < 0 and 0 or left + margin)
@@ -128,7 +133,7 @@ DELETE = _script(
 local group, name, stamp = unpack(ARGV, 5)
 local found = entry(group, name)
 if found and found.stamp <= tonumber(stamp) then remove(group, name, found) end
-return {'ok'}
+return {'ok', tostring(call('EXISTS', group_key(group)))}
 """,
     "allow-oom",
 )

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _CONNECTIONS = 256
+_DOWN_S = 1.0  # what was queued behind a call that found no server need not wait as long again
 # Between the ends of what belongs together: groups that a record names outlive it by this much.
 MARGIN_MS = 60_000
 
@@ -45,6 +46,7 @@ class Server:
         ttl_ms = 0 if config.ttl_s is None else max(1, round(config.ttl_s * 1000))
         self._limits = (ttl_ms, MARGIN_MS, config.max_bytes or 0)
         self._closed = threading.Event()
+        self._down: tuple[float, redis.RedisError] | None = None  # until when, and why
         self._pool = _pool(config)
         self._redis = redis.Redis(connection_pool=self._pool)
 
@@ -69,6 +71,8 @@ class Server:
     ) -> T:
         """The result of `operation`, tried again while the server cannot be reached.
 
+        For a moment after a call was given up for that, others fail likewise at once.
+
         Args:
             what: For messages: `write data/x`.
             operation: Must be safe to repeat whatever became of the attempt before.
@@ -79,19 +83,27 @@ class Server:
             StorageError: What went wrong, in our tree.
         """
         stop = stop or threading.Event()
-        total_s = self._retry_total_s if total_s is None else total_s
-        until_s, wait_s = time.monotonic() + total_s, _FIRST_WAIT_S
+        until_s = time.monotonic() + (self._retry_total_s if total_s is None else total_s)
+        wait_s = _FIRST_WAIT_S
+        if (down := self._down) is not None and time.monotonic() < down[0]:
+            self.check_open()
+            raise self._mapped(what, down[1]) from down[1]
         while True:
             self.check_open()
             try:
-                return operation(self._redis)
+                found = operation(self._redis)
             except redis.RedisError as error:
                 # Jitter: the ranks of a job lose the server together.
                 delay_s = random.uniform(wait_s / 2, wait_s)
                 late = time.monotonic() + delay_s > until_s
+                if _transient(error) and late and total_s is None:
+                    self._down = time.monotonic() + _DOWN_S, error
                 if not _transient(error) or late or stop.wait(delay_s) or self._closed.is_set():
                     raise self._mapped(what, error) from error
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            else:
+                self._down = None
+                return found
 
     def script(self, client: Any, source: str, *arguments: str | int | bytes) -> Any:
         """Hand a script over; on a pipeline, the answer comes with the others."""
@@ -141,15 +153,23 @@ def check_server(server: Server, *, expires: bool, require_aof: bool) -> None:
     if int(version.split(".", 1)[0]) < 7:
         msg = f"{server.url} is Redis {version}; this backend needs 7.0 or later"
         raise CapabilityError(msg)
-    policy = info.get("maxmemory_policy", "noeviction")
+    check_policy(server.url, str(info.get("maxmemory_policy")), expires=expires)
+    if require_aof:
+        _check_aof(server, enabled=bool(info.get("aof_enabled")))
+
+
+def check_policy(url: str, policy: str, *, expires: bool) -> None:
+    """Refuse a server that drops single keys when it is full.
+
+    Raises:
+        CapabilityError: Its `maxmemory-policy` is none of those that leave ours alone.
+    """
     if policy.startswith("allkeys") or (expires and policy.startswith("volatile")):
         msg = (
-            f"{server.url} has maxmemory-policy {policy}, and would drop parts of checkpoints when "
+            f"{url} has maxmemory-policy {policy}, and would drop parts of checkpoints when "
             f"it is full; set noeviction: a save then fails, and nothing is lost"
         )
         raise CapabilityError(msg)
-    if require_aof:
-        _check_aof(server, enabled=bool(info.get("aof_enabled")))
 
 
 def _check_aof(server: Server, *, enabled: bool) -> None:

@@ -40,7 +40,7 @@ class RedisWriter(BlobWriter):
         self._place = place
         self._entry = entry
         self._refuse = refuse
-        self._name = place[1]
+        self._group, self._name = place[0].encode(), place[1]
         self._changed = threading.Condition()  # guards the two below
         self._under_way = 0
         self._finished = False
@@ -49,7 +49,7 @@ class RedisWriter(BlobWriter):
     def write(self, requests: Sequence[WriteRequest], /) -> None:
         with self._using("write"):
             blob = self._entry.blob
-            answer = self._server.answer(
+            word, rest = self._server.answer(
                 f"write {self._name}",
                 GROW,
                 *self._place,
@@ -57,7 +57,7 @@ class RedisWriter(BlobWriter):
                 top_of(requests),
                 stop=self._stop,
             )
-            self._refuse(f"write {self._name}", *answer)
+            self._refuse(f"write {self._name}", word, rest or [self._group])
             self._transfer.write(self._name, self._entry, requests, self._stop)
 
     def seal(self, length: int, /) -> None:
@@ -67,10 +67,10 @@ class RedisWriter(BlobWriter):
             self._check_unfinished("seal")
             self._finished = True
         what = f"seal {self._name}"
-        answer = self._server.answer(
+        word, rest = self._server.answer(
             what, SEAL, *self._place, self._entry.blob, length, stop=self._stop
         )
-        self._refuse(what, *answer)
+        self._refuse(what, word, rest or [self._group])
 
     def abort(self) -> None:
         with self._changed:

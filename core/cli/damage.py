@@ -1,0 +1,62 @@
+"""What `penstock verify` prints of damage: a blob may hit thousands of objects."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.cli.render import print_wrapped, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.core.reports import Damage
+
+_BLOB = re.compile(r"data/[0-9a-f]{32}/blobs/[A-Za-z0-9._-]*[A-Za-z0-9]")
+_TIER = re.compile(r"in tier [^ ]+: ")
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Group:
+    """What has gone wrong in one place, and with what: each once, as dict keys.
+
+    Attributes:
+        causes: What was found there.
+        hit: Objects and records.
+    """
+
+    causes: dict[str, None] = field(default_factory=dict)
+    hit: dict[str, None] = field(default_factory=dict)
+
+
+def grouped(damaged: Iterable[Damage]) -> list[Group]:
+    """By the blob of one tier; what has none by its cause."""
+    groups: dict[tuple[str, str], Group] = {}
+    for one in damaged:
+        tier = _TIER.match(one.detail)
+        blob = _BLOB.fullmatch(one.what) or _BLOB.search(one.detail)
+        where = (tier[0] if tier else "", blob[0]) if blob else ("", one.detail)
+        group = groups.setdefault(where, Group())
+        if blob is None or blob[0] != one.what:
+            group.causes[one.detail] = None
+            group.hit[one.what] = None
+        else:  # the blob itself, which not every cause of it names
+            named = one.what in one.detail
+            group.causes[one.detail if named else f"{one.what}: {one.detail}"] = None
+    return list(groups.values())
+
+
+def print_damage(damaged: Iterable[Damage]) -> None:
+    """The causes in each blob, then what they hit: of both the first few, and how many more."""
+    for group in grouped(damaged):
+        for cause in list(group.causes)[:_SHOWN]:
+            print_wrapped(visible(cause))
+        if len(group.causes) > _SHOWN:
+            print_wrapped(f"and {len(group.causes) - _SHOWN} more such places in this blob")
+        for name in list(group.hit)[:_SHOWN]:
+            print_wrapped(visible(name), indent=4, style="red")
+        if len(group.hit) > _SHOWN:
+            more = len(group.hit) - _SHOWN
+            print_wrapped(f"and {more} more: --json names all", indent=4, style="red")

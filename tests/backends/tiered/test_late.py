@@ -1,0 +1,138 @@
+"""A run in tiers one of which cannot be opened yet."""
+
+import pytest
+
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.backends.tiered import TieredBackend, TieredConfig, late
+from penstock.core.errors import CapabilityError, ConfigError, StorageError
+from penstock.core.types import ReadRequest
+
+
+class Places:
+    """Opens tiers; those in `away` do not answer."""
+
+    def __init__(self, *away, error=StorageError):
+        self.away = set(away)
+        self.error = error
+        self.asked = []
+        self.open = {}
+
+    def __call__(self, spec):
+        self.asked.append(spec)
+        if spec in self.away:
+            raise self.error(f"{spec} does not answer")
+        self.open[spec] = MemoryBackend(MemoryConfig())
+        return self.open[spec]
+
+    def tiered(self):
+        return TieredBackend.open(TieredConfig(fast="near", durable="far"), open_backend=self)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(late, "_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("name", ["near", "far"])
+def test_a_tier_that_does_not_answer_keeps_nobody_from_the_other(name, at_once):
+    places = Places(name)
+    backend = places.tiered()
+    with pytest.raises(StorageError, match=f"tier {'fast' if name == 'near' else 'durable'} .*"):
+        backend.list("commits/")
+    (other,) = places.open.values()
+    other.publish("commits/x", b"x")
+    assert backend.read_record("commits/x", limit_bytes=9) == b"x"
+    assert not backend.capabilities.exclusive_publish  # of one of them it is not known
+    assert backend.direct_io is False
+    backend.close()
+
+
+def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
+    places = Places("near")
+    backend = places.tiered()
+    assert backend.url.startswith("tiered(a folder (not open yet), memory://")
+    with pytest.raises(StorageError, match="near does not answer"):
+        backend.publish("commits/x", b"x")
+    places.away.clear()
+    backend.publish("commits/x", b"x")
+    near = places.open["near"]
+    assert near.read_record("commits/x", limit_bytes=9) == b"x"
+    target = bytearray(1)
+    backend.submit_read([ReadRequest("commits/x", 0, memoryview(target))]).result(10)
+    assert target == b"x"
+    assert backend.url == f"tiered({near.url}, {places.open['far'].url})"
+    assert backend.tiers[0].backend.name == "memory"
+    backend.close()
+    for one in places.open.values():
+        with pytest.raises(StorageError):
+            one.list("")
+
+
+def test_reading_in_the_background_goes_past_it():
+    places = Places("near")
+    backend = places.tiered()
+    places.open["far"].publish("data/a/x", b"x")
+    target = bytearray(1)
+    backend.submit_read([ReadRequest("data/a/x", 0, memoryview(target))]).result(10)
+    assert target == b"x"
+    assert places.asked.count("near") == 1
+    backend.close()
+
+
+def test_it_is_not_tried_again_by_each_call(monkeypatch):
+    monkeypatch.setattr(late, "_PAUSE_S", 3600.0)
+    places = Places("near")
+    backend = places.tiered()
+    for _ in range(3):
+        with pytest.raises(StorageError, match="near does not answer"):
+            backend.free_bytes()
+    assert places.asked.count("near") == 1
+    backend.close()
+    with pytest.raises(StorageError, match="is closed"):
+        backend.free_bytes()
+
+
+def test_what_goes_wrong_at_a_later_try_is_a_storage_error(at_once):
+    places = Places("near")
+    backend = places.tiered()
+    places.error = ConfigError
+    with pytest.raises(StorageError, match="near does not answer"):
+        backend.free_bytes()
+    backend.close()
+
+
+def test_where_none_answers_nothing_is_opened():
+    with pytest.raises(StorageError, match="near does not answer"):
+        Places("near", "far").tiered()
+
+
+@pytest.mark.parametrize("error", [CapabilityError, ConfigError])
+def test_what_will_not_do_is_refused_at_once(error):
+    places = Places("far", error=error)
+    with pytest.raises(error):
+        places.tiered()
+    with pytest.raises(StorageError):
+        places.open["near"].list("")
+
+
+def test_one_that_turns_out_to_be_the_other_place_is_not_used(at_once, tmp_path):
+    away = True
+
+    def open_backend(spec):
+        if spec == "near" and away:
+            raise StorageError("near does not answer")
+        return PosixBackend(PosixConfig(path=str(tmp_path)))
+
+    backend = TieredBackend.open(
+        TieredConfig(fast="near", durable="far"), open_backend=open_backend
+    )
+    away = False
+    with pytest.raises(StorageError, match="two tiers are one place"):
+        backend.tiers[0].backend.list("commits/")
+    backend.close()
+
+
+def test_that_it_is_not_there_is_said(at_once, caplog):
+    Places("far").tiered().close()
+    assert "going on without it until it can be: far does not answer" in caplog.text
