@@ -102,7 +102,7 @@ class Drains:
         """
         said = False
         while True:
-            why = []
+            why: list[str] = []
             for number, tier in enumerate(self._tiers):
                 try:
                     if self._has_room(number, need_bytes):
