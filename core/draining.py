@@ -68,7 +68,7 @@ class Drains:
         self._answers = Answers(workers, min(stuck_s, _ANSWER_S))
         self._closed = False
         self._telling: list[threading.Thread] = []
-        self._lock = threading.Lock()  # guards `_told`, `_counts`, `_closed`, `_telling`
+        self._lock = threading.Lock()  # guards `_told`, `_counts`, `_closed`, `_telling`, `_sent_back`
         self._workers = workers
         self._resumed = False
         self._owed: set[str] = set()  # copied on though it is not their turn
@@ -176,7 +176,7 @@ class Drains:
         """Tier `number` has lost what it was to copy on: let it come there once more.
 
         Returns:
-            Whether a faster tier has it; else it is gone.
+            Whether a faster tier has it, and brings it; else it is gone, or about to be deleted.
 
         Raises:
             StorageError: A tier failed.
@@ -185,10 +185,12 @@ class Drains:
             backend = self._tiers[faster].backend
             if is_whole(backend, record):
                 self._owed.add(record.uid)
-                self._sent_back += 1
                 mark(backend, record.uid, record.step)
                 self._links[faster].add(record)
-                return True
+                with self._lock:  # once it is queued: who waits from now on finds it there
+                    self._sent_back += 1
+                # Of what that link was told to drop before it had it, nobody was told.
+                return not self.repairs.is_withdrawn(record.uid)
         return False
 
     def committed(

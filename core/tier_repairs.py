@@ -133,6 +133,11 @@ class TierRepairs:
         with self._ended:
             self._withdrawn.difference_update(uids)
 
+    def is_withdrawn(self, uid: str) -> bool:
+        """Whether it is not to be brought any more: it is about to be deleted, or was."""
+        with self._ended:
+            return uid in self._withdrawn
+
     def is_stuck(self) -> bool:
         """Whether one is under way in a store that neither answers nor fails."""
         silent_s = time.monotonic() - self._alive_s

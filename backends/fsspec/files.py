@@ -220,9 +220,13 @@ class FileStore(Store):
             self._put_if_absent(name, data)
         except BlobExistsError as error:
             # These file systems try again by themselves, also what had succeeded.
-            found: bytes | int = b""
-            with suppress(StorageError):
+            found: bytes | int
+            try:
                 found = self.read_record(name, limit_bytes=len(data))
+            except BlobNotFoundError:
+                found = b""  # another's, deleted since
+            except StorageError:
+                found = data  # it may be: "taken" would be believed
             if found != data:
                 raise
             msg = (

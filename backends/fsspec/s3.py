@@ -133,8 +133,8 @@ class S3Store(Store):
                 "delete_objects", "delete", "", Delete={"Objects": [{"Key": key} for key in left]}
             )
             # What it does not speak of is not gone: an answer may be another's, or cut off.
-            told = {entry["Key"]: entry.get("Code") for entry in answer.get("Errors", ())}
-            gone = {entry["Key"] for entry in answer.get("Deleted", ())}
+            told = {entry.get("Key"): entry.get("Code") for entry in answer.get("Errors", ())}
+            gone = {entry.get("Key") for entry in answer.get("Deleted", ())}
             gone.update(key for key, code in told.items() if code == "NoSuchKey")
             left = {key: name for key, name in left.items() if key not in gone}
             if not left:

@@ -55,7 +55,8 @@ class LateBackend(Backend):
         self._shown = shown
         self.check: Callable[[Backend], None] = lambda _: None
         """Called with what was opened; what it raises is as if opening it had failed."""
-        self._lock = threading.Lock()  # guards everything below
+        self._opening = threading.Lock()  # held during a try, which may hang
+        self._lock = threading.Lock()  # guards the two below
         self._inner: Backend | None = None
         self._closed = False
         self._failure: PenstockError = failure
@@ -134,12 +135,13 @@ class LateBackend(Backend):
         return self._opened().store_time_s()
 
     def close(self) -> None:
-        """Close it, if it was opened."""
+        """Close it, if it was opened; a try that is under way closes what it opens."""
         super().close()
         with self._lock:
             self._closed = True
-            if self._inner is not None:
-                self._inner.close()
+            inner = self._inner
+        if inner is not None:
+            inner.close()
 
     def _opened(self) -> Backend:
         """The backend itself.
@@ -147,12 +149,11 @@ class LateBackend(Backend):
         Raises:
             StorageError: It cannot be opened.
         """
-        with self._lock:
+        with self._opening:
             if self._inner is not None:
                 return self._inner
             if self._closed:
-                msg = f"the backend {self._shown} is closed"
-                raise StorageError(msg)
+                raise self._is_closed()
             # Who waited for another's try is told of its end, and makes none of his own.
             if time.monotonic() < self._again_s:
                 raise _again(self._failure)
@@ -164,9 +165,16 @@ class LateBackend(Backend):
                 now_s = time.monotonic()
                 self._again_s = now_s + max(_PAUSE_S, now_s - began_s)
                 raise _again(error) from error
-            self._inner = inner
             self.name = inner.name  # type: ignore[misc] # as in `__init__`
+            with self._lock:
+                self._inner = None if self._closed else inner
+            if self._inner is None:
+                inner.close()
+                raise self._is_closed()
             return inner
+
+    def _is_closed(self) -> StorageError:
+        return StorageError(f"the backend {self._shown} is closed")
 
     def _open_checked(self) -> Backend:
         inner = self._open_it()

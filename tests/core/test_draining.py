@@ -167,6 +167,55 @@ def test_what_the_middle_tier_loses_before_it_was_copied_on_comes_from_the_fast_
         assert [pending(b) for b in (one, two)] == [[], []]
 
 
+@contextmanager
+def sending_back():
+    """A middle tier has lost what it was to copy on, and the mark of the fast one is being put."""
+    fast, middle = FaultyBackend(memory()), FaultyBackend(memory())
+    goes_on = threading.Event()
+    (record,) = saved(fast, 1, marked=False)
+    held = fast.block("publish", goes_on)
+    tiers = (Tier("a", fast), Tier("b", middle), Tier("c", memory(), durable=True))
+    with drains_of(*tiers) as drains:
+        told = Told()
+        drains.committed(1, record, told, marked=True)
+        assert held.reached.wait(30)
+        try:
+            yield drains, record, told, middle, goes_on
+        finally:
+            goes_on.set()
+
+
+def test_who_waits_while_something_is_sent_back_waits_for_that_too():
+    with sending_back() as (drains, _, told, middle, goes_on):
+        copies = threading.Event()
+        copying = middle.block("create", copies)
+        settled = []
+        waiting = threading.Thread(target=lambda: settled.append(drains.settle(60)))
+        waiting.start()
+        waiting.join(0.2)  # by then it has seen that the first link has nothing to do
+        goes_on.set()
+        assert copying.reached.wait(30)
+        waiting.join(0.2)
+        early = list(settled)
+        copies.set()
+        waiting.join(30)
+        assert early == []
+        assert settled == [True]
+        assert told.get() is None
+
+
+def test_what_is_deleted_while_it_is_sent_back_is_gone():
+    with sending_back() as (drains, record, told, _, goes_on):
+        withdrawing = threading.Thread(target=drains.withdraw, args=([record.uid],))
+        withdrawing.start()
+        while not drains.repairs.is_withdrawn(record.uid):
+            pass
+        withdrawing.join(0.2)  # by then the first link has heard of it
+        goes_on.set()
+        withdrawing.join(30)
+        assert isinstance(told.get(), CheckpointGoneError)
+
+
 def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
     fast, durable = memory(), FaultyBackend(memory())
     for operation in ("list", "publish", "create", "read", "stat"):

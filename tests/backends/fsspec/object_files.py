@@ -11,6 +11,7 @@ never = threading.Event()
 hanging = set()  # of "write", "read", "delete"
 heeding = set()  # of what `pipe_file` is told: "create", as the store decides it at once
 losing = set()  # names of which the next answer is lost; the client then tries again
+denied = set()  # names that may be put, and not read
 _putting = threading.Lock()
 
 
@@ -45,6 +46,8 @@ class ObjectFiles(AbstractFileSystem):
         return _Object(self, path, mode, block_size=block_size or 5 << 20)
 
     def info(self, path, **_):
+        if path in denied:
+            raise PermissionError(path)
         if path not in stored:
             raise FileNotFoundError(path)
         data, modified_s = stored[path]

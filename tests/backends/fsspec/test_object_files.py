@@ -18,8 +18,8 @@ from penstock.core.types import WriteRequest
 @pytest.fixture
 def backend():
     fsspec.register_implementation("gs", object_files.ObjectFiles, clobber=True)
-    for state in (object_files.stored, object_files.heeding, object_files.losing):
-        state.clear()
+    for name in ("stored", "heeding", "losing", "denied"):
+        getattr(object_files, name).clear()
     opened = FsspecBackend(FsspecConfig(url="gs://bucket/run"))
     yield opened
     opened.close()
@@ -77,6 +77,21 @@ def test_a_record_that_an_earlier_try_of_the_client_has_put_is_not_taken_for_ano
         object_files.losing.add("bucket/run/commits/00000007-0.json")
         assert ckpt.save({"x": 1}, 7, mode="blocking").result().exclusive
         assert ckpt.load(7) == {"x": 1}
+
+
+@pytest.mark.parametrize("name", ["losing", "heeding"])
+def test_whose_a_record_is_that_cannot_be_read_is_unknown(backend, name):
+    object_files.heeding.add("create")
+    assert backend.capabilities.exclusive_publish
+    path = "bucket/run/commits/1.json"
+    if name == "losing":
+        object_files.losing.add(path)
+    else:
+        backend.publish("commits/1.json", b"another's")
+    object_files.denied.add(path)
+    with pytest.raises(StorageError, match="unknown outcome") as caught:
+        backend.publish("commits/1.json", b"ours", exclusive=True)
+    assert not isinstance(caught.value, BlobExistsError)
 
 
 PROGRAM = """

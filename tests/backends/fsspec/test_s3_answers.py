@@ -185,6 +185,17 @@ def test_page_to_log_in_is_no_word_that_anything_was_deleted(at):
         at(server.url).delete(["a"])
 
 
+@pytest.mark.parametrize("entry", ["Error", "Deleted"])
+def test_an_entry_without_a_name_is_no_word_that_anything_was_deleted(at, entry):
+    text = f"<DeleteResult><{entry}><Code>InternalError</Code></{entry}></DeleteResult>"
+    told = "cannot delete a on .*: the answer does not name it"
+    with (
+        ScriptedServer(answering_all(lambda _: ok(text))) as server,
+        pytest.raises(StorageError, match=told),
+    ):
+        at(server.url).delete(["a"])
+
+
 def test_page_to_log_in_is_no_word_about_a_blob(at):
     answers = [ok(), ok(more="Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n")]
     with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:

@@ -1,11 +1,15 @@
 """A run in tiers one of which cannot be opened yet."""
 
+import threading
+from concurrent.futures import Future
+
 import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig, late
 from penstock.core.errors import CapabilityError, ConfigError, StorageError
+from penstock.core.pool import fulfil
 from penstock.core.types import ReadRequest
 
 
@@ -67,6 +71,36 @@ def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
     for one in places.open.values():
         with pytest.raises(StorageError):
             one.list("")
+
+
+def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
+    """What it opens all the same is closed."""
+    places = Places("near")
+    backend = places.tiered()
+    places.away.clear()
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hold(_):
+        begun.set()
+        goes_on.wait()
+
+    backend.tiers[0].backend.check = hold
+    said = Future()
+    calling = threading.Thread(target=fulfil, args=(said, backend.free_bytes))
+    calling.start()
+    assert begun.wait(30)
+    closing = threading.Thread(target=backend.close)
+    closing.start()
+    closing.join(10)
+    waited = closing.is_alive()
+    goes_on.set()
+    closing.join(30)
+    assert not waited
+    with pytest.raises(StorageError, match="is closed"):
+        said.result(30)
+    calling.join(30)
+    with pytest.raises(StorageError, match="closed"):
+        places.open["near"].list("")
 
 
 def test_reading_in_the_background_goes_past_it():
