@@ -68,7 +68,8 @@ class Drains:
         self._answers = Answers(workers, min(stuck_s, _ANSWER_S))
         self._closed = False
         self._telling: list[threading.Thread] = []
-        self._lock = threading.Lock()  # guards `_told`, `_counts`, `_closed`, `_telling`, `_sent_back`
+        # Guards `_told`, `_counts`, `_closed`, `_telling` and `_sent_back`.
+        self._lock = threading.Lock()
         self._workers = workers
         self._resumed = False
         self._owed: set[str] = set()  # copied on though it is not their turn

@@ -294,12 +294,16 @@ def _delete_if(backend: Backend, name: str, uids: Collection[str | None]) -> boo
 
 
 def _delete_unneeded(backend: Backend, doomed: set[str]) -> None:
-    """Delete the data of those that nothing needs; while a record is unreadable, none."""
+    """Delete the data of those that nothing needs; while a record is unreadable, none.
+
+    In one tier alone it is no reason: what another has under its name can bring it anew.
+    """
     if not doomed:
         return
     # Each tier by itself: under one name two of them may have two checkpoints.
     surveys = [survey_run(place) for place in _places(backend)]
-    if not any(survey.unreadable for survey in surveys):
+    readable = {name for survey in surveys for name in survey.records}
+    if not {name for survey in surveys for name in survey.unreadable} - readable:
         needed = {uid for survey in surveys for uid in survey.needed}
         for uid in sorted(doomed - needed):
             delete_data(backend, uid, backend.list(data_prefix(uid)))

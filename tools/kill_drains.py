@@ -279,7 +279,8 @@ def main() -> None:
         if arguments.s3:
             os.environ.update(s3_server.ENVIRONMENT)
             endpoint = stack.enter_context(s3_server.running())
-            durable = f"s3://{s3_server.BUCKET}/run?endpoint_url={endpoint}"
+            # The smallest parts that S3 takes.
+            durable = f"s3://{s3_server.BUCKET}/run?endpoint_url={endpoint}&part_bytes={5 << 20}"
         config = config_of(fast, durable, arguments.drain_in)
         sys.exit(bool(run(config, arguments.kills, arguments.seconds, arguments.seed)))
 

@@ -199,7 +199,7 @@ class FileStore(Store):
             return False, ("a store that can only be read",)
         wanted = self.config.conditional_put
         if wanted != "auto" or self.config.scheme not in _CONDITIONAL:
-            return wanted == "yes" and self._object_store, ()
+            return wanted == "yes" and self.config.scheme in _CONDITIONAL, ()
         probe = f"clock/{secrets.token_hex(8)}"  # where `prune` looks for what was left behind
         try:
             self._put_if_absent(probe, b"1")

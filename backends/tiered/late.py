@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_PAUSE_S = 1.0  # at least, between two tries; as long as the last one took, if that was more
+_PAUSE_S = 1.0
 
 
 def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
@@ -60,7 +60,7 @@ class LateBackend(Backend):
         self._inner: Backend | None = None
         self._closed = False
         self._failure: PenstockError = failure
-        self._again_s = time.monotonic() + max(_PAUSE_S, took_s)
+        self._again_s = time.monotonic() + _pause_s(took_s)
 
     @property
     def failure(self) -> PenstockError | None:
@@ -163,15 +163,20 @@ class LateBackend(Backend):
             except PenstockError as error:
                 self._failure = error
                 now_s = time.monotonic()
-                self._again_s = now_s + max(_PAUSE_S, now_s - began_s)
+                self._again_s = now_s + _pause_s(now_s - began_s)
                 raise _again(error) from error
-            self.name = inner.name  # type: ignore[misc] # as in `__init__`
-            with self._lock:
-                self._inner = None if self._closed else inner
-            if self._inner is None:
+            if not self._kept(inner):
                 inner.close()
                 raise self._is_closed()
             return inner
+
+    def _kept(self, inner: Backend) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self.name = inner.name  # type: ignore[misc] # as in `__init__`
+            self._inner = inner
+            return True
 
     def _is_closed(self) -> StorageError:
         return StorageError(f"the backend {self._shown} is closed")
@@ -184,6 +189,11 @@ class LateBackend(Backend):
             inner.close()
             raise
         return inner
+
+
+def _pause_s(took_s: float) -> float:
+    """How long to wait for another try: as long as the last one took, if that is more."""
+    return max(_PAUSE_S, took_s)
 
 
 def _again(error: PenstockError) -> StorageError:

@@ -53,6 +53,6 @@ class Deadline:
             return future.result(max(0.0, left_s))
         except FutureTimeoutError:
             if future.done():
-                raise  # its own
+                return future.result()  # at the last moment, or the error is its own
             msg = f"{what} did not end within the {self._timeout_s:g} s of --timeout"
             raise StorageTimeoutError(msg) from None

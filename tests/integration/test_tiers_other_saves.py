@@ -76,3 +76,28 @@ def test_a_copy_that_cannot_be_read_goes_with_the_one_that_can(tmp_path):
         assert delete_records(ckpt._backend, [name], uids=chosen) == [name]
         assert ckpt.steps() == [2]
     assert (left(fast), left(durable)) == ({2: 2}, {2: 2})
+
+
+def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(make_state(step), step).result(60)
+        (name,) = Catalog(ckpt._backend).entries()[3]
+    (fast / name).write_bytes(b"nonsense\n")
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.delete(1)
+    assert [len(list(folder.glob("data/*"))) for folder in (fast, durable)] == [2, 2]
+
+
+def test_a_record_that_no_tier_can_read_may_need_any_data(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        for step in (1, 2):
+            ckpt.save(make_state(step), step).result(60)
+        (name,) = Catalog(ckpt._backend).entries()[2]
+    for folder in (fast, durable):
+        (folder / name).write_bytes(b"nonsense\n")
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.delete(1)
+    assert len(list(durable.glob("data/*"))) == 2

@@ -112,6 +112,24 @@ def test_what_was_there_before_a_restart_is_still_no_part_of_a_save(own_server):
         one.close()
 
 
+def test_what_was_sealed_and_lost_is_missed_by_who_just_goes_on(own_server):
+    server = own_server()
+    backend = server.open(retry_total_s=0.0)
+    backend.publish(f"data/{UID}/intent.json", b"{}")
+    with server.client() as client:
+        client.save()
+    write(backend, f"data/{UID}/blobs/0.raw", b"x" * 1000)  # the server forgets it, and no more
+    server.kill()
+    server.start()
+    with pytest.raises(StorageError, match="restarted"):
+        backend.publish(f"data/{UID}/intent.json", b"{}")
+    backend.publish(f"data/{UID}/intent.json", b"{}")
+    with pytest.raises(StorageError, match="the server has lost what this record names"):
+        server_record(backend)
+    assert backend.list("commits/") == []
+    backend.close()
+
+
 def server_record(backend):
     backend.publish("commits/1.json", f'{{"uid": "{UID}"}}'.encode(), exclusive=True)
 

@@ -65,6 +65,14 @@ def test_one_that_ignores_the_condition_is_found_out(backend):
     assert backend.list("") == []
 
 
+def test_only_what_is_known_to_heed_conditions_is_believed_to(backend):
+    fsspec.register_implementation("oss", object_files.ObjectFiles, clobber=True)
+    other = FsspecBackend(FsspecConfig(url="oss://bucket/run", conditional_put="yes"))
+    assert not other.capabilities.exclusive_publish
+    other.close()
+    _registry.pop("oss", None)
+
+
 def test_a_record_that_an_earlier_try_of_the_client_has_put_is_not_taken_for_anothers(backend):
     object_files.heeding.add("create")
     assert backend.capabilities.exclusive_publish

@@ -35,7 +35,7 @@ class Places:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(late, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(late, "_pause_s", lambda _: -1.0)
 
 
 @pytest.mark.parametrize("name", ["near", "far"])

@@ -61,6 +61,8 @@ class RedisBackend(Backend):
         )
         # Births of the groups that this instance relies on: one that has another has lost its past.
         self._births: dict[str, str] = {}
+        # What it sealed there, by name: who went on after a restart may not know that it is gone.
+        self._sealed: dict[str, dict[str, str]] = {}
         try:
             check_server(
                 self._server, expires=config.ttl_s is not None, require_aof=config.require_aof
@@ -96,7 +98,9 @@ class RedisBackend(Backend):
         self._refuse(what, word, rest)
         self._births.setdefault(group, rest[0].decode())
         entry = Entry(False, blob, 0, chunk_bytes, 0)
-        return RedisWriter(self._server, self._transfer, (group, name), entry, self._refuse)
+        return RedisWriter(
+            self._server, self._transfer, (group, name), entry, self._refuse, self._sealed_here
+        )
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         for request in requests:
@@ -142,6 +146,8 @@ class RedisBackend(Backend):
         blob, token = secrets.token_hex(8), secrets.token_hex(8)
         stamp = self._server.stamp(what)
         relied_on = self._births.get(group, "")
+        for other in named:
+            self._check_sealed(what, other)
         mine = (group, name, blob, token, relied_on, stamp, int(exclusive), data)
         word, rest = self._server.answer(what, PUBLISH, *mine, *known)
         self._refuse(what, word, rest)
@@ -149,6 +155,7 @@ class RedisBackend(Backend):
         self._births.setdefault(group, born)
         for other, birth in zip(others[::2], others[1::2], strict=True):
             self._births.setdefault(other, birth)
+            self._sealed.pop(other, None)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         check_blob_name(prefix, prefix=True)
@@ -195,6 +202,8 @@ class RedisBackend(Backend):
                     self._server.script(pipe, DELETE, group_of(name), name, stamp)
                 return pipe.execute()
 
+            for name in some:
+                self._sealed.get(group_of(name), {}).pop(name, None)
             for name, (_, left) in zip(some, self._server.run(what, remove), strict=True):
                 if left == b"0":  # what we put there is gone, and we know it
                     self._births.pop(group_of(name), None)
@@ -227,6 +236,25 @@ class RedisBackend(Backend):
     def close(self) -> None:
         super().close()
         self._server.close()
+
+    def _sealed_here(self, group: str, name: str, blob: str) -> None:
+        self._sealed.setdefault(group, {})[name] = blob
+
+    def _check_sealed(self, what: str, group: str) -> None:
+        """Refuse to name a group that lacks what this instance has put there.
+
+        A restart behind this look is seen by the birth that is relied on.
+        """
+        sealed = self._sealed.get(group)
+        if not sealed:
+            return
+        try:
+            found = self._entries(sorted(sealed))
+        except BlobNotFoundError:
+            found = {}
+        if any(name not in found or found[name].blob != blob for name, blob in sealed.items()):
+            self._sealed.pop(group, None)
+            self._refuse(what, "lost", [group.encode()])
 
     def _entries(self, names: Sequence[str]) -> dict[str, Entry]:
         def ask(client: redis.Redis) -> list[bytes | None]:

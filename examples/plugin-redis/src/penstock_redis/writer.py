@@ -34,12 +34,14 @@ class RedisWriter(BlobWriter):
         place: tuple[str, str],
         entry: Entry,
         refuse: Callable[[str, str, list[bytes]], None],
+        sealed: Callable[[str, str, str], None],
     ) -> None:
         self._server = server
         self._transfer = transfer
         self._place = place
         self._entry = entry
         self._refuse = refuse
+        self._sealed = sealed
         self._group, self._name = place[0].encode(), place[1]
         self._changed = threading.Condition()  # guards the two below
         self._under_way = 0
@@ -71,6 +73,7 @@ class RedisWriter(BlobWriter):
             what, SEAL, *self._place, self._entry.blob, length, stop=self._stop
         )
         self._refuse(what, word, rest or [self._group])
+        self._sealed(*self._place, self._entry.blob)
 
     def abort(self) -> None:
         with self._changed:
