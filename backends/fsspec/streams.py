@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,17 +88,13 @@ class StreamWriter(StoreWriter):
                 self._stream.close()
             self._streams.remove(self.name)
 
-    def __del__(self) -> None:
-        # One that nobody ended is another's blob by now: the stream's own `__del__` would store it.
-        if self._stream is not None and not self.over:
-            with suppress(Exception):
-                self._stream.discard()
-            with suppress(Exception):
-                self._stream.closed = True
-
     def _open(self) -> None:
         if self._stream is None:
             self._stream = self._streams.open_stream(self.name)
+            # One that nobody ended is another's blob by now: the stream's own `__del__` would store
+            # it. The finalizer keeps the stream, so that it never goes first, as it may otherwise
+            # where both are garbage at once.
+            weakref.finalize(self, _forget, self._stream)
 
     def _advance(self, offset: int) -> None:
         while self._position < offset:
@@ -110,6 +107,12 @@ class StreamWriter(StoreWriter):
             count = view.nbytes if count is None else count
             self._position += count
             view = view[count:]
+
+
+def _forget(stream: Any) -> None:
+    """Without asking the store, which may hang: what it has of it ends by itself."""
+    with suppress(Exception):
+        stream.closed = True
 
 
 def flush(stream: Any) -> None:

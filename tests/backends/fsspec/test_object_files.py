@@ -1,6 +1,7 @@
 """Stores whose files come into being by their close, and which may hang."""
 
 import gc
+import weakref
 from contextlib import suppress
 
 import fsspec
@@ -32,8 +33,11 @@ def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
     data = memoryview(bytes(20 << 20))
     backend.submit_write(writer, [WriteRequest(0, (data,))]).result(60)
     object_files.stored["bucket/run/blob"] = (b"another's", 0.0)
+    writer.itself = writer  # garbage together with its stream, which may go first
+    gone = weakref.ref(writer)
     del writer
-    gc.collect()
+    while gone() is not None:  # what wrote it may be about to let go of it
+        gc.collect()
     assert object_files.stored["bucket/run/blob"][0] == b"another's"
 
 
