@@ -111,9 +111,9 @@ class TierRepairs:
                 mark(tier.backend, record.uid, record.step)
                 lent.append(tier)
             moved = on_progress or self._moved
-            if self._is_good(record, good, on_progress=moved, lent=lent):
-                self._replace(record, good, bad, unreadable=unreadable, on_progress=moved)
-                _unmark(record, lent)
+            self._check_good(record, good, on_progress=moved, lent=lent)
+            self._replace(record, good, bad, unreadable=unreadable, on_progress=moved)
+            _unmark(record, lent)
         finally:
             with self._ended:
                 self._claimed.discard(record.uid)
@@ -183,15 +183,15 @@ class TierRepairs:
             if found == {name: None} and not is_marked(tier.backend, record.uid):
                 self.bring(record, good, number, unreadable=True)
 
-    def _is_good(
+    def _check_good(
         self,
         record: CommitRecord,
         good: int,
         *,
         on_progress: Callable[[int], None],
         lent: Sequence[Tier],
-    ) -> bool:
-        """Verify all of a copy, and that it is still there; False: it is about to be deleted.
+    ) -> None:
+        """Verify all of a copy, and that it is still there.
 
         Unless it is good nothing stays marked that was not.
         """
@@ -205,10 +205,6 @@ class TierRepairs:
         except BaseException:
             _unmark(record, lent)
             raise
-        if record.uid in self._withdrawn:
-            _unmark(record, lent)
-            return False
-        return True
 
     def _replace(
         self,

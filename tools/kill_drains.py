@@ -218,7 +218,7 @@ def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
     for number in range(kills):
         if time.monotonic() - began > seconds:
             break
-        first = max(told.committed, default=0) + 2  # the one after may exist, untold
+        first = max({*told.committed, *_steps(fast), *_steps(durable)}, default=0) + 1
         wait_for, delay_s = chance.randrange(5), chance.random() * longest_s
         node = chance.random() < 0.5  # noqa: PLR2004 - one way or the other
         kill_one(config, first, told, wait_for=wait_for, delay_s=delay_s, node=node)
@@ -246,6 +246,12 @@ def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
     print(", ".join(f"{count} {what}" for what, count in seen.items()), end="; ")
     print(f"{len(problems)} problems")
     return len(problems)
+
+
+def _steps(url: str) -> list[int]:
+    """Those of one tier: also what nobody was told of."""
+    with penstock.Checkpointer(url) as ckpt:
+        return ckpt.steps()
 
 
 def _listed(url: str) -> Any:

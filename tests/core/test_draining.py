@@ -360,6 +360,21 @@ def test_what_is_about_to_be_deleted_is_not_repaired():
     assert steps_of(fast) == [1]
 
 
+def test_what_is_deleted_while_its_source_is_verified_is_not_repaired():
+    fast, durable, record, damaged, is_damaged = two_copies()
+    slow, event = FaultyBackend(durable), threading.Event()
+    held = slow.block("read", event, match="blobs/")
+    with drains_of(Tier("fast", fast), Tier("durable", slow, durable=True)) as drains:
+        drains.repairs.begin(damaged)
+        assert held.reached.wait(30)
+        drains.withdraw([record.uid])
+        event.set()
+        assert drains.settle(30)
+    assert is_damaged()
+    assert steps_of(fast) == [1]
+    assert pending(slow) == []
+
+
 # -- room ------------------------------------------------------------------------------------------
 
 

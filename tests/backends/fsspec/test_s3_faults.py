@@ -211,8 +211,8 @@ def test_abort_waits_until_no_buffer_is_in_use(shaky, proxy):
 def test_abort_waits_until_no_copied_part_is_on_its_way(shaky, proxy):
     stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
     writer = shaky.create("b.raw", size_hint=SIZE)
-    half = memoryview(pattern(PART // 2))
-    writer.write([WriteRequest(0, (half,)), WriteRequest(half.nbytes, (half,))])
+    piece = memoryview(pattern(512 << 10))  # so small ones are put together
+    writer.write([WriteRequest(at, (piece,)) for at in range(0, PART, piece.nbytes)])
     (part,) = writer._upload._parts.values()
     while not stalled.seen:
         time.sleep(0.01)
