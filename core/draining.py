@@ -339,6 +339,7 @@ class Drains:
 
     def tell(self, record: CommitRecord, error: BaseException | None) -> None:
         """Let know who waits for a checkpoint, if anybody does."""
+        self._owed.discard(record.uid)
         with self._lock:
             told = self._told.pop(record.uid, None)
             self._telling = [thread for thread in self._telling if thread.is_alive()]
