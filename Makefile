@@ -4,11 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two workers: the suite waits for disks and killed processes at least as much as it computes.
-PYTEST_ARGS ?= -n 2 -m "not slow"
+# Three workers for two cores: the suite waits for disks, servers and killed processes as well. A
+# worker keeps to neighbouring tests, which share what is costly to set up, and helps out at the end.
+WORKERS := -n 3 --dist worksteal
+PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench docs clean format lint types layers torch-free wheel
+.PHONY: help demo test test-fast test-all check bench docs clean format lint types layers names picture torch-free wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,10 +27,18 @@ demo: $(READY) ## train, kill in mid-save, resume bit-identically, restore a par
 test: $(READY) ## run the test suite, but for what is slow
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-all: $(READY) ## run all tests
-	@$(BIN)/python -m pytest -n 2
+# What searches for counterexamples longest is left to `make test`.
+FAST := tests/core tests/providers tests/codecs tests/test_guarantees.py \
+	--ignore tests/core/catalog/test_protocol.py --ignore tests/core/format/test_fuzz_manifest.py \
+	--ignore tests/core/testing
 
-check: lint types layers torch-free docs wheel ## everything that must hold besides the tests
+test-fast: $(READY) ## run in a minute the tests that start no process and never sleep
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not process" --fast $(FAST)
+
+test-all: $(READY) ## run all tests
+	@$(BIN)/python -m pytest $(WORKERS)
+
+check: lint types layers names picture torch-free docs wheel ## everything that must hold besides the tests
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -41,6 +51,12 @@ types: $(READY)
 
 layers: $(READY)
 	$(BIN)/lint-imports
+
+names: $(READY)
+	$(BIN)/python tools/check_names.py
+
+picture: $(READY)
+	$(BIN)/python tools/architecture.py --check
 
 torch-free: $(READY)
 	$(BIN)/python tools/check_torch_free.py

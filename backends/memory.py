@@ -1,4 +1,4 @@
-"""`memory`: blobs in this process, for tests and experiments; the meaning of a store on disk."""
+"""The backend `memory`: blobs in this process, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MemoryConfig(PluginConfig):
     """Options of `memory`.
 
     Attributes:
-        name: Backends of one name share one store for the life of the process; without a name
-            each has its own.
+        name: The name of the store. Backends of one name share a store for the life of the process;
+            without a name each has a store of its own.
     """
 
     name: str = ""
@@ -43,8 +43,8 @@ class _Blob:
 @dataclass(slots=True)
 class _Store:
     blobs: dict[str, _Blob] = field(default_factory=dict)
-    unsealed: set[str] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards both
+    unsealed: dict[str, _MemoryWriter] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards both dicts
 
 
 _stores: dict[str, _Store] = {}
@@ -52,13 +52,13 @@ _stores_lock = threading.Lock()  # guards `_stores`
 
 
 class MemoryBackend(Backend):
-    """Blobs and records in the memory of this process; unsealed blobs are not listed."""
+    """Keeps blobs and records in the memory of this process; unsealed blobs are not listed."""
 
     name: ClassVar[str] = "memory"
     Config: ClassVar[type[PluginConfig]] = MemoryConfig
 
     def __init__(self, config: MemoryConfig, /) -> None:
-        """Attach to the store of that name, made when missing."""
+        """Attach to the store of that name, and create it if it does not exist."""
         self._name = config.name
         self._closed = False
         if config.name:
@@ -69,32 +69,33 @@ class MemoryBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for `memory://name`."""
+        """Return the options for `memory://name`."""
         return cls.Config.model_validate({**options, "name": url.partition("://")[2]})
 
     @property
     def url(self) -> str:
-        """`memory://name`."""
+        """The URL, `memory://name`."""
         return f"memory://{self._name}"
 
     @property
     def capabilities(self) -> Capabilities:
-        """No alignment, everything exclusive."""
-        return Capabilities(preferred_parallel=1, local=True)
+        """The capabilities: no alignment, exclusive publish; the store ends with the process."""
+        return Capabilities(preferred_parallel=1, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """As the contract says."""
+        """Create a blob as the contract says."""
         del size_hint
         self._check(name)
         with self._store.lock:
             if name in self._store.blobs or name in self._store.unsealed:
                 msg = f"cannot create {name} on {self.url}: the name is taken"
                 raise BlobExistsError(msg)
-            self._store.unsealed.add(name)
-        return _MemoryWriter(self._store, name, self.url)
+            writer = _MemoryWriter(self._store, name, self.url)
+            self._store.unsealed[name] = writer
+        return writer
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """As the contract says."""
+        """Read as the contract says."""
         for request in requests:
             data = self._find("read", request.name).data
             target = flat_view(request.target)
@@ -108,7 +109,7 @@ class MemoryBackend(Backend):
             target[:] = memoryview(data)[request.offset : stop]
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """As the contract says, and of one version even while the record is replaced."""
+        """Read a record as the contract says; one version even while the record is replaced."""
         data = self._find("read", name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -116,7 +117,7 @@ class MemoryBackend(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says."""
+        """Publish a record as the contract says."""
         self._check(name)
         with self._store.lock:
             if exclusive and (name in self._store.blobs or name in self._store.unsealed):
@@ -125,7 +126,7 @@ class MemoryBackend(Backend):
             self._store.blobs[name] = _Blob(bytes(data), time.time())
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says."""
+        """List as the contract says."""
         self._check(prefix, prefix=True)
         with self._store.lock:
             found = [(n, b) for n, b in self._store.blobs.items() if n.startswith(prefix)]
@@ -134,20 +135,21 @@ class MemoryBackend(Backend):
         ]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
+        """Return size and time as the contract says."""
         blob = self._find("stat", name)
         return BlobInfo(name, len(blob.data), blob.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says."""
+        """Delete as the contract says."""
         for name in names:
             self._check(name)
         with self._store.lock:
             for name in names:
                 self._store.blobs.pop(name, None)
+                self._store.unsealed.pop(name, None)
 
     def close(self) -> None:
-        """As the contract says; a named store outlives its backends."""
+        """Close as the contract says; a named store outlives its backends."""
         self._closed = True
         super().close()
 
@@ -193,8 +195,9 @@ class _MemoryWriter(BlobWriter):
             self._grow(length)
             del self._data[length:]
             with self._store.lock:
+                self._check_name()
                 self._store.blobs[self._name] = _Blob(self._data, time.time())
-                self._store.unsealed.discard(self._name)
+                del self._store.unsealed[self._name]
             self._open = False
 
     def abort(self) -> None:
@@ -204,11 +207,18 @@ class _MemoryWriter(BlobWriter):
             self._open = False
             self._data = bytearray()
             with self._store.lock:
-                self._store.unsealed.discard(self._name)
+                if self._store.unsealed.get(self._name) is self:
+                    del self._store.unsealed[self._name]
 
     def _grow(self, length: int) -> None:
         if len(self._data) < length:
             self._data.extend(bytes(length - len(self._data)))
+
+    def _check_name(self) -> None:
+        """Raise if the blob was deleted meanwhile: its name may be another blob's now."""
+        if self._store.unsealed.get(self._name) is not self:
+            msg = f"cannot seal {self._name} on {self._url}: it was deleted while it was written"
+            raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:
         if not self._open:

@@ -1,4 +1,4 @@
-"""`posix`: files through a few threads; works wherever Python does, with the meaning of `uring`."""
+"""The backend `posix`: files through a few threads; works like `uring`, wherever Python does."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class PosixConfig(LocalConfig):
     """Options of `posix`.
 
     Attributes:
-        parallel: Threads, each with one call of up to 16 MiB in flight.
+        parallel: The number of threads, each with one call of up to 16 MiB in flight.
     """
 
     parallel: int = Field(default=4, ge=1, le=64)
 
 
 class PosixBackend(LocalBackend):
-    """Blobs and records as files, moved by threads that block in `preadv` and `pwritev`."""
+    """Keeps blobs and records as files, moved by threads that block in `preadv` and `pwritev`."""
 
     name: ClassVar[str] = "posix"
     Config: ClassVar[type[PluginConfig]] = PosixConfig

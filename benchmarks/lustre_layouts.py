@@ -10,7 +10,7 @@ from lustre_system import MIB, File, Job, Window
 from penstock.backends.lustre.config import LustreConfig
 from penstock.backends.lustre.policy import Demand, plan_striping
 from penstock.backends.lustre.policy import Ost as KnownOst
-from penstock.core.pipeline import BATCH_BYTES
+from penstock.core.pipeline.writer import BATCH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Whole saves and restores over S3: Penstock, DCP, and the best plain transfer of as many bytes.
 
     python benchmarks/s3_peers.py [--gb 1] [--rounds 3] [--latency-ms 20] [--mb-per-s 500]
-        [--parallel 8] [--only penstock dcp obstore]
+        [--parallel 8] [--only penstock dcp obstore] [--against ../before]
 
 The store is `s3_store.py`, a process of its own on this machine; `--latency-ms` and `--mb-per-s`
 are its. Contenders take turns, each in a process of its own:
@@ -14,6 +14,9 @@ are its. Contenders take turns, each in a process of its own:
                the CRC of each part
     obstore    one object, put in parts and read by ranges
     s3fs       one object, `pipe_file` and `cat_ranges`
+
+`--against` names another checkout of this project, which has a `.venv` of its own: each contender
+takes turns with the one of that checkout, shown as `... (then)`.
 
 All but `dcp` have the same requests in flight (`--parallel`; Penstock's own default is 16), and
 parts of 8 MiB where parts can be chosen. The s3fs clients are spared checksums and the signing of
@@ -61,6 +64,7 @@ def main():
     parser.add_argument("--mb-per-s", type=float, default=0.0)
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -83,19 +87,31 @@ def collect(options):
     results = {}
     try:
         for number in range(options.rounds):
-            for name in options.only:
-                command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
-                done = subprocess.run(
-                    [*command, "--url", url], check=True, stdout=subprocess.PIPE, text=True
-                )
+            for name, tree in turns(options, number):
+                size = ["--gb", str(options.gb), "--parallel", str(options.parallel)]
+                command = [*program(tree), *size, "--contender", name, "--url", url]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                shown = f"{name} (then)" if tree else name
                 for direction, figures in json.loads(done.stdout.splitlines()[-1]).items():
-                    results.setdefault(name, {}).setdefault(direction, []).append(figures)
+                    results.setdefault(shown, {}).setdefault(direction, []).append(figures)
                 ask(url, "reset")
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
     finally:
         process.kill()
         process.wait()
     return results
+
+
+def turns(options, number):
+    """Contenders in the order of a round, each with its checkout; None: this one."""
+    trees = [None, options.against] if options.against else [None]
+    return [(n, tree) for n in options.only for tree in trees[:: 1 if number % 2 else -1]]
+
+
+def program(tree):
+    if tree is None:
+        return [sys.executable, __file__]
+    return [str(tree / ".venv/bin/python"), str(tree / "benchmarks/s3_peers.py")]
 
 
 def serve(options):
@@ -129,7 +145,7 @@ def line(name, direction, rounds):
     seconds = [figures["seconds"] for figures in rounds]
     typical = statistics.median(seconds)
     last = rounds[-1]
-    text = f"{name:13}{direction:8}{typical:8.3f} s ({min(seconds):.3f} .. {max(seconds):.3f})"
+    text = f"{name:20}{direction:8}{typical:8.3f} s ({min(seconds):.3f} .. {max(seconds):.3f})"
     text += f" {last['bytes'] / typical / 1e6:7.0f} MB/s"
     text += f"  CPU {statistics.median(figures['cpu_s'] for figures in rounds):6.2f} s"
     text += f"  {last['requests']} requests"
@@ -142,7 +158,7 @@ def ratios(options, results, direction):
     if direction not in results.get("penstock", ()):
         return
     ours = seconds_of(results, "penstock", direction)
-    for what, names in (("dcp", PEERS), ("plain", PLAIN)):
+    for what, names in (("dcp", PEERS), ("plain", PLAIN), ("then", ("penstock (then)",))):
         theirs = {n: seconds_of(results, n, direction) for n in names}
         theirs = {name: seconds for name, seconds in theirs.items() if seconds}
         if theirs:

@@ -7,52 +7,54 @@ import logging
 import os
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from penstock.core import fence as fence_hook
-from penstock.core.abc import Backend, StateObject
-from penstock.core.config import CheckpointerConfig, load_config
-from penstock.core.describe import describe_tree
-from penstock.core.draining import Drains
-from penstock.core.errors import ConfigError, PenstockError, SaverClosedError, StorageTimeoutError
-from penstock.core.events import DeleteEvent, PruneEvent, SaveEvent
-from penstock.core.opening import open_backend, portable
-from penstock.core.pending import Pending
-from penstock.core.progress import follow
-from penstock.core.record import check_metadata
-from penstock.core.registry import default_registry
-from penstock.core.reports import skipped_save
-from penstock.core.retaining import clean_up_after
-from penstock.core.run import Run, valid_step
-from penstock.core.saving import SaveJob
-from penstock.core.sizes import size_text
-from penstock.core.starting import choose_destination, claim_generation, log_plan, staging_for
-from penstock.core.states import ChainTable, plan_state
-from penstock.core.unused_rules import UnusedRules
-from penstock.core.workers import Workers
+from penstock.core.abc import Backend
+from penstock.core.concurrency.workers import Workers
+from penstock.core.config.model import CheckpointerConfig, load_config
+from penstock.core.errors import (
+    ConfigError,
+    PenstockError,
+    SaverClosedError,
+    StorageError,
+    StorageTimeoutError,
+)
+from penstock.core.plugins.registry import default_registry
+from penstock.core.reader import Reader
+from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
+from penstock.core.save.saver import Saver
+from penstock.core.storage.open import open_backend, portable
+from penstock.core.storage.time_limited import PatientBackend
+from penstock.core.tiers.drains import Drains
+from penstock.core.tree.describe import obstacle_of_ranks
+from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
-    from threading import Thread
     from types import TracebackType
 
-    from penstock.core.config import BackendConfig, CheckpointerOptions
-    from penstock.core.events import Event
-    from penstock.core.prune import PruneReport
-    from penstock.core.registry import Registry
-    from penstock.core.reports import Progress, SaveHandle, SaveReport
-    from penstock.core.save_request import SaveRequest
-    from penstock.core.staging import Staging
+    from penstock.core.catalog.prune import PruneReport
+    from penstock.core.config.model import CheckpointerOptions
+    from penstock.core.config.plugin_choice import BackendConfig
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.reporting.events import Event
+    from penstock.core.reporting.reports import (
+        CheckpointInfo,
+        CheckReport,
+        Progress,
+        RestoreReport,
+        SaveHandle,
+        VerifyReport,
+    )
+    from penstock.core.restore.checkpoint import Checkpoint
+    from penstock.core.save.job import SaveJob
+    from penstock.core.tree.select import RenameSpec
 
 log = logging.getLogger("penstock")
 
-_MODES = ("blocking", "async", "lazy")
-_LAST_CALL_S = 5.0  # how long a blocking save waits for its last `on_progress` to return
 
-
-class Checkpointer(Run):
+class Checkpointer:
     """Saves and restores the state of one run under one storage root. A context manager.
 
     Use it from one thread (the training loop's); handles may be used from any.
@@ -70,60 +72,75 @@ class Checkpointer(Run):
 
         Args:
             backend: Where checkpoints live. A `Backend` instance stays the caller's to close.
-            registry: Where providers, codecs and backends are looked up; default: entry points.
+            registry: Where providers, codecs and backends are looked up; default: what is
+                installed. Classes that are not can be added to one by `Registry.register`.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
                 and `PruneEvent`, those of saves mostly on background threads; what it raises is
                 logged and goes no further.
             options: Any field of `CheckpointerConfig` but `backend`: `rules`, `retention`,
                 `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
-                `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`.
+                `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`, `prefer`.
 
         Raises:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.
             StorageError: The root cannot be used.
         """
-        registry = registry or default_registry()
         config = load_config({**options, "backend": backend})
+        registry = (registry or default_registry()).preferring(config.prefer.choices)
         count = config.workers or min(4, os.cpu_count() or 1)
-        super().__init__(
-            open_backend(config.backend, registry=registry),
-            config=config,
-            registry=registry,
-            workers=Workers(count),
-            on_event=on_event,
-        )
+        store = open_backend(config.backend, registry=registry)
+        self._config = config
+        self._workers = Workers(count)
+        self._backend = PatientBackend(store, self._workers, config.io_timeout_s)
+        self._owns_backend = not isinstance(backend, Backend)
+        self._closing = self._closed = False
+        self._pid = os.getpid()
         if log.isEnabledFor(logging.DEBUG):  # capabilities may need a probe
             log.debug(
                 "%s: engine %s, direct_io=%s, exclusive_publish=%s, %d workers",
-                self._backend.url,
-                self._backend.name,
-                self._backend.capabilities.direct_io,
-                self._backend.capabilities.exclusive_publish,
+                store.url,
+                store.name,
+                store.capabilities.direct_io,
+                store.capabilities.exclusive_publish,
                 count,
             )
-        self._owns_backend = not isinstance(backend, Backend)
-        self._table = ChainTable(config, registry)
-        self._unused_rules = UnusedRules(config.rules)
-        self._staging: Staging | None = None
-        self._drains: Drains | None = None
-        if self._backend.tiers:
-            self._drains = Drains(
-                self._backend.tiers,
-                workers=self._workers,
-                grace_s=self._config.grace_s,
-                stuck_s=self._config.io_timeout_s,
-                backend=_for_another_process(config, registry, self._backend),
-            )
-            self._bring = self._drains.repairs.bring
-        self._pending = Pending(self._drains)
-        self._warned_straight = False
-        self._closing = False
+        self._events = EventStream(on_event)
+        self._drains = self._drains_of(store, registry)
+        self._reader = Reader(
+            self._backend,
+            config=config,
+            registry=registry,
+            workers=self._workers,
+            events=self._events,
+            drains=self._drains,
+        )
+        self._catalog = self._reader.catalog
+        self._saver = Saver(
+            self._backend,
+            self._catalog,
+            config=config,
+            registry=registry,
+            workers=self._workers,
+            events=self._events,
+            tiers=self._drains,
+        )
+        self._warn_early()
 
     @classmethod
     def from_config(
-        cls, source: str | Path | Mapping[str, Any] | CheckpointerConfig, /
+        cls,
+        source: str | Path | Mapping[str, Any] | CheckpointerConfig,
+        /,
+        *,
+        registry: Registry | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> Checkpointer:
         """Open a run from a `.toml`, `.yaml` or `.json` file, or a mapping.
+
+        Args:
+            source: The file, in which `${NAME}` is filled from the environment, or a mapping.
+            registry: As of the constructor.
+            on_event: As of the constructor.
 
         Raises:
             ConfigError: The configuration is wrong.
@@ -131,7 +148,12 @@ class Checkpointer(Run):
         config = load_config(source)
         options = {n: getattr(config, n) for n in config.model_fields_set if n != "backend"}
         try:
-            return cls(config.backend, **cast("CheckpointerOptions", options))
+            return cls(
+                config.backend,
+                registry=registry,
+                on_event=on_event,
+                **cast("CheckpointerOptions", options),
+            )
         except ConfigError as error:
             if not isinstance(source, (str, os.PathLike)) or str(error).startswith("configuration"):
                 raise
@@ -160,7 +182,8 @@ class Checkpointer(Run):
             state: The state tree, a dict.
             step: Above `latest()`, unless `overwrite`.
             mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's.
-            metadata: JSON-like; goes into the commit record.
+            metadata: JSON-like, with text as keys; goes into the commit record. Scalars of numpy
+                and torch are made plain ones.
             overwrite: Replace the checkpoint of this step by a next generation.
             on_progress: Called with a `Progress` some ten times per second until the save ended, on
                 a thread of its own, which the save does not wait for. What it raises is logged and
@@ -172,70 +195,52 @@ class Checkpointer(Run):
         Raises:
             StepExistsError: The step, or a later one, is committed.
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
-            BusyError: Another save is under way and `on_busy="raise"`.
+            BusyError: Another save is under way and `on_busy="raise"`; or this is a signal handler
+                that interrupted one which has not begun to capture.
             PenstockError: The save itself failed (blocking), or an earlier one did in the
                 background and nobody has seen it; then this one has started all the same.
         """
-        began = time.monotonic()
+        called = time.monotonic()
         self._check_may_save()
-        mode = mode or self._config.mode
-        if mode not in _MODES:
-            msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
-            raise ConfigError(msg)
-        step = valid_step(step)
-        metadata = check_metadata({} if metadata is None else metadata)
-        if not self._pending.take_turn(self._config.on_busy):
-            return self._skipped(step, on_progress, "another save was under way")
-        generation = claim_generation(
-            self._asked,
+        return self._saver.save(
+            state,
             step,
+            mode=mode,
+            metadata=metadata,
             overwrite=overwrite,
-            drains=self._drains,
-            may_go=self._asked.may_go,  # a deletion that was given up, and may still happen
+            on_progress=on_progress,
+            called=called,
         )
-        request = self._planned(state, step, generation, mode=mode, metadata=metadata)
-        destination = choose_destination(self._backend, self._drains, request)
-        if destination is None:
-            return self._skipped(step, on_progress, "no tier has room for it, as the log says")
-        # Memory that may still belong to a stuck disk is left to it.
-        reusable = self._staging if self._pending.released else None
-        staging = self._staging = staging_for(request, reusable, self._config)
-        job = SaveJob(
-            request,
-            backend=destination.backend,
-            onward=destination.onward,
-            staging=staging,
-            workers=self._workers,
-            after_commit=lambda report: self._after_commit(job, report, overwrite=overwrite),
-        )
-        earlier = self._pending.unseen_error()
-        watching: Thread | None = None
-        try:
-            self._pending.begin(job)
-            log_plan(job, staging)
-            with job.ending.calling_back():
-                self._events.announce(job.handle)
-            watching = self._watch(job.handle, on_progress)
-            if job.deferred_bytes:
-                fence_hook.arm(job, self._config.fence_timeout_s)
-                job.handle.committed.add_done_callback(lambda _: fence_hook.disarm(job))
-            job.capture_now(on_captured=lambda: self._on_captured(job))
-        except BaseException as error:
-            job.interrupt(error)
-            fence_hook.disarm(job)
-            raise
-        job.add_blocked(time.monotonic() - began)
-        if mode == "blocking":
-            job.wait_durable()
-            if watching is not None:
-                watching.join(_LAST_CALL_S)
-        if earlier is not None:
-            how = "has failed too" if job.handle.failed else "has started"
-            earlier.add_note(f"This earlier save failed; the save of step {step} {how}.")
-            raise earlier
-        if mode == "blocking":
-            job.handle.result()
-        return job.handle
+
+    def check(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        mode: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> CheckReport:
+        """Describe and plan a save of `state` without writing anything.
+
+        Call it once before training: it raises what the first save would raise, as far as that
+        can be known without writing.
+
+        Args:
+            state: As for `save`.
+            step: As for `save`; None: the steps that exist are not looked at.
+            mode: As for `save`.
+            metadata: As for `save`.
+            overwrite: As for `save`.
+
+        Raises:
+            UnsupportedStateError: Something in the tree cannot be stored; names its path.
+            StepExistsError: The step, or a later one, is committed.
+            ConfigError: `mode`, `step` or `metadata` is wrong.
+            StorageError: The root cannot be written.
+        """
+        self._check_may_save()
+        return self._saver.check(state, step, mode=mode, metadata=metadata, overwrite=overwrite)
 
     def fence(self, timeout: float | None = None) -> None:
         """Wait until every pending capture is complete: then deferred tensors may change.
@@ -246,8 +251,8 @@ class Checkpointer(Run):
             PenstockError: A background save failed and nobody has seen it yet.
         """
         self._check_open()
-        self._pending.fence(timeout)
-        self._pending.raise_unseen()
+        self._saver.pending.fence(timeout)
+        self._saver.pending.raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is under way.
@@ -258,8 +263,155 @@ class Checkpointer(Run):
             PenstockError: A background save failed and nobody has seen it yet.
         """
         self._check_open()
-        self._pending.wait(timeout)
-        self._pending.raise_unseen()
+        self._saver.pending.wait(timeout)
+        self._saver.pending.raise_unseen()
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | str = "latest",
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        strict: bool = True,
+        rename: RenameSpec = None,
+        on_damage: str = "raise",
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> RestoreReport:
+        """Restore a checkpoint into the live objects of `state`, in place.
+
+        Args:
+            state: The template: what is to be restored, a dict.
+            step: A step, or `"latest"`.
+            include: Globs of paths to restore; default: all. Only what is selected is read.
+            exclude: Globs of paths to leave alone.
+            strict: Whether a path that the checkpoint lacks, another shape, or other groups of an
+                optimizer are an error. If not, all of it is left as it is and listed in the report
+                (`missing`, `mismatched`), with the optimizer's state of parameters of another
+                shape; of groups that differ, the options. Another kind or dtype is always an error.
+            rename: Stored prefix -> template prefix, or a function of shown paths.
+            on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
+            on_progress: Called with a `Progress` some ten times per second, never twice at once:
+                by the caller's thread when a phase begins, by one of the engine's while bytes are
+                read. Reading waits for it. What it raises is logged and goes no further.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            RestoreMismatchError: Template and checkpoint differ; lists every difference.
+            DamagedError: Stored bytes are not what was written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        self._check_open()
+        report = self._reader.restore(
+            state,
+            step,
+            include=include,
+            exclude=exclude,
+            strict=strict,
+            rename=rename,
+            on_damage=on_damage,
+            on_progress=on_progress,
+        )
+        self._saver.restored_from = report.step
+        return report
+
+    def load(
+        self,
+        step: int | str = "latest",
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        device: str | None = None,
+        on_damage: str = "raise",
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Any:
+        """Load a checkpoint, or a part of it, without a template.
+
+        Args:
+            step: A step, or `"latest"`.
+            include: Globs of paths to load; default: all. Only what is selected is read.
+            exclude: Globs of paths to leave out.
+            device: Where tensors go; default: CPU.
+            on_damage: As for `restore`.
+            on_progress: As for `restore`.
+
+        Returns:
+            The tree: dicts, lists, tensors (on `device`, default CPU) and values. A module comes
+            as its state dict.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            DamagedError: Stored bytes are not what was written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        self._check_open()
+        return self._reader.load(
+            step,
+            include=include,
+            exclude=exclude,
+            device=device,
+            on_damage=on_damage,
+            on_progress=on_progress,
+        )
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending; damaged ones included."""
+        self._check_open()
+        return self._catalog.steps()
+
+    def latest(self) -> int | None:
+        """The newest committed step.
+
+        Raises:
+            DamagedError: Its commit record cannot be read.
+        """
+        self._check_open()
+        return self._catalog.latest()
+
+    def info(self, step: int | str = "latest") -> CheckpointInfo:
+        """What the commit record of `step` says."""
+        return self.open(step).info
+
+    def open(self, step: int | str = "latest") -> Checkpoint:
+        """A read-only view of one checkpoint; reads lazily."""
+        self._check_open()
+        return self._reader.open(step)
+
+    def verify(
+        self,
+        step: int | str = "latest",
+        *,
+        deep: bool = True,
+        repair: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> VerifyReport:
+        """Read a checkpoint and compare all checksums; reports all damage, not only the first.
+
+        Args:
+            step: A step, or `"latest"`.
+            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+            repair: With tiers, bring damaged copies anew from a good one, which is read and
+                compared first. `report.ok` then says whether all is whole in the end.
+            on_progress: As for `restore`.
+
+        Raises:
+            CheckpointNotFoundError: No such step.
+            DamagedError: Its commit record cannot be read in any tier.
+            ConfigError: `repair`, and the run is in one place.
+        """
+        self._check_open()
+        return self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
+
+    # -- keeping --------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Delete one checkpoint: its record first, durably, then its data."""
+        self._check_open()
+        number = valid_step(step)
+        self._catalog.delete(number)
+        self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def rewind(self, step: int) -> list[int]:
         """Forget every step after `step`, to go on from there.
@@ -277,11 +429,19 @@ class Checkpointer(Run):
             self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
         return gone
 
-    def prune(self, *, dry_run: bool = False) -> PruneReport:
-        """Delete data that no checkpoint and no save under way can need any more."""
+    def prune(self, *, dry_run: bool = False, everything: bool = False) -> PruneReport:
+        """Delete data that no checkpoint and no save under way can need any more.
+
+        Args:
+            dry_run: Say what would go; change nothing.
+            everything: Also the data of a run without a single commit record, and attempts that
+                lack nothing but theirs. Left alone else: the run may be being copied, data first.
+        """
         self._check_open()
         own = [self._job.uid] if self._job is not None else []
-        report = self._catalog.prune(grace_s=self._config.grace_s, own_uids=own, dry_run=dry_run)
+        report = self._catalog.prune(
+            grace_s=self._config.grace_s, own_uids=own, dry_run=dry_run, everything=everything
+        )
         self._events.emit(PruneEvent("pruned", report))
         return report
 
@@ -300,9 +460,9 @@ class Checkpointer(Run):
         if self._pid != os.getpid():
             self._closed = True
             return  # a forked child: the threads, and all that they hold, are the parent's
-        self._pending.check_may_end()
+        self._saver.pending.check_may_wait()
         self._closing = True
-        self._pending.end()
+        self._saver.pending.end()
         if self._drains is not None:
             self._drains.settle()
             self._drains.close()
@@ -310,12 +470,13 @@ class Checkpointer(Run):
         self._workers.close()
         if self._owns_backend:
             stuck = self._drains is not None and self._drains.is_stuck()
-            if self._pending.released and not stuck:
+            if self._saver.pending.released and not stuck:
                 self._close_backend()
             else:  # a stuck store, or a callback of the save itself, which has yet to end
                 self._workers.spawn("close", self._close_late)
+        self._saver.close()
         if sys.exc_info()[0] is None:
-            self._pending.raise_unseen()
+            self._saver.pending.raise_unseen()
 
     def __enter__(self) -> Self:
         return self
@@ -332,11 +493,25 @@ class Checkpointer(Run):
         with contextlib.suppress(PenstockError):
             self.close()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._backend.url} ({self._backend.name})>"
+
     # ------------------------------------------------------------------------------------------
 
     @property
     def _job(self) -> SaveJob | None:
-        return self._pending.job
+        return self._saver.job
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"the checkpointer of {self._backend.url} is closed; make a new one"
+            raise SaverClosedError(msg)
+        if self._pid != os.getpid():
+            msg = (
+                "a Checkpointer cannot be used in a forked child (its threads stayed behind); "
+                "open another one there, or start processes by spawn"
+            )
+            raise SaverClosedError(msg)
 
     def _check_may_save(self) -> None:
         self._check_open()
@@ -344,96 +519,40 @@ class Checkpointer(Run):
             msg = f"the checkpointer of {self._backend.url} is being closed"
             raise SaverClosedError(msg)
 
-    def _planned(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        generation: int,
-        *,
-        mode: str,
-        metadata: Mapping[str, Any],
-    ) -> SaveRequest:
-        description = describe_tree(
-            state, providers=self._registry.providers, allow_pickle=self._config.allow_pickle
-        )
-        request = plan_state(
-            description,
-            config=self._config,
-            table=self._table,
-            step=step,
-            generation=generation,
-            mode=mode,
-            metadata=metadata,
-        )
-        objects = (e.path for e in description.entries if isinstance(e, StateObject))
-        self._unused_rules.look(objects, step)
-        return request
+    def _warn_early(self) -> None:
+        """Say what the first save would only say when it fails; reading works all the same."""
+        ranks = obstacle_of_ranks()
+        if ranks is not None:
+            log.warning("%s", ranks)
+        limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
+        try:
+            PatientBackend(self._backend.inner, self._workers, limit_s).check_writable()
+        except StorageError as error:
+            log.warning("%s can only be read, every save will fail: %s", self._backend.url, error)
 
-    def _skipped(
-        self, step: int, on_progress: Callable[[Progress], None] | None, why: str
-    ) -> SaveHandle:
-        self._events.emit(SaveEvent("skipped", step))
-        handle = skipped_save(step, why)
-        self._watch(handle, on_progress)
-        return handle
-
-    def _before_delete(self, uids: Collection[str]) -> None:
-        """No copy may come to be committed of what is being deleted."""
-        if self._drains is not None:
-            self._drains.withdraw(uids)
-
-    def _delete_failed(self, uids: Collection[str]) -> None:
-        """What stays is copied after all."""
-        if self._drains is not None:
-            self._drains.reinstate(uids)
-
-    def _repair(self, rescued: Sequence[tuple[str, str]]) -> None:
-        """Bring copies that turned out to be damaged from the tier that has good ones."""
-        if self._drains is not None and rescued:
-            self._drains.repairs.begin(rescued)
-
-    def _watch(
-        self, handle: SaveHandle, on_progress: Callable[[Progress], None] | None
-    ) -> Thread | None:
-        if on_progress is None:
+    def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
+        """What copies from tier to tier; None: the store is one place."""
+        if not store.tiers:
             return None
-        return self._workers.spawn("progress", partial(follow, handle, on_progress))
+        return Drains(
+            store.tiers,
+            workers=self._workers,
+            grace_s=self._config.grace_s,
+            stuck_s=self._config.io_timeout_s,
+            backend=_for_another_process(self._config, registry, store),
+        )
 
     def _close_backend(self) -> None:
         """Wait for it, but not for ever: a call that was given up may still hang in it."""
         try:
-            self._asked.close_inner()
+            self._backend.close_inner()
         except StorageTimeoutError as error:
             log.warning("%s is left behind: %s", self._backend.url, str(error))
 
     def _close_late(self) -> None:
         if self._job is not None:
             self._job.released.wait()
-        self._backend.close()
-
-    def _on_captured(self, job: SaveJob) -> None:
-        if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
-            self._warned_straight = True
-            log.warning(
-                "staging is too small for the state: %s of step %d were written straight "
-                "from live tensors while training stood still; raise staging_bytes (said once)",
-                size_text(job.straight_bytes),
-                job.request.step,
-            )
-
-    def _after_commit(self, job: SaveJob, report: SaveReport, *, overwrite: bool) -> None:
-        if self._drains is not None and self._drains.is_silent():
-            log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
-            return  # a save when it is back does it
-        with job.ending.calling_back():  # `on_event` may be called
-            clean_up_after(
-                report,
-                self._catalog,
-                overwrite=overwrite,
-                retention=self._config.retention,
-                protect=() if self._restored_from is None else (self._restored_from,),
-                events=self._events,
-            )
+        self._backend.inner.close()
 
 
 def _for_another_process(
@@ -441,7 +560,8 @@ def _for_another_process(
 ) -> str | dict[str, Any] | None:
     """What another process can open the same tiers from, if it can."""
     # Plugins that were only given to this registry another process does not have.
-    spec = portable(config.backend) if registry is default_registry() else None
+    everywhere = registry is default_registry() and not registry.has_own
+    spec = portable(config.backend) if everywhere else None
     if spec is None and any(tier.drain_in == "process" for tier in backend.tiers):
         log.warning(
             "threads of the trainer copy from tier to tier: there is no configuration from which "

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PenstockError(Exception):
-    """Base of everything Penstock raises on purpose."""
+    """Base of all errors that Penstock raises on purpose."""
 
 
 # -- configuration and plugins ------------------------------------------------------------------
@@ -93,7 +93,7 @@ class CommitUnknownError(SaveError):
 
 
 class StorageError(PenstockError):
-    """A backend could not do what it was asked to do."""
+    """A backend failed."""
 
 
 class BlobNotFoundError(StorageError):
@@ -117,7 +117,11 @@ class StorageTimeoutError(StorageError):
 
 
 class UnsyncedError(StorageError):
-    """It is there, but may not survive a power cut: making it durable failed."""
+    """A blob or record exists, but may not survive a power cut: making it durable failed."""
+
+
+class WrongPlaceError(StorageError):
+    """A tier is not the place that the other tiers of the run were used with: not mounted?"""
 
 
 class CapabilityError(StorageError):

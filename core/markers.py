@@ -1,4 +1,4 @@
-"""Marker objects that people put into a state tree; providers know what they stand for."""
+"""Markers that users put into a state tree; providers describe what they stand for."""
 
 from __future__ import annotations
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
 
-from penstock.core.errors import CapabilityError
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.limits import FEW_KEYS, MAX_EQUAL_HASHES, MAX_INT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 """What crosses a contract: anything flat and contiguous; cast once with `flat_view`."""
@@ -54,12 +59,19 @@ class Region:
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
         """The region that covers a tensor of `shape`."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole_region(tuple(shape))
 
     @property
     def numel(self) -> int:
         """Number of elements (1 for a 0-dim tensor)."""
         return math.prod(self.sizes)
+
+
+@lru_cache(
+    maxsize=4096
+)  # the tensors of a state have few shapes, and a million of them as many regions
+def _whole_region(shape: tuple[int, ...]) -> Region:
+    return Region((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +102,6 @@ class ByteRange:
     def length(self) -> int:
         """Bytes in the range."""
         return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where bytes are stored: blob name relative to the root, offset and length in bytes."""
-
-    blob: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,8 @@ class Capabilities:
         ordered: The store can only append: the writes of one blob come one at a time, each
             begins where the one before ended or behind it, and the backend fills gaps with zeros.
         local: Blobs live in memory or files of this machine.
+        outlives_process: What is stored is there for other processes too, and after this one has
+            ended, however it ends. False for what lives in memory of this process.
     """
 
     direct_io: bool = False
@@ -156,6 +161,7 @@ class Capabilities:
     exclusive_publish: bool = True
     ordered: bool = False
     local: bool = False
+    outlives_process: bool = True
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -199,6 +205,45 @@ def align_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def collide(keys: Collection[object]) -> bool:
+    """Whether so many hashes of `keys` are equal that a set or dict of them takes too long.
+
+    Building one compares each key with all earlier ones of the same hash, in one call that holds
+    the GIL: 38 KB of stored numbers that were chosen for it took seconds, 1.5 MB hours.
+    """
+    if len(keys) <= FEW_KEYS:
+        return False
+    return max(Counter(map(hash, keys)).values()) > MAX_EQUAL_HASHES
+
+
+_class_members = type.__dict__["__dict__"].__get__
+
+
+FACTORIES: dict[str, type] = {
+    t.__name__: t for t in (list, dict, set, tuple, int, float, str, bool, bytes, complex)
+}
+"""Of a `defaultdict` that can be stored, by the name under which it is."""
+
+
+def loaded_class(name: str) -> type | None:
+    """The class that a checkpoint names as `module:qualified.name`; None if it is not loaded.
+
+    Nothing is imported, and no code runs: neither a module's `__getattr__`, nor the loading of a
+    module that was imported lazily, nor a proxy that stands in place of a module or a class.
+    """
+    module_name, _, qualname = name.partition(":")
+    found: object = sys.modules.get(module_name)
+    if type(found) is not ModuleType:
+        return None
+    members: Any = object.__getattribute__(found, "__dict__")
+    for part in qualname.split("."):
+        found = members.get(part)
+        if not issubclass(type(found), type):  # `isinstance` would ask the object itself
+            return None
+        members = _class_members(found)
+    return cast("type", found)
+
+
 def show_segment(segment: str) -> str:
     """The shown form of one path segment: `%` as `%25`, `/` as `%2F`, an empty one as `%00`."""
     if not segment:
@@ -208,6 +253,34 @@ def show_segment(segment: str) -> str:
     return segment
 
 
+def show_key(key: object) -> str:
+    """The text of a dict key in a message, whatever the key is."""
+    return key if isinstance(key, str) else show_value(key)
+
+
+def show_value(value: object) -> str:
+    """The `repr` of a value in a message; what has none is shown by its type."""
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - code of the value's class; long integers have none either
+        return f"<{type(value).__name__}>"
+
+
 def show_path(path: ObjectPath) -> str:
     """The shown form of `path`, segments joined by `/`; the root is the empty string."""
     return "/".join(map(show_segment, path))
+
+
+def valid_step(step: object) -> int:
+    """`step` as an integer from 0 to 2^62 - 1, which is what records hold.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    number = -1
+    if isinstance(step, SupportsIndex) and not isinstance(step, bool):
+        number = operator.index(step)
+    if not 0 <= number <= MAX_INT:
+        msg = f"step must be an integer from 0 to 2^62 - 1, not {show_value(step)}"
+        raise ConfigError(msg)
+    return number

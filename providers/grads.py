@@ -1,17 +1,18 @@
-"""`penstock.Grads(model)`: gradients, for saving in the middle of accumulation."""
+"""The provider of `penstock.Grads(model)`: gradients, for a save in the middle of accumulation."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import Node, Placement, StateProvider
+from penstock.core.abc import Difference, Node, Placement, StateProvider
 from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, show_path
-from penstock.providers.memory import device_name, dtype_name
-from penstock.providers.module import named_parameters
+from penstock.providers.module.provider import named_parameters
 from penstock.providers.rebuild import rebuild_dict
-from penstock.providers.tensor import same_kind, tensor_target
+from penstock.providers.tensor.memory import device_name, dtype_name
+from penstock.providers.tensor.parts import fits
+from penstock.providers.tensor.provider import same_kind, tensor_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,10 @@ FORM = "grads"
 
 
 class GradsProvider(StateProvider):
-    """Parameters without a gradient are absent from the checkpoint, and have none afterwards."""
+    """Stores and restores gradients by parameter name.
+
+    A parameter that had no gradient at the save has none after the restore.
+    """
 
     name = "grads"
     forms = (FORM,)
@@ -47,13 +51,18 @@ class GradsProvider(StateProvider):
         assigns: list[Callable[[], object]] = []
         parameters = _parameters(value)
         if context.node(path) is None and not context.children(path):
-            if context.selected(path) or any(context.selected((*path, n)) for n in parameters):
+            # A list, so that `any` does not stop early: `selected` notes which patterns matched,
+            # and one that names a gradient must not be reported as matching nothing.
+            chosen = [context.selected((*path, name)) for name in parameters]
+            if context.selected(path) or any(chosen):
                 result.missing.append(path)
             parameters = {}
         for name, parameter in parameters.items():
             here = (*path, name)
             if context.stored(here) is not None:
                 _place_grad(parameter, here, context, result, assigns)
+            elif context.children(here):
+                _place_parts(parameter, here, context, result, assigns)
             elif context.selected(here):
                 assigns.append(partial(setattr, parameter, "grad", None))
 
@@ -68,12 +77,12 @@ class GradsProvider(StateProvider):
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """Gradients by parameter name."""
+        """Plan a dict of gradients by parameter name."""
         return rebuild_dict(stored.path, device=device, context=context)
 
 
 def _parameters(value: Grads) -> dict[str, torch.nn.Parameter]:
-    """By their first name; a tied parameter has one gradient."""
+    """Return the parameters by their first name: a tied parameter has one gradient."""
     seen: set[int] = set()
     result = {}
     for name, parameter in named_parameters(value.model):
@@ -99,9 +108,11 @@ def _place_grad(
     shape = tuple(parameter.shape)
     grad_dtype = parameter.dtype if grad is None else grad.dtype
     if stored.kind is not Kind.TENSOR or stored.spec.shape != shape:
-        result.problems.append(
-            f"{show_path(path)} is a gradient of shape {list(stored.spec.shape)}, the parameter "
-            f"has {list(shape)}"
+        there, here = list(stored.spec.shape), list(shape)
+        sentence = f"{show_path(path)} is a gradient of shape {there}, the parameter has {here}"
+        is_tensor = stored.kind is Kind.TENSOR
+        result.differ(
+            Difference(path, f"shape {there}", f"shape {here}", (sentence,), skippable=is_tensor)
         )
         return
     if stored.spec.dtype != dtype_name(grad_dtype)[0]:
@@ -115,3 +126,22 @@ def _place_grad(
     make = placed.finish
     assert make is not None
     assigns.append(lambda: setattr(parameter, "grad", make()))
+
+
+def _place_parts(
+    parameter: torch.nn.Parameter,
+    path: ObjectPath,
+    context: PlaceContext,
+    result: Placement,
+    assigns: list[Callable[[], object]],
+) -> None:
+    """Plan the restore of a gradient that is a tensor of parts."""
+    grad, device = parameter.grad, parameter.device
+    if grad is not None and fits(grad, context.node(path), path, device):
+        result.absorb(context.place(grad, path))
+        return
+    placed = context.rebuild(path, device=device_name(device))
+    result.absorb(placed)
+    if placed.finish is not None:
+        make = placed.finish
+        assigns.append(lambda: setattr(parameter, "grad", make()))

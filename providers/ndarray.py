@@ -1,4 +1,4 @@
-"""numpy arrays, in place where they are writeable."""
+"""The provider of numpy arrays, restored in place where they are writeable."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from penstock.core.abc import (
     StateObject,
     StateProvider,
     Target,
+    copy_bytes,
 )
 from penstock.core.errors import FormatError, RestoreMismatchError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
-from penstock.providers.blocks import blocks, may_overlap
+from penstock.providers.tensor.blocks import blocks, may_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ _KINDS = frozenset("biufcmMSUV")
 
 
 class ArraySource(ByteSource):
-    """The bytes of an array."""
+    """The source of an array's bytes, row-major."""
 
     __slots__ = ("_array", "address", "device", "memory", "nbytes")
 
@@ -49,12 +50,11 @@ class ArraySource(ByteSource):
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         if not out.nbytes:
             return None
-        target = np.frombuffer(out, np.uint8)
         if self.address is not None:
-            np.copyto(target, _as_bytes(self._array)[start : start + out.nbytes])
+            copy_bytes(out, _as_bytes(self._array)[start : start + out.nbytes].data)
             return None
         itemsize = self._array.itemsize
-        typed = target.view(_carrier(self._array.dtype))
+        typed = np.frombuffer(out, np.uint8).view(_carrier(self._array.dtype))
         first = start // itemsize
         for index, at in blocks(self._array.shape, first, first + len(typed)):
             block = self._array[(*index, ...)].view(typed.dtype)
@@ -63,7 +63,11 @@ class ArraySource(ByteSource):
 
 
 class ArraySink(ByteSink):
-    """The memory of a writeable array."""
+    """The sink that fills the memory of a writeable array.
+
+    An array whose elements overlap is filled by way of scratch memory: `written` then compares, and
+    refuses stored values that disagree about one place.
+    """
 
     __slots__ = ("_array", "_live", "_path", "address", "device", "memory", "nbytes")
 
@@ -85,11 +89,10 @@ class ArraySink(ByteSink):
     def copy_in(self, start: int, data: memoryview, /) -> None:
         if not data.nbytes:
             return
-        source = np.frombuffer(data, np.uint8)
         if self.address is not None:
-            np.copyto(_as_bytes(self._array)[start : start + data.nbytes], source)
+            copy_bytes(_as_bytes(self._array)[start:].data, data)
             return
-        typed = source.view(_carrier(self._array.dtype))
+        typed = np.frombuffer(data, np.uint8).view(_carrier(self._array.dtype))
         first = start // self._array.itemsize
         for index, at in blocks(self._array.shape, first, first + len(typed)):
             block = self._array[(*index, ...)].view(typed.dtype)
@@ -108,7 +111,7 @@ class ArraySink(ByteSink):
 
 
 class NdarrayProvider(StateProvider):
-    """Arrays of fixed-size elements; Python objects and records are refused."""
+    """Stores arrays of fixed-size elements; refuses Python objects and records."""
 
     name = "ndarray"
     forms = ("ndarray",)
@@ -134,8 +137,15 @@ class NdarrayProvider(StateProvider):
         if not context.selected(path):
             return Placement(finish=lambda: value)
         refuse_unsupported(value, path)
-        array = value if value.flags.writeable else np.empty(value.shape, value.dtype)
-        return Placement([_target(array, path)], finish=lambda: array)
+        if value.flags.writeable:
+            return Placement([_target(value, path)], finish=lambda: value)
+        array = np.empty(value.shape, value.dtype)
+        stored = context.stored(path)
+        # Only for an array that will be filled: without strict, the template's stays where the
+        # checkpoint has none that fits, instead of memory that was never written.
+        fits = stored is not None and stored.kind is Kind.TENSOR and stored.spec == _spec(value)
+        new = array if fits else value
+        return Placement([_target(array, path)], finish=lambda: new, replaces=fits)
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
@@ -146,7 +156,7 @@ class NdarrayProvider(StateProvider):
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """`float32` where numpy knows the dtype by that name, else as `dtype.str` (`>f4`, `<U5`)."""
+    """Return `float32` if numpy knows the dtype by that name, else `dtype.str` (`>f4`, `<U5`)."""
     try:
         return dtype.name if np.dtype(dtype.name) == dtype else dtype.str
     except TypeError:
@@ -154,10 +164,10 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 def refuse_unsupported(array: np.ndarray[Any, Any], path: ObjectPath) -> None:
-    """Let only arrays pass whose elements are their bytes.
+    """Refuse arrays whose elements are not plain bytes.
 
     Raises:
-        UnsupportedStateError: It is something else; says what to do instead.
+        UnsupportedStateError: The array cannot be stored; the message says what to do instead.
     """
     kind, dtype = type(array), array.dtype
     reason = None
@@ -178,12 +188,12 @@ def refuse_unsupported(array: np.ndarray[Any, Any], path: ObjectPath) -> None:
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Where the first element is."""
+    """Return the address of the first element."""
     return int(array.__array_interface__["data"][0])
 
 
 def array_key(array: np.ndarray[Any, Any]) -> MemoryKey | None:
-    """The identity of the memory of an array; None where there is none."""
+    """Return the identity of an array's memory; None if it has no bytes."""
     if not array.nbytes:
         return None
     place = address_of(array)
@@ -203,7 +213,7 @@ def _empty(stored: Any) -> np.ndarray[Any, Any]:
     msg = f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks"
     try:
         dtype = np.dtype(stored.spec.dtype)
-    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses what has commas
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses a text with commas
         raise FormatError(msg, [shown]) from error
     if dtype.kind not in _KINDS or dtype.hasobject or dtype.itemsize != stored.spec.itemsize:
         raise FormatError(msg, [shown])
@@ -215,5 +225,5 @@ def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Moved as opaque bytes: exact for every dtype (`np.copyto` of strings would pad)."""
+    """Return an opaque dtype to copy by, exact for every dtype: `np.copyto` would pad strings."""
     return np.dtype(f"V{dtype.itemsize}")

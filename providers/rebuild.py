@@ -1,4 +1,4 @@
-"""Building what is stored below a path anew, name by name."""
+"""Stored objects below a path: their number, and a new dict of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rebuild_dict(path: ObjectPath, *, device: str | None, context: PlaceContext) -> Placement:
-    """Plan a dict of what is selected right below `path`, in stored order."""
+    """Plan a new dict of the selected children of `path`, in stored order."""
     result = Placement()
     makers: dict[str, Callable[[], object]] = {}
     for name in context.children(path):
@@ -24,3 +24,9 @@ def rebuild_dict(path: ObjectPath, *, device: str | None, context: PlaceContext)
             makers[name] = placed.finish
     result.finish = lambda: {name: make() for name, make in makers.items()}
     return result
+
+
+def leaves(context: PlaceContext, path: ObjectPath) -> int:
+    """Return the number of selected stored objects at and below `path`."""
+    here = int(context.stored(path) is not None)
+    return here + sum(leaves(context, (*path, name)) for name in context.children(path))

@@ -1,4 +1,4 @@
-"""Random state: of the process (`penstock.Rng`), and of single generators."""
+"""The provider of random state: of the process (`penstock.Rng`), and of single generators."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ _CUDA = "cuda."
 
 
 class RngProvider(StateProvider):
-    """State is taken when described and set after everything else is restored."""
+    """Stores random state, taken after all else is described, and set after all else is restored.
+
+    Describing or restoring other values may draw random numbers.
+    """
 
     name = "rng"
     forms = (FORM,)
+    describes_last = True  # the `state_dict` of a data loader may draw from the global generator
 
     def claims(self, kind: type, /) -> int | None:
         return PRIORITY if issubclass(kind, _KINDS) else None
@@ -72,14 +76,15 @@ class RngProvider(StateProvider):
             result.absorb(placed)
             if placed.finish is not None:
                 result.settle.append(_then(placed.finish, setter))
-        lacking = [(*path, name) for name in setters.keys() - set(chosen) if _CUDA not in name]
-        result.missing += sorted(filter(context.selected, lacking))
+        # Not those of CUDA: the checkpoint may be from a machine with fewer devices, or with none.
+        missing = [(*path, name) for name in setters.keys() - set(chosen) if _CUDA not in name]
+        result.missing += sorted(filter(context.selected, missing))
         return result
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """The states by name; on the CPU, where generators want them."""
+        """Plan a dict of the states by name, on the CPU, where generators take them."""
         del device
         return rebuild_dict(stored.path, device=None, context=context)
 
@@ -101,7 +106,7 @@ def _states(value: Any, path: ObjectPath) -> dict[str, Any]:
             "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - people use it
             "torch": torch.get_rng_state(),
         }
-        # Asking an unused CUDA for its state would start it.
+        # Reading the state of unused CUDA would initialise it, which takes seconds and memory.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
             for index in range(torch.cuda.device_count()):
                 states[f"{_CUDA}{index}"] = torch.cuda.get_rng_state(index)
@@ -145,7 +150,7 @@ def _wanted(value: Any, path: ObjectPath, context: PlaceContext) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """States of numpy hold small arrays; as plain data they are one value."""
+    """Return numpy's state as plain data, so that it is one value and no container of arrays."""
     if isinstance(state, dict):
         return {key: _plain(item) for key, item in state.items()}
     if isinstance(state, np.ndarray):

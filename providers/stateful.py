@@ -1,4 +1,4 @@
-"""Anything with `state_dict` and `load_state_dict`: whole, and only through these two."""
+"""The provider of values with `state_dict` and `load_state_dict`: stored and loaded whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import show_path
-from penstock.providers.rebuild import rebuild_dict
+from penstock.providers.rebuild import leaves, rebuild_dict
+from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
 
-PRIORITY = 10
-REFUSED = 15
+PRIORITY = 10  # low: a provider that knows the type itself comes first
+REFUSED = 15  # of loaders without both methods: claimed only to be refused with advice
 FORM = "stateful"
 
 _WHOLE = "state"  # the one child of a state that is no dict with string keys
 
 
 class StatefulProvider(StateProvider):
-    """Schedulers, gradient scalers, stateful data loaders, wrapped optimizers, and the like."""
+    """Stores schedulers, gradient scalers, stateful data loaders, foreign optimizers, and so on.
+
+    The value is restored whole or not at all: only its own code knows what its state means.
+    """
 
     name = "stateful"
     forms = (FORM,)
@@ -35,11 +39,14 @@ class StatefulProvider(StateProvider):
         loads = getattr(kind, "load_state_dict", None)
         if callable(saves) and callable(loads):
             return PRIORITY
-        return REFUSED if _is_plain_loader(kind) else None
+        return REFUSED if _is_plain_loader(kind) or is_wrapper(kind, LOADERS) else None
 
     def describe(
         self, value: Any, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterator[StateObject | Node]:
+        if is_wrapper(type(value), LOADERS):
+            yield from context.describe(wrapped(value, LOADERS), path)
+            return
         _refuse_loader(value, path)
         state = value.state_dict()
         whole = not _has_names(state)
@@ -63,10 +70,12 @@ class StatefulProvider(StateProvider):
         yield from entries
 
     def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
+        if is_wrapper(type(value), LOADERS):
+            return place_wrapped(value, path, LOADERS, context=context)
         _refuse_loader(value, path)
         result = Placement(finish=lambda: value)
         node = context.node(path)
-        found = _leaves(path, context)
+        found = leaves(context, path)
         kind = type(value).__name__
         if node is None or node.form != FORM:
             if found:
@@ -92,6 +101,9 @@ class StatefulProvider(StateProvider):
             return result
         placed = self.rebuild(node, device=None, context=context)
         result.absorb(placed)
+        # An optimizer with a state dict of its own loads by the numbers of parameters, and torch
+        # compares no shapes: core must not restore it while a parameter is skipped.
+        result.numbered = [path] if _is_optimizer(value) else []
         make = placed.finish
         assert make is not None
 
@@ -105,7 +117,7 @@ class StatefulProvider(StateProvider):
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """What `load_state_dict` takes."""
+        """Plan the state that `load_state_dict` takes."""
         assert isinstance(stored, Node)
         placed = rebuild_dict(stored.path, device=device, context=context)
         build: Any = placed.finish
@@ -120,17 +132,28 @@ def _has_names(state: object) -> bool:
     return type(state) in (dict, OrderedDict) and all(type(key) is str for key in state)  # type: ignore[attr-defined]  # a dict by now
 
 
-def _leaves(path: ObjectPath, context: PlaceContext) -> int:
-    here = int(context.stored(path) is not None)
-    return here + sum(_leaves((*path, name), context) for name in context.children(path))
-
-
 def _is_plain_loader(kind: type) -> bool:
     loader = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     return loader is not None and issubclass(kind, loader)
 
 
+def _is_optimizer(value: object) -> bool:
+    base = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
+    return base is not None and isinstance(value, base)
+
+
 def _refuse_loader(value: object, path: ObjectPath) -> None:
+    adapter = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderAdapter", None)
+    if adapter is not None and issubclass(type(value), adapter):
+        # The adapter has both methods always, but they work only around a loader that has them.
+        if not hasattr(vars(value).get("base_dataloader"), "state_dict"):
+            msg = (
+                f"{show_path(path)} is a {type(value).__name__} of accelerate, which cannot say "
+                "where it stands: make the Accelerator with dataloader_config="
+                "DataLoaderConfiguration(use_stateful_dataloader=True), which needs torchdata"
+            )
+            raise UnsupportedStateError(msg)
+        return
     if callable(getattr(type(value), "load_state_dict", None)):
         return
     msg = (

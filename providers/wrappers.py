@@ -1,4 +1,7 @@
-"""Modules that only wrap another one: found by type, so that stored names are the bare module's."""
+"""Wrappers of modules, optimizers and data loaders, found by type.
+
+A wrapped value is stored as the bare one would be, under the bare one's names.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ if TYPE_CHECKING:
 
     import torch
 
-# Where a wrapper's class lives, its name there, and the attribute that holds the wrapped module.
-# Looked up in loaded modules only: importing them is slow (torch._dynamo), and while one is not
-# loaded there is no instance of its class.
+    from penstock.core.abc import PlaceContext, Placement
+    from penstock.core.types import ObjectPath
+
+# The module and the name of a wrapper's class, and its attribute that holds the wrapped value.
+# Looked up in loaded modules only: importing them is slow (torch._dynamo), and there is no instance
+# of a class whose module is not loaded.
 _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -22,12 +28,23 @@ _WRAPPERS = (
         "ActivationWrapper",
         "_checkpoint_wrapped_module",
     ),
+    ("lightning_fabric.wrappers", "_FabricModule", "_original_module"),
+    ("lightning.fabric.wrappers", "_FabricModule", "_original_module"),
+)
+OPTIMIZERS = (
+    ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
+    ("lightning_fabric.wrappers", "_FabricOptimizer", "_optimizer"),
+    ("lightning.fabric.wrappers", "_FabricOptimizer", "_optimizer"),
+)
+LOADERS = (
+    ("lightning_fabric.wrappers", "_FabricDataLoader", "_dataloader"),
+    ("lightning.fabric.wrappers", "_FabricDataLoader", "_dataloader"),
 )
 
 
-def _loaded() -> list[tuple[type, str]]:
+def _loaded(table: tuple[tuple[str, str, str], ...]) -> list[tuple[type, str]]:
     found = []
-    for module, name, attribute in _WRAPPERS:
+    for module, name, attribute in table:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
             found.append((kind, attribute))
@@ -35,22 +52,55 @@ def _loaded() -> list[tuple[type, str]]:
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The bare module inside any number of wrappers."""
-    wrappers = _loaded()
-    while (attribute := _inner(module, wrappers)) is not None:
-        inner = module._modules[attribute]  # noqa: SLF001 - getattr may be the wrapper's own
+    """Return the bare module inside any number of wrappers."""
+    return layers(module)[-1]
+
+
+def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a module's wrappers from the outermost on, then the bare module."""
+    wrappers = _loaded(_WRAPPERS)
+    found = [module]
+    while (attribute := _inner(found[-1], wrappers)) is not None:
+        # Not `getattr`: a wrapper may define its own and pass the name on to the wrapped module.
+        inner = found[-1]._modules[attribute]  # noqa: SLF001 - as said above
         if inner is None:
             break
-        module = inner
-    return module
+        found.append(inner)
+    return found
 
 
 def bare_names(root: torch.nn.Module) -> Callable[[str], str]:
-    """What turns a name in `root.state_dict()` into the one without the wrappers inside `root`."""
-    wrappers = _loaded()
+    """Return a function that removes the wrappers inside `root` from names of its state dict."""
+    wrappers = _loaded(_WRAPPERS)
     if not any(_inner(module, wrappers) for module in root.modules()):
         return lambda name: name
     return lambda name: _strip(root, name, wrappers)
+
+
+def is_wrapper(kind: type, table: tuple[tuple[str, str, str], ...]) -> bool:
+    """Return whether values of this type are wrappers that `OPTIMIZERS` or `LOADERS` lists."""
+    return any(issubclass(kind, wrapper) for wrapper, _ in _loaded(table))
+
+
+def wrapped(value: object, table: tuple[tuple[str, str, str], ...]) -> object:
+    """Return the value that `value` wraps, which may be a wrapper in turn."""
+    names = [name for wrapper, name in _loaded(table) if issubclass(type(value), wrapper)]
+    return vars(value)[names[0]]  # not getattr, which may be the wrapper's own
+
+
+def place_wrapped(
+    value: object,
+    path: ObjectPath,
+    table: tuple[tuple[str, str, str], ...],
+    *,
+    context: PlaceContext,
+) -> Placement:
+    """Plan the restore of the value that `value` wraps; the wrapper stays in its place."""
+    placed = context.place(wrapped(value, table), path)
+    finish = placed.finish
+    if finish is not None:
+        placed.finish = lambda: (finish(), value)[1]
+    return placed
 
 
 def _inner(module: torch.nn.Module | None, wrappers: list[tuple[type, str]]) -> str | None:
@@ -69,7 +119,7 @@ def _strip(root: torch.nn.Module, name: str, wrappers: list[tuple[type, str]]) -
         inner = _inner(module, wrappers)
         if inner is not None:
             module = module._modules[inner]  # noqa: SLF001 - as above
-            # Some wrappers strip their own name in a state-dict hook.
+            # Only where the name is there: some wrappers strip it in a state-dict hook.
             at += parts[at] == inner
             continue
         kept.append(parts[at])

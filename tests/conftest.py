@@ -1,7 +1,12 @@
 """What every test shares: hypothesis profiles, and skips that say what is missing."""
 
+import dataclasses
+import gc
 import os
 import signal
+import sys
+import threading
+from contextlib import ExitStack
 
 # A shell without job control starts `pytest &` with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,14 +22,42 @@ import pytest
 # No deadline: the disk is shared, and no test asserts a time. Failures print a blob to reproduce.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile(
-    "ci", hypothesis.settings.get_profile("default"), max_examples=100
-)
-hypothesis.settings.register_profile(
     "thorough", hypothesis.settings.get_profile("default"), max_examples=2000
 )
-hypothesis.settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
-)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--fast", action="store_true", help="skip tests as soon as they start a process or sleep"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--fast"):
+        sys.addaudithook(_skip_what_leaves_this_process)
+
+
+_STARTS = {"subprocess.Popen", "tests.interpreters.start", "os.fork", "os.forkpty"}
+_running = set()  # the names of tests that run now: one, or none
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    _running.add(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _running.clear()
+        _freeze_what_was_imported()
+
+
+def _skip_what_leaves_this_process(event, arguments):
+    starts = event in _STARTS
+    sleeps = event == "time.sleep" and arguments[0] > 0
+    here = threading.current_thread() is threading.main_thread()
+    if _running and here and (starts or sleeps):
+        pytest.skip(f"--fast: {event} is left out")
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +76,50 @@ def _needs_uring(request):
     """Skip tests marked `uring` where io_uring cannot be used."""
     if request.node.get_closest_marker("uring") is None:
         return
-    from penstock.backends.uring import UringBackend, UringConfig
+    from penstock.backends.uring.backend import UringBackend, UringConfig
     from penstock.core.errors import CapabilityError
 
     try:
         UringBackend(UringConfig(path="/nonexistent")).close()
     except CapabilityError as error:
         pytest.skip(f"needs io_uring: {error}")
+
+
+@pytest.fixture
+def waits():
+    """Puts other waits in force for what is opened from then on: `waits(FAST, release_s=0.01)`.
+
+    The first argument, if there is one, is a whole `Timing`; the others are fields of it.
+    """
+    from penstock.core.testing.timing import current_timing, timing_in_force
+
+    with ExitStack() as stack:
+
+        def put(timing=None, **fields):
+            timing = dataclasses.replace(timing or current_timing(), **fields)
+            return stack.enter_context(timing_in_force(timing))
+
+        yield put
+
+
+_MANY = 200  # modules; the first optimizer imports 1,000
+_frozen = [0]  # the modules there were when objects were frozen last
+
+
+def _freeze_what_was_imported():
+    """Let the garbage collector pass over imported modules, where many are new."""
+    if len(sys.modules) > _frozen[0] + _MANY:
+        gc.collect()
+        gc.freeze()
+        _frozen[0] = len(sys.modules)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage meanwhile: there is none, but 0.5 s of looking for it each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        _freeze_what_was_imported()

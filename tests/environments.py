@@ -10,6 +10,8 @@ import sysconfig
 import textwrap
 from pathlib import Path
 
+from tests.interpreters import Server
+
 VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
@@ -19,6 +21,7 @@ class Environment:
     def __init__(self, folder):
         self.folder = folder
         self.python = folder / "venv" / "bin" / "python"
+        self._server = None
         command = [sys.executable, "-m", "venv", "--without-pip", folder / "venv"]
         subprocess.run(command, check=True)
         paths = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -30,11 +33,10 @@ class Environment:
 
     def run(self, *arguments, check=True):
         """`python arguments`, away from the sources, with nothing but the environment's path."""
-        variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         done = subprocess.run(
             [self.python, *arguments],
             cwd=self.folder,
-            env=variables | VARIABLES,
+            env=_variables(),
             text=True,
             capture_output=True,
             check=False,
@@ -43,8 +45,15 @@ class Environment:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def code(self, source, *arguments, check=True):
-        return self.run("-c", textwrap.dedent(source), *arguments, check=check)
+    def code(self, source, *arguments):
+        done = self._with_torch("-c", textwrap.dedent(source), *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def _with_torch(self, *arguments):
+        """As `run`, by a process that has imported torch and Penstock."""
+        self._server = self._server or Server(self.python)
+        return self._server.run(*arguments, cwd=self.folder, env=_variables())
 
     def install(self, project, *options):
         """With the build backend that is here, by default offline; the sources stay as they are."""
@@ -59,8 +68,13 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def plugins(self, *options, check=True):
-        done = self.run("-m", "penstock", "plugins", "--json", *options, check=check)
+        done = self._with_torch("-m", "penstock", "plugins", "--json", *options)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)["plugins"]
+
+
+def _variables():
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | VARIABLES
 
 
 def missing_to_install():

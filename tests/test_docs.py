@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
 
 import pytest
+from tests import interpreters
 
 import penstock
 
@@ -113,10 +112,7 @@ def site(tmp_path_factory):
 
 def run_in(site, *arguments):
     environment = os.environ | {"PYTHONPATH": str(site)}
-    command = [sys.executable, "-W", "error", *arguments]
-    done = subprocess.run(
-        command, cwd=site, env=environment, text=True, capture_output=True, check=False
-    )
+    done = interpreters.run("-W", "error", *arguments, cwd=site, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

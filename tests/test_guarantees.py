@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,25 +13,65 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["docs/guarantees.md", "docs/design/guards.md"]
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse((ROOT / path).read_text())
+
+
+@functools.cache
+def found_in(scope, name):
+    """The first definition of `name` anywhere within `scope`; None: there is none."""
+    return next((node for node in ast.walk(scope) if getattr(node, "name", None) == name), None)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_test_that_is_named_exists(page):
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:::(\w+))?`", (ROOT / page).read_text())
     assert len(named) > 20
     for path, *names in named:
-        scope: ast.AST = ast.parse((ROOT / path).read_text())
+        scope: ast.AST = tree_of(path)
         for name in filter(None, names):
-            found = [n for n in ast.walk(scope) if getattr(n, "name", None) == name]
-            if not found:  # state machines: `TestRun = Run.TestCase`
+            found = found_in(scope, name)
+            if found is None:  # state machines: `TestRun = Run.TestCase`
                 targets = [
                     t for n in ast.walk(scope) if isinstance(n, ast.Assign) for t in n.targets
                 ]
                 assert name in {getattr(t, "id", None) for t in targets}, f"{path}::{name}"
                 break
-            scope = found[0]
+            scope = found
+
+
+def rows():
+    text = (ROOT / "docs/guarantees.md").read_text()
+    return [line for line in text.splitlines() if line.startswith("| ") and "tests/" in line]
 
 
 def test_every_promise_is_in_the_table():
-    text = (ROOT / "docs/guarantees.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "tests/" in line]
-    assert len(rows) >= 15
-    assert all(re.search(r"`tests/[\w/]+\.py::\w+`", row) for row in rows)
+    assert len(rows()) >= 15
+    assert all(re.search(r"`tests/[\w/]+\.py::\w+`", row) for row in rows())
+
+
+def is_slow(path, name):
+    """Whether `make test` leaves it out whole: by a mark of its own, or of its module."""
+    marks = getattr(found_in(tree_of(path), name), "decorator_list", [])
+    for node in tree_of(path).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks = [
+                *marks,
+                *(node.value.elts if isinstance(node.value, ast.List) else [node.value]),
+            ]
+    return any(ast.unparse(mark) == "pytest.mark.slow" for mark in marks)
+
+
+def test_no_promise_is_left_to_slow_tests_alone():
+    for row in rows():
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)", row)
+        assert not all(is_slow(path, name) for path, name in named), row
+
+
+def test_slow_tests_are_known_by_their_marks():
+    assert is_slow("tests/test_plugin_redis.py", "test_its_own_tests_pass")
+    assert is_slow(
+        "tests/integration/lifecycle/test_copy.py", "test_copy_goes_on_after_its_process_was_killed"
+    )
+    assert not is_slow("tests/test_guarantees.py", "test_slow_tests_are_known_by_their_marks")

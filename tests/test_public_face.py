@@ -15,6 +15,11 @@ def test_every_public_name_resolves(name):
     assert name in dir(penstock)
 
 
+def test_only_public_names_are_listed():
+    listed = {name for name in dir(penstock) if not name.startswith("__")}
+    assert listed == set(penstock.__all__)
+
+
 def test_every_error_is_public():
     errors = {
         name

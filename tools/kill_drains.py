@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.backends import s3_server
 
 import penstock
-from penstock.core import drain_link
-from penstock.core.opening import open_backend
-from penstock.core.survey import survey_records
+from penstock.core.catalog.survey import survey_records
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.timing import FAST, timing_in_force
 
 _ELEMENTS = 200_000  # some 1.6 MB in all: several writes, and a copy that takes a while
 
@@ -96,8 +96,7 @@ def config_of(fast: str, durable: str, drain_in: str) -> dict[str, Any]:
 
 def child(config: dict[str, Any], first: int, pipe: int) -> None:
     """Save step after step until the end, which comes from outside."""
-    drain_link._PAUSE_S = (0.01, 0.1)  # noqa: SLF001 - minutes would be too long here
-    with penstock.Checkpointer.from_config(config) as ckpt:
+    with timing_in_force(FAST), penstock.Checkpointer.from_config(config) as ckpt:
         for step in range(first, first + 10_000):
             handle = ckpt.save(state_of(step), step)
             handle.committed.result()
@@ -235,7 +234,7 @@ def run(config: dict[str, Any], kills: int, seconds: float, seed: int) -> int:
         ckpt.wait()
     with penstock.Checkpointer.from_config({**config, "grace_s": 1e-6}) as ckpt:
         time.sleep(0.05)
-        report = ckpt.prune()
+        report = ckpt.prune(everything=True)
         problems += [f"prune refused: {why}" for why in report.refused]
     problems += [f"left over: {name}" for url in (fast, durable) for name in rubbish_of(url)]
     problems += [f"an upload is left over: {name}" for name in uploads_of(durable)]

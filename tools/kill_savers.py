@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tests.integration.forked_savers import OPTIONS, fork, make  # noqa: E402
+from tests.integration.atomic.forked_savers import OPTIONS, fork, make  # noqa: E402
 from tests.integration.support import same, uring_missing  # noqa: E402
 
 from penstock import (  # noqa: E402
@@ -42,8 +42,8 @@ from penstock import (  # noqa: E402
     SaveAbortedError,
     StepExistsError,
 )
-from penstock.core.registry import default_registry  # noqa: E402
-from penstock.core.survey import survey_run  # noqa: E402
+from penstock.core.catalog.survey import survey_run  # noqa: E402
+from penstock.core.plugins.registry import default_registry  # noqa: E402
 
 KEEP_EVERY = 10
 """Nobody deletes or overwrites a multiple of it, so a durable save of one must stay."""
@@ -159,7 +159,7 @@ def saver(ckpt: Checkpointer, chance: random.Random, say: object) -> None:
 
 def pruner(ckpt: Checkpointer, chance: random.Random, say: object) -> None:
     """Collect what the killed ones have left."""
-    report = ckpt.prune()
+    report = ckpt.prune(everything=True)
     if report.refused:
         say("problem", text=f"prune refused: {report.refused}")
     say("pruned" if report.uids else "pruned nothing")
@@ -261,7 +261,7 @@ def check(root: Path, seen: Seen) -> list[str]:
     time.sleep(0.05)  # longer than the clock of the file system stands still
     with Checkpointer(f"posix://{root}", **OPTIONS, grace_s=1e-6) as ckpt:
         problems += wrong_checkpoints(ckpt, seen)
-        report = ckpt.prune()
+        report = ckpt.prune(everything=True)
         problems += [f"prune refuses: {why}" for why in report.refused]
         seen.counts["uids left to prune"] = len(report.uids)
         problems += [f"garbage that prune leaves: {path}" for path in garbage(root, ckpt)]

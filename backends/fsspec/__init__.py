@@ -1,4 +1,4 @@
-"""`fsspec`: object stores and everything else that has a URL; S3 has a fast path of its own."""
+"""The backend `fsspec`: object stores and all else that has a URL, with a fast path for S3."""
 
 from __future__ import annotations
 

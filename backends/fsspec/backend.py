@@ -197,7 +197,7 @@ class FsspecBackend(Backend):
 
 def _open_store(config: FsspecConfig) -> Store:
     if config.scheme in S3_SCHEMES:
-        from penstock.backends.fsspec.s3 import S3Store  # noqa: PLC0415 - one kind or the other
+        from penstock.backends.fsspec.s3.store import S3Store  # noqa: PLC0415 - one kind or the other
 
         return S3Store(config)
     from penstock.backends.fsspec.files import FileStore  # noqa: PLC0415

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.core.abc import PluginConfig, SizeBytes
+from penstock.core.abc import PluginConfig, SizeBytes, without_credentials
 
 S3_SCHEMES = frozenset({"s3", "s3a"})
 MIN_PART_BYTES = 5 << 20  # S3's rule for all parts but the last
 MAX_PARTS = 10_000  # likewise
 
-# A password may hold slashes, as those of S3 do.
-_USER = re.compile(r"(?<=://)(?:[^/@]*@|[^/@:]+:(?!\d+/)[^@]*@)")
-_SECRET_WORDS = ("secret", "token", "password", "passwd", "passphrase", "credential", "sig")
-_SECRET_NAMES = frozenset({"key", "pass", "pwd", "account_key", "api_key", "access_key"})
+# Parts of names of options that hold a credential.
+_SECRET_WORDS = (
+    "secret", "token", "passw", "passphrase", "credential", "sig", "auth", "cookie", "bearer",
+    "jwt", "private", "connection_string", "login",
+)  # fmt: skip
+_SECRET_NAMES = frozenset({"pass", "pwd", "sas", "pat"})
+# Names of options whose text nobody has to hide. Of others every store has its own.
+_HARMLESS = frozenset({
+    "endpoint_url", "endpoint", "region", "region_name", "location", "project", "profile",
+    "bucket", "container", "addressing_style", "signature_version", "verify", "host", "hostname",
+    "port", "protocol", "target_protocol", "username", "user", "account_name", "path", "root",
+    "mode", "encoding", "compression", "cache_type", "api", "version", "access", "consistency",
+    "listings_cache", "use_listings_cache", "size_policy", "content_type",
+})  # fmt: skip
+_SHORT = 6  # characters: what is shorter is no credential, and stands in every other word
 
 
 class FsspecConfig(PluginConfig):
@@ -89,8 +99,8 @@ class FsspecConfig(PluginConfig):
     @property
     def secrets(self) -> tuple[str, ...]:
         """Values that no message may show."""
-        found = [urlsplit(self.url).password or ""]
-        _collect(self.options, found, secret=False)
+        found = _in_url(self.url)
+        _collect(self.options, found)
         return tuple({text for text in found if text})
 
 
@@ -134,21 +144,35 @@ class S3Options(BaseModel):
 
 def shown(url: str) -> str:
     """`url` without user, password, query and fragment."""
-    return _USER.sub("", url.partition("?")[0].partition("#")[0])
+    return without_credentials(url)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether an option of that name may hold what nobody should see."""
-    lower = name.lower()
-    return lower in _SECRET_NAMES or any(word in lower for word in _SECRET_WORDS)
+    """Whether an option of that name is known to hold what nobody should see."""
+    plain = name.lower().replace("-", "_")
+    if plain in _HARMLESS:
+        return False
+    known = plain in _SECRET_NAMES or plain.endswith("key")
+    return known or any(word in plain for word in _SECRET_WORDS)
 
 
-def _collect(value: object, found: list[str], *, secret: bool) -> None:
+def _collect(value: object, found: list[str], name: str = "", *, secret: bool = False) -> None:
+    """Texts of options that no message may show: all but those that are known to be harmless."""
     if isinstance(value, dict):
-        for name, inner in value.items():
-            _collect(inner, found, secret=secret or is_secret_name(str(name)))
+        for key, inner in value.items():
+            _collect(inner, found, str(key), secret=secret or is_secret_name(str(key)))
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _collect(inner, found, secret=secret)
-    elif secret and isinstance(value, str):
+            _collect(inner, found, name, secret=secret)
+    elif isinstance(value, str) and (
+        secret or (name.lower() not in _HARMLESS and len(value) >= _SHORT)
+    ):
         found.append(value)
+
+
+def _in_url(url: str) -> list[str]:
+    """What stands before the last `@` of a URL, if that may be user and password."""
+    rest = url.partition("://")[2]
+    head, _, _ = rest.rpartition("@")
+    _, colon, password = head.partition(":")
+    return [head, password] if colon else []

@@ -31,6 +31,10 @@ _MANY_REQUESTS, _NOT_FOUND, _NO_SUCH_RANGE, _SERVER_ERROR = 429, 404, 416, 500
 _DENIED = {401, 403}
 
 
+class RefusedAnswerError(Exception):
+    """An answer that is not to be taken, though the file system would take it."""
+
+
 class Scrubber:
     """Takes credentials out of text."""
 
@@ -112,7 +116,13 @@ def explained(what: str, name: str, *, url: str, scrub: Scrubber) -> Iterator[No
     except PenstockError:
         raise
     except Exception as error:  # noqa: BLE001 - every file system has errors of its own
-        found = storage_error(error, what, name, url=url, scrub=scrub)
+        # fsspec says "not found" of whatever it meets while it asks for a size over HTTP.
+        cause = error if isinstance(error, RefusedAnswerError) else error.__cause__
+        found = (
+            StorageError(f"{place(what, name, url)}: {scrub(str(cause))}")
+            if isinstance(cause, RefusedAnswerError)
+            else storage_error(error, what, name, url=url, scrub=scrub)
+        )
         # A traceback shows the cause's own text, which may hold what `scrub` takes out.
         clean = scrub(str(error)) == str(error)
         raise found from (error if clean else None)

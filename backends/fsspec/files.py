@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import threading
@@ -11,11 +12,12 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.backends.fsspec.errors import Scrubber, explained, is_transient, place
-from penstock.backends.fsspec.parts import copy
+from penstock.backends.fsspec.http_client import bounded_client
 from penstock.backends.fsspec.retry import Retry
 from penstock.backends.fsspec.store import Store
 from penstock.backends.fsspec.streams import StreamWriter, flush
 from penstock.backends.fsspec.waiting import settle
+from penstock.core.abc import copy_bytes
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
@@ -45,6 +47,8 @@ _OBJECT_STORES = frozenset(
 # Those whose `pipe_file(mode="create")` lets the store decide whether the name is free. What fsspec
 # itself does for others looks first, and then puts.
 _CONDITIONAL = frozenset({"gs", "gcs", "abfs", "abfss", "az"})
+# Those whose `open` knows of "xb". Others refuse it, or look first and then open as with "wb".
+_EXCLUSIVE = frozenset({"file", "local"})
 # How file systems call the time of the last change in `info`.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _TEMPORARY = re.compile(r"~[0-9a-f]{16}$")  # `~` cannot be part of a name of ours
@@ -69,6 +73,7 @@ class FileStore(Store):
             preferred_parallel=self.config.parallel,
             exclusive_publish=exclusive,
             ordered=True,
+            outlives_process=self.config.scheme != "memory",
             notes=notes,
         )
 
@@ -96,13 +101,16 @@ class FileStore(Store):
             raise BlobTruncatedError(msg)
         for piece in span.pieces:
             at = piece.offset - span.start
-            copy(piece.target, data[at : at + piece.target.nbytes])
+            copy_bytes(piece.target, data[at : at + piece.target.nbytes])
 
     def read_record(self, name: str, *, limit_bytes: int) -> bytes | int:
         size = self.stat(name).size_bytes
         if size > limit_bytes:
             return size
-        data = self._ask("read", name, lambda: self._fs.cat_file(self.path(name)))
+        # What that tells and what comes are two answers. Object stores are asked for all of it: not
+        # each of them serves a range that ends behind the end.
+        part = {} if self._object_store else {"start": 0, "end": limit_bytes + 1}
+        data = self._ask("read", name, lambda: self._fs.cat_file(self.path(name), **part))
         return bytes(data) if len(data) <= limit_bytes else len(data)
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
@@ -157,7 +165,7 @@ class FileStore(Store):
         with self.explained("create", name):
             path = self.path(name)
             self.make_parent(path)
-            return self._fs.open(path, "wb", block_size=self.config.part_bytes)
+            return self._fs.open(path, self._creates, block_size=self.config.part_bytes)
 
     def rewrite(self, name: str, length: int) -> None:
         """Cut a blob that is stored already, by writing it again.
@@ -177,6 +185,18 @@ class FileStore(Store):
         """Remove what an abort leaves, if it can be removed."""
         with suppress(Exception):
             self._fs.rm_file(self.path(name))
+
+    def holds(self, name: str, stream: Any) -> bool:
+        """Whether the file of that name is known to be the one that `stream` has open.
+
+        Of most stores nobody knows it: the name is the only thing that they tell of a blob.
+        """
+        path = self.path(name)
+        with suppress(OSError, AttributeError, ValueError):
+            there = os.stat(path, follow_symlinks=False)
+            return os.path.samestat(os.fstat(stream.fileno()), there)
+        held = getattr(self._fs, "store", None)  # of a file system in memory
+        return isinstance(held, dict) and held.get(path) is stream
 
     def make_parent(self, path: str) -> None:
         """Make the folder of `path`, where there are folders."""
@@ -243,6 +263,11 @@ class FileStore(Store):
     def _read_only(self) -> bool:
         return self.config.scheme in _READ_ONLY
 
+    @property
+    def _creates(self) -> str:
+        """How a new blob is opened: where possible so that another's of its name is not emptied."""
+        return "xb" if self.config.scheme in _EXCLUSIVE else "wb"
+
     @cached_property
     def _renames(self) -> bool:
         """Whether there is a rename; the one that fsspec puts in its place is copy and delete."""
@@ -258,10 +283,11 @@ class FileStore(Store):
 
             with explained("open", "", url=config.shown_url, scrub=self._scrub):
                 # Listings would be remembered, and instances shared with the user's own.
-                fs, root = url_to_fs(
-                    config.url,
-                    **{"use_listings_cache": False, "skip_instance_cache": True, **config.options},
-                )
+                options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+                if config.scheme in _READ_ONLY:
+                    guard = bool(config.options.get("headers"))
+                    options["get_client"] = partial(bounded_client, guard_headers=guard)
+                fs, root = url_to_fs(config.url, **{**options, **config.options})
         except StorageError as error:
             cause = error.__cause__
             if isinstance(cause, ImportError):
@@ -351,5 +377,7 @@ class FileStore(Store):
         raise StorageError(msg)
 
     def _delete(self, name: str) -> None:
-        with suppress(BlobNotFoundError), self.explained("delete", name):
+        # A folder is no blob: none of that name is there.
+        mapped = self.explained("delete", name)
+        with suppress(BlobNotFoundError), mapped, suppress(IsADirectoryError):
             self._fs.rm_file(self.path(name))

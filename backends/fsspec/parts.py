@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.core.abc import copy_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -49,7 +51,7 @@ class Part:
         """Copy `source` to `at`."""
         if self.memory is None:
             self.memory = memory.take(self.size_bytes)
-        copy(self.memory[at : at + source.nbytes], source)
+        copy_bytes(self.memory[at : at + source.nbytes], source)
         insort(self.copied, (at, at + source.nbytes))
         self.stop = max(self.stop, at + source.nbytes)
 
@@ -127,9 +129,3 @@ class PartMemory:
                     kept -= views.pop().nbytes
             if kept + memory.nbytes <= self._budget:
                 self._spare.setdefault(memory.nbytes, []).append(memory)
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy outside the GIL, which a memoryview's slice assignment would hold."""
-    if source.nbytes:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -18,7 +18,7 @@ _WASTE = 20  # of what a span reads, at most one part in so many may be gaps, be
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RangePiece:
     """Bytes of a blob from `offset` on, and where they go."""
 
     offset: int
@@ -35,7 +35,7 @@ class Span:
     """One request to the store: ascending pieces that do not overlap, and the gaps between."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RangePiece, ...]
 
     @property
     def start(self) -> int:
@@ -68,16 +68,16 @@ def plan_spans(requests: Sequence[ReadRequest], *, piece_bytes: int, gap_bytes: 
     return spans
 
 
-def _cut(request: ReadRequest, piece_bytes: int) -> Iterator[Piece]:
+def _cut(request: ReadRequest, piece_bytes: int) -> Iterator[RangePiece]:
     target = flat_view(request.target)
     count = -(-target.nbytes // piece_bytes)
     share = -(-target.nbytes // count)  # even pieces end at about the same time
     for at in range(0, target.nbytes, share):
-        yield Piece(request.offset + at, target[at : at + share])
+        yield RangePiece(request.offset + at, target[at : at + share])
 
 
-def _runs(pieces: list[Piece], piece_bytes: int, gap_bytes: int) -> Iterator[list[Piece]]:
-    run: list[Piece] = []
+def _runs(pieces: list[RangePiece], piece_bytes: int, gap_bytes: int) -> Iterator[list[RangePiece]]:
+    run: list[RangePiece] = []
     wanted = waste = 0
     for piece in pieces:
         if run:

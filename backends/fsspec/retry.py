@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
+
+from penstock.core.abc import Deadline, Timing, current_timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-
-_BASE_S = 0.1
-_CAP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +25,13 @@ class Retry:
     Attributes:
         attempts: At most.
         total_s: Nothing is begun again later than this after the first attempt.
+        timing: How long the pauses between attempts are.
     """
 
     attempts: int
     total_s: float
     random: random.Random = field(default_factory=random.SystemRandom)
+    timing: Timing = field(default_factory=current_timing)
 
     def run(
         self,
@@ -51,15 +51,17 @@ class Retry:
             Exception: What the last attempt raised.
         """
         stop = stop or threading.Event()
-        began = time.monotonic()
+        timing = self.timing
+        deadline = Deadline(self.total_s, timing.clock)
         for attempt in range(1, self.attempts + 1):
             try:
                 return operation()
             except Exception as error:
                 if attempt == self.attempts or not transient(error):
                     raise
-                delay_s = self.random.uniform(0, min(_CAP_S, _BASE_S * 2**attempt))
-                if time.monotonic() + delay_s - began > self.total_s or stop.wait(delay_s):
+                most_s = timing.request_retry_first_s * 2 ** (attempt - 1)
+                delay_s = self.random.uniform(0, min(most_s, timing.request_retry_most_s))
+                if deadline.left_s() < delay_s or stop.wait(delay_s):
                     raise
         msg = "a Retry needs at least one attempt"
         raise AssertionError(msg)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from penstock.backends.fsspec.errors import place
 from penstock.backends.fsspec.ranges import plan_spans
 from penstock.backends.fsspec.waiting import settle
+from penstock.core.abc import current_timing
+from penstock.core.concurrency.pool import Pool
 from penstock.core.errors import BlobExistsError, BlobNotFoundError
-from penstock.core.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest
 
 _FEEDS = 2  # one batch moves while the next is handed over
-_STUCK_S = 600.0  # not every file system ends its calls by itself
 
 
 class Store(ABC):
@@ -31,8 +31,9 @@ class Store(ABC):
     def __init__(self, config: FsspecConfig) -> None:
         self.config = config
         self.url = config.shown_url
-        self.transfers = Pool(config.parallel, "penstock-fsspec-transfer", stuck_s=_STUCK_S)
-        self.feeds = Pool(_FEEDS, "penstock-fsspec-feed", stuck_s=_STUCK_S)
+        stuck_s = current_timing().transfer_stuck_s
+        self.transfers = Pool(config.parallel, "penstock-fsspec-transfer", stuck_s=stuck_s)
+        self.feeds = Pool(_FEEDS, "penstock-fsspec-feed", stuck_s=stuck_s)
 
     @cached_property
     def capabilities(self) -> Capabilities:

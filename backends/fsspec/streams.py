@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from penstock.backends.fsspec.waiting import Batch
-    from penstock.core.pool import Pool
+    from penstock.core.concurrency.pool import Pool
     from penstock.core.types import BlobInfo, WriteRequest
 
 _ZEROS = memoryview(bytes(1 << 20))
@@ -31,6 +31,8 @@ class Streams(Protocol):
     def rewrite(self, name: str, length: int, /) -> None: ...
 
     def remove(self, name: str, /) -> None: ...
+
+    def holds(self, name: str, stream: Any, /) -> bool: ...
 
     def stat(self, name: str, /) -> BlobInfo: ...
 
@@ -81,12 +83,19 @@ class StreamWriter(StoreWriter):
             raise StorageError(msg)
 
     def _give_up(self) -> None:
-        if self._stream is not None:
-            with suppress(Exception):
-                self._stream.discard()  # not every stream has it: then its close stores the blob
-            with suppress(Exception):
-                self._stream.close()
+        if self._stream is None:
+            return
+        # By now the name may be another's, who took over from this process while it slept. So it
+        # is removed only where it is this very file, and before that is closed; what else is left
+        # is for `delete` and `prune`.
+        if self._streams.holds(self.name, self._stream):
             self._streams.remove(self.name)
+        with suppress(Exception):
+            self._stream.discard()
+        if _stores_at_its_end(self._stream):
+            _forget(self._stream)
+        with suppress(Exception):
+            self._stream.close()
 
     def _open(self) -> None:
         if self._stream is None:
@@ -113,6 +122,13 @@ def _forget(stream: Any) -> None:
     """Without asking the store, which may hang: what it has of it ends by itself."""
     with suppress(Exception):
         stream.closed = True
+
+
+def _stores_at_its_end(stream: Any) -> bool:
+    """Whether `close` makes a blob of what was written so far, whatever has that name by now."""
+    from fsspec.spec import AbstractBufferedFile  # noqa: PLC0415 - 80 ms; loaded with the stream
+
+    return isinstance(stream, AbstractBufferedFile)
 
 
 def flush(stream: Any) -> None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
-    from penstock.core.pool import Pool
+    from penstock.core.concurrency.pool import Pool
     from penstock.core.types import WriteRequest
 
 
-class State(Enum):
+class WriterState(Enum):
     """Where a blob stands."""
 
     OPEN = auto()
@@ -50,14 +50,14 @@ class StoreWriter(BlobWriter):
         # Guards the three below; notified when a batch or a seal is over.
         self._changed = threading.Condition()
         self._cause: BaseException | None = None
-        self._state = State.OPEN
+        self._state = WriterState.OPEN
         self._batches = 0
 
     @abstractmethod
     def _take(self, request: WriteRequest, batch: Batch) -> None:
         """Take a request over; what is in use after this holds the batch. Runs alone."""
 
-    def _let_go(self) -> None:
+    def _own_memory(self) -> None:
         """Copy what is needed of a batch, if nothing in use holds it. Runs alone."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class StoreWriter(BlobWriter):
     @property
     def over(self) -> bool:
         """Whether the blob is sealed or aborted: its name is no longer this writer's."""
-        return self._state in {State.SEALED, State.ABORTED}
+        return self._state in {WriterState.SEALED, WriterState.ABORTED}
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
         """Begin to write, behind all that was submitted before; see `Backend.submit_write`.
@@ -98,11 +98,11 @@ class StoreWriter(BlobWriter):
         with self._changed:
             self._wait_idle()
             self._check_open("seal")
-            self._state = State.SEALING
-        outcome = State.DEAD
+            self._state = WriterState.SEALING
+        outcome = WriterState.DEAD
         try:
             self._finish(length)
-            outcome = State.SEALED
+            outcome = WriterState.SEALED
         except BaseException as error:
             self._die(error)
             raise
@@ -120,15 +120,15 @@ class StoreWriter(BlobWriter):
             self._wait_idle()
             if self.over:
                 return
-            self._state = State.ABORTED
+            self._state = WriterState.ABORTED
         self._give_up()
 
     def _die(self, cause: BaseException) -> None:
         """After a failure: nothing further is begun, and only an abort is left."""
         with self._changed:
             self._cause = self._cause or cause
-            if self._state is State.OPEN:
-                self._state = State.DEAD
+            if self._state is WriterState.OPEN:
+                self._state = WriterState.DEAD
         self._stop.set()
 
     def _where(self, what: str) -> str:
@@ -142,7 +142,7 @@ class StoreWriter(BlobWriter):
                     self._check_alive()
                     self._take(request, batch)
             finally:
-                self._let_go()
+                self._own_memory()
         except BaseException as failure:  # noqa: BLE001 - raised by who waits for the batch
             error = failure
         batch.release(error)
@@ -156,7 +156,7 @@ class StoreWriter(BlobWriter):
             self._changed.notify_all()
 
     def _wait_idle(self) -> None:
-        while self._batches or self._state is State.SEALING:
+        while self._batches or self._state is WriterState.SEALING:
             self._changed.wait()
 
     def _check_process(self, what: str) -> None:
@@ -171,9 +171,9 @@ class StoreWriter(BlobWriter):
             raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:
-        if self._state is not State.OPEN:
+        if self._state is not WriterState.OPEN:
             told = f"{self._state.name.lower()} already"
-            if self._state is State.DEAD:
+            if self._state is WriterState.DEAD:
                 why = f" ({self._cause})" if self._cause else ""
                 told = f"dead since an earlier failure{why}; abort it and write another blob"
             msg = f"{self._where(what)}: it is {told}"

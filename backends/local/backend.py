@@ -1,4 +1,4 @@
-"""What the file backends have in common: everything but how bytes are moved."""
+"""The base of the file backends: all of the contract but the engine that moves bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
-from penstock.backends.local.batch import Batch, failed, settle
-from penstock.backends.local.blob import Ahead, FileWriter
+from penstock.backends.local.batch import TransferBatch, failed, settle
+from penstock.backends.local.blob import FileWriter, SpaceAhead
 from penstock.backends.local.config import LocalConfig, local_options
 from penstock.backends.local.direct import DirectAccess
 from penstock.backends.local.failures import explained
 from penstock.backends.local.namespace import Namespace
+from penstock.backends.local.ownership import Ownership
 from penstock.backends.local.threads import carry
 from penstock.backends.local.transfer import Flight, OpenBlob, Slot, cut_read
 from penstock.core.abc import Backend
@@ -31,20 +32,20 @@ if TYPE_CHECKING:
     from penstock.core.abc import BlobWriter, PluginConfig
     from penstock.core.types import BlobInfo, ReadRequest, WriteRequest
 
-SMALL_READ_BYTES = 256 << 10  # below, the page cache costs less than a bounce
-INLINE_READ_BYTES = 1 << 20  # below, the caller reads by itself: no thread, no ring to start
+SMALL_READ_BYTES = 256 << 10  # below this the page cache costs less than a bounce page
+INLINE_READ_BYTES = 1 << 20  # below this the calling thread reads: no thread, no ring to start
 
 
 class LocalBackend(Backend):
-    """Blobs and records are files under `path`; subclasses choose the engine."""
+    """Keeps blobs and records as files under `path`; subclasses choose the engine."""
 
     Config: ClassVar[type[PluginConfig]] = LocalConfig
 
     def __init__(self, config: LocalConfig, /) -> None:
-        """Touches nothing: a root that is missing is made by the first write."""
+        """Create the backend without touching the root; the first write creates a missing one."""
         root = os.path.abspath(os.path.expanduser(config.path))
         self._config = config
-        self._names = Namespace(root)
+        self._names = Namespace(root, ownership=None if config.owner == "any" else Ownership(root))
         self._direct = DirectAccess(config.direct_io, root)
         self._closed = False
         self._engine: Engine | None = None
@@ -54,7 +55,7 @@ class LocalBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for `posix:///abs/path`, `file://...` or a plain path."""
+        """Return the options for `posix:///abs/path`, `file://...` or a plain path."""
         return cls.Config.model_validate(local_options(url, options))
 
     @property
@@ -64,7 +65,7 @@ class LocalBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What was proved; probes direct I/O at the first call, without leaving a trace."""
+        """The proved capabilities; the first call probes direct I/O, and leaves no file behind."""
         refusal = self._direct.refusal
         return Capabilities(
             direct_io=refusal is None,
@@ -78,13 +79,13 @@ class LocalBackend(Backend):
     @property
     @abstractmethod
     def _parallel(self) -> int:
-        """Transfers in flight at most."""
+        """The most transfers in flight."""
 
     @abstractmethod
     def _open_engine(self) -> Engine: ...
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """As the contract says. The unfinished file may be listed before it is sealed."""
+        """Create a blob as the contract says; its file may be listed before it is sealed."""
         engine = self._running_engine()
         fd, folders = self._create_file(name, size_hint)
         try:
@@ -96,15 +97,16 @@ class LocalBackend(Backend):
             os.close(fd)
             folders.close()
             raise
-        # Blocks reserved in memory file systems are memory, and buffered ones are placed late.
-        ahead = Ahead(self._config.allocate_bytes if direct else 0, size_hint)
+        # Direct I/O only: in a memory file system reserved blocks are memory, and for buffered
+        # writes the file system places blocks late, knowing the whole file.
+        ahead = SpaceAhead(self._config.allocate_bytes if direct else 0, size_hint)
         writer = FileWriter(self._names.root, blob, folders, engine=engine, ahead=ahead)
         with self._lock:
             self._writers.add(writer)
         return writer
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Natively: returns at once; callbacks of the future run in the engine's thread."""
+        """Start to write and return at once; callbacks of the future run in the engine's thread."""
         if isinstance(writer, FileWriter):
             try:
                 return writer.submit(requests)
@@ -113,18 +115,18 @@ class LocalBackend(Backend):
         return super().submit_write(writer, requests)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """As the contract says."""
+        """Read as the contract says."""
         settle(self._begin_read(requests, inline=True))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Natively: returns at once; callbacks of the future run in the engine's thread."""
+        """Start to read and return at once; callbacks of the future run in the engine's thread."""
         try:
             return self._begin_read(requests, inline=False)
         except StorageError as error:
             return failed(error)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """As the contract says, and of one version even while the record is replaced."""
+        """Read a record as the contract says; one version even while the record is replaced."""
         self._check_open()
         fd = self._names.open_file(name)
         try:
@@ -144,37 +146,42 @@ class LocalBackend(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says, by `link(2)` or `rename(2)`."""
+        """Publish a record as the contract says, by `link(2)` or `rename(2)`."""
         self._check_open()
         self._names.publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says; links are neither listed nor followed."""
+        """List as the contract says; links are not followed."""
         self._check_open()
         return self._names.list(prefix)
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
+        """Return size and time as the contract says."""
         self._check_open()
         return self._names.stat(name)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says; folders left empty are removed."""
+        """Delete as the contract says, and remove folders that become empty."""
         self._check_open()
         self._names.delete(names)
 
+    def check_writable(self) -> None:
+        """Check permissions and mount of the root, or of the folder where it will be created."""
+        self._check_open()
+        self._names.check_writable()
+
     def sweep(self, before_s: float, /) -> None:
-        """As the contract says: temporary files, and folders without any file."""
+        """Remove old temporary files, and folders without any file."""
         self._check_open()
         self._names.sweep(before_s)
 
     def free_bytes(self) -> int:
-        """What the file system has for users without privileges; quotas are not heeded."""
+        """Return the free bytes for users without privileges; quotas are not taken into account."""
         self._check_open()
         return self._names.free_bytes()
 
     def close(self) -> None:
-        """As the contract says; blobs that were not sealed are aborted."""
+        """Close as the contract says; blobs that were not sealed are aborted."""
         with self._lock:
             if self._closed:
                 return
@@ -192,12 +199,12 @@ class LocalBackend(Backend):
     # -- below --------------------------------------------------------------------------------
 
     def _create_file(self, name: str, size_hint: int | None) -> tuple[int, Folders]:
-        """An empty file that did not exist; subclasses may give it a layout of its own."""
+        """Create an empty file that did not exist; subclasses may give it a layout."""
         del size_hint
         return self._names.create_file(name)
 
     def _opened(self, name: str, fd: int, *, direct: bool, writing: bool) -> OpenBlob:
-        """A file to be written, or to be read in large requests; `OSError` is the caller's."""
+        """Return an open file for writes or large reads; the caller maps `OSError`."""
         del writing
         return OpenBlob(name, fd, direct)
 
@@ -208,7 +215,8 @@ class LocalBackend(Backend):
 
     def _running_engine(self) -> Engine:
         if self._engine_pid != os.getpid():
-            # A fork has neither the threads nor a usable ring, and its locks may be held for ever.
+            # A forked child has neither the threads nor a usable ring, and locks that a thread of
+            # the parent held are never released in it.
             self._lock = threading.Lock()
             self._engine, self._engine_pid = None, os.getpid()
             self._direct = DirectAccess(self._config.direct_io, self._names.root)
@@ -223,7 +231,7 @@ class LocalBackend(Backend):
     def _begin_read(self, requests: Sequence[ReadRequest], *, inline: bool) -> Future[None]:
         self._check_open()
         blobs: dict[tuple[str, bool], OpenBlob] = {}
-        batch = Batch("read", self._names.root, finish=lambda: _close_all(blobs))
+        batch = TransferBatch("read", self._names.root, finish=lambda: _close_all(blobs))
         try:
             transfers: list[Transfer] = []
             for request in requests:
@@ -272,7 +280,7 @@ def _close_all(blobs: dict[tuple[str, bool], OpenBlob]) -> None:
         os.close(blobs.popitem()[1].fd)
 
 
-def _carry_all(batch: Batch, transfers: Sequence[Transfer]) -> None:
+def _carry_all(batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
     batch.begin(len(transfers))
     slot = Slot()
     for transfer in transfers:

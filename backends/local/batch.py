@@ -1,4 +1,4 @@
-"""Transfers that were submitted together, and the future that tells of their end."""
+"""Batches: transfers that are submitted together, with one future for the end of all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from penstock.backends.local.transfer import Transfer
 
 
-class Batch:
-    """Counts transfers down; the first error is kept, and the rest still waited for.
+class TransferBatch:
+    """Counts transfers down; keeps the first error, and waits for the other transfers.
 
-    The future is resolved only when the kernel no longer uses any buffer of the batch.
+    The future is resolved only when the kernel no longer uses any buffer of the batch: its caller
+    may free them at once.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Batch:
         advise: Advise | None = None,
     ) -> None:
         self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # cancelling cannot take buffers back
+        self.future.set_running_or_notify_cancel()  # no cancelling: the kernel has the buffers
         self._what = what
         self._root = root
         self._finish = finish
@@ -43,7 +44,7 @@ class Batch:
 
     @property
     def failed(self) -> bool:
-        """Whether transfers not yet begun may be dropped."""
+        """Whether a transfer has failed, so that those not yet begun may be dropped."""
         return self._error is not None
 
     def begin(self, count: int) -> None:
@@ -53,13 +54,13 @@ class Batch:
             self._resolve()
 
     def fail(self, error: Exception, transfer: Transfer | None = None) -> None:
-        """Note an error, in our terms."""
+        """Keep an error, mapped to one of our own, if it is the first."""
         with self._lock:
             if self._error is None:
                 self._error = self._explain(error, transfer)
 
     def done(self) -> None:
-        """One transfer is over, well or not, and its buffers are free."""
+        """Count a transfer that has ended, with or without an error, and has freed its buffers."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -96,24 +97,28 @@ class Batch:
 
 
 class Engine(Protocol):
-    """Moves transfers; several batches may be under way."""
+    """Moves transfers; several batches may be in flight."""
 
-    def start(self, batch: Batch, transfers: Sequence[Transfer]) -> None:
-        """Begin; `batch.future` tells of the end. Never waits for I/O."""
+    def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
+        """Start the transfers without waiting for I/O; `batch.future` is resolved at their end."""
 
     def close(self) -> None:
-        """Wait for what is in flight and release everything; idempotent."""
+        """Wait for the transfers in flight, and release everything; idempotent."""
 
 
 def failed(error: StorageError) -> Future[None]:
-    """A future of something that could not even begin."""
+    """Return a future with the error of a call that could not begin."""
     future: Future[None] = Future()
     future.set_exception(error)
     return future
 
 
 def settle(future: Future[None]) -> None:
-    """The result of `future`; even when interrupted, only once no buffer is in use any more."""
+    """Wait for `future`, and raise its error.
+
+    Even when interrupted (Ctrl-C) this returns only when no buffer is in use: the caller would
+    free memory that the kernel still writes to.
+    """
     try:
         future.result()
     finally:

@@ -1,4 +1,4 @@
-"""One file being written: created, filled by batches, sealed or aborted."""
+"""The writer of one file: filled by batches, then sealed or aborted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from penstock.backends.local.batch import Batch, settle
+from penstock.backends.local.batch import TransferBatch, settle
 from penstock.backends.local.failures import explained
 from penstock.backends.local.kernel import fallocate
 from penstock.backends.local.transfer import OpenBlob, cut_writes
@@ -35,10 +35,10 @@ class _State(Enum):
 
 
 class FileWriter(BlobWriter):
-    """`BlobWriter` over one open file and an engine that moves bytes."""
+    """Writes one open file through an engine that moves bytes."""
 
     def __init__(
-        self, root: str, blob: OpenBlob, folders: Folders, *, engine: Engine, ahead: Ahead
+        self, root: str, blob: OpenBlob, folders: Folders, *, engine: Engine, ahead: SpaceAhead
     ) -> None:
         self._root = root
         self._blob = blob
@@ -55,18 +55,18 @@ class FileWriter(BlobWriter):
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
-        """Begin to write; the buffers are in use until the future is done.
+        """Start to write; the buffers are in use until the future is done.
 
         Raises:
-            StorageError: Nothing was begun: the blob is sealed or dead, or two requests touch one
-                page.
+            StorageError: The blob is sealed or dead, or two requests touch one page; no write was
+                started.
         """
         flat = [(r.offset, tuple(flat_view(b) for b in r.buffers)) for r in requests if r.length]
         with self._changed:
             self._check_open("write")
             self._claim_edges(flat)
             self._in_flight += 1
-        batch = Batch("write", self._root, advise=self._blob.advise)
+        batch = TransferBatch("write", self._root, advise=self._blob.advise)
         batch.future.add_done_callback(self._landed)
         try:
             if flat:
@@ -80,11 +80,15 @@ class FileWriter(BlobWriter):
         return batch.future
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
-        """As the contract says."""
+        """Write as the contract says."""
         settle(self.submit(requests))
 
     def seal(self, length: int, /) -> None:
-        """As the contract says: all completions, one fsync of the file, then of the folders."""
+        """Seal as the contract says: all completions, one fsync of the file, then of the folders.
+
+        After a failed fsync the blob is dead: the kernel may have dropped pages that it could not
+        write, and a second fsync would succeed without them.
+        """
         ours, outcome = False, _State.DEAD
         try:
             with self._changed:
@@ -105,8 +109,12 @@ class FileWriter(BlobWriter):
                     self._changed.notify_all()
 
     def abort(self) -> None:
-        """As the contract says; the file is removed, so its space is free at once."""
-        if os.getpid() != self._pid:  # the parent's blob is not ours to remove
+        """Abort as the contract says, and remove the file, so that its space is free at once.
+
+        Leaves another file under the same name alone: a process that slept may find there the blob
+        of the copy that took over from it.
+        """
+        if os.getpid() != self._pid:  # in a forked child: the parent may go on writing the blob
             return
         with self._changed:
             self._wait_idle()
@@ -114,8 +122,12 @@ class FileWriter(BlobWriter):
                 return
             self._state = _State.ABORTED
         try:
-            os.unlink(self._blob.name.rpartition("/")[2], dir_fd=self._folders.last)
-        except OSError:  # already gone, or the store is: `delete` is there for what stays behind
+            leaf = self._blob.name.rpartition("/")[2]
+            there = os.stat(leaf, dir_fd=self._folders.last, follow_symlinks=False)
+            # Our file is still open, so no other file can have been given its inode number.
+            if os.path.samestat(os.fstat(self._blob.fd), there):
+                os.unlink(leaf, dir_fd=self._folders.last)
+        except OSError:  # the file or the store is gone; `delete` removes a file that stays
             pass
         finally:
             with self._changed:
@@ -137,9 +149,9 @@ class FileWriter(BlobWriter):
         return self._state.name.lower() + " already"
 
     def _claim_edges(self, requests: list[tuple[int, tuple[memoryview, ...]]]) -> None:
-        """Two requests that share a page would overwrite each other with zeros; refuse before.
+        """Refuse two requests that share a page: each would overwrite the other's part with zeros.
 
-        A shared page is an edge page of both, so remembering the edges is enough.
+        A shared page is an edge page of both requests, so it is enough to remember edges.
         """
         fresh: set[int] = set()
         for offset, buffers in requests:
@@ -166,23 +178,23 @@ class FileWriter(BlobWriter):
             self._changed.wait()
 
     def _release(self) -> None:
-        if not self._open:  # a second close would hit whoever got the number since
+        if not self._open:  # a second `close` could close a file that was given the number since
             return
         self._open = False
-        with suppress(OSError):  # all is synced, or given up
+        with suppress(OSError):  # all data is synced or given up: an error changes nothing
             os.close(self._blob.fd)
         with suppress(OSError):
             self._folders.close()
 
     def __del__(self) -> None:
-        # Batches in flight hold a reference to this, so here nothing uses the file any more.
+        # Batches in flight hold a reference to this writer, so none uses the file any more.
         self._release()
 
 
-class Ahead:
+class SpaceAhead:
     """Reserves space in windows, ahead of the writes: 1.3x faster on ext4, and fewer extents.
 
-    Never fails: where space cannot be reserved, the write itself will tell.
+    Never fails: if space cannot be reserved, the write itself fails with the reason.
     """
 
     def __init__(self, window_bytes: int, size_hint: int | None) -> None:
@@ -192,7 +204,7 @@ class Ahead:
         self._lock = threading.Lock()  # guards `_reserved` and `_window`
 
     def reach(self, fd: int, stop: int) -> None:
-        """Have everything below `stop` reserved."""
+        """Reserve all space below `stop`."""
         with self._lock:
             if not self._window or stop <= self._reserved:
                 return
@@ -204,7 +216,7 @@ class Ahead:
                     fallocate(fd, self._reserved, target - self._reserved)
                 except OSError as error:
                     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-                        continue  # a window may be too much where the bytes themselves are not
+                        continue  # no room for a window, but perhaps for the bytes themselves
                     break
                 self._reserved = target
                 return

@@ -1,4 +1,4 @@
-"""Options of the file backends, and how a URL becomes a path."""
+"""The options of the file backends, and the path that a URL means."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ class LocalConfig(PluginConfig):
     """Options of every backend that keeps blobs in files.
 
     Attributes:
-        path: Root folder; made at the first write.
-        direct_io: `auto` bypasses the page cache where a probe proves it possible, `on` refuses
-            to work where it is not, `off` never does.
-        allocate_bytes: Window of space allocated ahead of the writes, in bytes; 0 is off. The
-            surplus is given back when a blob is sealed.
+        path: The root folder; the first write creates it.
+        direct_io: `auto` bypasses the page cache if a probe proves that possible, `on` refuses to
+            work if it is not, `off` never bypasses it.
+        allocate_bytes: The window of space allocated ahead of the writes, in bytes; 0 is off. The
+            surplus is freed when a blob is sealed.
+        owner: For a root below a folder where every user can create one (`/tmp`, `/dev/shm`):
+            `self` refuses a root that belongs to a user other than this one or root, `any` trusts
+            every owner.
     """
 
     path: str = Field(min_length=1)
     direct_io: DirectMode = "auto"
     allocate_bytes: int = Field(default=1 << 30, ge=0)
+    owner: Literal["self", "any"] = "self"
 
 
 def path_from_url(url: str) -> str:
-    """The path that `url` means: percent-decoded behind a scheme, else taken as it stands.
+    """Return the path that `url` means: percent-decoded behind a scheme, else as it is.
 
     Raises:
-        ConfigError: It names no folder, or a `file://` URL names another machine.
+        ConfigError: The URL names no folder, or names another machine (`file://host/...`).
     """
     scheme, separator, rest = url.partition("://")
     if not (rest if separator else url).strip():
@@ -51,10 +55,10 @@ def path_from_url(url: str) -> str:
 
 
 def local_options(url: str, options: dict[str, str]) -> dict[str, str]:
-    """`options` with the path of `url` added.
+    """Return `options` with the path of `url` added.
 
     Raises:
-        ConfigError: The options hold a path too.
+        ConfigError: The options hold a path, too.
     """
     if "path" in options:
         msg = f"{url}: the path stands in the URL; remove 'path' from its options"

@@ -1,4 +1,4 @@
-"""Whether the page cache can be bypassed: asked of the kernel, then proved by real I/O."""
+"""Direct I/O: whether the page cache can be bypassed, as the kernel says and real I/O proves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 class DirectAccess:
     """Decides, once, whether files under `root` are written and read with `O_DIRECT`.
 
-    Nothing is asked before the first use, so that listing a run stays quick.
+    Probes at the first use, not before, so that listing a run stays quick.
     """
 
     def __init__(self, mode: DirectMode, root: str) -> None:
@@ -35,7 +35,7 @@ class DirectAccess:
 
     @property
     def refusal(self) -> str | None:
-        """Why direct I/O is not used, None if it is; probes, without leaving a trace."""
+        """The reason why direct I/O is not used, None if it is; probes without leaving a file."""
         with self._lock:
             if self._verdict == "":
                 verdict, final = _probe_writing(self._root)
@@ -45,10 +45,10 @@ class DirectAccess:
             return self._verdict
 
     def required(self, refusal: str | None) -> bool:
-        """Whether to use direct I/O after this answer.
+        """Return whether to use direct I/O after this answer.
 
         Raises:
-            CapabilityError: It was refused although the options say `direct_io="on"`.
+            CapabilityError: Direct I/O was refused although the options say `direct_io="on"`.
         """
         if refusal is not None and self._mode == "on":
             msg = f"direct I/O is not possible under {self._root}: {refusal}; use direct_io='auto'"
@@ -56,11 +56,14 @@ class DirectAccess:
         return refusal is None
 
     def for_write(self, fd: int) -> bool:
-        """Switch a file that will be written to direct I/O if that is possible."""
+        """Switch a file that will be written to direct I/O, if possible; return whether it was."""
         return self.required(self.refusal) and self.required(enable(fd))
 
     def for_read(self, fd: int) -> bool:
-        """The same for a file that will be read; asks without writing anything."""
+        """Switch a file that will be read to direct I/O, if possible; probes without a write.
+
+        A run that is only restored from may be on a read-only mount.
+        """
         with self._lock:
             if self._verdict == "":
                 self._verdict = _probe_reading(fd)
@@ -69,7 +72,7 @@ class DirectAccess:
 
 
 def enable(fd: int) -> str | None:
-    """Set `O_DIRECT` on an open file; why not, if it is refused."""
+    """Set `O_DIRECT` on an open file; return the reason if it is refused."""
     if not _O_DIRECT:
         return "this operating system has no O_DIRECT"
     try:
@@ -80,7 +83,7 @@ def enable(fd: int) -> str | None:
 
 
 def _probe_writing(root: str) -> tuple[str | None, bool]:
-    """The verdict, and whether it may be remembered."""
+    """Return the reason against direct I/O, if any, and whether it may be remembered."""
     exists = os.path.isdir(root)
     folder = root
     while not os.path.isdir(folder):
@@ -88,7 +91,8 @@ def _probe_writing(root: str) -> tuple[str | None, bool]:
     try:
         fd = _nameless(folder, named=exists)
     except OSError as error:
-        # Readable roots may still be read directly, and a missing one may be made later.
+        # Not for good: a root that cannot be written may still be read directly, and a missing one
+        # may be created later.
         return f"cannot be probed in {folder}: {error.strerror}", False
     try:
         return _refused(fd) or _round_trip(fd), True

@@ -1,4 +1,4 @@
-"""The one place where an `OSError` becomes one of our errors."""
+"""The mapping of `OSError` to our errors, in one place for all file backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ByteRange
 
     Advise = Callable[[OSError, ByteRange | None], str]
-    """What more can be said of a failure in these bytes of a blob; empty: nothing."""
+    """Returns advice on a failure in these bytes of a blob; empty if there is none."""
 
 _HINTS = {
     errno.EACCES: "check the owner and the permissions of the folder",
@@ -39,19 +39,27 @@ _HINTS = {
 }
 _OF_THE_ROOT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_MAKING = {"create", "publish"}
 _READING = {"read", "stat"}
 _IN_THE_WAY = {errno.ELOOP, errno.ENOTDIR}
-# The kernel cuts a write short at the size limit of the process: a direct one then ends within a
-# block, which is refused, or within a page, and gets no further. EFBIG comes only behind the limit.
+# At the size limit of the process the kernel cuts a write short: a direct one then ends within a
+# block, which is refused (EINVAL), or within a page, and makes no progress (EIO). EFBIG is returned
+# only for a write that begins behind the limit.
 _CUT_SHORT = {errno.EINVAL, errno.EIO}
 
 
 def storage_error(error: OSError, what: str, name: str, root: str) -> StorageError:
-    """`error` as one of our tree; `what` is the verb that failed, `name` the blob or record."""
+    """Map `error` to one of our tree; `what` is the verb that failed, `name` the blob or record."""
     where = f"cannot {what} {name or 'the root'} under {root}"
     number = error.errno or 0
-    if number in _OF_THE_ROOT:  # what was configured is to be mended, not the record
+    if number in _OF_THE_ROOT:  # the root in front: the user has to change it, not the record
         where = f"{root}: cannot {what} {name or 'it'}"
+    if number == errno.ENOENT and what in _MAKING:
+        msg = (
+            f"{root}: cannot {what} {name}: no folder can be made for it (ENOENT): it lies in no "
+            "real file system, such as /proc, or something keeps removing it"
+        )
+        return StorageError(msg)
     if number == errno.ENOENT:
         return BlobNotFoundError(f"{where}: it does not exist")
     if number == errno.EEXIST:
@@ -63,14 +71,15 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
         return StorageFullError(msg)
     hint = _limit_within_a_page() if what == "write" and number in _CUT_SHORT else None
     hint = hint or _HINTS.get(number)
-    # What stands there is no blob of ours: to a reader it is missing, which is damage, no outage.
+    # A link or a file in the way is no outage that a retry could cure: for a reader the blob is
+    # missing, which is damage.
     kind = BlobNotFoundError if what in _READING and number in _IN_THE_WAY else StorageError
     return kind(f"{where}: {text} ({code})" + (f"; {hint}" if hint else ""))
 
 
 @contextmanager
 def explained(what: str, name: str, root: str, advise: Advise | None = None) -> Iterator[None]:
-    """Turn any `OSError` from inside into one of our errors."""
+    """Map an `OSError` of the block to one of our errors."""
     try:
         yield
     except OSError as error:
@@ -79,7 +88,7 @@ def explained(what: str, name: str, root: str, advise: Advise | None = None) -> 
 
 
 def advised(error: StorageError, advice: str) -> StorageError:
-    """`error` with more in its message."""
+    """Return `error` with the advice added to its message."""
     return type(error)(f"{error}; {advice}") if advice else error
 
 

@@ -1,9 +1,11 @@
-"""Folders: opened one inside the other, and made durable."""
+"""Folders: opened one inside the other, created, and made durable."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
+
+from penstock.backends.local.ownership import is_shared
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -17,20 +19,20 @@ class Folders:
 
     @property
     def last(self) -> int:
-        """The folder that holds the name, as a file descriptor."""
+        """The file descriptor of the folder that holds the name."""
         return self._fds[-1]
 
     def sync(self) -> None:
         """Make every entry on the way durable, from the innermost up to the root's own.
 
-        All of them, not only those that we made: another process may have made one and not yet
-        synced it.
+        All of them, not only those that this process created: another process may have created a
+        folder and not yet synced it, and a power cut would take it with our file.
         """
         for fd in reversed(self._fds):
             os.fsync(fd)
         try:
             parent = os.open(os.path.dirname(self._root), FOLDER_FLAGS)
-        except PermissionError:  # so the root was not made by us: making it syncs its parent
+        except PermissionError:  # so another user created the root: creating it syncs the parent
             return
         try:
             os.fsync(parent)
@@ -44,13 +46,17 @@ class Folders:
 
 
 def make_folder(path: str) -> None:
-    """Make `path` and what is missing above it, each entry durable before the next is made."""
+    """Create `path` and the missing folders above it, each durable before the next is created.
+
+    A folder directly in one where every user can create files gets mode 0700: other users shall
+    not be able to replace checkpoints.
+    """
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
     make_folder(parent)
     with suppress(FileExistsError):
-        os.mkdir(path)
+        os.mkdir(path, 0o700 if is_shared(parent) else 0o777)
     fd = os.open(parent, FOLDER_FLAGS)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""System calls that Python's `os` lacks, through ctypes (which releases the GIL for them)."""
+"""System calls that Python's `os` does not have, through ctypes, which releases the GIL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of the C API."""
+    """The `Py_buffer` of the C API."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -35,7 +35,8 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address(view: memoryview) -> int:
-    """Where the first byte of `view` is in memory; read-only views too."""
+    """Return the address of the first byte of `view`, of a read-only one as well."""
+    # By the C API: `ctypes.from_buffer` refuses views that are read-only.
     raw = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(raw), 0)
     try:
@@ -73,10 +74,10 @@ def fallocate(fd: int, offset: int, length: int) -> None:
 
 
 def direct_alignment(fd: int) -> int | None:
-    """Alignment in bytes that direct I/O on `fd` wants of memory and offsets.
+    """Return the alignment in bytes that direct I/O on `fd` needs for memory and offsets.
 
     Returns:
-        0 if the file system says that direct I/O is refused, None if it says nothing.
+        0 if the file system refuses direct I/O, None if it does not tell.
     """
     out = ctypes.create_string_buffer(_STATX_BYTES)
     try:
@@ -91,10 +92,10 @@ def direct_alignment(fd: int) -> int | None:
 
 
 def file_system_type(fd: int) -> int:
-    """The magic number of the file system, `f_type` of statfs(2).
+    """Return the magic number of the file system, `f_type` of statfs(2).
 
     Raises:
-        OSError: It does not say.
+        OSError: The file system does not tell.
     """
     out = ctypes.create_string_buffer(_STATX_BYTES)
     _call("fstatfs", fd, out)
@@ -103,7 +104,7 @@ def file_system_type(fd: int) -> int:
 
 
 def memory_file_system(fd: int) -> str | None:
-    """Name of the file system if it keeps its files in memory (it may accept O_DIRECT, too)."""
+    """Return the file system's name if it keeps files in memory; it may accept O_DIRECT anyway."""
     try:
         return _MEMORY_FILE_SYSTEMS.get(file_system_type(fd))
     except OSError:

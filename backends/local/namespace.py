@@ -1,6 +1,7 @@
 """Names under one root folder: every lookup walks down with open folders and follows no link.
 
-Names hold no `~` (the contract), so temporary files begin with it and can never be listed.
+A path would follow a link that replaced a folder meanwhile, out of the root. Names of the contract
+have no `~`, so temporary files begin with it and are never listed.
 """
 
 from __future__ import annotations
@@ -21,27 +22,32 @@ from penstock.core.types import BlobInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    Birth = Callable[[str], None]
-    """Brings an empty file into being at a path where nothing is, in a way of its own.
+    from penstock.backends.local.ownership import Ownership
 
-    Raises OSError or StorageError; what it leaves behind then is removed.
+    Birth = Callable[[str], None]
+    """Creates an empty file at a path where there is none, for instance with a layout.
+
+    The path begins with `/proc/self/fd/` and the number of the open folder.
+
+    Raises OSError or StorageError; a file that it leaves behind then is removed.
     """
 
 _T = TypeVar("_T")
 TEMPORARY = "~"
-_TOPS = ("commits", "data", "clock")
+_TOPS = ("commits", "data", "clock", "tier")
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
-_ATTEMPTS = 8  # a folder found empty may be removed by a delete while we walk into it
+_ATTEMPTS = 8  # a delete may remove an empty folder between its creation and its use
 
 
 class Namespace:
-    """Blobs and records as files under `root`; holds no state, so it needs no lock."""
+    """Keeps blobs and records as files under `root`; has no state, so it needs no lock."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, ownership: Ownership | None = None) -> None:
         self.root = root
+        self._ownership = ownership
 
     def open_folders(self, name: str, *, create: bool = False) -> Folders:
-        """Walk to the folder of `name`; the caller closes what it gets.
+        """Walk to the folder of `name`, and return the open folders, which the caller closes.
 
         Raises:
             OSError: A folder is missing, or a link or a file stands in the way.
@@ -49,9 +55,10 @@ class Namespace:
         return self._walk(name.split("/")[:-1], create=create)
 
     def create_file(self, name: str, *, birth: Birth | None = None) -> tuple[int, Folders]:
-        """Make an empty file that did not exist; both results are the caller's to close.
+        """Create an empty file that did not exist; the caller closes both results.
 
-        With `birth`, it is born under a temporary name and then linked to its own.
+        With `birth` that function creates the file, under a temporary name; linking it to its own
+        name then fails if the name is taken.
 
         Raises:
             StorageError: As `Backend.create`.
@@ -84,7 +91,7 @@ class Namespace:
                 fd = os.open(leaf, flags, dir_fd=folders.last)
         except OSError as error:
             raise storage_error(error, "read", name, self.root) from error
-        os.set_blocking(fd, True)  # non-blocking only so that opening a pipe cannot hang
+        os.set_blocking(fd, True)  # opened without blocking, so that opening a pipe cannot hang
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             msg = f"cannot read {name} under {self.root}: it is not a regular file"
@@ -94,13 +101,12 @@ class Namespace:
     def publish(
         self, name: str, data: bytes, *, exclusive: bool, birth: Birth | None = None
     ) -> None:
-        """As `Backend.publish`: temporary file, fsync, link or rename, fsync of the folders."""
+        """Publish a record: temporary file, fsync, link or rename, fsync of the folders."""
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
         visible = False
-        make = None if birth is None else lambda leaf: birth(self._beside(name, leaf))
         try:
-            temporary, folders = self._make(name, lambda folder: _temporary(folder, data, make))
+            temporary, folders = self._make(name, lambda folder: _temporary(folder, data, birth))
             try:
                 if exclusive:
                     self._link(temporary, leaf, folders.last, name)
@@ -109,7 +115,7 @@ class Namespace:
                 visible = True
                 folders.sync()
             finally:
-                with suppress(OSError):  # after a rename it is gone already
+                with suppress(OSError):  # after a rename the temporary name is gone already
                     os.unlink(temporary, dir_fd=folders.last)
                 folders.close()
         except OSError as error:
@@ -120,7 +126,7 @@ class Namespace:
             raise UnsyncedError(msg) from error
 
     def list(self, prefix: str) -> list[BlobInfo]:
-        """As `Backend.list`."""
+        """List names as `Backend.list`."""
         check_blob_name(prefix, prefix=True)
         folder = prefix.rpartition("/")[0]
         found: list[BlobInfo] = []
@@ -131,12 +137,13 @@ class Namespace:
             return []
         except OSError as error:
             if isinstance(error, NotADirectoryError) and os.path.isdir(self.root):
+                self._refuse_no_folder(prefix)
                 return []
             raise storage_error(error, "list", prefix, self.root) from error
         return sorted(found, key=lambda info: info.name)
 
     def stat(self, name: str) -> BlobInfo:
-        """As `Backend.stat`."""
+        """Return size and time as `Backend.stat`."""
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
         try:
@@ -150,7 +157,7 @@ class Namespace:
         return BlobInfo(name, status.st_size, status.st_mtime)
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `Backend.delete`: what is in one folder is durably gone before the next is touched."""
+        """Delete as `Backend.delete`; each folder's names are durably gone before the next's."""
         for name in names:
             check_blob_name(name)
         start = 0
@@ -166,7 +173,7 @@ class Namespace:
             start = stop
 
     def free_bytes(self) -> int:
-        """As `Backend.free_bytes`, where the root is or will be."""
+        """Return the free bytes where the root is, or will be created."""
         folder = self.root
         while True:
             try:
@@ -178,21 +185,78 @@ class Namespace:
             else:
                 return status.f_bavail * status.f_frsize
 
-    def sweep(self, before_s: float) -> None:
-        """As `Backend.sweep`: temporary files, and folders without any file.
+    def check_writable(self) -> None:
+        """Check that the root, or the folder where it will be created, can be written."""
+        folder = self.root
+        if self._ownership is not None:
+            self._ownership.check()
+        try:
+            while not os.path.lexists(folder) and folder != os.path.dirname(folder):
+                folder = os.path.dirname(folder)
+            number = _obstacle(folder)
+            below = [os.path.join(self.root, top) for top in _TOPS] if folder == self.root else []
+            for path in filter(os.path.isdir, below):
+                number = number or _obstacle(path)
+        except OSError as error:
+            raise storage_error(error, "write", "", self.root) from error
+        if number:
+            raise storage_error(OSError(number, os.strerror(number)), "write", "", self.root)
 
-        Only where our names are: whatever else somebody keeps under the root is not ours.
+    def sweep(self, before_s: float) -> None:
+        """Remove old temporary files, and folders without any file.
+
+        Only below the folders of our own names: other files under the root belong to the user.
         """
         for top in _TOPS:
             try:
-                with self._folders(f"{top}/") as folders:
-                    _sweep(folders.last, before_s)
+                self._sweep_below(top, before_s)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
                 raise storage_error(error, "sweep", top, self.root) from error
 
     # -- below --------------------------------------------------------------------------------
+
+    def _refuse_no_folder(self, prefix: str) -> None:
+        """Raise if `commits` or `data` itself is a link or a file.
+
+        Listed as empty, a run whose records were moved to another disk would look like a run
+        without records, and `prune` would delete all its data as garbage.
+        """
+        top = prefix.partition("/")[0]
+        path = os.path.join(self.root, top)
+        if top not in _TOPS or not os.path.lexists(path):
+            return
+        what = "a symbolic link" if os.path.islink(path) else "no folder"
+        msg = (
+            f"cannot list {prefix} under {self.root}: {path} is {what}, and links below the root "
+            "are not followed. Move the folder itself back there, or mount it there (mount --bind)"
+            "; to keep a run on another disk, link the root as a whole"
+        )
+        raise StorageError(msg)
+
+    def _sweep_below(self, top: str, before_s: float) -> None:
+        """Sweep the folder `top` with all below it, the deepest folders first.
+
+        By a list, not by recursion, and no deeper than names go: thousands of folders nested in
+        each other would exhaust the stack, or the open files.
+        """
+        todo, old = [top], list[str]()
+        while todo:
+            path = todo.pop()
+            try:
+                with self._folders(f"{path}/") as folders:
+                    inside = _sweep_files(folders.last, before_s)
+            except OSError:
+                if path == top:
+                    raise
+                continue  # removed meanwhile, or a folder that this user may not read
+            todo += [f"{path}/{name}" for name in inside if _is_name(f"{path}/{name}")]
+            old += [f"{path}/{name}" for name, is_old in inside.items() if is_old]
+        for path in reversed(old):
+            above, _, name = path.rpartition("/")
+            with suppress(OSError), self._folders(f"{above}/") as folders:
+                os.rmdir(name, dir_fd=folders.last)  # fails, rightly, for a folder with files
 
     @contextmanager
     def _folders(self, name: str) -> Iterator[Folders]:
@@ -203,7 +267,7 @@ class Namespace:
             folders.close()
 
     def _make(self, name: str, action: Callable[[int], _T]) -> tuple[_T, Folders]:
-        """Run `action` in the folder of `name`, made if needed, and again if a delete took it."""
+        """Run `action` in the folder of `name`; create the folder, again if a delete removed it."""
         for attempt in range(_ATTEMPTS):
             try:
                 folders = self.open_folders(name, create=True)
@@ -237,20 +301,25 @@ class Namespace:
 
     def _open_root(self, *, create: bool) -> int:
         try:
-            return os.open(self.root, FOLDER_FLAGS)
+            fd = os.open(self.root, FOLDER_FLAGS)
         except FileNotFoundError:
             if not create:
                 raise
-        make_folder(self.root)
-        return os.open(self.root, FOLDER_FLAGS)
-
-    def _beside(self, name: str, leaf: str) -> str:
-        return os.path.join(self.root, *name.split("/")[:-1], leaf)
+            make_folder(self.root)
+            fd = os.open(self.root, FOLDER_FLAGS)
+        try:
+            # After opening it: another user may have created the root just before us.
+            if self._ownership is not None:
+                self._ownership.check()
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def _adopt(self, folder: int, name: str, birth: Birth) -> int:
         temporary = TEMPORARY + secrets.token_hex(8)
         try:
-            birth(self._beside(name, temporary))
+            birth(_inside(folder, temporary))
             fd = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
                 self._link(temporary, name.rpartition("/")[2], folder, name)
@@ -258,7 +327,7 @@ class Namespace:
                 os.close(fd)
                 raise
         finally:
-            with suppress(OSError):  # not born, or the folder is gone
+            with suppress(OSError):  # the file was not created, or the folder is gone
                 os.unlink(temporary, dir_fd=folder)
         return fd
 
@@ -266,7 +335,8 @@ class Namespace:
         try:
             os.link(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
-            # On a network file system the answer to a link that was made may be lost.
+            # On a network file system the answer may be lost although the link was made; then the
+            # file has two names. "Taken" would be reported as a lost race.
             if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1:
                 return
             if error.errno in _NO_LINKS:
@@ -284,7 +354,7 @@ class Namespace:
             return
         try:
             for name in names:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, IsADirectoryError):  # a folder is no blob
                     os.unlink(name.rpartition("/")[2], dir_fd=folders.last)
             os.fsync(folders.last)
             folders.close()
@@ -298,18 +368,33 @@ class Namespace:
                 with self._folders("/".join(parts[:depth])) as above:
                     os.rmdir(parts[depth - 1], dir_fd=above.last)
                     os.fsync(above.last)
-            except OSError:  # not empty, or gone: both are fine, removing is a courtesy
+            except OSError:  # not empty, or gone: a folder that stays does no harm
                 return
 
 
-def _temporary(folder: int, data: bytes, make: Callable[[str], None] | None = None) -> str:
+def _obstacle(folder: str) -> int:
+    """Return the error number that creating a file in `folder` would fail with; 0 if none."""
+    if not stat.S_ISDIR(os.stat(folder).st_mode):
+        return errno.ENOTDIR
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    # For the effective user, as the kernel checks; `access` by default checks for the real one.
+    return 0 if os.access(folder, os.W_OK | os.X_OK, effective_ids=True) else errno.EACCES
+
+
+def _inside(folder: int, leaf: str) -> str:
+    """Return a path into an open folder, which is right even if the folder was replaced since."""
+    return f"/proc/self/fd/{folder}/{leaf}"
+
+
+def _temporary(folder: int, data: bytes, birth: Birth | None = None) -> str:
     temporary = TEMPORARY + secrets.token_hex(8)
     flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        if make is None:
+        if birth is None:
             flags |= os.O_CREAT | os.O_EXCL
         else:
-            make(temporary)
+            birth(_inside(folder, temporary))
         fd = os.open(temporary, flags, 0o666, dir_fd=folder)
         try:
             rest = memoryview(data)
@@ -333,7 +418,7 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
                 continue
             try:
                 check_blob_name(name)
-            except StorageError:  # a temporary file, or not ours
+            except StorageError:  # a temporary file, or one that Penstock did not create
                 continue
             try:
                 if entry.is_dir(follow_symlinks=False):
@@ -343,28 +428,37 @@ def _scan(folder: int, base: str, prefix: str, found: list[BlobInfo]) -> None:
                     finally:
                         os.close(inner)
                 else:
-                    # A link or a pipe too: who reads it is refused, but a checkpoint whose record
-                    # was replaced by one must not look as if it had never been.
+                    # Links and pipes, too: reading one is refused, but a checkpoint whose record
+                    # was replaced by one must not look as if it had never existed.
                     status = entry.stat(follow_symlinks=False)
                     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
                     found.append(BlobInfo(name, size, status.st_mtime))
-            except FileNotFoundError:  # deleted while we looked
+            except FileNotFoundError:  # deleted during the listing
                 continue
 
 
-def _sweep(folder: int, before_s: float) -> None:
+def _is_name(path: str) -> bool:
+    try:
+        check_blob_name(path)
+    except StorageError:
+        return False
+    return True
+
+
+def _sweep_files(folder: int, before_s: float) -> dict[str, bool]:
+    """Remove old temporary files from one folder.
+
+    Returns:
+        The folders inside, and whether each is old.
+    """
+    inside: dict[str, bool] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(OSError):  # somebody else was faster, or it is not ours to remove
+            with suppress(OSError):  # another process was faster, or this user may not remove it
                 status = entry.stat(follow_symlinks=False)
                 old = status.st_mtime < before_s
                 if stat.S_ISDIR(status.st_mode):
-                    inner = os.open(entry.name, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
-                    try:
-                        _sweep(inner, before_s)
-                    finally:
-                        os.close(inner)
-                    if old:
-                        os.rmdir(entry.name, dir_fd=folder)  # unless it holds something
+                    inside[entry.name] = old
                 elif old and entry.name.startswith(TEMPORARY):
                     os.unlink(entry.name, dir_fd=folder)
+    return inside

@@ -1,4 +1,4 @@
-"""The engine of `posix`: a few threads that block in `preadv` and `pwritev` (without the GIL)."""
+"""The engine of `posix`: a few threads that block in `preadv` and `pwritev`, without the GIL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.core.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.backends.local.batch import Batch
+    from penstock.backends.local.batch import TransferBatch
     from penstock.backends.local.transfer import Transfer
 
     Call = Callable[[int, Sequence[memoryview], int], int]
@@ -25,7 +25,7 @@ RETRY_LIMIT: Final = 10_000  # of 1 ms each: a device that says "again" for 10 s
 
 
 class ThreadEngine:
-    """At most `parallel` threads, made when there is work for them."""
+    """Moves transfers in at most `parallel` threads, started when there is work for them."""
 
     def __init__(
         self, parallel: int, *, readv: Call = os.preadv, writev: Call = os.pwritev
@@ -38,8 +38,8 @@ class ThreadEngine:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards `_threads` and `_closed`
 
-    def start(self, batch: Batch, transfers: Sequence[Transfer]) -> None:
-        """As `Engine.start`."""
+    def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
+        """Start the transfers as `Engine.start`."""
         with self._lock:
             if self._closed:
                 msg = "the backend is closed"
@@ -55,8 +55,8 @@ class ThreadEngine:
                 self._queue.put(transfer)
 
     def close(self) -> None:
-        """As `Engine.close`."""
-        if os.getpid() != self._pid:  # a fork: the threads are the parent's
+        """Close as `Engine.close`."""
+        if os.getpid() != self._pid:  # in a forked child, which does not have the threads
             return
         with self._lock:
             first, self._closed = not self._closed, True
@@ -76,16 +76,16 @@ class ThreadEngine:
                     carry(Flight(transfer, slot), self._readv, self._writev)
             except Exception as error:  # noqa: BLE001 - recorded; the thread must live on
                 batch.fail(error, transfer)
-            del transfer  # its buffers are their owner's again
+            del transfer  # before `done`: no reference to buffers that their owner may free then
             batch.done()
             del batch
 
 
 def carry(flight: Flight, readv: Call, writev: Call) -> None:
-    """Bring one transfer to its end in the calling thread.
+    """Move one transfer to its end, in the calling thread.
 
     Raises:
-        OSError, EOFError: It failed.
+        OSError, EOFError: The transfer failed.
     """
     transfer = flight.transfer
     call = writev if transfer.write else readv

@@ -1,8 +1,8 @@
-"""Requests cut into vectored transfers, and the bounce pages that carry what is not aligned.
+"""Transfers: requests cut into vectored calls, with bounce pages for bytes that are not aligned.
 
-A direct transfer covers whole pages of the file. Where memory and file have the same phase, the
-aligned middle of a buffer goes as it stands; edges, and buffers of another phase, go through the
-page-aligned slot of the lane that carries the transfer: `[head | middle | tail]` in one call.
+A direct transfer covers whole pages of the file. If memory and file have the same phase, the
+aligned middle of a buffer is moved in place. Edges, and buffers of another phase, are copied by way
+of the page-aligned slot of the transfer's lane: `[head | middle | tail]` in one call.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from penstock.core.types import PAGE_BYTES, align_down, align_up
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from penstock.backends.local.batch import Batch
+    from penstock.backends.local.batch import TransferBatch
     from penstock.backends.local.failures import Advise
 
 TRANSFER_BYTES = 16 << 20
-SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB and its edge pages go in one call
+SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB fits into one call with its edge pages
 SLOT_BYTES = 1 << 20
-MIN_DIRECT_BYTES = 16 << 10  # below, copying is cheaper than one more entry in the vector
+MIN_DIRECT_BYTES = 16 << 10  # below this a copy is cheaper than one more entry in the vector
 MAX_VECTOR = 1024  # IOV_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Bounce:
-    """Whole pages of the file that go through the slot; `copies` are (place in them, bytes)."""
+    """Whole pages of the file that are copied through the slot.
+
+    Attributes:
+        length: The bytes of the pages.
+        copies: The places within these pages, each with its bytes; the rest is zero.
+    """
 
     length: int
     copies: tuple[tuple[int, memoryview], ...]
@@ -39,21 +44,23 @@ class Bounce:
 
 @dataclass(slots=True)
 class Transfer:
-    """One contiguous range of a file, moved by one vectored call (or a few, if it comes short).
+    """One contiguous range of a file, moved by one vectored call, or more after short results.
 
     Attributes:
-        batch: To be told of the end.
-        name: Blob, for messages.
-        fd: Open file.
-        write: Direction.
+        batch: The batch that counts the end of the transfer.
+        name: The name of the blob, for messages.
+        fd: The open file.
+        write: Whether bytes are written, not read.
         direct: Whether `fd` bypasses the page cache; then all offsets are whole pages.
-        offset: In the file.
-        stripe_bytes: As of the blob.
-        needed: Bytes from `offset` that must have moved; the last page of a read may be short.
-        parts: Caller's memory, or pages of the slot, in file order.
+        offset: The offset in the file.
+        stripe_bytes: The stripe size of the blob.
+        needed: The bytes from `offset` that have to be moved; the last page of a read may be short.
+        parts: The caller's memory, or pages of the slot, in the order of the file.
+        length: The bytes of the file that the parts cover.
+        slot_bytes: The bytes of the slot that the parts take.
     """
 
-    batch: Batch
+    batch: TransferBatch
     name: str
     fd: int
     write: bool
@@ -66,7 +73,7 @@ class Transfer:
     slot_bytes: int = 0
 
     def take(self, at: int, part: memoryview | Bounce) -> bool:
-        """Append `part` if it stands right behind the last one and there is room for it."""
+        """Append `part` if it is right behind the last one and fits; return whether it was."""
         length = part_bytes(part)
         slot = length if isinstance(part, Bounce) else 0
         if at != self.offset + self.length or len(self.parts) >= MAX_VECTOR:
@@ -86,14 +93,15 @@ class Transfer:
 
 
 def part_bytes(part: memoryview | Bounce) -> int:
-    """Bytes of the file that `part` covers."""
+    """Return the bytes of the file that `part` covers."""
     return part.length if isinstance(part, Bounce) else part.nbytes
 
 
 class Slot:
-    """Page-aligned memory of one lane, made at its first use.
+    """Page-aligned memory of one lane, allocated at its first use.
 
-    It is a shared mapping, so that a fork while the device writes to it copies nothing.
+    A mapping, not a bytearray: it is aligned, and shared, so that a fork during a transfer does not
+    leave the device writing to a page that the process has copied on write.
     """
 
     def __init__(self) -> None:
@@ -101,20 +109,20 @@ class Slot:
         self.view = memoryview(b"")
 
     def open(self) -> memoryview:
-        """The memory."""
+        """Return the memory."""
         if self._memory is None:
             self._memory = mmap.mmap(-1, SLOT_BYTES)
             self.view = memoryview(self._memory)
         return self.view
 
     def close(self) -> None:
-        """Give the memory back, once the last view of it is gone."""
+        """Drop the memory, which is freed with the last view of it."""
         self.view = memoryview(b"")
         self._memory = None
 
 
 class Flight:
-    """A transfer under way in a lane: what is left of it after short results."""
+    """A transfer in flight in a lane: the part that is left after short results."""
 
     def __init__(self, transfer: Transfer, slot: Slot) -> None:
         self.transfer = transfer
@@ -126,11 +134,11 @@ class Flight:
 
     @property
     def offset(self) -> int:
-        """Where in the file the next call begins."""
+        """The offset in the file of the next call."""
         return self.transfer.offset + self._done
 
     def views(self) -> list[memoryview]:
-        """What the next call moves."""
+        """Return the buffers of the next call."""
         skip = self._done
         left = []
         for view in self._views:
@@ -142,11 +150,11 @@ class Flight:
         return left
 
     def moved(self, count: int) -> bool:
-        """Take the result of a call; True when nothing is left to do.
+        """Take the result of a call; return whether the transfer is complete.
 
         Raises:
             EOFError: A read met the end of the file.
-            OSError: The store takes no more bytes, and does not say why.
+            OSError: A call made no progress, without an error.
         """
         reached = self._done + count
         if reached >= self.transfer.needed:
@@ -157,6 +165,7 @@ class Flight:
                 raise EOFError
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._reached = reached
+        # A direct call has to begin at a page, so the page that came short is moved once more.
         self._done = align_down(reached, PAGE_BYTES) if self.transfer.direct else reached
         return False
 
@@ -207,14 +216,14 @@ Piece = tuple[int, "memoryview | Bounce"]
 
 @dataclass(frozen=True, slots=True)
 class OpenBlob:
-    """Where transfers go.
+    """An open file that transfers read or write.
 
     Attributes:
-        name: For messages.
-        fd: Open file.
-        direct: Whether it bypasses the page cache.
-        stripe_bytes: No transfer crosses a multiple of it, which is one of pages; 0: any may.
-        advise: What more can be said of a failed write.
+        name: The name of the blob, for messages.
+        fd: The open file.
+        direct: Whether `fd` bypasses the page cache.
+        stripe_bytes: No transfer crosses a multiple of this, which is whole pages; 0 sets no bound.
+        advise: Returns advice on a failed write.
     """
 
     name: str
@@ -225,11 +234,12 @@ class OpenBlob:
 
 
 def cut_writes(
-    batch: Batch, blob: OpenBlob, requests: Iterable[tuple[int, Iterable[memoryview]]]
+    batch: TransferBatch, blob: OpenBlob, requests: Iterable[tuple[int, Iterable[memoryview]]]
 ) -> list[Transfer]:
-    """Transfers for ascending `(offset, buffers)` requests; neighbours in the file share one.
+    """Cut ascending `(offset, buffers)` requests; neighbours in the file share a transfer.
 
-    Direct ones fill the rest of their edge pages with zeros: no two requests may touch one page.
+    Direct transfers fill the rest of their edge pages with zeros, so no two requests may touch one
+    page.
     """
     transfers: list[Transfer] = []
     for offset, buffers in requests:
@@ -238,8 +248,13 @@ def cut_writes(
     return transfers
 
 
-def cut_read(batch: Batch, blob: OpenBlob, offset: int, target: memoryview) -> list[Transfer]:
-    """Transfers that fill `target`; the last page of a direct one may end before its page does."""
+def cut_read(
+    batch: TransferBatch, blob: OpenBlob, offset: int, target: memoryview
+) -> list[Transfer]:
+    """Cut a read that fills `target`; the last page of a direct one may lie behind the file's end.
+
+    That page is read whole all the same, and ends short.
+    """
     transfers: list[Transfer] = []
     for at, part in _pieces(blob, offset, (target,)):
         _put(transfers, batch, blob, at, part, write=False)
@@ -251,7 +266,7 @@ def cut_read(batch: Batch, blob: OpenBlob, offset: int, target: memoryview) -> l
 
 def _put(
     transfers: list[Transfer],
-    batch: Batch,
+    batch: TransferBatch,
     blob: OpenBlob,
     at: int,
     part: memoryview | Bounce,
@@ -271,7 +286,7 @@ def _pieces(blob: OpenBlob, offset: int, buffers: Iterable[memoryview]) -> Itera
 
 
 def _spans(start: int, stop: int, most: int, stripe_bytes: int) -> Iterator[tuple[int, int]]:
-    """`[start, stop)` in pieces of at most `most` bytes, none across the end of a stripe."""
+    """Yield `[start, stop)` in pieces of at most `most` bytes, none across the end of a stripe."""
     while start < stop:
         end = min(start + most, stop)
         if stripe_bytes:

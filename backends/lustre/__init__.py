@@ -1,4 +1,8 @@
-"""`lustre`: files on Lustre, each laid out over the OSTs before its first byte is written."""
+"""The backend `lustre`: files on Lustre, each laid out over the OSTs before its first byte.
+
+Here: layouts, the policy that chooses them, and the calls of `lfs`. The part that all file backends
+share is in `penstock.backends.local`.
+"""
 
 from penstock.backends.lustre.backend import LustreBackend
 from penstock.backends.lustre.config import LustreConfig

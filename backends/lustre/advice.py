@@ -1,4 +1,4 @@
-"""Sentences about layouts: which OST an error is about, and what a folder's default would do."""
+"""Advice on layouts: which OST an error is about, and the effect of a folder's default."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ _SHOWN: Final = 8
 def about_osts(
     number: int, layout: Layout | None, where: ByteRange | None, osts: tuple[Ost, ...]
 ) -> str:
-    """Names the OSTs that an error of a write is about, with their free space if it is that.
+    """Return a sentence that names the OSTs of a failed write, with free space if they are full.
+
+    A file on a full OST fails with ENOSPC while the file system as a whole has room.
 
     Args:
         number: The `errno`.
-        layout: Of the file.
-        where: The bytes that could not be written; None: any of the file.
-        osts: The free space now, as far as known.
+        layout: The layout of the file.
+        where: The bytes that could not be written; None means any bytes of the file.
+        osts: The OSTs with their free space now, as far as known.
     """
-    if layout is None or number == errno.EDQUOT:
+    if layout is None or number == errno.EDQUOT:  # a quota is not a matter of single OSTs
         return ""
     if where is None:
         touched = layout.osts
@@ -53,7 +55,7 @@ def about_osts(
 def about_default(
     layout: Layout | None, *, blob_bytes: int | None, blobs_inherit: bool, records_inherit: bool
 ) -> str:
-    """What the default layout of a folder would do to what is written into it; empty: no harm."""
+    """Return a sentence on the harm of a folder's default layout to new files; empty if none."""
     if layout is None or not layout.components:
         return ""
     widest = max(
@@ -76,7 +78,7 @@ def about_default(
 
 
 def stripes_records_widely(layout: Layout | None) -> bool:
-    """Whether a small file with this default would lie on several OSTs."""
+    """Return whether a small file with this default would lie on several OSTs."""
     first = layout.at(0) if layout is not None else None
     return first is not None and first.striped
 

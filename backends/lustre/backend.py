@@ -1,4 +1,4 @@
-"""`lustre`: the file backends' meaning, with a layout chosen for every blob."""
+"""The backend `lustre`: a file backend that chooses a layout for every blob."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from penstock.backends.local.backend import LocalBackend
-from penstock.backends.local.ring import Ring
-from penstock.backends.local.ring_engine import RingEngine
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.local.transfer import TRANSFER_BYTES, OpenBlob
 from penstock.backends.lustre.client import (
@@ -19,9 +17,12 @@ from penstock.backends.lustre.client import (
     file_system_name,
 )
 from penstock.backends.lustre.config import LustreConfig
-from penstock.backends.lustre.placing import Placer
+from penstock.backends.lustre.placing import LayoutPlacer
 from penstock.backends.lustre.ranks import ranks_from
-from penstock.core.errors import CapabilityError
+from penstock.backends.uring.engine import RingEngine
+from penstock.backends.uring.ring import Ring
+from penstock.core.abc import without_credentials
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -33,36 +34,52 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-MIN_CUT_BYTES: Final = 4 << 20  # stripes smaller than that are not worth a request each
+MIN_CUT_BYTES: Final = 4 << 20  # smaller stripes are not worth a request of their own
 
 
 class LustreBackend(LocalBackend):
-    """Blobs and records as files on Lustre.
+    """Keeps blobs and records as files on Lustre.
 
     A blob's layout is set before its first byte, from its expected size, the number of ranks and
-    the state of the OSTs; requests are cut at stripes, so that each concerns one OST; a full OST
-    is named. Never run against a real Lustre so far: see `docs/lustre.md`.
+    the state of the OSTs. Requests are cut at stripes, so that each goes to one OST. An error of a
+    full OST names that OST. Never run against a real Lustre so far: see `docs/lustre.md`.
     """
 
     name: ClassVar[str] = "lustre"
     Config: ClassVar[type[PluginConfig]] = LustreConfig
     _config: LustreConfig
 
+    @classmethod
+    def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
+        """Return the options for `lustre:///abs/path`.
+
+        Raises:
+            ConfigError: The query names a program.
+        """
+        # A URL may come from elsewhere, and must not choose a program that is run.
+        if "lfs" in options:
+            msg = (
+                f"{without_credentials(url)}: lfs names a program that would be run, which no URL "
+                "may; set it in a configuration file, as {type = 'lustre', lfs = '...'}"
+            )
+            raise ConfigError(msg)
+        return super().from_url(url, options)
+
     def __init__(self, config: LustreConfig, /, *, client: LustreClient | None = None) -> None:
-        """Look at the file system; touches no file.
+        """Check the file system of the root; touches no file.
 
         Args:
             config: The options.
-            client: What is asked instead of the kernel and `lfs`.
+            client: Replaces the calls of the kernel and of `lfs`, for tests.
 
         Raises:
-            CapabilityError: The root is not on Lustre, or io_uring is demanded and not there.
+            CapabilityError: The root is not on Lustre, or io_uring is required and cannot be used.
         """
         super().__init__(config)
         self._client = client or LustreClient(config.lfs, config.lfs_timeout_s)
         self._ranks = _ranks(config)
         self._refusal = self._not_lustre()
-        self._placer: Placer | None = None
+        self._placer: LayoutPlacer | None = None
         self._placer_pid = 0
         if self._refusal is not None and config.not_lustre == "error":
             msg = f"{self._refusal}; use uring:// or posix:// there, or not_lustre='warn'"
@@ -74,14 +91,14 @@ class LustreBackend(LocalBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """As of the file backends; the notes say whether this is Lustre at all."""
+        """The capabilities of the file backends, with a note if this is not Lustre."""
         known = super().capabilities
         if self._refusal is None:
             return known
         return replace(known, notes=(*known.notes, self._refusal))
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says, by `link(2)` or `rename(2)`."""
+        """Publish a record as the contract says, by `link(2)` or `rename(2)`."""
         self._check_open()
         placer = self._placing()
         birth = placer.record() if placer is not None else None
@@ -117,11 +134,12 @@ class LustreBackend(LocalBackend):
         layout = placer.layout(fd, name, ask_lfs=writing)
         return OpenBlob(name, fd, direct, cut_bytes(layout), placer.adviser(layout))
 
-    def _placing(self) -> Placer | None:
+    def _placing(self) -> LayoutPlacer | None:
         if self._refusal is not None:
             return None
-        if self._placer is None or self._placer_pid != os.getpid():  # a fork may find it locked
-            self._placer = Placer(self._client, self._names.root, self._config, self._ranks)
+        # Anew in a forked child: a thread of the parent may have held the placer's lock.
+        if self._placer is None or self._placer_pid != os.getpid():
+            self._placer = LayoutPlacer(self._client, self._names.root, self._config, self._ranks)
             self._placer_pid = os.getpid()
         return self._placer
 
@@ -137,11 +155,14 @@ class LustreBackend(LocalBackend):
 
 
 def cut_bytes(layout: Layout | None, /) -> int:
-    """Where requests to a file of `layout` are cut, so that each concerns one OST; 0: nowhere."""
+    """Return the size at whose multiples requests are cut, so that each goes to one OST.
+
+    0 if requests are not cut: the layout is unknown, or its stripes are too small or uneven.
+    """
     if layout is None:
         return 0
     sizes = {c.stripe_bytes for c in layout.components if c.striped and c.osts}
-    # Components differ at most in size; the smallest that divides all is one of them, or none.
+    # Components may differ in stripe size: the smallest one serves if it divides all others.
     smallest = min(sizes, default=0)
     if smallest < MIN_CUT_BYTES or smallest % PAGE_BYTES or any(s % smallest for s in sizes):
         return 0

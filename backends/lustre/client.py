@@ -1,9 +1,10 @@
-"""What is asked of the operating system and of `lfs`: the only outside that `lustre` knows."""
+"""The client of Lustre: all calls of the kernel and of `lfs`, so that tests can replace them."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ from penstock.core.errors import CapabilityError, StorageTimeoutError
 
 LUSTRE_MAGIC: Final = 0x0BD00BD0  # LL_SUPER_MAGIC of lustre_user.h
 
-# From linux/magic.h and the file systems' own sources; only to name what it is instead.
+# From linux/magic.h and the file systems' own sources; used in messages only.
 _NAMES: Final = {
     0xEF53: "ext2, ext3 or ext4",
     0x58465342: "XFS",
@@ -29,12 +30,19 @@ _NAMES: Final = {
     0x65735546: "a FUSE file system",
     0x01021997: "9p",
 }
+_OPEN_FOLDER: Final = re.compile(r"/proc/self/fd/(\d+)/")
 _NO_LAYOUT: Final = {errno.ENODATA, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOTTY}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a program said: exit status (`lfs` exits with the number of the error), and its text."""
+class LfsAnswer:
+    """The result of a program.
+
+    Attributes:
+        code: The exit status; `lfs` exits with the number of the error.
+        text: The standard output.
+        complaint: The standard error.
+    """
 
     code: int
     text: str
@@ -42,17 +50,17 @@ class Answer:
 
 
 class LustreClient:
-    """Asks the kernel and `lfs`. Stateless; tests put another one in its place."""
+    """Calls the kernel and `lfs`. Has no state; tests replace it."""
 
     def __init__(self, lfs: str = "lfs", timeout_s: float = 60.0) -> None:
         self._lfs = lfs
         self._timeout_s = timeout_s
 
     def file_system(self, folder: str) -> int:
-        """The magic number of the file system that `folder` is on.
+        """Return the magic number of the file system that `folder` is on.
 
         Raises:
-            OSError: It does not say.
+            OSError: The file system does not tell.
         """
         fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -61,7 +69,7 @@ class LustreClient:
             os.close(fd)
 
     def layout_attribute(self, file: int | str) -> bytes | None:
-        """The bytes of the layout of an open file, or of a folder; None: it has none."""
+        """Return the bytes of the layout of an open file or of a folder; None if it has none."""
         try:
             return os.getxattr(file, LOV_ATTRIBUTE)
         except OSError as error:
@@ -69,12 +77,12 @@ class LustreClient:
                 return None
             raise
 
-    def lfs(self, *arguments: str) -> Answer:
+    def lfs(self, *arguments: str) -> LfsAnswer:
         """Run `lfs` to its end.
 
         Raises:
             CapabilityError: There is no such program.
-            StorageTimeoutError: It did not answer; it is killed.
+            StorageTimeoutError: The program did not end in time, and was killed.
         """
         try:
             done = subprocess.run(  # noqa: S603 - arguments are ours, and no shell reads them
@@ -83,6 +91,9 @@ class LustreClient:
                 capture_output=True,
                 check=False,
                 timeout=self._timeout_s,
+                # A path may go through an open folder of ours (`/proc/self/fd/7/name`), which is
+                # then the child's own `/proc/self`.
+                pass_fds=[int(m[1]) for a in arguments if (m := _OPEN_FOLDER.match(a))],
                 env={**os.environ, "LC_ALL": "C"},
                 text=True,
                 errors="replace",
@@ -96,16 +107,16 @@ class LustreClient:
                 "programs, or name it with the option 'lfs'"
             )
             raise CapabilityError(msg) from error
-        return Answer(done.returncode, done.stdout, done.stderr.strip())
+        return LfsAnswer(done.returncode, done.stdout, done.stderr.strip())
 
 
 def existing_folder(path: str) -> str:
-    """The folder at `path`, or the nearest one above it that is there."""
+    """Return the folder at `path`, or the nearest existing one above it."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
 
 
 def file_system_name(magic: int) -> str:
-    """How people call the file system of this magic number."""
+    """Return the usual name of the file system with this magic number."""
     return _NAMES.get(magic, f"of the unknown kind {magic:#010x}")

@@ -1,4 +1,4 @@
-"""Options of `lustre`."""
+"""The options of `lustre`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ class LustreConfig(LocalConfig):
     """Options of `lustre`, besides those of every file backend.
 
     Attributes:
-        allocate_bytes: As everywhere; off by default, for not every Lustre can, and what it
-            would gain there is not measured.
-        engine: What moves the bytes; `auto` takes io_uring where it can be used.
-        parallel: Requests in flight at most; that many are there only where they are short, for
-            a save has 256 MiB in flight.
-        stripe_count: OSTs of a blob; `auto` is chosen for each, -1 takes all, 0 the file system's
-            default, `inherit` leaves the whole layout to the folder's default.
-        stripe_bytes: Bytes on one OST before the next one's turn; `auto` is chosen for each blob.
-        pool: OST pool that blobs are placed in; then the metadata server chooses the OSTs.
-        records: `auto` gives small records one stripe where the folder's default would give them
+        allocate_bytes: As in every file backend. Off by default: not every Lustre supports it, and
+            its gain there is not measured.
+        engine: The engine that moves bytes; `auto` takes io_uring if it can be used.
+        parallel: The most requests in flight. So many are reached only by short requests, since a
+            save has 256 MiB in flight.
+        stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 takes all
+            OSTs, 0 the file system's default; `inherit` leaves the whole layout to the folder's
+            default.
+        stripe_bytes: The bytes on one OST before the next one's turn; `auto` chooses them for each
+            blob.
+        pool: The OST pool that blobs are placed in; then the metadata server chooses the OSTs.
+        records: `auto` gives small records one stripe if the folder's default would give them
             more; `dom` puts their first 64 KiB on the metadata server; `inherit` does neither.
-        writers: Ranks that save at the same time; `auto`: as torchrun, Slurm or MPI say.
-        writer: Which of them this process is, from 0.
-        not_lustre: What to do where the path is on another file system: refuse, or warn and
-            write plain files.
-        lfs: Lustre's command, by name or path.
-        lfs_timeout_s: How long one call of it may take.
+        writers: The number of ranks that save at the same time; `auto` takes it from torchrun,
+            Slurm or MPI.
+        writer: The number of this process among the writers, from 0.
+        not_lustre: Whether to refuse a path on another file system, or to warn and write plain
+            files.
+        lfs: The name or path of Lustre's command.
+        lfs_timeout_s: The seconds that one call of `lfs` may take.
     """
 
     allocate_bytes: int = Field(default=0, ge=0)

@@ -1,4 +1,4 @@
-"""What a file's layout says: which OST holds which bytes. Records, and the binary form.
+"""The layout of a file: which OST holds which bytes. Records, and their binary form.
 
 The binary form is that of the extended attribute `lustre.lov`, from
 `include/uapi/linux/lustre/lustre_user.h` of the Lustre sources (as of v2_17_57): `lov_user_md_v1`,
@@ -54,21 +54,22 @@ ALL_STRIPES: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One range of a file, and how it is striped.
+    """One range of a file, and its striping.
 
     Attributes:
-        start: First byte.
-        stop: One behind the last; None: the end of the file.
-        stripe_count: Stripes; 0: the file system's default, `ALL_STRIPES`: one on every OST.
-        stripe_bytes: Bytes on one OST before the next one's turn; 0: the default.
-        osts: Index of the OST of every stripe, empty where none is assigned yet.
-        pool: Name of the OST pool, or empty.
-        mirror: Number of the mirror that it is part of.
-        on_mdt: Its bytes lie on a metadata server (Data-on-MDT).
-        stale: Its mirror lacks later writes.
-        extension: It only grows the one before it, by `stripe_bytes` at a time.
-        parity: It holds parity of other components, no bytes of the file.
-        released: Its bytes are in an archive (HSM) only.
+        start: The first byte.
+        stop: One behind the last byte; None means the end of the file.
+        stripe_count: The number of stripes; 0 is the file system's default, `ALL_STRIPES` one
+            stripe on every OST.
+        stripe_bytes: The bytes on one OST before the next one's turn; 0 is the default.
+        osts: The index of the OST of every stripe, empty while none is assigned.
+        pool: The name of the OST pool, or empty.
+        mirror: The number of the mirror that the component is part of.
+        on_mdt: Whether its bytes lie on a metadata server (Data-on-MDT).
+        stale: Whether its mirror does not have later writes.
+        extension: Whether it only grows the component before it, by `stripe_bytes` at a time.
+        parity: Whether it holds parity of other components, and no bytes of the file.
+        released: Whether its bytes are in an archive (HSM) only.
     """
 
     start: int = 0
@@ -85,7 +86,7 @@ class Component:
     released: bool = False
 
     def covers(self, offset: int) -> bool:
-        """Whether the byte at `offset` is in its range."""
+        """Return whether the byte at `offset` is in the component's range."""
         return self.start <= offset and (self.stop is None or offset < self.stop)
 
     @property
@@ -96,12 +97,12 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of one file, or the default that a folder gives to new files.
+    """The layout of one file, or the default that a folder gives to new files.
 
     Attributes:
-        components: In the order in which they are stored.
-        mirrors: Complete copies of the file.
-        foreign: The bytes are not kept by Lustre; there are no components.
+        components: The components, in the order in which they are stored.
+        mirrors: The number of complete copies of the file.
+        foreign: Whether the bytes are not kept by Lustre; then there are no components.
     """
 
     components: tuple[Component, ...]
@@ -109,7 +110,7 @@ class Layout:
     foreign: bool = False
 
     def at(self, offset: int) -> Component | None:
-        """The component that a read of `offset` would be served from."""
+        """Return the component that a read of `offset` would be served from."""
         found = [
             c
             for c in self.components
@@ -118,7 +119,7 @@ class Layout:
         return found[0] if found else None
 
     def ost_at(self, offset: int) -> int | None:
-        """Index of the OST that holds the byte at `offset`; None: unknown, or on no OST."""
+        """Return the index of the OST with the byte at `offset`; None if unknown or on no OST."""
         component = self.at(offset)
         if component is None or not component.osts or component.on_mdt:
             return None
@@ -129,15 +130,15 @@ class Layout:
 
     @property
     def osts(self) -> tuple[int, ...]:
-        """All OSTs that hold any of it, ascending."""
+        """All OSTs that hold bytes of the file, ascending."""
         return tuple(sorted({ost for c in self.components for ost in c.osts}))
 
 
 def parse_layout(data: bytes, /) -> Layout:
-    """The layout that the bytes of `lustre.lov` mean; trusts nothing, reads nothing beyond them.
+    """Parse the bytes of the attribute `lustre.lov`; trusts nothing in them.
 
     Raises:
-        FormatError: They are cut short, contradict themselves or are of an unknown kind.
+        FormatError: The bytes are cut short, contradict themselves or are of an unknown kind.
     """
     if len(data) > MAX_LAYOUT_BYTES:
         _refuse(f"{len(data)} bytes are more than a layout can have")
@@ -183,7 +184,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
         component,
         start=start,
         stop=None if stop == _EOF else stop,
-        # Shared with the size by which an extension grows, which is stored in KiB.
+        # The same field holds the size by which an extension grows, which is in KiB.
         stripe_bytes=component.stripe_bytes * (_EXTENSION_UNIT if extension else 1),
         osts=() if extension or not flags & _FLAG_INIT else component.osts,
         mirror=(number & 0x7FFFFFFF) >> 16,
@@ -194,7 +195,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
 
 
 def _plain(order: str, data: bytes, *, strict: bool) -> Component:
-    """Version 1 or 3; a folder's default, or what is not `strict`, need not name any OST."""
+    """Parse version 1 or 3; only a `strict` component has to name the OSTs of its stripes."""
     magic, pattern, stripe_bytes, count, _ = _unpack(order, _V1, data, 0)
     if magic not in _PLAIN:
         _refuse(f"a component of the unknown kind {magic:#010x}")

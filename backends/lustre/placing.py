@@ -1,4 +1,7 @@
-"""Gives new files their layout, before their first byte: `lfs setstripe` makes the file."""
+"""The layout of new files, set before their first byte: `lfs setstripe` creates the file.
+
+Lustre fixes a file's layout at its creation, or at its first write at the latest.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from penstock.core.errors import (
 if TYPE_CHECKING:
     from penstock.backends.local.failures import Advise
     from penstock.backends.local.namespace import Birth
-    from penstock.backends.lustre.client import Answer, LustreClient
+    from penstock.backends.lustre.client import LfsAnswer, LustreClient
     from penstock.backends.lustre.config import LustreConfig
     from penstock.backends.lustre.layout import Layout
     from penstock.backends.lustre.policy import Ost
@@ -37,11 +40,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-FREE_SPACE_IS_GOOD_FOR_S: Final = 600.0  # `lfs df` asks every OST: not once per blob
+FREE_SPACE_IS_GOOD_FOR_S: Final = 600.0  # `lfs df` asks every OST, which is too slow for each blob
 _DOM_BYTES: Final = "64K"
 
 
-class Placer:
+class LayoutPlacer:
     """Decides and sets the layout of every new file under one root."""
 
     def __init__(
@@ -51,7 +54,7 @@ class Placer:
         self._root = root
         self._config = config
         self._ranks = ranks
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._osts: tuple[Ost, ...] = ()
         self._asked_s: float | None = None
         self._default: Layout | None = None
@@ -59,7 +62,7 @@ class Placer:
         self._said: set[str] = set()
 
     def blob(self, name: str, size_hint: int | None, io_bytes: int) -> Birth | None:
-        """How the file of a blob comes into being; None: as the folder's default says."""
+        """Return the function that creates a blob's file; None takes the folder's default."""
         config = self._config
         inherit = config.stripe_count == "inherit"
         self._advise_on_default(size_hint, blobs_inherit=inherit)
@@ -69,7 +72,7 @@ class Placer:
         return lambda path: self._place(path, striping)
 
     def record(self) -> Birth | None:
-        """How the file of a small record comes into being; None: as the folder's default says."""
+        """Return the function that creates a record's file; None takes the folder's default."""
         kind = self._config.records
         if kind == "dom":
             layout = ("-E", _DOM_BYTES, "-L", "mdt", "-E", "-1", "-c", "1")
@@ -79,12 +82,12 @@ class Placer:
         return None
 
     def layout(self, fd: int, name: str, *, ask_lfs: bool) -> Layout | None:
-        """The layout of an open blob; None: it cannot be told.
+        """Return the layout of an open blob; None if it is not known.
 
         Args:
             fd: The open file.
-            name: Of the blob.
-            ask_lfs: Whether to start `lfs` where the kernel does not show it.
+            name: The name of the blob.
+            ask_lfs: Whether to run `lfs` if the kernel does not show the layout.
 
         Raises:
             OSError: The file system failed.
@@ -99,13 +102,13 @@ class Placer:
             return None
 
     def adviser(self, layout: Layout | None) -> Advise:
-        """Says which OST an error of a write to a file of `layout` is about."""
+        """Return a function that names the OST of a failed write to a file of `layout`."""
 
         def advise(error: OSError, where: ByteRange | None) -> str:
             osts: tuple[Ost, ...] = ()
             if error.errno == errno.ENOSPC:
-                # In the engine's thread: what is in flight is reaped only afterwards. But the
-                # blob is lost, and the free space of a minute ago would name the wrong OST.
+                # This runs in the engine's thread, so other transfers are reaped only afterwards.
+                # But the blob is lost, and older figures would name the wrong OST.
                 osts = self._free_space(max_age_s=0.0)
             return about_osts(error.errno or 0, layout, where, osts)
 
@@ -136,7 +139,7 @@ class Placer:
         return planned
 
     def _place(self, path: str, striping: Striping) -> None:
-        """By the plan; else with OSTs of the server's choice; else as the folder says."""
+        """Create the file by the plan; else with OSTs of the server's choice; else by default."""
         common = ["-c", str(striping.stripe_count), "-S", str(striping.stripe_bytes)]
         if self._config.pool:
             common += ["-p", self._config.pool]
@@ -155,8 +158,8 @@ class Placer:
         self._say("layouts cannot be set, files get the folder's default", _complaint(answer))
         _plain_file(path)
 
-    def _setstripe(self, path: str, *arguments: str) -> Answer | None:
-        """None: there is no `lfs`, and a plain file was made instead."""
+    def _setstripe(self, path: str, *arguments: str) -> LfsAnswer | None:
+        """Run `lfs setstripe`; without `lfs` create a plain file, and return None."""
         try:
             answer = self._client.lfs("setstripe", *arguments, path)
         except CapabilityError as error:
@@ -164,16 +167,18 @@ class Placer:
             _plain_file(path)
             return None
         if answer.code != 0:
-            _remove(path)  # made, but without the layout
+            _remove(path)  # it may have been created without the layout
         elif answer.complaint:
-            # So it goes where an administrator reserves layouts: a warning, and a plain file.
+            # Where an administrator reserves layouts, `lfs` warns, and creates a plain file.
             self._say("lfs setstripe warns", answer.complaint)
-        if answer.code == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
+        if answer.code == errno.ENOENT and _is_gone(os.path.dirname(path)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return answer
 
-    def _refuse_if_final(self, path: str, answer: Answer) -> None:
-        where = f"cannot create {os.path.relpath(path, self._root)} under {self._root}"
+    def _refuse_if_final(self, path: str, answer: LfsAnswer) -> None:
+        folder, leaf = os.path.split(path)
+        named = os.path.relpath(os.path.join(os.path.realpath(folder), leaf), self._root)
+        where = f"cannot create {named} under {self._root}"
         if "pool" in answer.complaint.lower() and self._config.pool:
             msg = (
                 f"{where} in the OST pool {self._config.pool!r}: {_complaint(answer)}; "
@@ -238,14 +243,19 @@ class Placer:
             self._say(self._root, said)
 
     def _say(self, what: str, why: object) -> None:
-        if what not in self._said:  # once, though every file has a name of its own in `why`
+        if what not in self._said:  # by `what` alone: `why` names a file, and differs each time
             self._said.add(what)
             log.warning("lustre: %s: %s", what, why)
 
 
-def _complaint(answer: Answer) -> str:
+def _complaint(answer: LfsAnswer) -> str:
     lines = [line.strip() for line in answer.complaint.splitlines() if line.strip()]
     return lines[0] if lines else f"lfs ended with {answer.code}"
+
+
+def _is_gone(folder: str) -> bool:
+    """Return whether an open folder was removed, as its link in /proc shows."""
+    return os.readlink(folder).endswith(" (deleted)")
 
 
 def _plain_file(path: str) -> None:

@@ -1,8 +1,8 @@
-"""How a blob is striped, decided from numbers alone. No I/O, and the same on every rank.
+"""The policy of striping: decides from numbers alone, without I/O, and alike on every rank.
 
-The aim: a checkpoint of any number of ranks loads every OST alike, with as few stripes per blob
-as that takes. Fewer stripes are fewer objects to create, to lock and to lose, and fewer writers
-that meet on one disk. `benchmarks/lustre_sim.py` compares the outcome with other layouts.
+The aim is that a checkpoint of any number of ranks loads every OST alike, with as few stripes per
+blob as possible. Fewer stripes are fewer objects to create, to lock and to lose, and fewer writers
+on one disk. `benchmarks/lustre_sim.py` compares the result with other layouts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST does not pay for an object
 MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: what one RPC carries
 MAX_RUN_BYTES: Final = 128 << 20  # of one object at a time, where OSTs hold several
 WIDEST: Final = 160  # more stripes do not fit where inodes have no room for large attributes
-SLACK: Final = 1.01  # this much slower than the best balance is accepted for fewer stripes
-APART_SLACK: Final = 1.08  # and this much where blobs then do not share OSTs at all
-STEPS: Final = 2  # a blob goes round its stripes this often at least
+SLACK: Final = 1.01  # so much slower than the best balance is accepted for fewer stripes
+SEPARATE_SLACK: Final = 1.08  # and so much if blobs then share no OST at all
+STEPS: Final = 2  # a blob goes round its stripes at least so often
 UNKNOWN_BLOB_BYTES: Final = 1 << 30
-UNKNOWN_OSTS_STRIPES: Final = 4  # at random places, so several even out; more are more to seek
-ROOM: Final = 2  # an OST is used if its share of a checkpoint fits this often
+UNKNOWN_OSTS_STRIPES: Final = 4  # the server places them at random: a few even out the load
+ROOM: Final = 2  # an OST is used if its share of a checkpoint fits so often
 
 # `lfs df`, last column: no new objects go where one of the first is set, and none should go to
 # a degraded OST (`lfs-df(1)`).
@@ -35,7 +35,13 @@ _SLOW: Final = frozenset("D")
 
 @dataclass(frozen=True, slots=True)
 class Ost:
-    """An object storage target: its index, its free bytes, its states as `lfs df` shows them."""
+    """An object storage target.
+
+    Attributes:
+        index: Its index.
+        free_bytes: Its free bytes.
+        flags: Its states, as the last column of `lfs df` shows them.
+    """
 
     index: int
     free_bytes: int
@@ -44,17 +50,17 @@ class Ost:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is about to be written.
+    """The blob to be striped, and how it will be written.
 
     Attributes:
-        blob_bytes: Expected size of the blob; None: unknown.
-        writers: Ranks that write such a blob at the same time.
-        writer: Which of them this is, from 0.
-        io_bytes: Bytes of one request, at most.
-        in_flight: Requests that one writer has in flight, at most.
-        in_flight_bytes: Bytes that it has in flight, at most.
-        salt: The same for all blobs of one kind in one checkpoint; turns the OSTs around, so that
-            not everybody's first rank meets on the first OST.
+        blob_bytes: The expected size of the blob; None if unknown.
+        writers: The number of ranks that write such a blob at the same time.
+        writer: The number of this rank among the writers, from 0.
+        io_bytes: The most bytes of one request.
+        in_flight: The most requests that one writer has in flight.
+        in_flight_bytes: The most bytes that one writer has in flight.
+        salt: A number that rotates the OSTs, the same for all blobs of one kind in one checkpoint:
+            otherwise the first ranks of all jobs would meet on the first OST.
     """
 
     blob_bytes: int | None
@@ -68,12 +74,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Striping:
-    """How a new file is to be striped.
+    """The striping of a new file.
 
     Attributes:
-        stripe_count: Stripes, at least one.
-        stripe_bytes: Bytes of one; a multiple of `STRIPE_UNIT`.
-        osts: Index of the OST of every stripe; empty: the metadata server chooses.
+        stripe_count: The number of stripes, at least one.
+        stripe_bytes: The bytes of a stripe; a multiple of `STRIPE_UNIT`.
+        osts: The index of the OST of every stripe; empty if the metadata server chooses.
     """
 
     stripe_count: int
@@ -82,24 +88,24 @@ class Striping:
 
 
 def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
-    """The layout of one blob.
+    """Return the striping of one blob.
 
     * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one.
     * Writers that fill the OSTs a whole number of times have one stripe each. The rest have the
       smallest number that balances the OSTs within `SLACK`.
-    * Fewer writers than OSTs keep to OSTs of their own, with no more stripes than requests in
-      flight, if that balances the OSTs within `APART_SLACK`. Else they share, with the smallest
-      number that loads all alike, and begin evenly apart: each follows the one before it.
-    * A writer's share of the OSTs is busy with half of what it has in flight. So stripes are
-      short where writers are few, and long where each needs one OST at a time: an OST that turns
-      from one object to another stands still.
+    * Fewer writers than OSTs have OSTs of their own, with no more stripes than requests in flight,
+      if that balances the OSTs within `SEPARATE_SLACK`. Else they share OSTs, with the smallest
+      number of stripes that loads all alike, and begin at even distances.
+    * Half of what a writer has in flight covers its share of the OSTs. So stripes are short if
+      writers are few, and long if each writer needs one OST at a time: an OST that changes from one
+      object to another stands still meanwhile.
     * A lone writer leaves the choice of the OSTs to the metadata server, which knows them best.
-      Many writers that all asked it would meet: where free space differs, it draws at random. So
-      each takes its own place on a ring of the OSTs that have room.
+      Many writers must not: if free space differs, the server draws at random, and writers would
+      meet. So each takes its own place on a ring of the OSTs that have room.
 
     Args:
-        demand: What will be written.
-        osts: What is known of the OSTs; empty: nothing.
+        demand: The blob, and how it will be written.
+        osts: The known OSTs; empty if none is known.
     """
     usable = usable_osts(demand, osts)
     useful = useful_stripes(demand, len(usable) or UNKNOWN_OSTS_STRIPES)
@@ -113,9 +119,9 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
 
 
 def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
-    """Indices of the OSTs that take new objects and have room for their share, ascending.
+    """Return the indices of the OSTs that take new objects and have room, ascending.
 
-    Degraded ones only if nothing else is left.
+    Degraded OSTs are used only if there are no others.
     """
     opened = [ost for ost in osts if not _CLOSED & set(ost.flags)]
     fast = [ost for ost in opened if not _SLOW & set(ost.flags)] or opened
@@ -125,25 +131,25 @@ def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
 
 
 def useful_stripes(demand: Demand, osts: int, /) -> int:
-    """The most stripes that could make one blob of `demand` faster on so many OSTs."""
+    """Return the most stripes that could make one blob of `demand` faster on so many OSTs."""
     return max(1, min(osts, WIDEST, _blob_bytes(demand) // MIN_OBJECT_BYTES))
 
 
 def load(writers: int, osts: int, count: int, /) -> float:
-    """Blobs' worth of bytes on the busiest OST, with `count` stripes for each writer's blob."""
+    """Return the load of the busiest OST in blobs, with `count` stripes for each writer's blob."""
     return -(-writers * count // osts) / count
 
 
 def _balanced(demand: Demand, rest: int, osts: int, useful: int) -> int:
-    """Stripes for each of `rest` writers, where all others fill whole rounds."""
+    """Return the stripes of each of `rest` writers, if all others fill whole rounds."""
     rounds = demand.writers // osts
     loads = [rounds + load(rest, osts, count) for count in range(1, useful + 1)]
     best = min(loads)
     if rounds == 0:
         flight = _short_requests(demand)
-        apart = min(osts // rest, useful, flight)
-        if apart == flight or 1 / apart <= best * APART_SLACK:
-            return apart
+        separate = min(osts // rest, useful, flight)
+        if separate == flight or 1 / separate <= best * SEPARATE_SLACK:
+            return separate
         exact = osts // gcd(osts, rest)
         if exact <= useful:
             return exact
@@ -151,9 +157,9 @@ def _balanced(demand: Demand, rest: int, osts: int, useful: int) -> int:
 
 
 def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[int, ...]:
-    """Places in a row on the ring, or, where it has more places than stripes, evenly apart.
+    """Return places in a row on the ring, or at even distances if there are fewer stripes.
 
-    Neighbouring indices are often OSTs of one server.
+    At distances, since OSTs with neighbouring indices are often on one server.
     """
     ring, writer = len(usable), demand.writer % demand.writers
     rounds, rest = divmod(demand.writers, ring)
@@ -171,22 +177,22 @@ def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[i
 
 
 def _stride(ring: int, turn: int) -> int:
-    """How far apart neighbours stand in a round; coprime with the ring, so that it fills it.
+    """Return the distance of neighbours in a round, coprime with the ring, so that it is filled.
 
-    Another one each round: the ranks of two nodes that met on all their OSTs would wait for one
-    link at a time.
+    Each round has another one. With the same one, the ranks of two nodes would meet on all their
+    OSTs, and wait for one link at a time.
     """
     strides = [n for n in range(1, ring) if gcd(n, ring) == 1] or [1]
     return strides[turn % len(strides)]
 
 
 def _short_requests(demand: Demand) -> int:
-    """How many requests a writer can have in flight, if they are short."""
+    """Return how many requests a writer can have in flight, if they are short."""
     return max(1, min(demand.in_flight, demand.in_flight_bytes // MIN_IO_BYTES))
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """So long that half of what is in flight covers a writer's share of the ring."""
+    """Return a stripe size such that half of what is in flight covers a writer's share."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

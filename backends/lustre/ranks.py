@@ -1,4 +1,4 @@
-"""How many ranks there are and which one this is, as launchers tell their processes."""
+"""The number of ranks and of this rank, as launchers set them in the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIABLES: Final = (
 
 
 def ranks_from(environment: Mapping[str, str], /) -> tuple[int, int]:
-    """`(writers, writer)`; one writer where no launcher says anything that makes sense."""
+    """Return `(writers, writer)`; one writer if no launcher has set a valid pair."""
     for size, rank in _VARIABLES:
         values = environment.get(size, ""), environment.get(rank, "")
         if all(value.isascii() and value.isdigit() for value in values):

@@ -1,4 +1,4 @@
-"""What `lfs` prints, read line by line: `getstripe` (YAML and plain), `df`.
+"""The output of `lfs`, parsed line by line: `getstripe` (YAML and plain) and `df`.
 
 The forms are those of `lustre/utils/liblustreapi.c` and `lustre/utils/lfs.c` as of v2_17_57, and
 the older ones shown in the manual pages `lfs-getstripe(1)` and `lfs-df(1)`.
@@ -31,24 +31,24 @@ _KIB: Final = 1024
 
 
 def parse_getstripe(text: str, /) -> Layout:
-    """The layout that `lfs getstripe [-y]` printed of one file or (`-d`) of one folder.
+    """Parse the layout that `lfs getstripe [-y]` printed of one file or (`-d`) of one folder.
 
     Raises:
-        FormatError: It says nothing of a layout, or nonsense.
+        FormatError: The text shows no layout, or an impossible one.
     """
     if len(text) > 64 * MAX_LAYOUT_BYTES:
         _refuse(text)
-    draft = _Draft()
+    draft = _LayoutDraft()
     for line in text.splitlines()[:_MAX_LINES]:
         draft.take(line)
     return draft.layout(text)
 
 
 def parse_df(text: str, /) -> tuple[Ost, ...]:
-    """The OSTs that `lfs df` printed, by index; what is inactive or unreachable is left out.
+    """Parse the OSTs that `lfs df` printed, by index; inactive and unreachable ones are left out.
 
     Raises:
-        FormatError: No OST is among the lines.
+        FormatError: The text shows no OST.
     """
     found: dict[int, Ost] = {}
     for line in text.splitlines()[:_MAX_LINES]:
@@ -63,7 +63,7 @@ def parse_df(text: str, /) -> tuple[Ost, ...]:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _LayoutDraft:
     components: list[Component] = field(default_factory=list)
     mirrors: int = 1
     foreign: bool = False

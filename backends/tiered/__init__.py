@@ -1,4 +1,4 @@
-"""`tiered`: a fast place in front of a durable one."""
+"""The backend `tiered`: a fast place in front of a durable one."""
 
 from penstock.backends.tiered.backend import TieredBackend
 from penstock.backends.tiered.config import TieredConfig

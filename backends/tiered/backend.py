@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from penstock.backends.tiered.apart import check_apart
 from penstock.backends.tiered.config import TieredConfig
-from penstock.backends.tiered.late import LateBackend, open_or_wait
+from penstock.backends.tiered.distinct_roots import check_apart
 from penstock.backends.tiered.reading import read_from, read_in_background
-from penstock.core.abc import Backend, PluginConfig, Tier
-from penstock.core.errors import BlobExistsError, BlobNotFoundError, ConfigError, StorageError
+from penstock.backends.tiered.reconnecting import LateBackend, open_or_wait
+from penstock.core.abc import (
+    Backend,
+    Deadline,
+    PluginConfig,
+    Tier,
+    call_all_with_deadline,
+    current_timing,
+    misplaced_roots,
+    read_root,
+)
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    CapabilityError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    StorageTimeoutError,
+    WrongPlaceError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,12 +39,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from penstock.backends.tiered.config import Place
-    from penstock.core.abc import BlobWriter
+    from penstock.core.abc import BlobWriter, RootRecord
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
 
 log = logging.getLogger("penstock")
+away_log = logging.getLogger(__name__)  # commands that say the same themselves quiet this
 
 T = TypeVar("T")
+
+_COMMITS = "commits/"  # what the names of all commit records begin with
 
 
 class TieredBackend(Backend):
@@ -50,8 +72,9 @@ class TieredBackend(Backend):
         if fast is None or durable is None:
             msg = "tiered is made of two backends: open it from a configuration, or give both"
             raise ConfigError(msg)
-        self._owned = (fast, durable)
+        self._owned = [fast, durable]
         self._tiers = _flat(config, fast, durable)
+        self._roots: dict[int, RootRecord | None] = {}  # of the tiers that have answered
         self._backends = [tier.backend for tier in self._tiers]
         check_apart(self._backends)
         for backend in self._backends:
@@ -72,13 +95,16 @@ class TieredBackend(Backend):
             durable = _open(config.durable, open_backend)
             try:
                 _check_one_answers(fast, durable)
-                return cls(config, fast=fast, durable=durable)
+                made = cls(config, fast=fast, durable=durable)
+                if config.roots == "check":
+                    made._check_roots()
             except BaseException:
                 durable.close()
                 raise
         except BaseException:
             fast.close()
             raise
+        return made
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
@@ -87,6 +113,88 @@ class TieredBackend(Backend):
             msg = "a tiered:// URL has options only: tiered://?fast=...&durable=..."
             raise ConfigError(msg)
         return cls.Config.model_validate(options)
+
+    def _check_roots(self) -> None:
+        """Look who the roots are; one that is not what the others know counts as away.
+
+        Raises:
+            ConfigError: They are no tiers of one run in this order.
+            StorageError: None of them is left.
+        """
+        began_s = time.monotonic()
+        late = [number for number, backend in enumerate(self._backends) if not _is_open(backend)]
+        for number in late:
+            backend = self._backends[number]
+            if isinstance(backend, LateBackend):
+                backend.check = partial(self._check_late, number, backend.check)
+        failed = self._read_roots([n for n in range(len(self._backends)) if n not in late])
+        for number, why in misplaced_roots(
+            self._tiers,
+            self._roots,
+            has_checkpoints=lambda number: _lists_any(self._backends[number]),
+        ).items():
+            failed[number] = WrongPlaceError(why)
+            self._roots.pop(number)
+        if len(late) + len(failed) == len(self._backends):
+            raise next(iter(failed.values()))
+        for number, error in failed.items():
+            away_log.error("a tier is left alone until it can be used: %s", str(error))
+            self._delay(number, error, time.monotonic() - began_s)
+
+    def _read_roots(self, numbers: Sequence[int]) -> dict[int, StorageError]:
+        """Read who these tiers are; why some of them do not answer."""
+        failed: dict[int, StorageError] = {}
+        deadline = Deadline(current_timing().tier_answer_s)
+        answers = call_all_with_deadline(
+            "ask",
+            [partial(read_root, self._backends[number]) for number in numbers],
+            deadline,
+            lambda: StorageTimeoutError(f"no answer for {deadline.limit_s:g} s"),
+        )
+        for number, answer in zip(numbers, answers, strict=True):
+            if isinstance(answer, CapabilityError):  # it answers, and will not do
+                raise answer
+            if isinstance(answer, StorageError):
+                failed[number] = answer
+            elif isinstance(answer, FormatError):  # a save makes it anew
+                log.warning("%s: %s", self._backends[number].url, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                self._roots[number] = answer
+        return failed
+
+    def _delay(self, number: int, error: StorageError, took_s: float) -> None:
+        """Use a tier only once its root was found to be the right one."""
+        backend = self._backends[number]
+
+        def opened() -> Backend:
+            self._check_root(number, backend)
+            return backend
+
+        late = LateBackend(opened, backend.url, error, took_s)
+        self._owned.append(late)
+        self._backends[number] = late
+        self._tiers = tuple(
+            replace(tier, backend=late) if at == number else tier
+            for at, tier in enumerate(self._tiers)
+        )
+
+    def _check_late(self, number: int, before: Callable[[Backend], None], opened: Backend) -> None:
+        before(opened)
+        self._check_root(number, opened)
+
+    def _check_root(self, number: int, opened: Backend) -> None:
+        found = {**self._roots, number: read_root(opened)}
+        reasons = misplaced_roots(
+            self._tiers,
+            found,
+            # Not by way of the tier itself, which waits for the end of this.
+            has_checkpoints=lambda n: n != number or _lists_any(opened),
+        )
+        if number in reasons:
+            raise WrongPlaceError(reasons[number])
+        self._roots = found
 
     def _check_apart_with(self, late: Backend, opened: Backend) -> None:
         check_apart([opened if backend is late else backend for backend in self._backends])
@@ -167,6 +275,11 @@ class TieredBackend(Backend):
         """Room in the fastest tier."""
         return self._backends[0].free_bytes()
 
+    def check_writable(self) -> None:
+        """Each tier: what cannot be copied on is never durable."""
+        for backend in self._backends:
+            backend.check_writable()
+
     def sweep(self, before_s: float, /) -> None:
         """In every tier."""
         for backend in self._backends:
@@ -218,6 +331,14 @@ def _kind(spec: Place) -> str:
     return str(spec.get("type"))
 
 
+def _lists_any(backend: Backend) -> bool:
+    """Whether there is a checkpoint, as far as the store answers."""
+    try:
+        return bool(backend.list(_COMMITS))
+    except StorageError:
+        return False
+
+
 def _is_open(backend: Backend) -> bool:
     return not isinstance(backend, LateBackend) or backend.failure is None
 
@@ -244,7 +365,11 @@ def _flat(config: TieredConfig, fast: Backend, durable: Backend) -> tuple[Tier, 
         keep_last=config.keep_fast,
         on_full=config.on_full,
     )
-    return (*upper[:-1], link, *lower)
+    accepted = config.roots == "accept"
+    return tuple(
+        replace(tier, accept_root=accepted or tier.accept_root)
+        for tier in (*upper[:-1], link, *lower)
+    )
 
 
 def _inner(name: str, backend: Backend, *, durable: bool) -> tuple[Tier, ...]:

@@ -27,6 +27,8 @@ class TieredConfig(PluginConfig):
         on_full: What a save does for which `fast` has no room, though all was evicted that
             `durable` has, and while `durable` does not answer: `skip` itself, `block` training
             until one of them changes, or `raise` StorageFullError.
+        roots: `check` that each place is the one that the others were used with; `accept` it
+            whatever they say, and note that, for once.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -39,3 +41,4 @@ class TieredConfig(PluginConfig):
     drain_in: Literal["auto", "process", "thread"] = "auto"
     keep_fast: int | None = Field(default=None, ge=0)
     on_full: Literal["block", "skip", "raise"] = "skip"
+    roots: Literal["check", "accept"] = "check"

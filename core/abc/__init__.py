@@ -1,11 +1,13 @@
 """The three contracts: `StateProvider`, `Codec`, `Backend`, and the records that cross them.
 
-Each contract carries an API version; the registry refuses a class of another one. Everything
-after the second argument is keyword-only. Conformance suites ship in `penstock.core.testing`.
+Here: what plugins promise and what core promises them, with slow but correct defaults. Not here:
+any code that calls a plugin. Each contract carries an API version; the registry refuses a class of
+another one. Conformance suites ship in `penstock.core.testing`. Everything may import this package.
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name
-from penstock.core.abc.codec import Codec, CodecContext
+from penstock.core.abc.codec import DECLINED, Codec, CodecContext, Declined
+from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
 from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey, PendingCopy
 from penstock.core.abc.plugin import (
     API_VERSION,
@@ -13,9 +15,11 @@ from penstock.core.abc.plugin import (
     SizeBytes,
     parse_size,
     says_its_version,
+    without_credentials,
 )
 from penstock.core.abc.provider import (
     DescribeContext,
+    Difference,
     Node,
     PlaceContext,
     Placement,
@@ -24,29 +28,57 @@ from penstock.core.abc.provider import (
     StoredObject,
     Target,
 )
+from penstock.core.abc.roots import (
+    ROOT_NAME,
+    RootRecord,
+    encode_root,
+    first_durable,
+    misplaced_roots,
+    read_root,
+)
+from penstock.core.concurrency.copy_bytes import copy_bytes
+from penstock.core.concurrency.timing import Timing, current_timing
+from penstock.core.concurrency.watchdog import Deadline, call_all_with_deadline
 
 __all__ = [
     "API_VERSION",
+    "DECLINED",
+    "ROOT_NAME",
     "Backend",
     "BlobWriter",
     "ByteSink",
     "ByteSource",
     "Codec",
     "CodecContext",
+    "Deadline",
+    "Declined",
+    "DelegatingBackend",
+    "DelegatingWriter",
     "DescribeContext",
+    "Difference",
     "MemoryKey",
     "Node",
     "PendingCopy",
     "PlaceContext",
     "Placement",
     "PluginConfig",
+    "RootRecord",
     "SizeBytes",
     "StateObject",
     "StateProvider",
     "StoredObject",
     "Target",
     "Tier",
+    "Timing",
+    "call_all_with_deadline",
     "check_blob_name",
+    "copy_bytes",
+    "current_timing",
+    "encode_root",
+    "first_durable",
+    "misplaced_roots",
     "parse_size",
+    "read_root",
     "says_its_version",
+    "without_credentials",
 ]

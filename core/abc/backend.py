@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 from penstock.core.abc.lane import Lane
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
+from penstock.core.concurrency.pool import Pool, fulfil
+from penstock.core.concurrency.timing import current_timing
 from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
-from penstock.core.pool import Pool, fulfil
 from penstock.core.types import Capabilities, ReadRequest
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 _SEGMENT = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MOST_CHARACTERS = 800  # object stores allow 1,024 bytes, the prefix of the root included
 _SHOWN = 100
-_STUCK_S = 60.0  # far above any batch of a store that answers
 
 
 def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
@@ -36,7 +36,8 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
         prefix: Whether `name` is a prefix: then its last segment may be empty.
 
     Raises:
-        StorageError: It is malformed, longer than 800 characters, or a segment is `.` or `..`.
+        StorageError: The name is malformed, longer than 800 characters, or has a segment `.` or
+            `..`.
     """
     *folders, last = name.split("/")
     segments = [*folders, last] if last or not prefix else folders
@@ -53,20 +54,21 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One of the places of which a backend is made, and how what is there moves on.
+    """One of the places of which a backend consists, and the rules for copying from it.
 
     Attributes:
-        name: For people, states and logs: `fast`, `durable`; nested ones `fast.durable`.
-        backend: The place.
-        drain_every: Every how many saves goes on to the next tier; 0: none by itself.
-        drain_bytes_per_s: Most that is copied to the next tier; None: as fast as it goes.
-        drain_in: Who copies to the next tier: a thread of this process, or a process of its own;
-            `auto`: the latter for checkpoints that are worth it, where it can open the tiers.
-        keep_last: How many checkpoints stay here, of those that the next tier has; None: as many
+        name: Name for people, states and logs: `fast`, `durable`; a nested one `fast.durable`.
+        backend: The backend of the place.
+        drain_every: Copy every so many-th save to the next tier; 0 copies none by itself.
+        drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
+        drain_in: Where the copy to the next tier runs: `thread` of this process, or `process` of
+            its own; `auto` takes a process for large checkpoints, where it can open the tiers.
+        keep_last: How many of the checkpoints that the next tier has stay here; None keeps as many
             as there is room for.
-        on_full: What a save does that has no room here though all was evicted that may be, and
-            for which the next tier does not answer either.
+        on_full: What a save does when this tier has no room, even after eviction, and the next tier
+            does not answer.
         durable: Whether a save counts as durable once it is whole here.
+        accept_root: Whether to take this place for the run's, whatever its root record says.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Tier:
     keep_last: int | None = None
     on_full: Literal["block", "skip", "raise"] = "skip"
     durable: bool = False
+    accept_root: bool = False
 
 
 class BlobWriter(ABC):
@@ -86,16 +89,17 @@ class BlobWriter(ABC):
     def write(self, requests: Sequence[WriteRequest], /) -> None:
         """Hand all bytes of `requests` to the store; they are durable only after `seal`.
 
-        Core guarantees that offsets ascend from call to call, that no two requests overlap, and
-        that no two requests touch one `Capabilities.offset_alignment` unit. Bytes never written
-        read as zero. May be called from several threads at once; where `Capabilities.ordered`
-        says so, only once the call before it has returned.
+        Core guarantees that offsets ascend within a batch and from each batch to the one that it
+        submits next, that no two requests overlap, and that no two requests touch one
+        `Capabilities.offset_alignment` unit. Bytes never written read as zero. Several threads may
+        call it at once, so batches may come in another order than they were submitted in; where
+        `Capabilities.ordered` says so, each comes only once the one before it has returned.
 
         The buffers belong to the backend until this returns (or raises), never after.
 
         Raises:
             StorageFullError: No space or quota; the blob can only be aborted.
-            StorageError: Anything else went wrong; likewise.
+            StorageError: Anything else went wrong; the blob can only be aborted.
         """
 
     @abstractmethod
@@ -114,7 +118,10 @@ class BlobWriter(ABC):
         """Give the blob up; idempotent, never raises, allowed after a failed `seal`.
 
         Returns only when the store no longer uses any submitted buffer. Whether the partial blob
-        stays behind is unspecified; `delete` removes it.
+        stays behind is unspecified; `delete` removes it. Removes only what this writer has made:
+        after a `delete`, another writer or another process may have a blob of the same name, and
+        this writer may be aborted long after that. A store that cannot tell the two apart leaves
+        the name alone.
         """
 
 
@@ -148,12 +155,12 @@ class Backend(ABC):
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
-        """An instance for `config`; what is made of other backends opens them here.
+        """Return an instance for `config`; a backend that consists of others opens them here.
 
         Args:
             config: An instance of `Config`.
-            open_backend: Opens what a path, a URL or a table with `type` in `config` means. The
-                instance closes what it has opened.
+            open_backend: Opens the backend that a path, a URL or a table with `type` in `config`
+                names. The instance closes every backend that it has opened.
 
         Raises:
             StorageError: The root cannot be used; nothing stays open.
@@ -172,16 +179,16 @@ class Backend(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """What to show to people; never holds credentials."""
+        """The place as messages show it; never holds credentials."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this instance can do (a wrapper computes it from what it wraps)."""
+        """What this instance can do; a wrapper computes it from the backend that it wraps."""
 
     @abstractmethod
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Begin a new blob; parents come into being as needed.
+        """Begin a new blob, and create its folders as needed.
 
         Args:
             name: Blob name; core never creates one name twice.
@@ -189,7 +196,7 @@ class Backend(ABC):
 
         Raises:
             BlobExistsError: A blob of that name exists.
-            StorageError: It cannot be created.
+            StorageError: The blob cannot be created.
         """
 
     @abstractmethod
@@ -199,9 +206,9 @@ class Backend(ABC):
         After a failure the contents of all targets are unspecified.
 
         Raises:
-            BlobNotFoundError: A blob is not there.
+            BlobNotFoundError: A blob does not exist.
             BlobTruncatedError: A blob ends before the range does.
-            StorageError: Anything else.
+            StorageError: Anything else went wrong.
         """
 
     @abstractmethod
@@ -213,35 +220,35 @@ class Backend(ABC):
 
         Raises:
             BlobExistsError: `exclusive` and the name is taken; nothing was changed.
-            UnsyncedError: The record is there and visible, but may not survive a power cut.
+            UnsyncedError: The record is visible, but may not survive a power cut.
             StorageError: Unknown outcome: the record may or may not be there, but is never torn.
         """
 
     @abstractmethod
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """All blobs and records whose name begins with `prefix`, at any depth, sorted by name.
+        """List all blobs and records whose name begins with `prefix`, at any depth, by name.
 
-        Temporary files of unfinished publishes are not listed. An unknown prefix is empty.
+        Temporary files of unfinished publishes are not listed. An unknown prefix lists nothing.
         """
 
     @abstractmethod
     def stat(self, name: str, /) -> BlobInfo:
-        """Size and store time of one blob or record.
+        """Return size and store time of one blob or record.
 
         Raises:
-            BlobNotFoundError: It is not there.
+            BlobNotFoundError: It does not exist.
         """
 
     @abstractmethod
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete in the given order, durable on return; names that are not there are skipped.
+        """Delete in the given order, durable on return; names that do not exist are skipped.
 
-        A power cut in the middle may spare any of them: the order holds between calls only.
+        A power cut in the middle may spare any of the names: the order holds between calls only.
         Folders left empty may be removed.
         """
 
     def close(self) -> None:
-        """Release everything; waits for what is in flight. Idempotent."""
+        """Release everything, after waiting for all that is in flight. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=True)
@@ -249,10 +256,10 @@ class Backend(ABC):
     # Slow-but-correct defaults -----------------------------------------------------------------
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """`writer.write(requests)` in the background; the buffers are in use until it is done.
+        """Call `writer.write(requests)` in the background; the buffers are in use until it is done.
 
-        Where `Capabilities.ordered` says so, those of one blob one at a time, in the order of
-        submission.
+        With `Capabilities.ordered`, the batches of one blob are written one at a time, in the order
+        of submission.
         """
         if not self.capabilities.ordered:
             return self._executor().submit(lambda: writer.write(requests))
@@ -262,18 +269,18 @@ class Backend(ABC):
         return future
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """`read(requests)` in the background; the targets are in use until it is done."""
+        """Call `read(requests)` in the background; the targets are in use until it is done."""
         return self._executor().submit(lambda: self.read(requests))
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """A whole small record, as one publisher wrote it.
+        """Return a whole small record, as one publisher wrote it.
 
         The default is right where a record that is replaced keeps its length or cannot be
         replaced between `stat` and `read`; other stores override it with one read.
 
         Raises:
-            FormatError: It is larger than `limit_bytes`.
-            BlobNotFoundError: It is not there.
+            FormatError: The record is larger than `limit_bytes`.
+            BlobNotFoundError: The record does not exist.
         """
         size = self.stat(name).size_bytes
         if size > limit_bytes:
@@ -290,38 +297,49 @@ class Backend(ABC):
 
     @property
     def direct_io(self) -> bool:
-        """`capabilities.direct_io`, for who only reads.
+        """The same as `capabilities.direct_io`, for callers that only read.
 
-        Overridden where other capabilities are found out by requests that a reader has no need of.
+        Overridden where finding out the other capabilities takes requests that a reader does not
+        need.
         """
         return self.capabilities.direct_io
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The places of which this is made, the fastest first; empty: it is one place.
+        """The places of which this backend consists, the fastest first; empty for a single place.
 
-        Core then saves to one of them, copies from each to the next, and reads another's copy
-        where one is damaged.
+        Core saves to one of these, copies from each to the next, and reads another copy where one
+        is damaged.
         """
         return ()
 
     def free_bytes(self) -> int | None:
-        """Room for more blobs, as far as the store can tell; None: it cannot.
+        """Return how many more bytes fit, as far as the store can tell; None if it cannot.
 
         Raises:
             StorageError: The store does not answer.
         """
         return None
 
-    def sweep(self, before_s: float, /) -> None:  # noqa: B027 - most stores hide nothing
-        """Remove what crashes left behind and no name shows: temporary files, empty folders.
+    def check_writable(self) -> None:  # noqa: B027 - most stores can only be tried
+        """Raise if it is certain, without writing anything, that nothing can be written here.
 
-        Only what has not changed since `before_s` (by the store's clock). Default: nothing.
-        Called by `prune`.
+        Core calls it when a run is opened, so that a user learns of a read-only root before the
+        first save. The default never raises.
+
+        Raises:
+            StorageError: The root cannot be written; the message says why.
+        """
+
+    def sweep(self, before_s: float, /) -> None:  # noqa: B027 - most stores hide nothing
+        """Remove remains of crashes that have no name: temporary files, empty folders.
+
+        Removes only what has not changed since `before_s` (by the store's clock). `prune` calls it.
+        The default removes nothing.
         """
 
     def store_time_s(self) -> float:
-        """Now, by the store's clock (Unix time); default: the time of a fresh record."""
+        """Return the store's time (Unix time); the default takes that of a record it publishes."""
         probe = f"clock/{secrets.token_hex(8)}"
         self.publish(probe, b"")
         try:
@@ -339,6 +357,7 @@ class Backend(ABC):
     def _executor(self) -> Pool:
         with Backend._pool_lock:
             if self._pool is None:
-                # Two: one batch moves while the next is handed over.
-                self._pool = Pool(2, f"penstock-{self.name}", stuck_s=_STUCK_S)
+                # Two threads, so that one batch moves while the next is handed over.
+                stuck_s = current_timing().batch_stuck_s
+                self._pool = Pool(2, f"penstock-{self.name}", stuck_s=stuck_s)
             return self._pool

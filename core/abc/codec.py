@@ -1,22 +1,34 @@
-"""The contract of codecs: chunks into frames that decode alone."""
+"""The contract of codecs, which turn chunks into frames that decode alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from enum import Enum
+from typing import Any, ClassVar, Final
 
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
 
 
+class Declined(Enum):
+    """The type of `DECLINED`. It is no number, so that no wrong length is taken for it."""
+
+    DECLINED = "declined"
+
+
+DECLINED: Final = Declined.DECLINED
+"""The answer of `Codec.encode` for a chunk that it leaves to the rest of the chain."""
+
+
 @dataclass(frozen=True, slots=True)
 class CodecContext:
-    """What a codec may know of a chunk.
+    """The facts about a chunk that a codec may use.
 
     Attributes:
-        dtype: Dtype name of the elements; `"uint8"` for slabs, values and later chain links.
+        dtype: Dtype name of the elements; `"uint8"` for values and later chain links.
         itemsize: Bytes per element.
-        shape: Shape of the region the chunk was cut from; `(raw_length,)` for slabs.
+        shape: Shape of the region the chunk was cut from; of a slab, which holds several small
+            objects of one dtype with zeros between them, `(raw_length // itemsize,)`.
         start: Byte offset of the chunk in that region.
         raw_length: Bytes that go into `encode` and come out of `decode`.
         base: The same chunk of an earlier checkpoint, if the codec declared `needs_base`.
@@ -35,7 +47,8 @@ class Codec(ABC):
 
     `name` is the entry-point name, `version` goes into the manifest and is checked on reading,
     as is `config`, which round-trips as JSON. Releases the GIL for anything longer than 1 ms.
-    Never changes its input.
+    Never changes its input. A codec that declares `lossless = False` may decode to other bytes than
+    it encoded, yet to the same bytes each time; it never gets a value (a number, a text).
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -46,19 +59,24 @@ class Codec(ABC):
     Config: ClassVar[type[PluginConfig]] = PluginConfig
 
     def __init__(self, config: Any, /) -> None:
-        """`config` is an instance of `Config`."""
+        """Keep `config`, an instance of `Config`."""
         self.config: PluginConfig = config
 
     @abstractmethod
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Bytes that `encode` may need at most for any chunk of `raw_length` bytes."""
+        """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""
 
     @abstractmethod
-    def encode(self, chunk: memoryview, out: memoryview, /, *, context: CodecContext) -> int:
+    def encode(
+        self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
+    ) -> int | Declined:
         """Encode `chunk` into `out` (at least `max_encoded_size` bytes) and return the length.
 
+        Or return `DECLINED`, whatever `out` holds by then, for a chunk that this codec cannot use
+        (another dtype, nothing to gain). The rest of the chain stores it, and decodes it alone.
+
         Raises:
-            CodecError: The chunk does not suit this codec.
+            CodecError: The chunk cannot be encoded; the save fails.
         """
 
     @abstractmethod

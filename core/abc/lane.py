@@ -1,4 +1,4 @@
-"""Order among what runs in the background."""
+"""Runs background tasks in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Threads(Protocol):
     """An executor, or a pool of ours."""
 
     def submit(self, fn: Callable[[], Any], /) -> Future[Any]:
-        """Run `fn` on one of them."""
+        """Run `fn` on one of the threads."""
         ...
 
 
@@ -29,7 +29,7 @@ class Lane:
         self._lock = threading.Lock()  # guards both
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task`, which must not raise, once all before it are over."""
+        """Run `task`, which must not raise, when all tasks before it have ended."""
         with self._lock:
             self._tasks.append(task)
             if self._running:

@@ -1,9 +1,14 @@
-"""Bytes of objects in live memory: where they come from, where they go."""
+"""The bytes of objects in live memory: sources for a save, sinks for a restore."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
 
 
 class MemoryKey(NamedTuple):
@@ -31,13 +36,13 @@ class PendingCopy(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block the host until the bytes are there."""
+        """Block the host until the bytes have arrived."""
 
     @abstractmethod
     def order(self) -> None:
         """Make device work that the calling thread issues from now on run after the copy.
 
-        Where the device cannot do that, the same as `wait`.
+        A device that cannot order work waits, as `wait` does.
         """
 
 
@@ -47,8 +52,8 @@ class ByteSource(ABC):
     Attributes:
         nbytes: Raw bytes.
         device: `"cpu"`, `"cuda:0"`, ...
-        address: Host address when the bytes lie contiguously in host memory, else None. Read
-            later and from other threads, too: it stays true as long as this object lives.
+        address: Host address when the bytes lie contiguously in host memory, else None. Other
+            threads read it, too: it is right while the memory is held (see `hold`).
         memory: Identity of the memory, None for values and empty tensors.
     """
 
@@ -60,7 +65,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """A flat read-only-by-convention view without copying; None when there is no `address`."""
+        """Return a flat view without copying, not to be written; None if there is no `address`."""
 
     @abstractmethod
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
@@ -72,16 +77,46 @@ class ByteSource(ABC):
         """
 
     def version(self) -> int | None:
-        """A counter that rises with every tracked in-place change; None where there is none."""
+        """Return a counter that rises with every tracked change; None where none is kept."""
         return None
 
     def steady(self) -> bool:
-        """Whether its bytes may be hashed and written, one after the other, where they stand.
+        """Return whether the bytes may be hashed, and then written, from live memory.
 
-        That takes a `version` that would tell of a change in between, and no other process
-        that could make one.
+        That needs a `version` that shows a change in between, and no other process that could make
+        such a change.
         """
         return self.version() is not None
+
+    def locate(self) -> int | None:
+        """Return the first element's address now: 0 once freed, None if it never moves."""
+        return None
+
+    def keep(self) -> None:  # noqa: B027 - memory that nobody frees needs nothing
+        """Make an attempt to free the memory from now on raise an error.
+
+        Called for large objects that are captured while the caller goes on, before `hold`.
+        """
+
+    @staticmethod
+    def hold(sources: Sequence[ByteSource], /) -> Callable[[], None]:
+        """Keep the memory of sources of this class where it is, and set their `address` anew.
+
+        Core calls it before it copies their bytes or writes them from live memory, and calls the
+        result once when that is over, on any thread.
+        """
+        del sources
+        return _nothing
+
+    @staticmethod
+    def still(sources: Sequence[ByteSource], action: Callable[[], T], /) -> T:
+        """Run `action`, which takes milliseconds, while no memory of such sources moves."""
+        del sources
+        return action()
+
+
+def _nothing() -> None:
+    """Release nothing: memory that never moves is not held."""
 
 
 class ByteSink(ABC):
@@ -98,7 +133,7 @@ class ByteSink(ABC):
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """A flat writable view without copying; None when there is no `address`."""
+        """Return a flat writable view without copying; None if there is no `address`."""
 
     @abstractmethod
     def copy_in(self, start: int, data: memoryview, /) -> None:
@@ -108,7 +143,7 @@ class ByteSink(ABC):
         """
 
     def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
-        """Called once, before the first byte may change: bump versions, for who captures them."""
+        """Called once, before the first byte changes: bump versions, so that a capture sees it."""
 
     def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once, after all bytes are in place and verified (bump versions, free scratch)."""

@@ -1,4 +1,4 @@
-"""What all three contracts share."""
+"""The parts that all three contracts share: versions, options, sizes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ API_VERSION = 1
 
 
 def says_its_version(cls: type, /) -> bool:
-    """Whether `cls` itself says for which version of its contract it was written.
+    """Return whether `cls` itself says for which version of its contract it was written.
 
-    An inherited number is always that of the Penstock that happens to be installed: a mismatch
-    would never be noticed. Our own classes are released with the contract, and may inherit.
+    An inherited number is that of the installed Penstock, so a mismatch would never be noticed.
+    Classes of Penstock are released with the contract, and may inherit it.
     """
     foreign = [c for c in cls.__mro__ if c.__module__.split(".")[0] != "penstock"]
     return cls not in foreign or any("api_version" in vars(c) for c in foreign)
@@ -26,16 +26,36 @@ class PluginConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def without_credentials(url: str, /) -> str:
+    """Return `url` without user, password, query and fragment, to be shown.
+
+    A password may hold `/`, `?`, `#` and `@`, though these should be quoted. So where an `@` stands
+    behind the host, and a password may stand before it, only the text behind the last `@` is shown.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found:
+        return url
+    host = _HOST_END.split(rest, maxsplit=1)[0]
+    head, at, tail = rest.rpartition("@")
+    if at and ":" in host and len(head) >= len(host):
+        rest = f"***@{tail}"
+    elif "@" in host:
+        rest = rest[host.rindex("@") + 1 :]
+    return f"{scheme}://{_QUERY.split(rest, maxsplit=1)[0]}"
+
+
+_HOST_END = re.compile(r"[/?#]")
+_QUERY = re.compile(r"[?#]")
 _UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(["", "K", "M", "G", "T"])}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate(["K", "M", "G", "T"], start=1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: object) -> object:
-    """Bytes of `"4 GiB"`; what is not a string is left to pydantic.
+    """Return the bytes of a text such as `"4 GiB"`; leaves what is not a string to pydantic.
 
     Raises:
-        ValueError: Not a number with a known unit.
+        ValueError: The text is not a number with a known unit.
     """
     if not isinstance(value, str):
         return value

@@ -20,13 +20,13 @@ class StateObject:
     """One object as a provider describes it.
 
     Attributes:
-        path: Where it stands.
+        path: Where the object stands in the tree.
         kind: Tensor, or a value frozen to bytes (then `spec` is `uint8` of its length).
         spec: Dtype and global shape.
-        region: What of it this rank holds.
-        role: Its purpose.
-        form: Name of the leaf form a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
-        source: Its bytes.
+        region: The region of the object that this rank holds.
+        role: Purpose of the object in training.
+        form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
+        source: The bytes of the object.
         same_as: Set by core when an earlier object has the same memory (tied weights).
     """
 
@@ -42,7 +42,7 @@ class StateObject:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container or composite in the tree: what `load` needs to build it again.
+    """A container or composite in the tree, with all that `load` needs to build it again.
 
     Attributes:
         path: Where it stands; the root has `()`.
@@ -57,7 +57,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of a checkpoint, as far as placing it needs to know (after renaming)."""
+    """One object of a checkpoint, under its path in the template."""
 
     path: ObjectPath
     kind: Kind
@@ -76,16 +76,38 @@ class Target:
     sink: ByteSink
 
 
-@dataclass(slots=True)
-class Placement:
-    """What a provider wants restored. Nothing live changes before `finish`, but targets' memory.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference between checkpoint and template at one path; nothing at or below it is placed.
 
     Attributes:
-        targets: Memory to fill. Core compares each with the stored object: absent is missing,
-            another kind, dtype or shape is a mismatch.
+        path: Where the difference is.
+        stored: What the checkpoint has, in a few words (`"shape [3]"`).
+        here: What the template has, in a few words.
+        sentences: The difference as whole sentences for an error, each naming its path.
+        skippable: Whether `strict=False` may leave the live object as it is.
+        advice: What else to do about the difference, as the end of a sentence; may be empty.
+    """
+
+    path: ObjectPath
+    stored: str
+    here: str
+    sentences: tuple[str, ...]
+    skippable: bool = True
+    advice: str = ""
+
+
+@dataclass(slots=True)
+class Placement:
+    """A provider's plan of a restore. Before `finish` only the memory of targets changes.
+
+    Attributes:
+        targets: Memory to fill. Core compares each target with the stored object: without one it is
+            missing; another kind, dtype or shape is a mismatch.
         values: Paths of value objects that were used (for the report and for `missing`).
         missing: Further paths that the template has and the checkpoint lacks.
         problems: Whole sentences on any other difference, each naming its path.
+        differences: The problems that `strict=False` may skip, in detail; added by `differ`.
         finish: Called once after every target of the *whole* restore is filled and verified;
             assigns values, and returns the object that belongs in the tree at this place.
     """
@@ -94,24 +116,45 @@ class Placement:
     values: list[ObjectPath] = field(default_factory=list)
     missing: list[ObjectPath] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     finish: Callable[[], object] | None = None
     notes: dict[str, str] = field(default_factory=dict)
     """Facts for the report, e.g. `{"matched_by": "order"}`."""
+    numbered: list[ObjectPath] = field(default_factory=list)
+    """Optimizers that load all of their state by the numbers of parameters.
+
+    No part of it can be left out, so it is not restored while `strict=False` skips a parameter.
+    """
+    replaces: bool = False
+    """Whether `finish` returns another object than the live one (a read-only array's copy).
+
+    A tuple cannot take another object; core finds that before anything is written. Not set for
+    values.
+    """
     settle: list[Callable[[], object]] = field(default_factory=list)
-    """Run after every `finish` of the whole restore (random state, so that nothing draws later)."""
+    """Called after all `finish` of the whole restore: sets random state, so nothing draws later."""
+
+    def differ(self, difference: Difference) -> None:
+        """Add a difference; its sentences are problems unless `strict=False` skips it."""
+        self.differences.append(difference)
+        self.problems += difference.sentences
 
     def absorb(self, other: Placement) -> None:
-        """Take over everything of `other` but its `finish`."""
+        """Take over everything of `other` but its `finish`, and whether it replaces."""
         self.targets += other.targets
         self.values += other.values
         self.missing += other.missing
         self.problems += other.problems
-        self.notes.update(other.notes)
+        self.differences += other.differences
+        self.numbered += other.numbered
+        # The report has one fact for all optimizers: users must know if one was matched by order.
+        weaker = {"matched_by": "order"}.items() & self.notes.items()
+        self.notes |= other.notes | dict(weaker)
         self.settle += other.settle
 
 
 class DescribeContext(ABC):
-    """What core offers a provider while it describes."""
+    """What a provider may call while it describes."""
 
     allow_pickle: bool
 
@@ -122,68 +165,75 @@ class DescribeContext(ABC):
         """Describe a child by whichever provider claims it; `role` overrides the leaves' roles.
 
         Raises:
-            UnsupportedStateError: Nobody can store it; the message names the full path.
+            UnsupportedStateError: No provider can store it; the message names the full path.
         """
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Names that modules of the tree give to this very tensor, best first; maybe none."""
+        """Return the names that modules of the tree give to this very tensor, best first."""
 
 
 class PlaceContext(ABC):
-    """What core offers a provider while it plans a restore. Paths are the template's."""
+    """What a provider may call while it plans a restore. Paths are the template's."""
 
     allow_pickle: bool
 
     @abstractmethod
     def place(self, value: object, path: ObjectPath, /) -> Placement:
-        """Plan the restore of a child into `value`, by whichever provider claims it."""
+        """Plan the restore of a child into `value`, by the provider that claims it."""
 
     @abstractmethod
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
         """Plan building what the checkpoint holds at `path` anew; `finish()` returns it.
 
-        Tensors go to `device`, None: the CPU.
+        Tensors go to `device`; None means the CPU.
         """
 
     @abstractmethod
     def stored(self, path: ObjectPath, /) -> StoredObject | None:
-        """The *selected* stored object at `path`, tied ones resolved; None if there is none."""
+        """Return the *selected* stored object at `path`, tied ones resolved; None without one."""
 
     @abstractmethod
     def node(self, path: ObjectPath, /) -> Node | None:
-        """The stored container or composite at `path`, selected or not."""
+        """Return the stored container or composite at `path`, selected or not."""
+
+    @abstractmethod
+    def provider_version(self, name: str, /) -> int | None:
+        """Return the version of provider `name` that wrote the checkpoint; None if it took no part.
+
+        Never above the version of the installed provider: core refuses such a checkpoint before.
+        """
 
     @abstractmethod
     def children(self, path: ObjectPath, /) -> Sequence[str]:
-        """Next segments of what is *selected* below `path`, in stored order.
+        """Return the next segments of all that is *selected* below `path`, in stored order.
 
-        That is: stored objects and empty containers.
+        These lead to stored objects and to empty containers.
         """
 
     @abstractmethod
     def value(self, path: ObjectPath, /) -> object:
-        """The decoded value of a selected stored value object (a fresh one at each call).
+        """Return the decoded value of a selected stored value object, a new one at each call.
 
         Raises:
-            KeyError: There is none.
+            KeyError: There is no such object.
         """
 
     @abstractmethod
     def value_bytes(self, path: ObjectPath, /) -> bytes:
-        """The stored bytes of a selected value object; for providers that decode a form.
+        """Return the stored bytes of a selected value object, for providers that decode a form.
 
         Raises:
-            KeyError: There is none.
+            KeyError: There is no such object.
         """
 
     @abstractmethod
     def selected(self, path: ObjectPath, /) -> bool:
-        """Whether an object at this template path is selected by include and exclude."""
+        """Return whether `include` and `exclude` select an object at this path of the template."""
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """As `DescribeContext.parameter_names`, for the template."""
+        """Return the names that modules of the template give to this very tensor, best first."""
 
 
 class StateProvider(ABC):
@@ -191,19 +241,26 @@ class StateProvider(ABC):
 
     Attributes:
         name: Entry-point name.
+        version: Version of what the provider stores. Recorded with each checkpoint; `place` and
+            `rebuild` learn it by `PlaceContext.provider_version`. An earlier version never gets
+            what a later one has stored.
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
+        describes_last: Whether its values are described after all others that stand in dicts, lists
+            and tuples of the tree, since describing the others may change them (random state).
     """
 
     api_version: ClassVar[int] = API_VERSION
     name: ClassVar[str]
     version: ClassVar[int] = 1
     forms: ClassVar[tuple[str, ...]] = ()
+    describes_last: ClassVar[bool] = False
 
     @abstractmethod
     def claims(self, kind: type, /) -> int | None:
-        """Priority with which this provider claims values of that type; None: not at all.
+        """Return the priority with which this provider claims values of that type; None for no.
 
-        Ours use 10 (anything with `state_dict`) to 50 (exact types); a tie is an error.
+        Providers of Penstock use 10 (anything with `state_dict`) to 50 (exact types). A tie is an
+        error.
         """
 
     @abstractmethod
@@ -229,16 +286,27 @@ class StateProvider(ABC):
         """Plan building a value of one of `forms` with no template; `finish()` returns it."""
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        """`(name, tensor)` for every parameter of `value`, so that optimizers can name theirs."""
+        """Return `(name, tensor)` for every parameter of `value`; optimizers name theirs by it."""
         del value
         return ()
 
     def claimed_memory(self, value: Any, /) -> Iterable[MemoryKey]:
-        """Memory that only `value`'s own step changes (optimizers); core may defer just that."""
+        """Return memory that only `value`'s own step changes (optimizers); core may defer it."""
         del value
         return ()
 
     def unsteady_memory(self, value: Any, /) -> Iterable[tuple[str, int]]:
-        """`(device, storage)` of memory that may change in forward; core never defers it."""
+        """Return `(device, storage)` of memory that may change in forward; never deferred."""
         del value
         return ()
+
+
+def breach_of_priority(claim: object, kind: type, /) -> str | None:
+    """Return how an answer of `claims(kind)` is wrong, as a clause; None if it is not."""
+    # `isinstance` would take True, which means "yes", for the priority 1.
+    if claim is None or type(claim) is int:
+        return None
+    return (
+        f"returned {claim!r} of type {type(claim).__name__} from claims({kind.__qualname__}): it "
+        "must return an int, the priority, or None"
+    )

@@ -1,14 +1,18 @@
-"""The command as a whole: its options, and the arguments that several commands share."""
+"""The typer application: options before the command, and arguments that commands share."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-# Examples are not wrapped: with two cells of indentation they have to fit 60.
+from penstock.core.cli.output.render import visible, visible_lines
+
+# `\b` keeps typer from wrapping the examples, so each line must fit the narrowest terminal by
+# itself: 60 cells with the indentation of two.
 EXAMPLES = """\b
 Examples:
   penstock ls runs/gpt                    what is there
@@ -36,19 +40,24 @@ app = typer.Typer(
 
 
 def backend_of(url: str) -> str:
-    """A configuration file stands for the backend in it.
+    """Return the backend that `url` names: of a configuration file, the backend it describes.
 
     Raises:
-        ConfigError: It cannot be read, or is wrong.
+        ConfigError: The configuration file cannot be read, or is wrong.
     """
+    # A folder whose name ends in `.json` is a run, so the name alone does not decide.
     if "://" in url or Path(url).is_dir():
         return url
     if not url.endswith((".toml", ".yaml", ".yml", ".json")):
         return url
-    from penstock.core.config import load_config  # noqa: PLC0415
+    from penstock.core.config.model import load_config  # noqa: PLC0415
+    from penstock.core.plugins.registry import default_registry  # noqa: PLC0415
 
-    # A table passes as it is: whoever opens a backend takes either.
-    return cast("str", load_config(url).backend)
+    config = load_config(url)
+    # Changing the registry of the whole process is safe here: a command handles one configuration.
+    default_registry().prefer(config.prefer.choices)
+    # typer declares the argument as a string, but `open_backend` takes a table as well.
+    return cast("str", config.backend)
 
 
 Url = Annotated[
@@ -63,11 +72,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def whole_number(text: str, what: str, least: int) -> int:
-    """The number that `text` is: `what` is what it stands for.
+    """Parse `text` as a whole number; `what` names it in the message of an error.
 
     Raises:
-        typer.BadParameter: It is none, or less than `least`.
+        typer.BadParameter: `text` is not a whole number, or is less than `least`.
     """
+    # `int` alone would take `1_000`, ` 7 ` and digits of other scripts.
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         msg = f"{text!r} is no {what}: give a whole number of at least {least}"
         raise typer.BadParameter(msg)
@@ -75,19 +85,19 @@ def whole_number(text: str, what: str, least: int) -> int:
 
 
 def step_of(text: str) -> int:
-    """The number of a step.
+    """Parse the number of a step.
 
     Raises:
-        typer.BadParameter: It is none.
+        typer.BadParameter: `text` is not the number of a step.
     """
     return whole_number(text, "step", 0)
 
 
 def step_or_latest(text: str) -> int | None:
-    """The number of a step; None for `latest`.
+    """Parse the number of a step; return None for `latest`.
 
     Raises:
-        typer.BadParameter: It is neither.
+        typer.BadParameter: `text` is neither a number nor `latest`.
     """
     if text == "latest":
         return None
@@ -114,7 +124,10 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; 
 
 @dataclass(slots=True)
 class Debugging:
-    """Whether errors are shown with tracebacks: `main` asks when the context is gone."""
+    """Records whether errors are shown with tracebacks (`--debug`).
+
+    A global, not typer's context: `main` handles errors after typer has dropped its context.
+    """
 
     wanted: bool = False
 
@@ -124,12 +137,42 @@ debugging = Debugging()
 
 @dataclass(slots=True)
 class Exits:
-    """With what the command exits when something went wrong: `diff` means another thing by 1."""
+    """Records the exit code for errors: 1, but 2 for `diff`, whose 1 means "they differ"."""
 
     trouble: int = 1
 
 
 exits = Exits()
+
+
+_TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aiohttp", "s3fs")
+"""Libraries whose DEBUG logs hold session tokens and URLs with passwords: kept at INFO."""
+
+
+class _VisibleFormatter(logging.Formatter):
+    """Escapes what could control a terminal: messages quote names that another user stored."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        # The lines of a traceback are its own, so each is kept; a message keeps only those that
+        # go on indented (see `visible_lines`), since a stored name may hold a line break.
+        lines = text.split("\n") if record.exc_info else None
+        return "\n".join(visible_lines(text) if lines is None else map(visible, lines))
+
+
+def log_visibly(level: int = logging.WARNING, form: str = "%(message)s") -> None:
+    """Send logs to standard error, as Python does by default, with control characters escaped.
+
+    Changes nothing where a program that calls the command has set up handlers of its own.
+    """
+    ours = [h for h in logging.root.handlers if isinstance(h.formatter, _VisibleFormatter)]
+    if logging.root.handlers and not ours:
+        return
+    for handler in ours:
+        logging.root.removeHandler(handler)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_VisibleFormatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _print_version(wanted: bool) -> None:
@@ -143,11 +186,9 @@ def _print_version(wanted: bool) -> None:
 def _set_debug(wanted: bool) -> None:
     debugging.wanted = wanted
     if wanted:
-        import logging  # noqa: PLC0415
-
-        logging.basicConfig(level=logging.DEBUG)
-        for name in ("botocore", "urllib3", "s3transfer", "aiobotocore"):
-            logging.getLogger(name).setLevel(logging.INFO)  # below, they print session tokens
+        log_visibly(level=logging.DEBUG, form=logging.BASIC_FORMAT)
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.INFO)
 
 
 @app.callback(epilog=EXAMPLES)

@@ -1,58 +1,48 @@
-"""Calls of stores that may hang, in a command that shall end all the same."""
+"""The time limit of a command (`--timeout`), which holds also where a store hangs."""
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
+import math
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
 from penstock.core.errors import StorageTimeoutError
-from penstock.core.pool import fulfil
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.core.workers import Workers
-
-_END_S = 2.0  # to end what is under way, and to look once more, when the time is over
+    from penstock.core.concurrency.timing import Timing
 
 T = TypeVar("T")
 
 
-class Deadline:
-    """The end of the time that a command may take, counted from now on."""
+class CommandDeadline(Deadline):
+    """Limits the time of a command, counted from its construction."""
 
-    def __init__(self, workers: Workers, timeout_s: float | None) -> None:
-        """Begin to count `timeout_s` seconds; None: as long as it takes."""
-        self._workers = workers
-        self._timeout_s = timeout_s
-        self._began_s = time.monotonic()
-
-    def taken_s(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._began_s
-
-    def is_over(self) -> bool:
-        """Whether there is no time left."""
-        return self._timeout_s is not None and self.taken_s() > self._timeout_s
+    def __init__(self, timing: Timing, timeout_s: float | None) -> None:
+        """Begin to count `timeout_s` seconds; None sets no limit."""
+        super().__init__(timeout_s, timing.clock)
+        self._timing = timing
 
     def ask(self, what: str, call: Callable[[], T], *, ending: bool = False) -> T:
-        """What `call` gives; what belongs to the end (`ending`) has a little longer.
+        """Return what `call` returns, if it returns before the deadline.
+
+        Args:
+            what: Names the call in the message of an error.
+            call: The call, made in a thread of its own where there is a limit.
+            ending: Allow `Timing.command_end_s` more: cleaning up begins when the time is over.
 
         Raises:
-            StorageTimeoutError: It gave nothing in time; its thread is left behind.
+            StorageTimeoutError: The deadline passed first; the thread of `call` is left behind.
         """
-        if self._timeout_s is None:
+        if self.limit_s == math.inf:
             return call()
-        future: Future[T] = Future()
-        self._workers.spawn("ask", partial(fulfil, future, call))
-        left_s = self._timeout_s + (_END_S if ending else 0.0) - self.taken_s()
-        try:
-            return future.result(max(0.0, left_s))
-        except FutureTimeoutError:
-            if future.done():
-                return future.result()  # at the last moment, or the error is its own
-            msg = f"{what} did not end within the {self._timeout_s:g} s of --timeout"
-            raise StorageTimeoutError(msg) from None
+
+        def late() -> StorageTimeoutError:
+            msg = f"{what} did not end within the {self.limit_s:g} s of --timeout"
+            return StorageTimeoutError(msg)
+
+        timing = self._timing
+        extra_s = timing.command_end_s if ending else 0.0
+        left = Deadline(max(0.0, self.limit_s + extra_s - self.taken_s()), timing.clock)
+        return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)

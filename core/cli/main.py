@@ -1,4 +1,4 @@
-"""Runs the `penstock` command, and says what went wrong."""
+"""The entry point of the `penstock` command, and the boundary that prints its errors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import os
 import sys
 from typing import NoReturn
 
-from penstock.core.cli import between, looking, tidying  # noqa: F401 - they declare the commands
-from penstock.core.cli.app import app, debugging, exits
+from penstock.core.cli import (
+    deletion_commands,  # noqa: F401 - importing it declares its commands
+    inspection_commands,  # noqa: F401 - likewise
+    transfer_commands,  # noqa: F401 - likewise
+)
+from penstock.core.cli.app import app, debugging, exits, log_visibly
+from penstock.core.cli.output.render import visible, visible_lines
 from penstock.core.errors import PenstockError
 
 
 def main() -> None:
-    """Run the command; errors are one message, without a traceback unless `--debug` is given.
+    """Run the command; print an error as one message, with a traceback only under `--debug`.
 
-    Exits with 0, 1 after an error (but see `exits`), 2 when it was called wrongly.
+    Exits with 0, with 1 after an error (but see `exits`), or with 2 after a wrong call.
     """
-    exits.trouble = 1
+    exits.trouble = 1  # a program may call `main` several times, `diff` among them
+    log_visibly()
     try:
         try:
             app(_in_order(sys.argv[1:]), prog_name="penstock")
         finally:
+            # Here, not when Python exits: it would print "Exception ignored" and exit with 120.
             sys.stdout.flush()
     except OSError as error:
         _show_traceback()
@@ -40,10 +47,10 @@ def main() -> None:
 
 
 def _in_order(arguments: list[str]) -> list[str]:
-    """What people write on the other side of the command.
+    """Move `--debug` before the command and `--json` behind it, where typer expects them.
 
-    `--debug` is an option of the whole, and is written behind the command that failed; `--json`
-    one of each command, and is written before it.
+    `--debug` is an option of the whole application, which users append to the command that
+    failed; `--json` is one of each command, which they write before it.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options, rest = arguments[:end], arguments[end:]
@@ -57,9 +64,7 @@ def _in_order(arguments: list[str]) -> list[str]:
 
 
 def _complain(message: str) -> NoReturn:
-    from penstock.core.cli.render import visible  # noqa: PLC0415
-
-    lines = [visible(line) for line in f"penstock: {message}".splitlines()]
+    lines = visible_lines(f"penstock: {message}")
     if sys.stderr.isatty():
         lines = [_wrapped(line) for line in lines]
     sys.stderr.write("\n".join(lines) + "\n")
@@ -85,13 +90,14 @@ def _show_traceback() -> None:
     if debugging.wanted:
         import traceback  # noqa: PLC0415
 
-        traceback.print_exc()
+        text = traceback.format_exc()
+        sys.stderr.write("\n".join(map(visible, text.split("\n"))))
 
 
 def _end_output(error: OSError) -> NoReturn:
-    # What is still buffered must not be tried again, with a traceback, when Python exits.
+    # Python flushes standard output once more when it exits, and would print a traceback.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno != errno.EPIPE:  # whoever stopped reading needs no message
+    if error.errno != errno.EPIPE:  # `penstock ls | head` closes the pipe early: no error
         what = error.filename or "standard output"
         sys.stderr.write(f"penstock: {what}: {error.strerror or error}\n")
     sys.exit(exits.trouble)

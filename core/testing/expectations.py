@@ -1,4 +1,4 @@
-"""Data, models and expectations that conformance checks share."""
+"""Expectations, data and models that the conformance checks share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.abc import API_VERSION, says_its_version
-from penstock.core.blame import said
+from penstock.core.foreign import said
 from penstock.core.types import ReadRequest, WriteRequest, align_up
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ MIB = 1 << 20
 
 
 class NotDeclaredError(unittest.SkipTest):
-    """The check is about a capability that the instance does not declare.
+    """A check is skipped, since its capability is not declared by the instance.
 
     Pytest and unittest show it as a skip, with the reason.
     """
 
 
 class NotTriedError(unittest.SkipTest):
-    """What the check is about cannot be tried here; the reason says why.
+    """A check is skipped, since it cannot be tried on this machine.
 
     Pytest and unittest show it as a skip, with the reason.
     """
@@ -42,9 +42,9 @@ class NotTriedError(unittest.SkipTest):
 def declared(
     claim: Callable[[Capabilities], bool], what: str, /
 ) -> Callable[[BackendCheck], BackendCheck]:
-    """Run the check only on backends that declare `what`; else raise NotDeclaredError.
+    """Run the check only on backends that declare `what`; raise NotDeclaredError on others.
 
-    What an instance declares is always checked: it alone decides, not who calls the check.
+    The instance alone decides, not the caller: a declared capability is always checked.
     """
 
     def gate(check: BackendCheck) -> BackendCheck:
@@ -63,7 +63,7 @@ def declared(
 
 
 def promise(check: BackendCheck, /) -> BackendCheck:
-    """Say in words what the check finds, whatever the backend raises meanwhile."""
+    """Turn any exception in the check into an AssertionError that names the broken promise."""
 
     @functools.wraps(check)
     def said_in_words(open_root: OpenRoot) -> None:
@@ -74,10 +74,10 @@ def promise(check: BackendCheck, /) -> BackendCheck:
 
 
 def expect_own_api_version(plugin: object, /) -> None:
-    """The class says itself which version of its contract it was written for.
+    """Check that the plugin's own class names the version of its contract.
 
     Raises:
-        AssertionError: It does not, or it is for another version.
+        AssertionError: The class names no version, or another one.
     """
     found = getattr(plugin, "api_version", None)
     assert found == API_VERSION, (
@@ -86,20 +86,20 @@ def expect_own_api_version(plugin: object, /) -> None:
     cls = type(plugin)
     assert says_its_version(cls), (
         f"write `api_version = {API_VERSION}` into {cls.__qualname__}: an inherited one changes "
-        "with Penstock, so nobody would notice that the contract has changed"
+        "with Penstock, so a change of the contract would go unnoticed"
     )
 
 
 @contextmanager
 def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
-    """Whatever the block raises is a breach of the contract, and is said as one.
+    """Turn an exception of the block into an AssertionError that says what was tried.
 
     Args:
-        what: What was tried, to begin the sentence with.
-        passing: Errors that are let through as they are.
+        what: The beginning of the message: what was tried.
+        passing: Errors that are raised as they are.
 
     Raises:
-        AssertionError: The block has raised something else; it is the cause.
+        AssertionError: The block raised another exception, which is the cause.
     """
     try:
         yield
@@ -108,7 +108,7 @@ def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
     except passing:
         raise
     except AssertionError as error:
-        if any(error.args):
+        if any(error.args):  # the check has written its own message
             raise
         msg = f"{what}: an `assert` without a text failed"
         raise AssertionError(msg) from error
@@ -119,7 +119,7 @@ def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def raises(*errors: type[Exception], by: str = "the call") -> Iterator[None]:
-    """Fail unless the block, which is described by `by`, raises one of `errors`."""
+    """Fail unless the block raises one of `errors`; `by` describes the block in the message."""
     names = " or ".join(error.__name__ for error in errors)
     try:
         yield
@@ -133,12 +133,15 @@ def raises(*errors: type[Exception], by: str = "the call") -> Iterator[None]:
 
 
 def pattern(length: int, seed: int = 0) -> bytes:
-    """Reproducible bytes in which no two stretches are alike."""
+    """Return reproducible bytes in which no two stretches are alike.
+
+    A backend that mixes up offsets would pass with bytes that repeat.
+    """
     return random.Random(seed).randbytes(length)  # noqa: S311 - for comparing, not for secrets
 
 
 def at_phase(data: bytes, phase: int) -> memoryview:
-    """`data` in writable memory whose address has `phase` modulo 4096, if the machine tells."""
+    """Copy `data` to writable memory whose address is `phase` modulo 4096."""
     import ctypes  # noqa: PLC0415 - only the checks need it
 
     memory = bytearray(len(data) + 2 * 4096)
@@ -151,7 +154,7 @@ def at_phase(data: bytes, phase: int) -> memoryview:
 
 @dataclass(slots=True)
 class Model:
-    """What a blob should hold, beside what was sent to it."""
+    """The requests to write a blob, and the bytes that the blob should hold afterwards."""
 
     align: int
     expected: bytearray = field(default_factory=bytearray)
@@ -159,7 +162,7 @@ class Model:
     end: int = 0
 
     def put(self, *parts: memoryview, gap: int = 0, phase: int | None = None) -> None:
-        """Plan a request behind the last one, on a unit of its own."""
+        """Plan a request behind the last one, on an alignment unit of its own."""
         offset = align_up(self.end, self.align) + gap * self.align
         offset += phase if phase is not None and self.align > 1 else 0
         data = b"".join(parts)
@@ -170,25 +173,25 @@ class Model:
 
 
 def read_all(backend: Backend, name: str, length: int) -> bytes:
-    """The first `length` bytes of a blob."""
+    """Read the first `length` bytes of a blob."""
     target = bytearray(length)
     backend.read([ReadRequest(name, 0, memoryview(target))])
     return bytes(target)
 
 
 def expect(got: object, expected: object, what: str) -> None:
-    """Fail unless `got`, which is described by `what`, is what the contract asks for."""
+    """Fail unless `got` equals `expected`; `what` describes it in the message."""
     assert got == expected, f"{what} is {got!r}, must be {expected!r}"
 
 
 def expect_names(backend: Backend, prefix: str, expected: list[str]) -> None:
-    """Fail unless `list(prefix)` gives these names, in this order."""
+    """Fail unless `list(prefix)` returns these names, in this order."""
     names = [info.name for info in backend.list(prefix)]
     assert names == expected, f"list({prefix!r}) gives {names}, must give {expected}"
 
 
 def expect_equal(got: bytes, expected: bytes | bytearray) -> None:
-    """Compare without printing megabytes."""
+    """Compare bytes; the message gives the first difference, not megabytes."""
     if got == expected:
         return
     pairs = enumerate(zip(got, expected, strict=False))
@@ -198,7 +201,7 @@ def expect_equal(got: bytes, expected: bytes | bytearray) -> None:
 
 
 def store(backend: Backend, name: str, model: Model) -> None:
-    """Write and seal all that `model` plans, and compare what reads back."""
+    """Write and seal the requests of `model`, and compare the bytes that are read back."""
     writer = backend.create(name, size_hint=model.end)
     writer.write(model.requests)
     writer.seal(model.end)

@@ -1,4 +1,4 @@
-"""Backends that misbehave on purpose, around any real one: for tests of engines and wrappers.
+"""Backends that fail, hang or crash on purpose, around any real backend.
 
 Operations are `create write seal abort read publish list stat delete`; calls are counted from 1.
 """
@@ -31,30 +31,30 @@ __all__ = [
 ]
 
 EFFECTS: tuple[Operation, ...] = ("create", "write", "seal", "abort", "publish", "delete")
-"""The operations that change what is stored."""
+"""The operations that change stored data."""
 
 _T = TypeVar("_T")
 
 
 class SimulatedCrashError(BaseException):
-    """The process is dead from here on; not an `Exception`, so nothing handles it by accident."""
+    """The process counts as dead; not an `Exception`, so that no handler continues after it."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """What happens to calls of one operation.
+    """A fault that hits calls of one operation.
 
     Attributes:
-        operation: Which calls.
-        first: Number of the first call (from 1, of those that match) that it happens to.
-        times: To how many calls in a row; None: to all from `first` on.
-        match: Only calls that name a blob or prefix containing this text.
-        error: Raised.
-        late: Raise only after the wrapped call was carried out: a lost answer.
-        seconds: Sleep before.
-        until: Wait for this event before.
-        seen: Matching calls so far.
-        reached: Set when the fault is met for the first time.
+        operation: The operation to hit.
+        first: The number, from 1, of the first matching call to hit.
+        times: The number of calls to hit in a row; None hits all from `first` on.
+        match: A text that a name in the call has to contain.
+        error: The error to raise; None raises nothing.
+        late: Whether to raise only after the wrapped call was carried out, as a lost answer does.
+        seconds: The seconds to sleep before the call.
+        until: An event to wait for before the call.
+        seen: The number of matching calls so far.
+        reached: An event that is set when a call is hit.
     """
 
     operation: Operation
@@ -69,7 +69,7 @@ class Fault:
     reached: threading.Event = field(default_factory=threading.Event)
 
     def applies(self, operation: str, names: tuple[str, ...]) -> bool:
-        """Count the call, and say whether it is hit."""
+        """Count the call if it matches, and return whether it is hit."""
         if operation != self.operation or not any(self.match in name for name in names or ("",)):
             return False
         self.seen += 1
@@ -79,7 +79,7 @@ class Fault:
 
 
 class FaultyBackend(WrapperBackend):
-    """Fails, sleeps or blocks where it was told to.
+    """Fails, sleeps or blocks as the test tells it.
 
     Example:
         `faulty.fail("publish", StorageError("no"), nth=2, match="commits/")`
@@ -96,7 +96,7 @@ class FaultyBackend(WrapperBackend):
 
     @property
     def calls(self) -> list[tuple[str, tuple[str, ...]]]:
-        """`(operation, names)` of every call so far, in order of arrival."""
+        """The `(operation, names)` of every call so far, in order of arrival."""
         with self._lock:
             return list(self._calls)
 
@@ -107,7 +107,7 @@ class FaultyBackend(WrapperBackend):
         return fault
 
     def clear(self) -> None:
-        """Behave from now on; calls that block stay blocked until their event is set."""
+        """Remove all faults; calls that are blocked stay so until their event is set."""
         with self._lock:
             self._faults.clear()
 
@@ -139,7 +139,7 @@ class FaultyBackend(WrapperBackend):
         with self._lock:
             self._calls.append((operation, names))
             hits = [fault for fault in self._faults if fault.applies(operation, names)]
-        for fault in hits:
+        for fault in hits:  # outside of the lock: a blocked call must not hold up other calls
             fault.reached.set()
             if fault.seconds:
                 time.sleep(fault.seconds)
@@ -155,10 +155,10 @@ class FaultyBackend(WrapperBackend):
 
 
 class CrashAt(WrapperBackend):
-    """Dies at the `n`-th call, before or after carrying it out; nothing reaches the store later.
+    """Crashes at the `n`-th call, before or after carrying it out; no later call is carried out.
 
-    With `kill` the process is really killed (SIGKILL); else `SimulatedCrashError` is raised, by
-    this and every later call, so that no clean-up of the caller can touch the store.
+    With `kill` the process is really killed (SIGKILL). Without it `SimulatedCrashError` is raised
+    by this and every later call, so that no clean-up of the caller can change the store.
     """
 
     name: ClassVar[str] = "crash"
@@ -196,9 +196,9 @@ class CrashAt(WrapperBackend):
             now = not was_dead and operation in self._operations and self._count == self._n
             self._dead = was_dead or now
         if was_dead and self._kill:
-            threading.Event().wait()  # another thread is about to kill the process
+            threading.Event().wait()  # forever: another thread is about to kill the process
         if now and self._after:
-            with contextlib.suppress(PenstockError):  # nobody hears the answer
+            with contextlib.suppress(PenstockError):  # a dead process receives no answer
                 call()
         if now and self._kill:
             os.kill(os.getpid(), signal.SIGKILL)

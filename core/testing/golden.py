@@ -1,4 +1,4 @@
-"""Golden files: bytes that were written once, and must come out the same for ever."""
+"""Golden files: bytes that were written once, and that must be written the same for ever."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 REWRITE_VARIABLE = "PENSTOCK_REWRITE_GOLDEN"
-"""Set to `1`, `check_golden` writes files instead of comparing with them."""
+"""The environment variable that, set to `1`, makes `check_golden` write files."""
 
 _SHOWN_BYTES = 16
 
@@ -15,8 +15,8 @@ def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
     """Compare `data` with the file at `path`, byte by byte.
 
     Raises:
-        AssertionError: They differ, or there is no such file. The message says where they differ
-            and how to write the file anew.
+        AssertionError: The bytes differ, or there is no such file. The message says where they
+            differ, and how to write the file anew.
     """
     file = Path(path)
     if rewriting():
@@ -39,7 +39,7 @@ def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
 
 
 def read_golden(path: str | os.PathLike[str], /) -> bytes:
-    """The bytes of the golden file at `path`, for a test that they can still be read.
+    """Return the bytes of the golden file at `path`, for a test that they can still be decoded.
 
     Raises:
         AssertionError: There is no such file.
@@ -52,7 +52,7 @@ def read_golden(path: str | os.PathLike[str], /) -> bytes:
 
 
 def rewriting() -> bool:
-    """Whether golden files are to be written anew.
+    """Return whether golden files are to be written anew.
 
     Raises:
         AssertionError: The variable is set to something else than `0` or `1`.

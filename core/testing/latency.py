@@ -1,4 +1,4 @@
-"""A backend that is slow on purpose, by the same delays in every run."""
+"""A backend that is slow on purpose, with the same delays in every run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from penstock.core.abc import BlobWriter
-from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.testing.wrapper import WrapperBackend, WrapperWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +20,22 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class LatencyBackend(WrapperBackend):
-    """Every call takes `latency_s` longer, and moved bytes pass at `bytes_per_s` at most.
+class _SlowWriter(WrapperWriter):
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        assert isinstance(self.backend, LatencyBackend)
+        self.backend.pass_bytes(sum(request.length for request in requests))
+        super().write(requests)
 
-    With `jitter_s` a call takes up to so much longer still. How much depends on `seed`, on the
-    operation and on how many such calls came before, but not on what other threads do.
+
+class LatencyBackend(WrapperBackend):
+    """Delays every call by `latency_s`, and limits the bytes moved to `bytes_per_s`.
+
+    `jitter_s` adds a random delay of at most that much. It depends on `seed`, on the operation and
+    on the number of such calls before, but not on the timing of other threads.
     """
 
     name: ClassVar[str] = "latency"
+    writer_class = _SlowWriter
 
     def __init__(
         self,
@@ -40,7 +47,7 @@ class LatencyBackend(WrapperBackend):
         seed: int = 0,
         bytes_per_s: float | None = None,
     ) -> None:
-        """Wrap `inner`; a mapping gives the seconds of single operations."""
+        """Wrap `inner`; a mapping gives the seconds by operation."""
         super().__init__(inner)
         self._latency_s = latency_s
         self._jitter_s = jitter_s
@@ -49,24 +56,21 @@ class LatencyBackend(WrapperBackend):
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards `_calls`
 
-    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Delegate, with a writer that is slow in proportion to its bytes."""
-        return _SlowWriter(self, super().create(name, size_hint=size_hint))
-
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Delegate, slowly."""
+        """Delegate after the time that the bytes take."""
         self.pass_bytes(sum(request.target.nbytes for request in requests))
         super().read(requests)
 
     def pass_bytes(self, count: int) -> None:
-        """Sleep as long as `count` bytes take."""
+        """Sleep for the time that `count` bytes take."""
         if self._bytes_per_s:
             time.sleep(count / self._bytes_per_s)
 
     def delay_s(self, operation: Operation, number: int) -> float:
-        """What call `number` (from 1) of `operation` takes longer, in seconds."""
+        """Return the delay in seconds of call `number` (from 1) of `operation`."""
         jitter_s = _seconds(self._jitter_s, operation)
         if jitter_s:
+            # Seeded by the call: one generator for all would depend on the order of threads.
             chance = random.Random(f"{self._seed} {operation} {number}")  # noqa: S311 - no secret
             jitter_s *= chance.random()
         return _seconds(self._latency_s, operation) + jitter_s
@@ -78,22 +82,6 @@ class LatencyBackend(WrapperBackend):
             number = self._calls[operation]
         time.sleep(self.delay_s(operation, number))
         return call()
-
-
-class _SlowWriter(BlobWriter):
-    def __init__(self, backend: LatencyBackend, inner: BlobWriter) -> None:
-        self._backend = backend
-        self._inner = inner
-
-    def write(self, requests: Sequence[WriteRequest], /) -> None:
-        self._backend.pass_bytes(sum(request.length for request in requests))
-        self._inner.write(requests)
-
-    def seal(self, length: int, /) -> None:
-        self._inner.seal(length)
-
-    def abort(self) -> None:
-        self._inner.abort()
 
 
 def _seconds(of: float | Mapping[str, float], operation: str) -> float:

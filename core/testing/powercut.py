@@ -1,10 +1,10 @@
 """A store in memory that can lose power, and then holds only what the contract calls durable.
 
-`seal`, `publish` and `delete` are durable once they have returned. Of everything else a cut leaves
-any part: of the bytes of a blob that is not sealed any 512-byte sectors, in any order; its name;
-a blob that was aborted; a publish under way or what it replaces; any of the names of a delete
-under way. So an engine that names data before it is durable, or deletes it before what names it,
-loses a checkpoint at some cut.
+`seal`, `publish` and `delete` are durable once they have returned. Anything else may or may not
+survive a cut: any 512-byte sectors of a blob that is not sealed, and its name; a blob that was
+aborted; a publish in flight, or the record that it replaces; any of the names of a delete in
+flight. So an engine that publishes a name before its data is durable, or deletes data before its
+name, loses a checkpoint at some cut.
 
 ```python
 disk = Disk(cut_at=7)                       # the power goes during the 7th effect on it
@@ -13,7 +13,7 @@ with suppress(SimulatedCrashError, PenstockError), Checkpointer(PowerCut(disk)) 
 survived = PowerCut(disk.cut(random.Random(seed)))  # one of many ways in which that can end
 ```
 
-Without `cut` the disk is what a process that died leaves: all that it had handed over.
+Without `cut` the disk holds what a killed process leaves: all that it had handed over.
 """
 
 from __future__ import annotations
@@ -56,44 +56,44 @@ _Fate: TypeAlias = "_File | None"
 
 
 class Disk:
-    """What is stored, certain or not; shared by any number of `PowerCut` backends. Thread-safe.
+    """The stored files, durable or not, shared by any number of backends. Thread-safe.
 
     Effects are creates, writes, seals, aborts, publishes and deletes; they are counted from 1.
     """
 
     def __init__(self, *, cut_at: int | None = None) -> None:
-        """An empty disk whose power goes during effect `cut_at`; None: whenever `cut` is called."""
+        """Create an empty disk that loses power during effect `cut_at`; None waits for `cut`."""
         self._cut_at = cut_at
         self._effects = 0
         self._dead = False
         self._ahead_s = 0.0
         self._files: dict[str, _File] = {}
-        self._aborted: dict[str, _File] = {}  # gone, but not durably
-        self._under_way: dict[str, list[_Fate]] = {}  # by the effect in which the power went
+        self._aborted: dict[str, _File] = {}  # deleted, but not durably
+        self._under_way: dict[str, list[_Fate]] = {}  # further outcomes of the effect that was cut
         self._lock = threading.RLock()  # guards all of the above
 
     @property
     def effects(self) -> int:
-        """How many there were so far, the one in which the power went included."""
+        """The number of effects so far, the one in which the power went included."""
         return self._effects
 
     @property
     def dead(self) -> bool:
-        """Whether the power is gone: every use raises `SimulatedCrashError`."""
+        """Whether the power is gone; then every use raises `SimulatedCrashError`."""
         return self._dead
 
     def advance(self, seconds: float) -> None:
-        """Let the store's clock go ahead by so much more."""
+        """Advance the store's clock, as if the time had passed."""
         with self._lock:
             self._ahead_s += seconds
 
     def cut_in(self, effects: int | None) -> None:
-        """Let the power go during that effect from now on, 1 being the next; None: not at all."""
+        """Cut the power during that effect, counted from now on (1 is the next); None: never."""
         with self._lock:
             self._cut_at = None if effects is None else self._effects + effects
 
     def copy(self, *, cut_at: int | None = None) -> Disk:
-        """Another disk with the same contents, as certain or not; effects count from 1 again."""
+        """Return another disk with the same files, durable or not; its effects count from 1."""
         with self._lock:
             other = Disk(cut_at=cut_at)
             other._ahead_s = self._ahead_s
@@ -102,16 +102,16 @@ class Disk:
             return other
 
     def cut(self, choice: random.Random) -> Disk:
-        """Take the power away; what `choice` lets survive, on a new disk that has power again.
+        """Cut the power, and return a new disk with the files that `choice` lets survive.
 
-        May be called again, for another way in which the same cut can end.
+        May be called again, for another outcome of the same cut.
         """
         with self._lock:
             self._dead = True
             return self._survived([(n, choice.choice(f)) for n, f in self._fates()], choice)
 
     def cuts(self, choice: random.Random, *, most: int) -> list[Disk]:
-        """As `cut`: every combination of what can become of each name, but `most` at most."""
+        """Cut the power, and return a disk for each combination of outcomes, but at most `most`."""
         with self._lock:
             self._dead = True
             fates = self._fates()
@@ -123,20 +123,20 @@ class Disk:
                 for chosen in itertools.product(*(of for _, of in fates))
             ]
 
-    # -- what backends do -----------------------------------------------------------------------
+    # -- called by backends ---------------------------------------------------------------------
 
     def now_s(self) -> float:
-        """The store's clock."""
+        """Return the time of the store's clock."""
         return time.time() + self._ahead_s
 
     def find(self, name: str) -> _File | None:
-        """What is seen under `name`, durable or not."""
+        """Return the file under `name`, durable or not; None if there is none."""
         with self._lock:
             self._check_power()
             return self._files.get(name)
 
     def listed(self, prefix: str) -> list[BlobInfo]:
-        """Like files: blobs that are not sealed are seen."""
+        """List files by name; as in a file system, blobs that are not sealed are listed."""
         with self._lock:
             self._check_power()
             return [
@@ -146,7 +146,7 @@ class Disk:
             ]
 
     def create(self, name: str) -> _File | None:
-        """An empty file that is not durable; None where the name is taken."""
+        """Create an empty file that is not durable; return None if the name is taken."""
         with self._lock:
             file = _File(bytearray(), self.now_s(), durable=False)
             self._effect({} if name in self._files else {name: [file]})
@@ -157,7 +157,7 @@ class Disk:
             return file
 
     def write(self, name: str, file: _File, requests: Sequence[WriteRequest]) -> None:
-        """Bytes that are seen, but not durable."""
+        """Write bytes that can be read, but are not durable."""
         with self._lock:
             grown = _File(bytearray(file.data), file.modified_s, durable=False)
             for request in requests:
@@ -171,7 +171,7 @@ class Disk:
             file.data = grown.data
 
     def seal(self, name: str, file: _File, length: int) -> None:
-        """Cut it to length; durable on return."""
+        """Truncate a file, and make it durable."""
         with self._lock:
             _extend(file, length)
             whole = _File(bytes(file.data[:length]), self.now_s(), durable=True)
@@ -180,14 +180,14 @@ class Disk:
             file.data, file.modified_s, file.durable = whole.data, whole.modified_s, True
 
     def abort(self, name: str, file: _File) -> None:
-        """Gone, until the next cut."""
+        """Delete a file, not durably: a cut may bring it back."""
         with self._lock:
-            self._effect({})  # the name is in doubt already
+            self._effect({})  # an unsealed file may be gone or present in any case
             if self._files.get(name) is file:
                 self._aborted[name] = self._files.pop(name)
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> bool:
-        """Replace it whole, durably; False where it is exclusive and the name is taken."""
+        """Replace a record durably; return False if it is exclusive and the name is taken."""
         with self._lock:
             file = _File(bytes(data), self.now_s(), durable=True)
             taken = exclusive and name in self._files
@@ -198,7 +198,7 @@ class Disk:
             return not taken
 
     def delete(self, names: Iterable[str]) -> None:
-        """All of them gone, durably."""
+        """Delete all names durably, as one effect."""
         with self._lock:
             names = list(names)
             self._effect({name: [None] for name in names})
@@ -206,10 +206,10 @@ class Disk:
                 self._files.pop(name, None)
                 self._aborted.pop(name, None)
 
-    # -- below ----------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _effect(self, fates: dict[str, list[_Fate]]) -> None:
-        """Count an effect; if the power goes during it, `fates` are further ways it can end."""
+        """Count an effect; if the power goes during it, `fates` are further outcomes by name."""
         self._check_power()
         self._effects += 1
         if self._effects == self._cut_at:
@@ -223,7 +223,7 @@ class Disk:
             raise SimulatedCrashError(msg)
 
     def _fates(self) -> list[tuple[str, list[_Fate]]]:
-        """What can become of each name."""
+        """Return the possible outcomes of a cut for each name."""
         found = []
         for name in sorted({*self._files, *self._aborted, *self._under_way}):
             file = self._files.get(name)
@@ -242,33 +242,33 @@ class Disk:
         for name, fate in chosen:
             if fate is not None:
                 data = bytes(fate.data) if fate.durable else _torn(fate.data, choice)
-                # It was read from the disk, so now it is there to stay.
+                # What the new disk shows after the cut has survived, so it is durable.
                 other._files[name] = _File(data, fate.modified_s, durable=True)
         return other
 
 
 class PowerCut(Backend):
-    """Blobs and records on a `Disk`; closing it leaves the disk alone."""
+    """Stores blobs and records on a `Disk`; closing it leaves the disk as it is."""
 
     name: ClassVar[str] = "powercut"
 
     def __init__(self, disk: Disk | None = None, /) -> None:
-        """Open `disk`; None: a new one."""
+        """Open `disk`; None opens a new one."""
         self.disk = disk or Disk()
         self._closed = False
 
     @property
     def url(self) -> str:
-        """Tells disks apart."""
+        """The URL, which differs from disk to disk."""
         return f"powercut://{id(self.disk):x}"
 
     @property
     def capabilities(self) -> Capabilities:
-        """No alignment, everything exclusive."""
-        return Capabilities(preferred_parallel=1, local=True)
+        """The capabilities: no alignment, exclusive publish, in the memory of this process."""
+        return Capabilities(preferred_parallel=1, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """As the contract says; the blob is listed before it is sealed."""
+        """Create a blob as the contract says; the blob is listed before it is sealed."""
         del size_hint
         self._check(name)
         file = self.disk.create(name)
@@ -278,7 +278,7 @@ class PowerCut(Backend):
         return _Writer(self.disk, name, file)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """As the contract says."""
+        """Read as the contract says."""
         for request in requests:
             data = self._find(request.name).data
             target = flat_view(request.target)
@@ -292,7 +292,7 @@ class PowerCut(Backend):
             target[:] = memoryview(data)[request.offset : stop]
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """As the contract says, and of one version even while the record is replaced."""
+        """Read a record as the contract says; one version even while the record is replaced."""
         data = self._find(name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -300,30 +300,30 @@ class PowerCut(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says."""
+        """Publish a record as the contract says."""
         self._check(name)
         if not self.disk.publish(name, data, exclusive=exclusive):
             msg = f"cannot publish {name} on {self.url}: the name is taken"
             raise BlobExistsError(msg)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says."""
+        """List as the contract says."""
         self._check(prefix, prefix=True)
         return self.disk.listed(prefix)
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
+        """Return size and time as the contract says."""
         file = self._find(name)
         return BlobInfo(name, len(file.data), file.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says; one effect, so a cut may take any of the names."""
+        """Delete as the contract says; one effect, so that a cut may take any of the names."""
         for name in names:
             self._check(name)
         self.disk.delete(names)
 
     def close(self) -> None:
-        """As the contract says."""
+        """Close as the contract says."""
         self._closed = True
         super().close()
 
@@ -348,7 +348,7 @@ class _Writer(BlobWriter):
         self._name = name
         self._file = file
         self._open = True
-        self._lock = threading.Lock()  # guards `_open`, and that nothing is written after a seal
+        self._lock = threading.Lock()  # guards `_open`: no write may come behind a seal
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
         with self._lock:
@@ -385,7 +385,8 @@ def _extend(file: _File, length: int) -> None:
 
 
 def _torn(data: bytes | bytearray, choice: random.Random) -> bytes:
-    """Any length up to that of `data`, and any sectors of it; the others zero, or anything."""
+    """Return `data` torn: cut to any length, with sectors replaced by zeros or random bytes."""
+    # Nothing, everything and a part are drawn equally often, of the length as of the sectors.
     length = choice.choice([0, len(data), choice.randint(0, len(data))])
     sectors = -(-length // SECTOR_BYTES)
     kept = choice.choice([0, -1, choice.getrandbits(sectors + 1)])

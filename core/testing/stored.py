@@ -1,4 +1,4 @@
-"""A checkpoint in memory: what core does with providers, without files."""
+"""A checkpoint in memory, which stores and restores through providers without files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Node, StateObject, StoredObject
-from penstock.core.describe import Description, describe_tree
-from penstock.core.place import StoredTree, place_tree, rebuild_tree
-from penstock.core.select import Rename, Selection
-from penstock.core.testing.lending import Lender
+from penstock.core.testing.codecs.lending import Lender
+from penstock.core.tree.describe import Description, describe_tree
+from penstock.core.tree.place import Placing
+from penstock.core.tree.select import Rename, Selection
+from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, show_path
 
 if TYPE_CHECKING:
     from penstock.core.abc import ByteSource, Placement, Target
-    from penstock.core.select import Patterns, RenameSpec
-    from penstock.core.tree import Providers
+    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.select import Patterns, RenameSpec
     from penstock.core.types import ObjectPath
 
 PIECE_BYTES = 48  # small, so that every sink is filled in several pieces
@@ -27,9 +28,10 @@ class Stored:
     """A described tree with its bytes.
 
     Attributes:
-        description: What the providers said.
-        tree: The same as a restore sees it.
-        data: Bytes of every object that is not tied to another.
+        providers: The providers that described the tree.
+        description: The entries that the providers described.
+        tree: The same entries as a restore sees them.
+        data: The bytes of every object that is not tied to another one.
     """
 
     providers: Providers
@@ -38,14 +40,15 @@ class Stored:
     data: dict[ObjectPath, bytes]
 
     def renamed(self, spec: RenameSpec) -> Stored:
-        """The same checkpoint with moved paths."""
+        """Return the same checkpoint with renamed paths."""
         rename = Rename(spec)
         moved = rename.apply([o.path for o in self.tree.objects])
-        tree = StoredTree(
-            [replace(o, path=moved[o.path]) for o in self.tree.objects],
-            [replace(n, path=rename(n.path)) for n in self.tree.nodes],
-            {moved[p]: v for p, v in self.tree.values.items()},
-            {moved[p]: moved[q] for p, q in self.tree.aliases.items()},
+        tree = replace(
+            self.tree,
+            objects=[replace(o, path=moved[o.path]) for o in self.tree.objects],
+            nodes=[replace(n, path=rename(n.path)) for n in self.tree.nodes],
+            values={moved[p]: v for p, v in self.tree.values.items()},
+            aliases={moved[p]: moved[q] for p, q in self.tree.aliases.items()},
         )
         return replace(self, tree=tree, data={moved[p]: v for p, v in self.data.items()})
 
@@ -53,14 +56,10 @@ class Stored:
         self, state: object, include: Patterns = None, exclude: Patterns = None,
         *, allow_pickle: bool = False,
     ) -> Placement:  # fmt: skip
-        """The plan of a restore into `state`, nothing filled yet."""
-        return place_tree(
-            state,
-            providers=self.providers,
-            stored=self.tree,
-            selected=Selection(include, exclude).selects,
-            allow_pickle=allow_pickle,
-        )
+        """Plan a restore into `state`, and fill nothing."""
+        selected = Selection(include, exclude).selects
+        placing = Placing(self.providers, self.tree, selected, allow_pickle=allow_pickle)
+        return placing.place_tree(state)
 
     def restore(
         self, state: object, include: Patterns = None, exclude: Patterns = None,
@@ -69,7 +68,7 @@ class Stored:
         """Restore into `state`, in small pieces.
 
         Raises:
-            AssertionError: Something is missing or does not fit.
+            AssertionError: An object is missing or does not fit.
         """
         placement = self.plan(state, include, exclude, allow_pickle=allow_pickle)
         assert not placement.missing, f"missing: {placement.missing}"
@@ -81,25 +80,21 @@ class Stored:
         self, include: Patterns = None, exclude: Patterns = None, *, device: str | None = None,
         allow_pickle: bool = False,
     ) -> Any:  # fmt: skip
-        """Build the tree anew."""
-        placement = rebuild_tree(
-            providers=self.providers,
-            stored=self.tree,
-            selected=Selection(include, exclude).selects,
-            device=device,
-            allow_pickle=allow_pickle,
-        )
+        """Load the tree without a template."""
+        selected = Selection(include, exclude).selects
+        placing = Placing(self.providers, self.tree, selected, allow_pickle=allow_pickle)
+        placement = placing.rebuild_tree(device=device)
         assert not placement.problems, f"problems: {placement.problems}"
         return self.complete(placement)
 
     def complete(self, placement: Placement, *, piece_bytes: int = 1 << 20) -> Any:
-        """Fill all targets, and finish; what `finish` gave."""
+        """Fill all targets, call `finish`, and return its result."""
         self.fill(placement, piece_bytes=piece_bytes)
         assert placement.finish is not None, "the plan of a whole tree has a finish"
         return placement.finish()
 
     def fill(self, placement: Placement, *, piece_bytes: int = 1 << 20) -> None:
-        """Fill every target once, last pieces first: any order has to do."""
+        """Fill every target once, last pieces first: a sink has to take them in any order."""
         done: set[int] = set()
         for target in placement.targets:
             if id(target.sink) in done:
@@ -123,7 +118,7 @@ def _fill(target: Target, data: bytes, piece_bytes: int) -> None:
 
 
 def store(state: object, *, providers: Providers, allow_pickle: bool = False) -> Stored:
-    """Describe `state` and take all its bytes at once."""
+    """Describe `state`, and copy all its bytes at once."""
     description = describe_tree(state, providers=providers, allow_pickle=allow_pickle)
     objects = [e for e in description.entries if isinstance(e, StateObject)]
     nodes = [e for e in description.entries if isinstance(e, Node)]
@@ -133,20 +128,21 @@ def store(state: object, *, providers: Providers, allow_pickle: bool = False) ->
         nodes,
         {o.path: data[o.path] for o in objects if o.kind is Kind.VALUE},
         {o.path: o.same_as for o in objects if o.same_as is not None},
+        dict(description.providers_used),
     )
     return Stored(providers, description, tree, data)
 
 
 def read_source(source: ByteSource) -> bytes:
-    """All bytes of a source, by `copy_out`."""
+    """Return all bytes of a source, by `copy_out`."""
     return read_piece(source, 0, source.nbytes)
 
 
 def read_piece(source: ByteSource, start: int, length: int) -> bytes:
-    """Bytes `[start, start + length)` of a source, by `copy_out` into a buffer that is lent.
+    """Return bytes `[start, start + length)` of a source, by `copy_out` into a lent buffer.
 
     Raises:
-        AssertionError: It keeps the buffer.
+        AssertionError: The source keeps the buffer.
     """
 
     def use(out: memoryview) -> bytes:

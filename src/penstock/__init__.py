@@ -19,10 +19,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.core.bars import ProgressBar
-    from penstock.core.checkpoint import Checkpoint
     from penstock.core.checkpointer import Checkpointer
-    from penstock.core.config import BackendConfig, CheckpointerConfig
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.config.plugin_choice import BackendConfig
     from penstock.core.errors import (
         BlobExistsError,
         BlobNotFoundError,
@@ -55,23 +54,27 @@ if TYPE_CHECKING:
         TornSnapshotError,
         UnsupportedStateError,
         UnsyncedError,
+        WrongPlaceError,
     )
-    from penstock.core.events import (
+    from penstock.core.markers import Grads, Rng
+    from penstock.core.reporting.events import (
         DeleteEvent,
         PruneEvent,
         RestoreEvent,
         SaveEvent,
         VerifyEvent,
     )
-    from penstock.core.markers import Grads, Rng
-    from penstock.core.reports import (
+    from penstock.core.reporting.progress_bar import ProgressBar
+    from penstock.core.reporting.reports import (
         CheckpointInfo,
+        CheckReport,
         Progress,
         RestoreReport,
         SaveHandle,
         SaveReport,
         VerifyReport,
     )
+    from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.types import Region
 
 __version__ = "0.1.0.dev0"
@@ -83,6 +86,7 @@ __all__ = [
     "BlobTruncatedError",
     "BusyError",
     "CapabilityError",
+    "CheckReport",
     "Checkpoint",
     "CheckpointGoneError",
     "CheckpointInfo",
@@ -127,28 +131,30 @@ __all__ = [
     "UnsyncedError",
     "VerifyEvent",
     "VerifyReport",
+    "WrongPlaceError",
 ]
 
 _HOME = {
-    "BackendConfig": "penstock.core.config",
-    "Checkpoint": "penstock.core.checkpoint",
-    "CheckpointInfo": "penstock.core.reports",
+    "BackendConfig": "penstock.core.config.plugin_choice",
+    "CheckReport": "penstock.core.reporting.reports",
+    "Checkpoint": "penstock.core.restore.checkpoint",
+    "CheckpointInfo": "penstock.core.reporting.reports",
     "Checkpointer": "penstock.core.checkpointer",
-    "CheckpointerConfig": "penstock.core.config",
-    "DeleteEvent": "penstock.core.events",
+    "CheckpointerConfig": "penstock.core.config.model",
+    "DeleteEvent": "penstock.core.reporting.events",
     "Grads": "penstock.core.markers",
-    "Progress": "penstock.core.reports",
-    "ProgressBar": "penstock.core.bars",
-    "PruneEvent": "penstock.core.events",
+    "Progress": "penstock.core.reporting.reports",
+    "ProgressBar": "penstock.core.reporting.progress_bar",
+    "PruneEvent": "penstock.core.reporting.events",
     "Region": "penstock.core.types",
-    "RestoreEvent": "penstock.core.events",
-    "RestoreReport": "penstock.core.reports",
+    "RestoreEvent": "penstock.core.reporting.events",
+    "RestoreReport": "penstock.core.reporting.reports",
     "Rng": "penstock.core.markers",
-    "SaveEvent": "penstock.core.events",
-    "SaveHandle": "penstock.core.reports",
-    "SaveReport": "penstock.core.reports",
-    "VerifyEvent": "penstock.core.events",
-    "VerifyReport": "penstock.core.reports",
+    "SaveEvent": "penstock.core.reporting.events",
+    "SaveHandle": "penstock.core.reporting.reports",
+    "SaveReport": "penstock.core.reporting.reports",
+    "VerifyEvent": "penstock.core.reporting.events",
+    "VerifyReport": "penstock.core.reporting.reports",
 }
 """Where each public name lives; the others are errors."""
 
@@ -163,4 +169,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -6,13 +6,12 @@ import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.errors import StorageError
-from penstock.core.testing import (
-    backends_access,
-    backends_blobs,
-    backends_instance,
-    backends_records,
-)
 from penstock.core.testing.backends import BACKEND_CHECKS, check_backend
+from penstock.core.testing.backends import access as backends_access
+from penstock.core.testing.backends import blobs as backends_blobs
+from penstock.core.testing.backends import instance as backends_instance
+from penstock.core.testing.backends import processes as backends_processes
+from penstock.core.testing.backends import records as backends_records
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import ReadRequest
 
@@ -34,7 +33,13 @@ def test_wrapper_conforms(tmp_path):
 def test_no_check_is_forgotten():
     written = {
         function
-        for module in (backends_access, backends_blobs, backends_instance, backends_records)
+        for module in (
+            backends_access,
+            backends_blobs,
+            backends_instance,
+            backends_processes,
+            backends_records,
+        )
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if list(inspect.signature(function).parameters) == ["open_root"]
     }

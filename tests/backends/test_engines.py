@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from penstock.backends.local import ring as ring_module
-from penstock.backends.local.batch import Batch
-from penstock.backends.local.ring import Ring
-from penstock.backends.local.ring_engine import _LOST, RingEngine
+from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.local.transfer import Transfer
 from penstock.backends.posix import PosixBackend, PosixConfig
-from penstock.backends.uring import UringBackend, UringConfig
+from penstock.backends.uring import ring as ring_module
+from penstock.backends.uring.backend import UringBackend, UringConfig
+from penstock.backends.uring.engine import _LOST, RingEngine
+from penstock.backends.uring.ring import Ring
 from penstock.core.errors import CapabilityError, StorageError
 from penstock.core.testing.expectations import at_phase, pattern
 from penstock.core.types import ReadRequest, WriteRequest
@@ -305,7 +305,7 @@ class LaterBrokenRing(Ring):
 
 def pipe_read(engine, fd, target):
     """A read that is in the kernel until something is written to the pipe."""
-    batch = Batch("read", "/pipes")
+    batch = TransferBatch("read", "/pipes")
     transfer = Transfer(batch, "pipe", fd, write=False, direct=False, offset=0)
     assert transfer.take(0, memoryview(target))
     engine.start(batch, [transfer])

@@ -3,6 +3,8 @@
 # ruff: noqa: PTH101, PTH208 - descriptors, flags and links are what is tested
 
 import os
+import subprocess
+import time
 
 import pytest
 
@@ -117,8 +119,7 @@ def test_a_folder_is_not_a_blob(files):
         files.read([ReadRequest("data/u", 0, memoryview(bytearray(1)))])
     with pytest.raises(StorageError):
         files.publish("data/u", b"x")
-    with pytest.raises(StorageError):
-        files.delete(["data/u"])
+    files.delete(["data/u"])  # no blob of that name is there, so it is skipped
     assert names(files) == ["data/u/index"]
 
 
@@ -150,6 +151,38 @@ def test_sweep_removes_old_temporary_files_and_old_empty_folders_and_nothing_els
     files.sweep(now_s - DAY_S)
     assert not (root / "data" / "dead").exists()
     assert (root / "data" / "u" / "blobs" / "0.raw").exists()
+
+
+@pytest.mark.parametrize("top", ["commits", "data"])
+@pytest.mark.parametrize("what", ["a symbolic link", "no folder"])
+def test_a_link_or_file_in_place_of_a_top_folder_is_an_error_and_no_empty_list(
+    what, top, files, tmp_path
+):
+    files.publish(f"{top}/1.json", b"x")
+    place = tmp_path / "root" / top
+    place.rename(tmp_path / "elsewhere")
+    if what == "no folder":
+        place.write_bytes(b"")
+    else:
+        place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match=f"{top} is {what}, .* Move the folder itself back"):
+        files.list(f"{top}/")
+
+
+def test_sweep_leaves_folders_alone_that_are_nested_deeper_than_names_go(files, tmp_path):
+    files.publish("data/u/index", b"x")
+    folder = os.open(tmp_path / "root" / "data", os.O_RDONLY)
+    for _ in range(2500):
+        os.mkdir("d", dir_fd=folder)
+        inner = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    try:
+        files.sweep(time.time() + DAY_S)
+        assert names(files) == ["data/u/index"]
+    finally:  # what removes temporary folders would recurse, too
+        subprocess.run(["rm", "-rf", str(tmp_path / "root")], check=True)
 
 
 def test_delete_removes_empty_folders_but_never_the_root(files, tmp_path):

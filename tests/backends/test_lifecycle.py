@@ -12,7 +12,7 @@ import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
-from penstock.backends.uring import UringBackend, UringConfig
+from penstock.backends.uring.backend import UringBackend, UringConfig
 from penstock.core.errors import ConfigError, StorageError
 from penstock.core.testing.expectations import pattern
 from penstock.core.types import ReadRequest, WriteRequest

@@ -19,9 +19,9 @@ from tests.backends.files_without_power import (
     Watched,
     lay_out,
 )
-from tests.integration.crash_scenarios import BOTH, DAY_S, contents, opened, save
+from tests.integration.atomic.crash_scenarios import BOTH, DAY_S, contents, opened, save
 
-from penstock.core.survey import survey_records
+from penstock.core.catalog.survey import survey_records
 from penstock.core.testing.expectations import pattern
 from penstock.core.types import WriteRequest
 

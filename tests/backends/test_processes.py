@@ -25,7 +25,7 @@ def opened(path, **options):
     if {kind!r} == "posix":
         from penstock.backends.posix import PosixBackend as B
     else:
-        from penstock.backends.uring import UringBackend as B
+        from penstock.backends.uring.backend import UringBackend as B
     return B(B.Config(path=path, **options))
 """
 

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.local.batch import Batch
+from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.kernel import address
 from penstock.backends.local.transfer import (
     MAX_VECTOR,
@@ -60,7 +60,7 @@ def test_direct_writes_cover_whole_pages_with_the_right_bytes(requests):
     content = expected_file(requests)
     got = bytearray(align_up(len(content), PAGE_BYTES))
     position = 0
-    for transfer in cut_writes(Batch("write", "/"), DIRECT, requests):
+    for transfer in cut_writes(TransferBatch("write", "/"), DIRECT, requests):
         views = Flight(transfer, Slot()).views()
         assert transfer.offset % PAGE_BYTES == 0
         assert transfer.offset >= position, "transfers overlap or go back"
@@ -80,7 +80,7 @@ def test_direct_writes_cover_whole_pages_with_the_right_bytes(requests):
 def test_buffered_writes_move_exactly_the_requests(requests):
     got = bytearray(len(expected_file(requests)))
     total = 0
-    for transfer in cut_writes(Batch("write", "/"), PLAIN, requests):
+    for transfer in cut_writes(TransferBatch("write", "/"), PLAIN, requests):
         at = transfer.offset
         for view in Flight(transfer, Slot()).views():
             got[at : at + view.nbytes] = view
@@ -107,8 +107,8 @@ def test_only_edges_are_copied_where_memory_and_file_have_one_phase(phase, lengt
     buffer = memory[start : start + length]
     offset = page * PAGE_BYTES + phase
     for transfers in (
-        cut_writes(Batch("write", "/"), DIRECT, [(offset, (buffer,))]),
-        cut_read(Batch("read", "/"), DIRECT, offset, buffer),
+        cut_writes(TransferBatch("write", "/"), DIRECT, [(offset, (buffer,))]),
+        cut_read(TransferBatch("read", "/"), DIRECT, offset, buffer),
     ):
         assert copied(transfers) < 2 * PAGE_BYTES
         assert len(transfers) <= -(-length // TRANSFER_BYTES)
@@ -116,12 +116,12 @@ def test_only_edges_are_copied_where_memory_and_file_have_one_phase(phase, lengt
 
 def test_a_chunk_of_16_mib_and_its_edges_is_one_call():
     buffer = at_phase(bytes(16 << 20), 64)
-    assert len(cut_writes(Batch("write", "/"), DIRECT, [(64, (buffer,))])) == 1
+    assert len(cut_writes(TransferBatch("write", "/"), DIRECT, [(64, (buffer,))])) == 1
 
 
 def test_memory_of_another_phase_goes_through_slots_of_bounded_size():
     buffer = at_phase(bytes(5 << 20), 7)
-    transfers = cut_writes(Batch("write", "/"), DIRECT, [(64, (buffer,))])
+    transfers = cut_writes(TransferBatch("write", "/"), DIRECT, [(64, (buffer,))])
     assert copied(transfers) == 5 << 20
     assert all(transfer.slot_bytes <= SLOT_BYTES for transfer in transfers)
     assert len(transfers) <= 6
@@ -129,7 +129,7 @@ def test_memory_of_another_phase_goes_through_slots_of_bounded_size():
 
 def test_neighbouring_small_requests_share_one_call():
     requests = [(n * 4096 + 64, (memoryview(bytes(3000)),)) for n in range(200)]
-    assert len(cut_writes(Batch("write", "/"), DIRECT, requests)) == 1
+    assert len(cut_writes(TransferBatch("write", "/"), DIRECT, requests)) == 1
 
 
 @given(plans(), st.data())
@@ -137,7 +137,7 @@ def test_short_results_are_resumed_where_they_stopped(requests, data):
     content = expected_file(requests)
     got = bytearray(align_up(len(content), PAGE_BYTES))
     for blob in (DIRECT, PLAIN):
-        for transfer in cut_writes(Batch("write", "/"), blob, requests):
+        for transfer in cut_writes(TransferBatch("write", "/"), blob, requests):
             flight, complete, last = Flight(transfer, Slot()), False, 0
             while not complete:
                 wire = b"".join(flight.views())
@@ -158,7 +158,7 @@ def test_reads_fill_the_targets_and_may_end_with_the_file(requests):
         offset = start
         for buffer in buffers:
             buffer[:] = bytes(buffer.nbytes)
-            for transfer in cut_read(Batch("read", "/"), DIRECT, offset, buffer):
+            for transfer in cut_read(TransferBatch("read", "/"), DIRECT, offset, buffer):
                 flight = Flight(transfer, Slot())
                 end = min(transfer.offset + transfer.length, len(content))
                 wire = memoryview(content)[transfer.offset : end]
@@ -174,6 +174,6 @@ def test_reads_fill_the_targets_and_may_end_with_the_file(requests):
 
 def test_transfers_stay_within_their_limit():
     buffers = tuple(at_phase(bytes(3 << 20), 0) for _ in range(20))
-    transfers = cut_writes(Batch("write", "/"), DIRECT, [(0, buffers)])
+    transfers = cut_writes(TransferBatch("write", "/"), DIRECT, [(0, buffers)])
     assert max(transfer.length for transfer in transfers) <= TRANSFER_BYTES + SLACK_BYTES
     assert sum(transfer.length for transfer in transfers) == align_down(60 << 20, PAGE_BYTES)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
-import sys
 
 import lz4.block
 import pytest
+import zstandard
 from pydantic import ValidationError
+from tests.codecs.zstd_frames import first_frame_bytes
 
 from penstock.codecs import lz4 as lz4_codec
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 # Written by version 1 of each codec: readable for ever.
 GOLDEN = [
@@ -52,10 +49,11 @@ def test_golden_frames_stay_readable(codec, frame, chunk):
 def test_zstd_frame_is_one_ordinary_frame_that_says_its_content_size(size):
     chunk = bytes(range(256)) * (size // 256) + bytes(size % 256)
     frame = _encode(ZstdCodec(ZstdConfig()), chunk)
-    assert zstd.get_frame_info(frame).decompressed_size == size
-    assert zstd.get_frame_info(frame).dictionary_id == 0
-    assert zstd.get_frame_size(frame) == len(frame)
-    assert zstd.decompress(frame) == chunk
+    parameters = zstandard.get_frame_parameters(frame)
+    assert parameters.content_size == size
+    assert parameters.dict_id == 0
+    assert first_frame_bytes(frame) == len(frame)
+    assert zstandard.decompress(frame) == chunk
 
 
 @pytest.mark.parametrize("size", [4 << 20, 8 << 20, (8 << 20) + 1])
@@ -111,8 +109,7 @@ def test_options_out_of_range_are_refused(config, options):
 
 
 def test_zstd_frame_without_content_size_is_refused():
-    compressor = zstd.ZstdCompressor()  # fed in two calls, it cannot know the size
-    frame = compressor.compress(b"x" * 100) + compressor.flush()
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"x" * 100)
     with pytest.raises(CodecError, match="says it holds None bytes"):
         _decode(ZstdCodec(ZstdConfig()), frame, 100)
 
@@ -124,7 +121,7 @@ def test_zstd_frame_that_asks_for_a_large_window_is_refused():
     block = struct.pack("<I", (128 << 10) << 3 | 0b010)[:3] + b"y"
     last = struct.pack("<I", (128 << 10) << 3 | 0b011)[:3] + b"y"
     frame = header + block * 39 + last
-    assert zstd.decompress(frame) == b"y" * size  # valid elsewhere
+    assert zstandard.decompress(frame) == b"y" * size  # valid elsewhere
     with pytest.raises(CodecError, match="too much memory"):
         _decode(ZstdCodec(ZstdConfig()), frame, size)
 
@@ -135,6 +132,52 @@ def test_zstd_frame_that_holds_more_than_it_says_is_refused():
     frame = header + struct.pack("<I", (100 << 3) | 1)[:3] + b"y" * 100
     with pytest.raises(CodecError):
         _decode(ZstdCodec(ZstdConfig()), frame, 5)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("size", [0, 9, 300_000])
+def test_zstd_frame_that_is_cut_off_or_has_a_tail_is_refused(size, checksum):
+    codec = ZstdCodec(ZstdConfig())
+    chunk = random.Random(7).randbytes(size)
+    frame = zstandard.ZstdCompressor(write_checksum=checksum).compress(chunk)
+    assert _decode(codec, frame, size) == chunk
+    for cut in range(1, 12):
+        with pytest.raises(CodecError):
+            _decode(codec, frame[:-cut], size)
+    skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 3) + b"any"
+    for tail in (b"\0", b"tail", skippable, zstandard.compress(b""), frame):
+        with pytest.raises(CodecError, match="further bytes"):
+            _decode(codec, frame + tail, size)
+
+
+def test_zstd_frame_whose_last_block_is_missing_is_refused_though_all_bytes_are_there():
+    header = b"\x28\xb5\x2f\xfd" + bytes([0b00100000, 5])
+    block = struct.pack("<I", 5 << 3)[:3] + b"whole"
+    last = struct.pack("<I", 0b001)[:3]  # holds nothing
+    codec = ZstdCodec(ZstdConfig())
+    assert _decode(codec, header + block + last, 5) == b"whole"
+    with pytest.raises(CodecError, match="cut off"):
+        _decode(codec, header + block, 5)
+
+
+def test_zstd_frame_with_a_dictionary_is_refused():
+    trained = zstandard.train_dictionary(1 << 10, [b"penstock %d" % n * 9 for n in range(99)])
+    frame = zstandard.ZstdCompressor(dict_data=trained).compress(b"penstock")
+    with pytest.raises(CodecError, match=r"dictionary [1-9]"):
+        _decode(ZstdCodec(ZstdConfig()), frame, 8)
+
+
+def test_a_zstd_decoder_that_failed_is_not_used_again():
+    codec = ZstdCodec(ZstdConfig())
+    chunk = random.Random(8).randbytes(200_000) + bytes(200_000)
+    frame = bytearray(_encode(codec, chunk))
+    whole = bytes(frame)
+    for at in range(12, len(frame), len(frame) // 60):
+        frame[at] ^= 0x55
+        with contextlib.suppress(CodecError):  # changed literals decode, to other bytes
+            _decode(codec, bytes(frame), len(chunk))
+        frame[at] ^= 0x55
+        assert _decode(codec, whole, len(chunk)) == chunk
 
 
 def test_lz4_block_length_beyond_the_frame_is_refused():

@@ -9,8 +9,8 @@ import copy
 import json
 import struct
 
-from penstock.core.compressed import compress, decompress, digest
-from penstock.core.fields import dump_json
+from penstock.core.format.strict_json import dump_json
+from penstock.core.format.zstd import compress, decompress, digest
 
 INTEGERS = (
     -1, 0, 1, 2, 3, 63, 64, 255, 4095, 4096, 1 << 16, 1 << 20, 1 << 28, 1 << 30, (1 << 30) + 1,

@@ -29,15 +29,15 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.codecs.lz4 import Lz4Codec
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc import CodecContext
-from penstock.core.chain import CodecChain, checksum
-from penstock.core.compressed import compress, decompress, digest
 from penstock.core.errors import CodecError, FormatError, PenstockError, UnsupportedStateError
-from penstock.core.index import IndexReader, load_hashes
-from penstock.core.manifest import PartEntry, commit_name, intent_name, part_name
-from penstock.core.part import decode_section, read_head
-from penstock.core.record import decode_commit, decode_intent
-from penstock.providers.decode import decode_value
-from penstock.providers.encode import encode_value
+from penstock.core.format.commit_record import decode_commit, decode_intent
+from penstock.core.format.index import IndexReader, load_hashes
+from penstock.core.format.part import decode_section, read_head
+from penstock.core.format.records import PartEntry, commit_name, intent_name, part_name
+from penstock.core.format.zstd import compress, decompress, digest
+from penstock.core.pipeline.chain import CodecChain, checksum
+from penstock.providers.values.decode import decode_value
+from penstock.providers.values.encode import encode_value
 
 STEP = 5
 _LEVELS = ("section", "section", "section", "section", "head", "body", "index", "hashes")

@@ -1,17 +1,23 @@
 """Builds small manifests for the tests of their bytes."""
 
-from penstock.core.blocks import block_count
-from penstock.core.index import encode_index
-from penstock.core.manifest import (
+from dataclasses import replace
+
+from tests.core.planned import NoBytes
+
+from penstock.core.abc import Node, StateObject
+from penstock.core.format.blocks import block_count
+from penstock.core.format.index import encode_index
+from penstock.core.format.part import decode_head, decode_section, encode_part
+from penstock.core.format.records import (
     BlobRecord,
     CodecRecord,
     CommitRecord,
-    NodeRecord,
     blob_name,
 )
-from penstock.core.part import decode_head, decode_section, encode_part
-from penstock.core.plan import Capture, PlanItem, plan_save
-from penstock.core.sections import ChunkResult, ObjectEntry, build_sections
+from penstock.core.format.section_writer import new_draft
+from penstock.core.pipeline.writer import ChunkResult
+from penstock.core.plan.save import Capture, PlannedObject, plan_save
+from penstock.core.save.manifest import build_sections
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
 
 UID = "0123456789abcdef" * 2
@@ -23,43 +29,29 @@ CHAINS = [
 ]
 
 
-def tensor(ordinal, path, shape=(3, 5), *, dtype="float32", item=None, role=Role.PARAMETER):
+def tensor(path, shape=(3, 5), *, dtype="float32", role=Role.PARAMETER):
     spec = TensorSpec(dtype, 4, tuple(shape))
     region = Region.whole(spec.shape)
-    return ObjectEntry(ordinal, path, Kind.TENSOR, spec, region, role, "tensor", None, item)
+    return StateObject(path, Kind.TENSOR, spec, region, role, "tensor", NoBytes(spec.nbytes))
 
 
-def value(ordinal, path, nbytes, *, item=None):
+def value(path, nbytes):
     spec = TensorSpec("uint8", 1, (nbytes,))
     region = Region.whole(spec.shape)
-    return ObjectEntry(ordinal, path, Kind.VALUE, spec, region, Role.OTHER, "json", None, item)
+    return StateObject(path, Kind.VALUE, spec, region, Role.OTHER, "json", NoBytes(nbytes))
 
 
-def tied(ordinal, path, target):
-    entry = target
-    return ObjectEntry(
-        ordinal,
-        path,
-        entry.kind,
-        entry.spec,
-        entry.region,
-        entry.role,
-        entry.form,
-        entry.path,
-        None,
-    )
+def tied(path, target):
+    return replace(target, path=path, same_as=target.path)
 
 
 def plan_of(entries, *, chains=None, chunk_bytes=2 * PAGE_BYTES):
-    items = [
-        PlanItem(
-            e.spec.nbytes, e.spec.itemsize, 64, e.path[0] if e.path else "", e.role,
-            (chains or {}).get(e.item, 0), "cpu", Capture.NOW,
-        )
-        for e in entries
-        if isinstance(e, ObjectEntry) and e.item is not None
-    ]  # fmt: skip
-    return plan_save(items, chunk_bytes=chunk_bytes, slab_limit_bytes=600, encoded_slab_bytes=800)
+    stored = [e for e in entries if isinstance(e, StateObject) and e.same_as is None]
+    objects = [
+        PlannedObject(entry, Capture.NOW, (chains or {}).get(item, 0))
+        for item, entry in enumerate(stored)
+    ]
+    return plan_save(objects, chunk_bytes=chunk_bytes, slab_limit_bytes=600, encoded_slab_bytes=800)
 
 
 def results_of(plan, block_bytes):
@@ -142,17 +134,47 @@ def commit_record(*, index, parts, **changes):
 
 def example():
     """A bit of everything: slab, several chunks, both chains, value, tie, empty, nodes."""
-    weight = tensor(1, ("model", "wte.weight"), (60, 70), item=0)
+    weight = tensor(("model", "wte.weight"), (60, 70))
     entries = [
-        NodeRecord(0, (), "dict"),
+        Node((), "dict"),
         weight,
-        tensor(2, ("model", "ln.weight"), (16,), item=1),
-        tensor(3, ("model", "ln.bias"), (16,), item=2),
-        tied(4, ("model", "head.weight"), weight),
-        NodeRecord(5, ("opt", "param_groups"), "list", {"keys": [1, None]}),
-        tensor(6, ("opt", "state", "a/b", "exp_avg"), (5000,), item=3, role=Role.OPTIMIZER),
-        tensor(7, ("opt", "state", "", "exp_avg_sq"), (5000,), item=4, role=Role.OPTIMIZER),
-        tensor(8, ("opt", "empty"), (0, 3), item=5),
-        value(9, ("epoch",), 17, item=6),
+        tensor(("model", "ln.weight"), (16,)),
+        tensor(("model", "ln.bias"), (16,)),
+        tied(("model", "head.weight"), weight),
+        Node(("opt", "param_groups"), "list", {"keys": [1, None]}),
+        tensor(("opt", "state", "a/b", "exp_avg"), (5000,), role=Role.OPTIMIZER),
+        tensor(("opt", "state", "", "exp_avg_sq"), (5000,), role=Role.OPTIMIZER),
+        tensor(("opt", "empty"), (0, 3)),
+        value(("epoch",), 17),
     ]
     return Manifest(entries, chains={3: 1, 4: 2})
+
+
+def draft_section(section):
+    """The draft of a section that is at hand as records."""
+    draft = new_draft()
+    draft.frames.extend(section.frames)
+    numbers = {}
+    columns = draft.columns
+    for record in section.objects:
+        spec = record.spec
+        key = (record.kind, spec.dtype, spec.itemsize, record.role, record.form)
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            draft.types.append(list(key))
+        if record.same_as is not None:
+            columns["same_as"].append([len(columns["path"]), record.same_as])
+        columns["ordinal"].append(record.ordinal)
+        columns["path"].append(record.path)
+        columns["type"].append(numbers[key])
+        columns["shape"].append(spec.shape)
+        columns["shards"].append([_shard_row(s, spec) for s in record.shards])
+    draft.node_rows.extend([n.ordinal, n.path, n.form, n.meta] for n in section.nodes)
+    return draft
+
+
+def _shard_row(shard, spec):
+    refs = [n for ref in shard.chunks for n in (ref.frame, ref.at, ref.stop - ref.start)]
+    if shard.region == Region.whole(spec.shape):
+        return [refs]
+    return [refs, shard.region.offsets, shard.region.sizes]

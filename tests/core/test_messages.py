@@ -15,8 +15,8 @@ from penstock.core.errors import (
     StepExistsError,
     StorageError,
 )
-from penstock.core.opening import open_backend
-from penstock.core.registry import Registry
+from penstock.core.plugins.registry import Registry
+from penstock.core.storage.open import open_backend
 
 ZSTD = ["zstd"]
 
@@ -322,3 +322,49 @@ def test_a_root_that_cannot_be_used_comes_first(tmp_path):
     with penstock.Checkpointer(f"posix://{tmp_path}/file/run") as ckpt:
         found = message(StorageError, ckpt.steps)
     assert found.startswith(f"{tmp_path}/file/run: cannot list commits/: Not a directory (ENOTDIR)")
+
+
+class FailsAtTheEnd(PairProvider):
+    """Cannot put together what was restored."""
+
+    def place(self, value, path, /, *, context):
+        placed = context.place(value.left, (*path, "left"))
+        placed.absorb(context.place(value.right, (*path, "right")))
+        placed.finish = lambda: 1 / 0
+        return placed
+
+    def rebuild(self, stored, /, *, device, context):
+        return Placement(finish=lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("use", ["restore", "load"])
+def test_what_fails_at_the_end_of_a_restore_is_told_with_provider_and_path(use):
+    registry = Registry()
+    registry.register(FailsAtTheEnd)
+    tree = state(pairs={"first": Pair(torch.ones(2), torch.ones(2))})
+    with penstock.Checkpointer("memory://", registry=registry) as ckpt:
+        ckpt.save(tree, 1, mode="blocking")
+        call = (lambda: ckpt.restore(tree)) if use == "restore" else ckpt.load
+        text = message(penstock.RestoreError, call)
+    assert "ZeroDivisionError: division by zero (by `finish` of provider 'pair' (" in text
+    assert ".FailsAtTheEnd) at pairs/first)" in text
+
+
+def test_a_form_of_two_providers_is_warned_of_while_it_is_saved(caplog):
+    class Other(PairProvider):
+        name = "other"
+
+        def claims(self, kind, /):
+            return None
+
+    registry = Registry()
+    registry.register(FailsAtTheEnd)
+    registry.register(Other)
+    tree = state(pair=Pair(torch.ones(2), torch.ones(2)))
+    with penstock.Checkpointer("memory://", registry=registry) as ckpt:
+        for step in (1, 2):
+            ckpt.save(tree, step, mode="blocking")
+        with pytest.raises(PluginError, match="form 'pair' is declared by provider"):
+            ckpt.load()
+    (said,) = [r.getMessage() for r in caplog.records if "form 'pair'" in r.getMessage()]
+    assert said.startswith("what is saved here can be restored, but load() would fail: form 'pair'")

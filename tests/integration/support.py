@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tests import interpreters
 
 from penstock import Checkpointer
-from penstock.backends.local.ring import DISABLE_VARIABLE, Ring
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.uring.ring import DISABLE_VARIABLE, Ring
 from penstock.core.errors import CapabilityError
-from penstock.core.paths import parse_path
+from penstock.core.tree.paths import parse_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,29 +57,32 @@ def saved_in_memory(seed, step):
 
 
 def run_program(text, *arguments, timeout):
-    """A Python program in a process of its own, to its end."""
-    return run_python("-c", text, *arguments, timeout=timeout)
+    """A Python program in a process of its own, to its end; it finds what this process finds."""
+    return interpreters.run("-c", text, *arguments, timeout=timeout, **_around())
 
 
 def run_python(*words, timeout, **variables):
-    """`python WORDS...` to its end; it finds what this process finds."""
+    """`python WORDS...` to its end, in an interpreter that starts with `variables`."""
+    around = _around(variables)
     return subprocess.run(
-        _command(words), capture_output=True, check=False, timeout=timeout, **_around(variables)
+        _command(words), capture_output=True, check=False, timeout=timeout, text=True, **around
     )
 
 
 def start_python(*words, wrap=(), **streams):
     """`python WORDS...`, under way; `wrap` stands before it."""
-    return subprocess.Popen([*wrap, *_command(words)], **_around({}), **streams)
+    if not wrap:
+        return interpreters.start(*words, **_around(), **streams)
+    return subprocess.Popen([*wrap, *_command(words)], text=True, **_around(), **streams)
 
 
 def _command(words):
     return [sys.executable, *map(str, words)]
 
 
-def _around(variables):
+def _around(variables=None):
     found = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
-    return {"cwd": ROOT, "text": True, "env": {**os.environ, **found, **variables}}
+    return {"cwd": ROOT, "env": {**os.environ, **found, **(variables or {})}}
 
 
 @contextmanager
@@ -166,8 +170,7 @@ def place_of(checkpoint, path, number=0):
     """Where frame `number` of the object at `path` is."""
     contents = checkpoint.contents
     found = contents.find(parse_path(path))
-    section = contents.section(found.part, found.section)
-    frame = section.frames[found.record.shards[0].chunks[number].frame]
+    frame = found.frames[found.record.shards[0].chunks[number].frame]
     blob = contents.head(found.part).blobs[frame.blob].name
     return Place(blob, frame.offset, frame.length)
 

@@ -22,9 +22,9 @@ from torch import nn
 import penstock
 from penstock import Checkpointer, Region
 from penstock.core.abc import Placement, StateObject, StateProvider
-from penstock.core.registry import GROUPS, Registry
+from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.types import Kind, Role, TensorSpec
-from penstock.providers.memory import TensorSource
+from penstock.providers.tensor.memory import TensorSource
 
 # So small that some 100 KB of state have slabs and many chunks; `TINY_BUDGET` is less than that.
 SMALL = {"chunk_bytes": 16384, "block_bytes": 4096, "workers": 2}
@@ -187,6 +187,7 @@ class HeldProvider(StateProvider):
 
     api_version = 1
     name = "held"
+    forms = ()
 
     def claims(self, kind, /):
         return 50 if kind is Held else None
@@ -225,8 +226,8 @@ def held_checkpointer(backend, **options) -> Iterator[Checkpointer]:
             raise
 
 
-FENCE = ("penstock.core.saving", "fence")
-CAPTURE = ("penstock.core.saving", "capture_now")
+FENCE = ("penstock.core.save.job", "fence")
+CAPTURE = ("penstock.core.save.job", "capture_now")
 
 
 @contextmanager

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.testing.providers import store
-from penstock.core.tree import StaticProviders
+from penstock.core.testing.static_providers import StaticProviders
 from penstock.providers.grads import GradsProvider
-from penstock.providers.module import ModuleProvider
+from penstock.providers.module.provider import ModuleProvider
 from penstock.providers.ndarray import NdarrayProvider
-from penstock.providers.optimizer import OptimizerProvider
+from penstock.providers.optimizer.provider import OptimizerProvider
 from penstock.providers.rng import RngProvider
 from penstock.providers.stateful import StatefulProvider
-from penstock.providers.tensor import TensorProvider
-from penstock.providers.value import ValueProvider
+from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.values import ValueProvider
 
 
 @pytest.fixture(scope="session")

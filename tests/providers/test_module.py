@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.core.abc import Node
-from penstock.core.errors import UnsupportedStateError
+from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
 
@@ -342,3 +342,315 @@ def test_fsdp_is_refused_with_what_to_do(save, tmp_path):
             save({"a": {"b": nn.Sequential(sharded)}})
     finally:
         dist.destroy_process_group()
+
+
+class Keeper(nn.Module):
+    """Puts a plain value into its state dict, and takes it out again."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(len(str(epoch)))))
+        self.epoch = epoch
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}epoch"] = self.epoch
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.epoch = state.pop(f"{prefix}epoch")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Overriding(nn.Linear):
+    """Adds to what `state_dict` gives, and takes it back in `load_state_dict`."""
+
+    def __init__(self, epoch):
+        super().__init__(2, 2)
+        self.epoch = epoch
+
+    def state_dict(self, *args, **kwargs):
+        return super().state_dict(*args, **kwargs) | {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        self.epoch = state.pop("epoch")
+        return super().load_state_dict(state)
+
+
+class WithHooks(nn.Linear):
+    """The same by hooks."""
+
+    def __init__(self, epoch):
+        super().__init__(2, 2)
+        self.epoch = epoch
+        self.register_state_dict_post_hook(self._add)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    @staticmethod
+    def _add(module, state, prefix, metadata):
+        state[f"{prefix}epoch"] = module.epoch
+
+    @staticmethod
+    def _take(module, state, prefix, *args):
+        module.epoch = state.pop(f"{prefix}epoch")
+
+
+VALUES = [7, "text", None, True, 2.5, [1, "a"], {"a": (1, 2)}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("make", [Keeper, Overriding, WithHooks])
+def test_plain_values_of_a_state_dict_come_back_as_the_module_loads_them(save, make, value):
+    one, other = make(value), make(0)
+    placement = save({"m": one}).restore({"m": other})
+    assert ("m", "epoch") in placement.values
+    assert (type(other.epoch), other.epoch) == (type(value), value)
+    assert torch.equal(other.weight, one.weight)
+
+
+@pytest.mark.parametrize("make", [Keeper, WithHooks])
+def test_so_do_those_of_modules_inside(save, make):
+    one, other = nn.Sequential(nn.Linear(1, 1), make(7)), nn.Sequential(nn.Linear(1, 1), make(0))
+    placement = save({"m": one}).restore({"m": other})
+    assert ("m", "1.epoch") in placement.values
+    assert other[1].epoch == 7
+    assert equal(nn.ModuleList([one[0]]), nn.ModuleList([other[0]]))
+
+
+def test_nothing_is_loaded_by_the_module_before_everything_is_read(save):
+    stored = save({"m": Keeper(7)})
+    target = Keeper(0)
+    placement = stored.plan({"m": target})
+    stored.fill(placement)
+    assert target.epoch == 0
+    placement.finish()
+    assert target.epoch == 7
+
+
+def test_what_is_not_selected_of_a_module_keeps_its_value_when_that_is_loaded(save):
+    stored = save({"m": nn.ModuleList([Keeper([7]), Keeper(8)])})
+    target = nn.ModuleList([Keeper([1, 2]), Keeper(3)])
+    items = target[0].epoch
+    stored.restore({"m": target}, include="m/1")
+    assert [k.epoch for k in target] == [[1, 2], 8]
+    assert items == [1, 2]
+    stored.restore({"m": target}, include="m/*.weight")
+    assert [k.epoch for k in target] == [[1, 2], 8]
+    assert torch.equal(target[0].weight, torch.full((2,), 3.0))
+    untouched = Keeper(3)
+    untouched._load_from_state_dict = None  # would fail if it were called
+    save({"m": Keeper(1), "x": torch.ones(1)}).restore(
+        {"m": untouched, "x": torch.ones(1)}, include="x"
+    )
+
+
+@pytest.mark.parametrize("value", [*VALUES, (3, 4)], ids=str)
+def test_a_value_that_no_code_of_the_module_takes_is_refused_by_name(save, value):
+    class Shown(nn.Linear):
+        """Shows an attribute, and never takes it back."""
+
+        value = 0
+
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}value"] = self.value
+
+    one = Shown(1, 1)
+    one.value = value
+    stored, target = save({"m": one}), Shown(1, 1)
+    for attribute in (0, value):
+        target.value = attribute
+        (problem,) = stored.plan({"m": target}).problems
+        assert problem.startswith("m/value is a plain ")
+        assert "exclude it" in problem
+    target.value = 0
+    stored.restore({"m": target}, exclude="m/value")
+    assert target.value == 0
+    assert torch.equal(target.weight, one.weight)
+
+
+def test_a_value_that_the_module_leaves_behind_is_an_error(save):
+    class Deaf(Keeper):
+        def _load_from_state_dict(self, *args):
+            nn.Module._load_from_state_dict(self, *args)
+
+    with pytest.raises(RestoreError, match=r"^m: .* left epoch in the state dict"):
+        save({"m": Keeper(7)}).restore({"m": Deaf(0)})
+
+
+def test_a_module_that_cannot_load_says_which(save):
+    class Broken(Keeper):
+        def _load_from_state_dict(self, *args):
+            raise ValueError("no")
+
+    with pytest.raises(RestoreError, match=r"^a/m: .*own code failed .*ValueError: no"):
+        save({"a": {"m": Keeper(7)}}).restore({"a": {"m": Broken(0)}})
+
+
+class Derived(nn.Module):
+    """Keeps twice its weight, made anew by a hook whenever a state dict was loaded."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(value)))
+        self.register_buffer("twice", self.weight.detach() * 2, persistent=False)
+        self.calls = 0
+        self.register_load_state_dict_post_hook(self._derive)
+
+    @staticmethod
+    def _derive(module, incompatible):
+        assert incompatible.missing_keys == incompatible.unexpected_keys == []
+        module.calls += 1
+        module.twice.copy_(module.weight.detach() * 2)
+
+
+def test_what_a_load_hook_derives_is_derived_from_what_is_restored(save):
+    stored = save({"m": nn.Sequential(Derived(1), Derived(2)), "x": 1})
+    target = nn.Sequential(Derived(3), Derived(4))
+    memory = target[0].weight.data_ptr()
+    stored.restore({"m": target, "x": 0})
+    assert [d.twice.tolist() for d in target] == [[2, 2], [4, 4]]
+    assert [d.calls for d in target] == [1, 1]
+    assert target[0].weight.data_ptr() == memory
+    stored.restore({"m": target, "x": 0}, include="x")
+    assert [d.calls for d in target] == [1, 1]
+
+
+def test_the_hooks_of_wrappers_run_as_well(save):
+    wrapped = nn.DataParallel(Derived(3))
+    calls = []
+    wrapped.register_load_state_dict_post_hook(lambda module, keys: calls.append(module))
+    save({"m": Derived(1)}).restore({"m": wrapped})
+    assert calls == [wrapped]
+    assert wrapped.module.twice.tolist() == [2, 2]
+
+
+def test_a_module_may_reset_itself_before_it_reads_what_is_loaded(save):
+    class Resets(nn.Linear):
+        def _load_from_state_dict(self, *args):
+            with torch.no_grad():
+                self.weight.zero_()
+            super()._load_from_state_dict(*args)
+
+    one, other = Resets(2, 2), Resets(2, 2)
+    weight = other.weight
+    save({"m": one}).restore({"m": other})
+    assert torch.equal(other.weight, one.weight)
+    assert other.weight is weight
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_code_of_a_module_may_stand_beside_tensors_that_torch_hardly_writes(save, inference):
+    def make(epoch):
+        with torch.inference_mode(inference):
+            module = nn.Sequential(Keeper(epoch))
+            module[0].register_buffer("wide", torch.full((1,), float(epoch)).expand(3))
+        return module
+
+    target = make(1)
+    save({"m": make(7)}).restore({"m": target})
+    assert target[0].epoch == 7
+    assert target[0].wide.tolist() == [7, 7, 7]
+    assert target[0].weight.tolist() == make(7)[0].weight.tolist()
+
+
+class Packed(nn.Module):
+    """Keeps its weight in a form of its own, and shows a plain tensor."""
+
+    def __init__(self, *values):
+        super().__init__()
+        self.values = list(values)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = torch.tensor(self.values)
+        destination[f"{prefix}parts"] = [torch.tensor(v) for v in self.values]
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.values = state.pop(f"{prefix}weight").tolist()
+        self.parts = state.pop(f"{prefix}parts")
+
+
+def test_tensors_made_for_the_state_dict_go_back_through_the_module(save):
+    target = nn.Sequential(Packed(0.0))
+    save({"m": nn.Sequential(Packed(1.0, 2.0, 3.0))}).restore({"m": target})
+    assert target[0].values == [1.0, 2.0, 3.0]
+    assert [p.item() for p in target[0].parts] == [1.0, 2.0, 3.0]
+
+
+class Halved(nn.Linear):
+    """Shows its weight in half precision, which torch copies into the real one."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(self._halve)
+
+    @staticmethod
+    def _halve(module, state, prefix, metadata):
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+
+
+def test_a_tensor_that_torch_itself_can_load_is_loaded(save):
+    one, other = Halved(), Halved()
+    save({"m": one}).restore({"m": other})
+    assert torch.equal(other.weight, one.weight.half().float())
+
+
+class Averages(nn.Module):
+    """Has a state dict of its own making, nested and without any of torch's options."""
+
+    def __init__(self, decay):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.decay = decay
+
+    def state_dict(self):
+        self.shown = {"inner": self.inner.state_dict(), "decay": self.decay}
+        return self.shown
+
+    def load_state_dict(self, state):
+        assert state is not self.shown
+        self.inner.load_state_dict(state["inner"])
+        self.decay = state["decay"]
+
+
+class Detached(nn.Linear):
+    """Shows its tensors detached."""
+
+    def state_dict(self):
+        return {name: p.detach() for name, p in self.named_parameters()}
+
+
+def test_a_state_dict_without_the_options_of_torch_comes_back(save):
+    one, other = Averages(0.9), Averages(0.5)
+    weight = other.inner.weight
+    stored = save({"m": one})
+    stored.restore({"m": other})
+    assert other.decay == 0.9
+    assert torch.equal(weight, one.inner.weight)
+    detached, target = Detached(2, 2), Detached(2, 2)
+    placement = save({"m": detached}).restore({"m": target})
+    assert torch.equal(target.weight, detached.weight)
+    assert [t.sink.memory.storage for t in placement.targets] == [
+        target.weight.data_ptr(),
+        target.bias.data_ptr(),
+    ]
+
+
+class LiveList(nn.Module):
+    """Shows live objects that nothing loads: what is in them is restored in place."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.live = {"t": torch.full((2,), float(value)), "n": value}
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}live"] = self.live
+
+
+def test_values_beside_tensors_in_a_live_container_are_restored(save):
+    one, other = LiveList(1), LiveList(2)
+    tensor = other.live["t"]
+    save({"m": one}).restore({"m": other})
+    assert other.live["n"] == 1
+    assert other.live["t"] is tensor
+    assert tensor.tolist() == [1, 1]

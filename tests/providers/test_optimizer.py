@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from penstock.core.errors import RestoreError
 from penstock.core.testing.providers import check_provider
 from penstock.core.types import Role
 
@@ -389,10 +392,28 @@ def test_without_names_parameters_are_matched_by_order_with_a_warning(save):
     _, optimizer = nameless()
     stored = save({"opt": optimizer})
     _, other = nameless(1, steps=0)
-    with pytest.warns(UserWarning, match="opt: nobody names the parameters.*by order"):
+    with pytest.warns(UserWarning, match="opt: the parameters .* no names.*by order"):
         placement = stored.restore({"opt": other})
     assert placement.notes["matched_by"] == "order"
     assert flat(other.state_dict()) == flat(optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*by order.*")
+def test_of_several_optimizers_the_one_matched_by_order_is_told(save):
+    model, named = trained()
+    stored = save({"m": model, "a": named, "b": nameless()[1], "c": named})
+    other, target = trained(seed=1)
+    state = {"m": other, "a": target, "b": nameless(1)[1], "c": target}
+    assert stored.restore(state).notes["matched_by"] == "order"
+    assert stored.restore(state, exclude="b").notes["matched_by"] == "name"
+
+
+def test_without_an_optimizer_nothing_is_matched(save):
+    model, optimizer = trained()
+    stored = save({"m": model, "o": optimizer})
+    state = {"m": model, "o": optimizer}
+    assert "matched_by" not in stored.restore(state, include="m").notes
+    assert "matched_by" not in save({"m": model}).restore({"m": model}).notes
 
 
 @pytest.mark.filterwarnings("ignore:.*by order.*")
@@ -583,3 +604,75 @@ def test_a_class_of_another_name_with_more_options_does(save):
     mine = Mine(model.parameters())
     saved.restore({"model": model, "optimizer": mine})
     assert (mine.param_groups[0]["lr"], mine.param_groups[0]["mine"]) == (0.25, 1)
+
+
+def trained(kind=torch.optim.Adam, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 2).to(dtype)
+    optimizer = kind(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_load_hooks_of_an_optimizer_see_what_is_restored(save):
+    model, optimizer = trained()
+    stored = save({"m": model, "o": optimizer})
+    target, other = trained(seed=1)
+    seen = []
+
+    def before(optimizer, state):
+        seen.append(("before", state["state"][0]["exp_avg"].clone()))
+
+    def after(optimizer):
+        seen.append(("after", optimizer.state[target.weight]["exp_avg"].clone()))
+        optimizer.state[target.weight]["step"].zero_()
+
+    other.register_load_state_dict_post_hook(after)
+    stored.restore({"m": target, "o": other}, include="m")
+    assert not seen
+    stored.restore({"m": target, "o": other})
+    other.register_load_state_dict_pre_hook(before)
+    stored.restore({"m": target, "o": other})
+    assert [name for name, _ in seen] == ["after", "before", "after"]
+    assert all(torch.equal(t, optimizer.state[model.weight]["exp_avg"]) for _, t in seen)
+    assert other.state[target.weight]["step"] == 0
+    assert other.state[target.bias]["step"] == 1
+
+
+class Deriving(torch.optim.Adam):
+    """Derives something from its state whenever that is loaded, which is a copy then."""
+
+    total = None
+
+    def load_state_dict(self, state):
+        super().load_state_dict(copy.deepcopy(state))
+        self.total = sum(s["exp_avg"].double().sum().item() for s in self.state.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_overridden_load_state_dict_is_called_and_state_keeps_its_dtype(save, dtype):
+    model, optimizer = trained(Deriving, dtype)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-3  # fp32 moments of bf16 parameters
+        state["nested"] = [state["exp_avg"] + 1]
+    stored = save({"m": model, "o": optimizer})
+    target, other = trained(Deriving, dtype, seed=1)
+    moments = [state["exp_avg_sq"] for state in other.state.values()]
+    stored.restore({"m": target, "o": other})
+    assert all(map(operator.is_, moments, [s["exp_avg_sq"] for s in other.state.values()]))
+    for one, two in zip(model.parameters(), target.parameters(), strict=True):
+        assert other.state[two]["exp_avg"].dtype is torch.float32
+        assert torch.equal(other.state[two]["exp_avg"], optimizer.state[one]["exp_avg"])
+        assert torch.equal(other.state[two]["nested"][0], optimizer.state[one]["nested"][0])
+    expected = sum(s["exp_avg"].sum().item() for s in optimizer.state.values())
+    assert other.total == pytest.approx(expected, rel=1e-2)
+
+
+def test_an_optimizer_that_cannot_load_says_which(save):
+    model, optimizer = trained()
+    stored = save({"m": model, "a": {"o": optimizer}})
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: 1 / 0)
+    with pytest.raises(RestoreError, match=r"^a/o: .*own code failed .*ZeroDivisionError"):
+        stored.restore({"m": model, "a": {"o": optimizer}})

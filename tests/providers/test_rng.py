@@ -63,6 +63,57 @@ def test_random_state_is_set_after_everything_else_is_loaded(save):
     assert draw() == expected
 
 
+class Looker:
+    """Draws when it is asked for its state, as torchdata's loader does before its first batch."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+
+    def state_dict(self):
+        torch.rand(1, generator=self.generator)
+        return {"a": random.random()}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_random_state_is_captured_after_all_that_may_draw_whatever_its_place(save):
+    generator = torch.Generator()
+    state = {
+        "rng": Rng(),
+        "first": [generator, Looker(generator)],
+        "deep": {"own": random.Random(1), "last": [Looker()]},
+    }
+    stored = save(state)
+    expected = draw(), torch.rand(1, generator=generator)
+    stored.restore(state)
+    assert (draw(), torch.rand(1, generator=generator)) == expected
+    tree = stored.load()
+    assert list(tree) == list(state)
+    assert list(tree["deep"]) == ["own", "last"]
+    assert list(tree["first"][0]) == ["state"]
+
+
+def test_random_state_inside_of_another_object_is_captured_with_it(save):
+    class Holder:
+        """Hands out a generator among its state."""
+
+        def __init__(self):
+            self.generator = torch.Generator()
+
+        def state_dict(self):
+            return {"list": [self.generator, torch.ones(1)], "n": 1}
+
+        def load_state_dict(self, state):
+            self.generator.set_state(state["list"][0]["state"])
+
+    holder = Holder()
+    stored = save({"h": holder, "rng": Rng()})
+    expected = torch.rand(2, generator=holder.generator)
+    stored.restore({"h": holder, "rng": Rng()})
+    assert torch.equal(torch.rand(2, generator=holder.generator), expected)
+
+
 def test_one_kind_alone(save):
     stored = save({"rng": Rng()})
     expected = draw()

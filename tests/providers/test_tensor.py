@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider, check_source, read_source
-from penstock.providers.blocks import blocks
-from penstock.providers.memory import TensorSource, make_sink, memory_key, overlaps_itself
+from penstock.providers.tensor.blocks import blocks
+from penstock.providers.tensor.memory import TensorSource, make_sink, memory_key, overlaps_itself
 
 DTYPES = sorted(
     {
@@ -267,13 +267,12 @@ def test_tied_tensors_can_be_restored_into_two_and_either_alone(save):
     assert bits(stored.load(include="b")["b"]) == bits(weight)
 
 
-def test_two_stored_tensors_do_not_go_into_one_memory(save):
+def test_two_stored_tensors_have_a_sink_each_in_one_memory_so_that_both_are_compared(save):
     stored = save({"a": raw(4), "b": raw(4, seed=1)})
     memory = torch.zeros(4)
-    placement = stored.plan({"a": memory, "b": memory})
-    assert len(placement.problems) == 1
-    assert "share memory" in placement.problems[0]
-    assert not stored.plan({"a": memory, "b": memory}, include="a").problems
+    one, other = stored.plan({"a": memory, "b": memory}).targets
+    assert one.sink is not other.sink
+    assert one.sink.memory == other.sink.memory
 
 
 def test_loaded_tensors_go_to_the_device_asked_for(save):
@@ -283,6 +282,7 @@ def test_loaded_tensors_go_to_the_device_asked_for(save):
 REFUSED = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
+    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "is in the layout of mkldnn"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "to_dense"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
@@ -293,13 +293,26 @@ REFUSED = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     "jagged": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        "does not know",
+        "nested",
     ),
+    "dispatching": (lambda: Dispatching(torch.ones(3)), "__tensor_flatten__"),
 }
 
 
 class Strange(torch.Tensor):
     pass
+
+
+class Dispatching(torch.Tensor):
+    """Consists of another tensor, and does not say so."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        raise NotImplementedError
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -322,10 +335,20 @@ def test_dtensor_is_refused_with_what_to_do(save, tmp_path):
         from torch.distributed.tensor import distribute_tensor
 
         tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
-        with pytest.raises(UnsupportedStateError, match=r"a is a DTensor.*full_tensor"):
+        with pytest.raises(UnsupportedStateError, match=r"a is a DTensor.*full_tensor.*every rank"):
             save({"a": tensor})
+        assert save({"a": tensor.full_tensor()}).load()["a"].tolist() == [1, 1, 1, 1]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested.*")
+def test_what_is_advised_for_other_tensors_can_be_saved(save):
+    strange, nested = REFUSED["subclass"][0](), REFUSED["nested"][0]()
+    parts = [*nested.unbind(), *REFUSED["jagged"][0]().unbind()]
+    tree = save({"a": strange.as_subclass(torch.Tensor), "b": parts}).load()
+    assert tree["a"].tolist() == [1, 1, 1]
+    assert [t.tolist() for t in tree["b"]] == [[1, 1], [1, 1, 1]] * 2
 
 
 def test_buffers_and_plain_tensors_keep_the_contract(providers):
@@ -379,7 +402,7 @@ def test_random_strided_views_round_trip_in_random_pieces(data):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, layout):
-    from penstock.core.describe import describe_tree
+    from penstock.core.tree.describe import describe_tree
 
     base = raw(4, 6, 8)
     tensor = LAYOUTS[layout](base.cuda())
@@ -397,7 +420,7 @@ def test_cuda_source_gives_the_values_of_the_moment_it_was_described(providers, 
 
 @pytest.mark.gpu
 def test_cuda_copy_waits_for_what_the_describing_stream_had_queued(providers):
-    from penstock.core.describe import describe_tree
+    from penstock.core.tree.describe import describe_tree
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -412,7 +435,7 @@ def test_cuda_copy_waits_for_what_the_describing_stream_had_queued(providers):
 
 @pytest.mark.gpu
 def test_cuda_copies_into_pageable_memory_are_complete_on_return(providers):
-    from penstock.core.describe import describe_tree
+    from penstock.core.tree.describe import describe_tree
 
     tensor = raw(1 << 18).cuda()
     entry = describe_tree({"t": tensor}, providers=providers, allow_pickle=False).entries[0]

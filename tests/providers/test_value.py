@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider
-from penstock.providers.decode import decode_value
-from penstock.providers.encode import encode_value
+from penstock.providers.values.decode import decode_value
+from penstock.providers.values.encode import encode_value
 
 # A module of the test's own, loaded under a name that a checkpoint can find again.
 HOME = types.ModuleType("penstock_test_home")
@@ -323,13 +323,14 @@ def test_damaged_pickle_is_a_format_error(save):
         stored.load(allow_pickle=True)
 
 
+@pytest.mark.process
 def test_values_need_neither_torch_nor_pickle():
     code = (
         "import sys\n"
-        "from penstock.providers.decode import decode_value\n"
-        "from penstock.providers.encode import encode_value\n"
+        "from penstock.providers.values.decode import decode_value\n"
+        "from penstock.providers.values.encode import encode_value\n"
         "before = set(sys.modules)\n"
-        "from penstock.providers.value import ValueProvider\n"
+        "from penstock.providers.values import ValueProvider\n"
         "assert ValueProvider().claims(dict)\n"
         "assert decode_value(encode_value({'a': (1, 2.5)}, ()), ()) == {'a': (1, 2.5)}\n"
         "assert 'torch' not in sys.modules\n"

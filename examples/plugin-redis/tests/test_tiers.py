@@ -8,7 +8,7 @@ import sys
 import penstock
 import pytest
 import torch
-from penstock.core.errors import CapabilityError, DamagedError, StorageError
+from penstock.core.errors import CapabilityError, DamagedError, NotDrainedError, StorageError
 from penstock.core.types import WriteRequest
 from servers import read, write
 
@@ -134,22 +134,40 @@ def server_record(backend):
     backend.publish("commits/1.json", f'{{"uid": "{UID}"}}'.encode(), exclusive=True)
 
 
-@pytest.mark.parametrize("options", [(), AOF], ids=["empty", "as-it-was"])
-def test_a_copy_that_the_end_of_the_server_cut_short_is_made_in_the_end(
-    own_server, tmp_path, options
-):
-    server = own_server(*options)
+def cut_short(server, ckpt):
+    """Save, and end the server in the middle of the copy; returns the handle of the save."""
+    handle = ckpt.save(state(1, MIB), step=1)
+    handle.committed.result()
+    while not chunks_of_blobs(server):
+        pass
+    server.kill()
+    server.start()
+    return handle
+
+
+def test_a_copy_that_the_end_of_the_server_cut_short_is_made_in_the_end(own_server, tmp_path):
+    server = own_server(*AOF)
     backend = tiers(server, tmp_path, ("folder", "redis"), drain_bytes_per_s=4 * MIB)
     with penstock.Checkpointer(backend) as ckpt:
-        handle = ckpt.save(state(1, MIB), step=1)
-        handle.committed.result()
-        while not chunks_of_blobs(server):
-            pass
-        server.kill()
-        server.start()
-        assert handle.result(60).tiers == ("fast", "durable")
+        assert cut_short(server, ckpt).result(60).tiers == ("fast", "durable")
     with penstock.Checkpointer(f"{server.url}/run") as ckpt:
         assert ckpt.verify().ok
+
+
+def test_a_durable_server_that_comes_back_empty_is_another_place_until_it_is_accepted(
+    own_server, tmp_path
+):
+    server = own_server()
+    backend = tiers(server, tmp_path, ("folder", "redis"), drain_bytes_per_s=4 * MIB)
+    with penstock.Checkpointer(backend) as ckpt:
+        handle = cut_short(server, ckpt)
+    with pytest.raises(NotDrainedError):
+        handle.result(60)
+    with penstock.Checkpointer({**backend, "roots": "accept"}) as ckpt:
+        ckpt.save(state(2), step=2).result(60)
+    with penstock.Checkpointer(f"{server.url}/run") as ckpt:
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.verify(1).ok
 
 
 def test_a_chunk_that_was_dropped_is_damage_which_is_found_and_mended(server, tmp_path):

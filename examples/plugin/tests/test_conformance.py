@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from penstock.core.registry import default_registry
+from penstock.core.plugins.registry import default_registry
 from penstock.core.testing.backends import BACKEND_CHECKS
 from penstock.core.testing.codecs import check_codec
 from penstock.core.testing.providers import check_provider

@@ -18,6 +18,7 @@ class ScriptedServer:
         self._tls = tls
         self._threads = []
         self._open = []
+        self._opening = threading.Lock()
         self.ending = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
@@ -34,10 +35,11 @@ class ScriptedServer:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in self._open:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        with self._opening:
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
         for thread in self._threads:
             thread.join()
 
@@ -64,16 +66,31 @@ class ScriptedServer:
                 return
             script = self.scripts[min(self.connections, len(self.scripts) - 1)]
             self.connections += 1
-            self._open.append(connection)
+            if not self._keep(connection):
+                return
             self._threads.append(threading.Thread(target=self._run, args=(script, connection)))
             self._threads[-1].start()
 
     def _run(self, script, connection):
         with suppress(OSError):
             if self._tls:
-                connection = self._tls.wrap_socket(connection, server_side=True)
-                self._open.append(connection)
+                # Kept before the handshake: `connection` itself is empty once it is wrapped.
+                connection = self._tls.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+                if not self._keep(connection):
+                    return
+                connection.do_handshake()
             script(self, connection)
+
+    def _keep(self, connection):
+        """Have `connection` closed at the end; false where the end has come, and it is closed now."""
+        with self._opening:
+            if self.ending.is_set():
+                connection.close()
+                return False
+            self._open.append(connection)
+            return True
 
 
 def answering(*bodies, status="206 Partial Content", more=""):

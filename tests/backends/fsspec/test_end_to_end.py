@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from tests import interpreters
+from tests.core.cli.command import caller
 
 import penstock
 from penstock.core.errors import LostRaceError
@@ -152,31 +154,23 @@ def test_store_without_conditional_puts_is_reported(config):
 
 
 def test_doctor_looks_at_the_store(config, folder, s3_url):
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "doctor", f"s3://{folder}?endpoint_url={s3_url}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    url = f"s3://{folder}?endpoint_url={s3_url}"
+    done = interpreters.run("-m", "penstock", "doctor", url, "--probe-size", "16MiB")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"s3://{folder}" in done.stdout
     assert "Traceback" not in done.stderr
 
 
-def test_command_line(config, folder, s3_url):
+def test_command_line(config, folder, s3_url, capsys, monkeypatch):
     with penstock.Checkpointer.from_config(config) as checkpointer:
         checkpointer.save({"x": torch.arange(9)}, step=42, mode="blocking").result()
     url = f"s3://{folder}?endpoint_url={s3_url}"
+    call = caller(capsys, monkeypatch)
 
     def penstock_command(command, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock", command, url, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        done = call(command, url, *arguments)
+        assert done.code == 0, done.err
+        return done.out
 
     assert "42" in penstock_command("ls")
     assert "x" in penstock_command("show")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import known_implementations
+from tests.backends.fsspec.scripted_server import ScriptedServer
 
 import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
@@ -22,7 +23,7 @@ from penstock.core.errors import (
     StorageError,
     StorageFullError,
 )
-from penstock.core.opening import open_backend
+from penstock.core.storage.open import open_backend
 from penstock.core.types import ReadRequest, WriteRequest
 
 
@@ -65,6 +66,76 @@ def web(tmp_path):
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def http_head(length):
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [
+        ("record", "200 OK"),
+        ("record", "206 Partial Content"),
+        ("record", "404 Not Found"),  # of a listing that one is not read
+        ("range", "200 OK"),
+        ("range", "206 Partial Content"),
+        ("listing", "200 OK"),
+    ],
+)
+def test_an_answer_over_http_that_does_not_end_is_given_up(opened, status, what):
+    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
+    most_bytes = 64 << 20 if what == "listing" else 0
+    chunk = b"10000\r\n" + b"a" * (1 << 16) + b"\r\n"
+    sent = []
+
+    def script(server, connection):
+        while server.head_of(connection)[0].startswith("HEAD"):
+            connection.sendall(http_head(500))
+        connection.sendall(f"HTTP/1.1 {status}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        for _ in range((most_bytes >> 16) + (64 << 4)):
+            connection.sendall(chunk)
+            sent.append(len(chunk))
+        connection.sendall(b"0\r\n\r\n")
+
+    with ScriptedServer(script) as server:
+        backend = opened(f"{server.url}/run", attempts=3)
+        calls = {
+            "record": lambda: backend.read_record("commits/1.json", limit_bytes=1000),
+            "range": lambda: backend.read([ReadRequest("b", 0, memoryview(bytearray(500)))]),
+            "listing": lambda: backend.list("commits/"),
+        }
+        with pytest.raises(StorageError, match=r"sends more than the [\d,]+ bytes"):
+            calls[what]()
+    assert sum(sent) < most_bytes + (50 << 20)  # what was on its way when the connection was closed
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Api-Key": "hunter3"}])
+def test_headers_of_the_options_are_not_taken_to_another_origin(opened, headers):
+    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
+    body = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\n"
+
+    def answer(server, connection):
+        method = server.head_of(connection)[0].split()[0]
+        connection.sendall(body + (b"" if method == "HEAD" else b"abc"))
+
+    with ScriptedServer(answer) as other:
+        moved = f"HTTP/1.1 307 Moved\r\nLocation: {other.url}/r\r\nContent-Length: 0\r\n\r\n"
+
+        def lead(server, connection):
+            while True:
+                server.head_of(connection)
+                connection.sendall(moved.encode())
+
+        with ScriptedServer(lead) as server:
+            backend = opened(f"{server.url}/run", options={"headers": headers} if headers else {})
+            if headers:
+                with pytest.raises(StorageError, match=r"leads to 127\.0\.0\.1, which would get"):
+                    backend.read_record("r", limit_bytes=10)
+            else:
+                assert backend.read_record("r", limit_bytes=10) == b"abc"
+        assert "hunter3" not in str(other.heads)
+        assert bool(other.heads) != bool(headers)
 
 
 def test_checkpoint_can_be_read_over_http(web, tmp_path):
@@ -254,6 +325,13 @@ def test_temporary_records_are_not_listed_and_are_swept(tmp_path, opened):
     backend.sweep(now + 3600)
     assert not left.exists()
     assert [info.name for info in backend.list("")] == ["r.json"]
+
+
+def test_a_folder_is_no_blob_to_delete(tmp_path, opened):
+    backend = opened(f"local://{tmp_path}/run")
+    backend.publish("data/u/index", b"x")
+    backend.delete(["data/u"])
+    assert [info.name for info in backend.list("")] == ["data/u/index"]
 
 
 def test_any_scheme_of_fsspec_opens_this_backend(opened, tmp_path):

@@ -41,6 +41,15 @@ def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
     assert object_files.stored["bucket/run/blob"][0] == b"another's"
 
 
+def test_an_aborted_blob_is_not_stored_over_another_of_its_name(backend):
+    """The close of such a stream would store what was written so far."""
+    writer = backend.create("blob")
+    backend.submit_write(writer, [WriteRequest(0, (memoryview(bytes(20 << 20)),))]).result(60)
+    object_files.stored["bucket/run/blob"] = (b"another's", 0.0)
+    writer.abort()
+    assert object_files.stored["bucket/run/blob"][0] == b"another's"
+
+
 def test_a_store_that_decides_between_publishers_is_found_out(backend):
     object_files.heeding.add("create")
     assert backend.capabilities.exclusive_publish
@@ -108,12 +117,14 @@ def test_whose_a_record_is_that_cannot_be_read_is_unknown(backend, name):
 
 PROGRAM = """
 import sys, logging
+from contextlib import ExitStack
 import fsspec, torch, penstock
 from tests.backends.fsspec import object_files
-from penstock.core import saving, workers
+from penstock.core.concurrency.timing import Timing, timing_in_force
 
 logging.getLogger("penstock").setLevel(logging.CRITICAL)
-saving._RELEASE_S = workers._PATIENCE_S = 0.01
+stack = ExitStack()
+stack.enter_context(timing_in_force(Timing(poll_s=0.05, release_s=0.01, interrupt_s=0.01)))
 fsspec.register_implementation("gs", object_files.ObjectFiles, clobber=True)
 what = sys.argv[1]
 calls = {

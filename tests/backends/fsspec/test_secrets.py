@@ -8,9 +8,11 @@ import torch
 
 import penstock
 from penstock.backends.fsspec import FsspecBackend, FsspecConfig
+from penstock.backends.fsspec.config import is_secret_name
 from penstock.backends.fsspec.errors import Scrubber
+from penstock.core.config.plugin_choice import shown_url
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.opening import open_backend
+from penstock.core.storage.open import open_backend
 
 SECRETS = ("AKIDVERYSECRET", "s3cr3t/w0rd+", "t0k3n==")
 OPTIONS = {"key": SECRETS[0], "secret": SECRETS[1], "token": SECRETS[2]}
@@ -47,8 +49,8 @@ def test_nothing_of_a_run_shows_the_credentials(proxy, folder, look, caplog, kin
             checkpointer.verify(1)
         told.append(everything(caught.value))
         proxy.heal()
-    bucket = folder.partition("/")[0]
-    for entry in look.list_objects_v2(Bucket=bucket)["Contents"]:
+    bucket, _, prefix = folder.partition("/")
+    for entry in look.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
         told.append(entry["Key"])
         body = look.get_object(Bucket=bucket, Key=entry["Key"])["Body"]
         told.append(body.read().decode("latin-1"))
@@ -91,6 +93,60 @@ def test_url_of_any_file_system_is_shown_without_them():
             backend.stat("r.json")
     assert shown(everything(caught.value)) == []
     assert "user" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Authorization",
+        "Cookie",
+        "connection_string",
+        "private_key",
+        "apikey",
+        "api-key",
+        "X-Api-Key",
+        "x-ms-key",
+        "sas",
+        "bearer",
+        "jwt",
+        "login",
+    ],
+)
+def test_names_of_credentials_are_known(name):
+    assert is_secret_name(name)
+
+
+def test_every_text_of_the_options_is_hidden_but_what_is_known_to_be_harmless():
+    options = {
+        "headers": {"X-Whatever": "hunter2"},
+        "of_some_store": ["swordfish"],
+        "region": "eu-central-1",
+        "key": "k1",
+        "anon": "yes",
+    }
+    assert {*FsspecConfig(url="gs://b/r", options=options).secrets} == {
+        "hunter2",
+        "swordfish",
+        "k1",
+    }
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA:12/hunter2SECRET@b/r",
+        "s3://AKIA:a#hunter2SECRET@b/r",
+        "s3://AKIA:a?hunter2SECRET@b/r",
+        "sftp://u:1/hunter2SECRET@host/r",
+        "sftp://u:a@hunter2SECRET@host/r",
+        "https://hunter2SECRET@host/r",
+    ],
+)
+def test_odd_passwords_in_urls_are_not_shown(url):
+    assert "SECRET" not in shown_url(url)
+    with pytest.raises((ConfigError, PenstockError)) as caught:
+        open_backend(url).stat("r.json")
+    assert "SECRET" not in everything(caught.value)
 
 
 class FsspecConfigured:

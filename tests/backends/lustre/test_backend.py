@@ -13,6 +13,7 @@ from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.lustre import LustreBackend, LustreConfig
 from penstock.backends.lustre.backend import cut_bytes
 from penstock.backends.lustre.layout import Component, Layout, parse_layout
+from penstock.backends.lustre.placing import LayoutPlacer
 from penstock.core.errors import (
     BlobExistsError,
     CapabilityError,
@@ -21,8 +22,8 @@ from penstock.core.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
-from penstock.core.opening import open_backend
-from penstock.core.registry import default_registry
+from penstock.core.plugins.registry import default_registry
+from penstock.core.storage.open import open_backend
 from penstock.core.testing.backends import BACKEND_CHECKS
 from penstock.core.testing.expectations import at_phase
 from penstock.core.types import ReadRequest, WriteRequest
@@ -492,3 +493,26 @@ def test_leftovers_of_a_crash_between_birth_and_name_are_swept(open_lustre, tmp_
     assert [info.name for info in backend.list("")] == [BLOB]
     backend.sweep(2.0)
     assert _names(folder) == ["00000-0.raw"]
+
+
+def test_a_url_names_no_program(tmp_path):
+    with pytest.raises(ConfigError, match="lfs names a program that would be run"):
+        LustreBackend.from_url(f"lustre://{tmp_path}", {"lfs": "/any/program"})
+
+
+def test_a_folder_swapped_for_a_link_leads_lfs_nowhere(open_lustre, lfs, tmp_path, monkeypatch):
+    """Between the moment at which it was opened and the call of `lfs`."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = (tmp_path / "root" / BLOB).parent
+    place = LayoutPlacer._place
+
+    def swapped(self, path, striping):
+        folder.rename(folder.with_name("moved"))
+        folder.symlink_to(elsewhere)
+        place(self, path, striping)
+
+    monkeypatch.setattr(LayoutPlacer, "_place", swapped)
+    backend = open_lustre()
+    backend.create(BLOB, size_hint=1 << 30).abort()
+    assert list(elsewhere.iterdir()) == []

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backends.lustre.policy import (
-    APART_SLACK,
     MAX_RUN_BYTES,
     MAX_STRIPES,
     MIN_IO_BYTES,
     MIN_OBJECT_BYTES,
+    SEPARATE_SLACK,
     SLACK,
     STRIPE_UNIT,
     WIDEST,
@@ -124,7 +124,7 @@ def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, 
     if rounds:
         assert max(spread.values()) <= reachable * SLACK
     elif rest * counts[-1] <= count:  # nobody shares an OST
-        assert max(spread.values()) <= max(reachable * APART_SLACK, Fraction(1, 64))
+        assert max(spread.values()) <= max(reachable * SEPARATE_SLACK, Fraction(1, 64))
     else:
         assert len(set(spread.values())) == 1 or max(spread.values()) <= reachable * SLACK
     # And with no more stripes than that takes.

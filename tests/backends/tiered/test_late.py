@@ -1,5 +1,6 @@
 """A run in tiers one of which cannot be opened yet."""
 
+import itertools
 import threading
 from concurrent.futures import Future
 
@@ -7,9 +8,10 @@ import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
-from penstock.backends.tiered import TieredBackend, TieredConfig, late
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.concurrency.pool import fulfil
 from penstock.core.errors import CapabilityError, ConfigError, StorageError
-from penstock.core.pool import fulfil
+from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ReadRequest
 
 
@@ -34,8 +36,10 @@ class Places:
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    monkeypatch.setattr(late, "_pause_s", lambda _: -1.0)
+def at_once(waits):
+    """Whenever anybody looks, a second has passed: longer than the last try took."""
+    seconds = itertools.count()
+    waits(tier_reopen_s=0.0, clock=ShiftedClock(lambda: next(seconds)))
 
 
 @pytest.mark.parametrize("name", ["near", "far"])
@@ -114,8 +118,8 @@ def test_reading_in_the_background_goes_past_it():
     backend.close()
 
 
-def test_it_is_not_tried_again_by_each_call(monkeypatch):
-    monkeypatch.setattr(late, "_PAUSE_S", 3600.0)
+def test_it_is_not_tried_again_by_each_call(waits):
+    waits(tier_reopen_s=3600.0)
     places = Places("near")
     backend = places.tiered()
     for _ in range(3):

@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 20
 
 # Large pages: fewer links to follow inside a piece.
+# AUTOINCREMENT, so that no number is given twice: by its number a writer that is given up late
+# removes what is its own, and not the blob of the process that took over its name.
 _SCHEMA = """
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS blobs (
-    id INTEGER PRIMARY KEY,
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL UNIQUE,
     size INTEGER NOT NULL,
     modified REAL NOT NULL,

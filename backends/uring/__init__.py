@@ -1,0 +1,9 @@
+"""The backend `uring`: files through io_uring.
+
+Here: the ring, and the engine that keeps transfers in flight. The part shared with `posix` is in
+`penstock.backends.local`.
+"""
+
+from penstock.backends.uring.backend import UringBackend, UringConfig
+
+__all__ = ["UringBackend", "UringConfig"]

@@ -1,0 +1,182 @@
+"""The engine of `uring`: one thread owns the ring, and keeps `depth` transfers in flight."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.backends.local.threads import RETRY, RETRY_LIMIT
+from penstock.backends.local.transfer import Flight, Slot
+from penstock.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.backends.local.batch import TransferBatch
+    from penstock.backends.local.transfer import Transfer
+    from penstock.backends.uring.ring import Ring
+
+log = logging.getLogger("penstock")
+
+_LOST: list[RingEngine] = []  # broken with calls in flight: the kernel may still use their memory
+
+
+class RingEngine:
+    """Moves transfers in lanes 0..depth-1, each with a bounce slot; a lane carries one at a time.
+
+    There are never more calls in flight than lanes, and the ring has an entry for each, so neither
+    of its queues can overflow.
+    """
+
+    def __init__(self, ring: Ring, depth: int) -> None:
+        self._ring = ring
+        self._slots = [Slot() for _ in range(depth)]
+        self._free = list(range(depth))
+        self._flights: dict[int, Flight] = {}
+        self._again: deque[int] = deque()
+        self._waiting: deque[Transfer] = deque()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._broken: Exception | None = None
+        self._lock = threading.Lock()  # guards `_waiting`, `_thread`, `_closing`, `_broken`
+
+    def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
+        """Start the transfers as `Engine.start`."""
+        with self._lock:
+            if self._closing:
+                msg = "the backend is closed"
+                raise StorageError(msg)
+            if self._broken is not None:
+                msg = f"the io_uring engine broke down ({self._broken}); make a new backend"
+                raise StorageError(msg)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="penstock-uring", daemon=True
+                )
+                self._thread.start()
+            batch.begin(len(transfers))
+            self._waiting.extend(transfers)
+            self._ring.wake()  # under the lock: outside of it the ring may be closed already
+
+    def close(self) -> None:
+        """Close as `Engine.close`."""
+        if os.getpid() != self._pid:  # in a forked child: ring and thread are the parent's
+            return
+        with self._lock:
+            first, self._closing = not self._closing, True
+            thread = self._thread
+            if thread is not None and thread.is_alive():
+                self._ring.wake()
+            elif first:
+                self._ring.close()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    # -- the ring's own thread ----------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # noqa: BLE001 - recorded in every future that waits
+            self._break_down(error)
+        with self._lock:  # excludes `wake`, which would write to a closed eventfd
+            self._ring.close()
+
+    def _turn(self) -> bool:
+        self._fill()
+        submitted = self._ring.submit()
+        if not self._flights and not self._waiting:
+            with self._lock:
+                if self._closing and not self._waiting:
+                    return False
+        if submitted and not self._again:
+            self._ring.wait()
+        else:
+            time.sleep(0.001)
+        for lane, result in self._ring.completions():
+            self._landed(lane, result)
+        return True
+
+    def _fill(self) -> None:
+        while self._again and self._launch(self._again[0]):
+            self._again.popleft()
+        while self._free and not self._again:
+            with self._lock:
+                if not self._waiting:
+                    return
+                transfer = self._waiting.popleft()
+            if transfer.batch.failed:
+                self._end(transfer, None)
+                continue
+            lane = self._free.pop()
+            try:
+                self._flights[lane] = Flight(transfer, self._slots[lane])
+            except Exception as error:  # noqa: BLE001 - recorded in the batch
+                self._free.append(lane)
+                self._end(transfer, error)
+                continue
+            if not self._launch(lane):
+                self._again.append(lane)
+
+    def _launch(self, lane: int) -> bool:
+        return self._ring.prepare(lane, self._flights[lane])
+
+    def _landed(self, lane: int, result: int) -> None:
+        flight = self._flights[lane]
+        error: Exception | None = None
+        try:
+            if result >= 0:
+                complete = flight.moved(result)
+            elif -result in RETRY and flight.retries < RETRY_LIMIT:
+                flight.retries += 1
+                time.sleep(0.001)
+                complete = False
+            else:
+                raise OSError(-result, os.strerror(-result))  # noqa: TRY301
+        except Exception as failure:  # noqa: BLE001 - recorded in the batch
+            error, complete = failure, True
+        if not complete:
+            self._again.append(lane)
+            return
+        del self._flights[lane]
+        self._free.append(lane)
+        self._end(flight.transfer, error)
+
+    def _end(self, transfer: Transfer, error: Exception | None) -> None:
+        if error is not None:
+            transfer.batch.fail(error, transfer)
+        transfer.batch.done()
+
+    def _break_down(self, error: Exception) -> None:
+        """Fail all transfers, each only when the kernel no longer uses its memory.
+
+        Closing the ring would prove nothing: the kernel cancels some calls, and ends the others,
+        such as direct writes, some time after `close` has returned. But the kernel goes on adding
+        the completions of calls that it took to the shared queue, so these are awaited. If even
+        that queue cannot be read, the futures stay unresolved: to the caller the store hangs, and
+        the caller's deadline decides; the memory is never freed.
+        """
+        _LOST.append(self)
+        with self._lock:
+            self._broken = error
+            waiting, self._waiting = list(self._waiting), deque()
+        for transfer in waiting:
+            self._end(transfer, error)
+        try:
+            held = self._ring.in_kernel()
+            for lane in self._flights.keys() - held:
+                self._end(self._flights.pop(lane).transfer, error)
+            while self._flights:
+                time.sleep(0.001)
+                for lane, _ in self._ring.completions():
+                    self._end(self._flights.pop(lane).transfer, error)
+        except Exception:
+            log.exception("io_uring broke down; its transfers in flight are given up as hanging")
+            return
+        _LOST.remove(self)

@@ -1,0 +1,209 @@
+"""A backend around a backend: delegates every call, so that a subclass changes one thing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, TypeVar
+
+from penstock.core.abc.backend import Backend, BlobWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from penstock.core.abc.backend import Tier
+    from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
+
+T = TypeVar("T")
+
+Operation: TypeAlias = Literal[
+    "url",
+    "capabilities",
+    "direct_io",
+    "create",
+    "write",
+    "seal",
+    "abort",
+    "read",
+    "read_record",
+    "submit_write",
+    "submit_read",
+    "publish",
+    "list",
+    "stat",
+    "delete",
+    "tiers",
+    "free_bytes",
+    "check_writable",
+    "sweep",
+    "store_time_s",
+    "close",
+]
+"""Every operation of a backend or its writer, by the name of the method or property."""
+
+_IN_WORDS: Mapping[Operation, str] = {
+    "url": "say where it is",
+    "capabilities": "say what it can do",
+    "direct_io": "say what it can do",
+    "read_record": "read",
+    "submit_write": "write",
+    "submit_read": "read",
+    "tiers": "name its tiers",
+    "free_bytes": "say how much is free",
+    "check_writable": "say whether it can be written",
+    "store_time_s": "tell the time",
+}
+
+
+def in_words(operation: Operation, /) -> str:
+    """Return the operation in words that follow "cannot": `read`, `say how much is free`."""
+    return _IN_WORDS.get(operation, operation)
+
+
+class DelegatingBackend(Backend):
+    """Delegates everything to `inner`, each call through one hook, `around`.
+
+    A subclass overrides the hook to change every call, or single methods. The background twins
+    `submit_read` and `submit_write` are delegated as well: a subclass that changes what `read` or
+    a writer's `write` does has to change these too, or take over those of `Backend`, which call
+    the former on threads of their own.
+    """
+
+    name: ClassVar[str] = "delegating"
+    writer_class: ClassVar[type[DelegatingWriter]]
+    """The class that `create` puts around writers of `inner`: `DelegatingWriter`, or below it."""
+
+    def __init__(self, inner: Backend, /) -> None:
+        """Wrap `inner`; closing the wrapper closes `inner`."""
+        self._delegate = inner
+
+    @property
+    def inner(self) -> Backend:
+        """The wrapped backend. Each call reads it anew, so a subclass may replace it."""
+        return self._delegate
+
+    def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
+        """Carry out one call, which may be changed by overriding this.
+
+        Args:
+            operation: Name of the operation; `write`, `seal` and `abort` are those of a writer.
+            names: The blobs and records of the call; of `list` the prefix.
+            call: Calls the wrapped backend.
+
+        Returns:
+            The result of `call`.
+        """
+        del operation, names
+        return call()
+
+    @property
+    def url(self) -> str:
+        """The wrapped backend's."""
+        return self.around("url", (), lambda: self.inner.url)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The wrapped backend's."""
+        return self.around("capabilities", (), lambda: self.inner.capabilities)
+
+    @property
+    def direct_io(self) -> bool:
+        """The wrapped backend's."""
+        return self.around("direct_io", (), lambda: self.inner.direct_io)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The wrapped backend's tiers, not wrapped: calls of a tier itself bypass the hook."""
+        return self.around("tiers", (), lambda: self.inner.tiers)
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """As the contract says; the writer's calls pass the hook as well."""
+        call = lambda: self.inner.create(name, size_hint=size_hint)  # noqa: E731
+        return self.writer_class(self, name, self.around("create", (name,), call))
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """As the contract says."""
+        self.around("read", _names(requests), lambda: self.inner.read(requests))
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """As the contract says."""
+        call = lambda: self.inner.read_record(name, limit_bytes=limit_bytes)  # noqa: E731
+        return self.around("read_record", (name,), call)
+
+    def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
+        """As the contract says: by the wrapped backend, for writers of `writer_class`."""
+        if not isinstance(writer, DelegatingWriter):  # a subclass gave another: it knows its writes
+            return super().submit_write(writer, requests)
+        call = lambda: self.inner.submit_write(writer.inner, requests)  # noqa: E731
+        return self.around("submit_write", (writer.name,), call)
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """As the contract says."""
+        call = lambda: self.inner.submit_read(requests)  # noqa: E731
+        return self.around("submit_read", _names(requests), call)
+
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """As the contract says."""
+        call = lambda: self.inner.publish(name, data, exclusive=exclusive)  # noqa: E731
+        self.around("publish", (name,), call)
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """As the contract says."""
+        return self.around("list", (prefix,), lambda: self.inner.list(prefix))
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """As the contract says."""
+        return self.around("stat", (name,), lambda: self.inner.stat(name))
+
+    def delete(self, names: Sequence[str], /) -> None:
+        """As the contract says."""
+        self.around("delete", tuple(names), lambda: self.inner.delete(names))
+
+    def free_bytes(self) -> int | None:
+        """As the contract says."""
+        return self.around("free_bytes", (), self.inner.free_bytes)
+
+    def check_writable(self) -> None:
+        """As the contract says."""
+        self.around("check_writable", (), self.inner.check_writable)
+
+    def sweep(self, before_s: float, /) -> None:
+        """As the contract says."""
+        self.around("sweep", (), lambda: self.inner.sweep(before_s))
+
+    def store_time_s(self) -> float:
+        """As the contract says."""
+        return self.around("store_time_s", (), self.inner.store_time_s)
+
+    def close(self) -> None:
+        """Close the wrapper's own threads, then the wrapped backend."""
+        super().close()
+        self.around("close", (), self.inner.close)
+
+
+class DelegatingWriter(BlobWriter):
+    """Delegates everything to a writer of the wrapped backend, through the hook of its backend."""
+
+    def __init__(self, backend: DelegatingBackend, name: str, inner: BlobWriter, /) -> None:
+        """Wrap `inner`, which writes the blob `name`."""
+        self.backend = backend
+        self.name = name
+        self.inner = inner
+
+    def write(self, requests: Sequence[WriteRequest], /) -> None:
+        """As the contract says."""
+        self.backend.around("write", (self.name,), lambda: self.inner.write(requests))
+
+    def seal(self, length: int, /) -> None:
+        """As the contract says."""
+        self.backend.around("seal", (self.name,), lambda: self.inner.seal(length))
+
+    def abort(self) -> None:
+        """As the contract says, as far as the hook does not raise either."""
+        self.backend.around("abort", (self.name,), self.inner.abort)
+
+
+DelegatingBackend.writer_class = DelegatingWriter
+
+
+def _names(requests: Sequence[ReadRequest]) -> tuple[str, ...]:
+    return tuple(request.name for request in requests)

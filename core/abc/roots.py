@@ -1,0 +1,199 @@
+"""Identifies the root of a tier: a record in it names this root, and the roots of all other tiers.
+
+A tier may be replaced without notice: by the empty folder below a file system that is not mounted,
+by an older backup, by another tier's root. `docs/format.md` describes the bytes of the record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import BlobNotFoundError, ConfigError, FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.abc.backend import Backend, Tier
+
+ROOT_NAME = "tier/root.json"
+"""Name of the record, in each root of a run in tiers."""
+
+_VERSION = 0
+_LIMIT_BYTES = 1 << 16
+_MAX_OPENED = (1 << 62) - 1
+_ID = re.compile(r"[0-9a-f]{32}")
+_ACCEPT = (
+    'To take this configuration as it is, save or drain once with roots = "accept" in the options '
+    "of its backend (reading notes nothing), for example: penstock drain "
+    "'tiered://?fast=...&durable=...&roots=accept'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RootRecord:
+    """The identity of one root.
+
+    Attributes:
+        run: The run: 32 hex digits, the same in all roots of the run.
+        root: The root: 32 hex digits, drawn when the root was first used.
+        opened: How many processes have saved or drained with this root.
+        tiers: All roots of the last use, this one included, the fastest first; each with its
+            `opened` at that time.
+    """
+
+    run: str
+    root: str
+    opened: int = 0
+    tiers: tuple[tuple[str, int], ...] = ()
+
+    def slower(self) -> list[str]:
+        """The roots of the slower tiers."""
+        ids = [root for root, _ in self.tiers]
+        return ids[ids.index(self.root) + 1 :] if self.root in ids else []
+
+
+def encode_root(record: RootRecord) -> bytes:
+    """Return the bytes of a root record."""
+    body = {
+        "penstock": _VERSION,
+        "run": record.run,
+        "root": record.root,
+        "opened": record.opened,
+        "tiers": [list(one) for one in record.tiers],
+    }
+    return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def decode_root(data: bytes) -> RootRecord:
+    """Read and validate a root record.
+
+    Raises:
+        FormatError: `data` is no root record.
+    """
+    try:
+        body = json.loads(data)
+        _check_version(body)
+        record = RootRecord(
+            _checked_id(body["run"]),
+            _checked_id(body["root"]),
+            _checked_count(body["opened"]),
+            tuple((_checked_id(root), _checked_count(count)) for root, count in body["tiers"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        msg = f"{ROOT_NAME} cannot be read: {error}"
+        raise FormatError(msg, [ROOT_NAME]) from error
+    return record
+
+
+def _check_version(body: object) -> None:
+    if type(body) is not dict or body.get("penstock") != _VERSION:
+        msg = "it is of another version"
+        raise ValueError(msg)
+
+
+def _checked_id(value: object) -> str:
+    if type(value) is not str or not _ID.fullmatch(value):
+        msg = "an identity is not 32 hex digits"
+        raise ValueError(msg)
+    return value
+
+
+def _checked_count(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_OPENED:
+        msg = "a count is no integer within bounds"
+        raise ValueError(msg)
+    return value
+
+
+def read_root(backend: Backend) -> RootRecord | None:
+    """Return the record of a root; None if the root has none.
+
+    Raises:
+        FormatError: The record cannot be read.
+        StorageError: The store does not answer.
+    """
+    try:
+        return decode_root(backend.read_record(ROOT_NAME, limit_bytes=_LIMIT_BYTES))
+    except BlobNotFoundError:
+        return None
+
+
+def misplaced_roots(
+    tiers: Sequence[Tier],
+    found: Mapping[int, RootRecord | None],
+    *,
+    has_checkpoints: Callable[[int], bool],
+) -> dict[int, str]:
+    """Return the tiers to leave alone for now, by number, each with the reason.
+
+    Looks only at the tier in which a checkpoint counts as durable, and at slower ones: what a
+    faster tier has lost with its machine is elsewhere. A tier without a record that has checkpoints
+    is not the empty folder below a file system that is not mounted.
+
+    Args:
+        tiers: The tiers, the fastest first.
+        found: The records of all tiers that have answered; None for a tier without a record.
+        has_checkpoints: Says whether the tier of that number lists any checkpoint; called only for
+            suspicious tiers.
+
+    Raises:
+        StorageError: A tier does not say whether it is empty.
+        ConfigError: The tiers are not what their names say: two are one place, they are swapped,
+            or of two runs.
+    """
+    known = {number: record for number, record in sorted(found.items()) if record is not None}
+    shown = {number: f"tier {tier.name} ({tier.backend.url})" for number, tier in enumerate(tiers)}
+    for one, other in combinations(known, 2):
+        _check_pair(known, shown, one, other)
+    for record in known.values():
+        ids = [root for root, _ in record.tiers]
+        order = [number for number in known if known[number].root in ids]
+        places = [ids.index(known[number].root) for number in order]
+        if places != sorted(places):
+            msg = (
+                f"{' and '.join(shown[n] for n in order)} are swapped: so far they were used in "
+                f"the opposite order, and nothing was changed. {_ACCEPT}"
+            )
+            raise ConfigError(msg)
+    unread = len(tiers) - len(found)
+    reasons: dict[int, str] = {}
+    for number, record in known.items():
+        absent = set(record.slower()) - {other.root for other in known.values()}
+        if len(absent) <= unread:
+            continue
+        for blank in (n for n in found if n > number and found[n] is None):
+            if blank < first_durable(tiers) or has_checkpoints(blank):
+                continue
+            reasons[blank] = (
+                f"{shown[blank]} is not the place to which {shown[number]} was copied so far: "
+                f"nobody has used it yet. Is its file system mounted? Until it is back nothing is "
+                f"read from there, nor copied there. {_ACCEPT}"
+            )
+    return reasons
+
+
+def first_durable(tiers: Sequence[Tier]) -> int:
+    """Return the number of the fastest tier in which a checkpoint counts as durable."""
+    return next((number for number, tier in enumerate(tiers) if tier.durable), len(tiers) - 1)
+
+
+def _check_pair(
+    known: Mapping[int, RootRecord], shown: Mapping[int, str], one: int, other: int
+) -> None:
+    if known[one].root == known[other].root:
+        msg = (
+            f"{shown[one]} and {shown[other]} are one place, perhaps by way of the network, or one "
+            "is a copy of the other: what is evicted from the faster one could be lost. Give each "
+            f"a place of its own, or delete {ROOT_NAME} in the one that is a copy."
+        )
+        raise ConfigError(msg)
+    if known[one].run != known[other].run:
+        msg = (
+            f"{shown[one]} and {shown[other]} belong to two runs: nothing was changed. Give each "
+            f"run places of its own. {_ACCEPT}"
+        )
+        raise ConfigError(msg)

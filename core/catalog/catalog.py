@@ -1,0 +1,439 @@
+"""The catalog of a run: which steps exist, which is the latest, and the deletion of checkpoints.
+
+A checkpoint exists if and only if its commit record's name does. Commit records are deleted before
+data, the lowest generation of a step first: a crash in between leaves data that no record names,
+for `prune`; never a record without data, nor an overwritten generation that comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.deletion import check_same, delete_records
+from penstock.core.catalog.prune import GRACE_S, PruneReport, prune
+from penstock.core.catalog.survey import (
+    has_data,
+    is_listed,
+    is_whole,
+    places_of,
+    read_commit,
+    survey_records,
+    unreadable,
+)
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    DamagedError,
+    FormatError,
+)
+from penstock.core.format.records import (
+    COMMIT_PREFIX,
+    data_prefix,
+    generation_above,
+    mark_name,
+    parse_commit_name,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.survey import Look
+    from penstock.core.errors import PenstockError
+    from penstock.core.format.records import CommitRecord
+
+log = logging.getLogger("penstock")
+
+_SHOWN_STEPS = 20
+_TRIES = 5  # a step that is overwritten again and again may change behind each listing
+
+
+class Catalog:
+    """All checkpoints under one root.
+
+    Caches nothing, so that every answer is the store's: another process may save, delete or prune
+    at any time.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        before_delete: Callable[[Collection[str]], None] = lambda _: None,
+        delete_failed: Callable[[Collection[str]], None] = lambda _: None,
+        look: Look = has_data,
+        note_own: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Create the catalog of a run.
+
+        Args:
+            backend: The backend of the run.
+            before_delete: Called with the uids of checkpoints that are about to be deleted.
+            delete_failed: Called with these uids if the deletion fails, when some may stay.
+            look: Returns whether a place has all data of a checkpoint. Called for a checkpoint
+                that is kept, before others are deleted for its sake.
+            note_own: Called with the uid of a checkpoint that this process has made, whose manifest
+                `look` then need not read.
+        """
+        self._backend = backend
+        self._before = before_delete
+        self._failed = delete_failed
+        self._look = look
+        self.note_own = note_own
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def entries(self) -> dict[int, list[str]]:
+        """Return the names of commit records by step, steps and generations ascending.
+
+        The last name of a step is its valid generation.
+        """
+        found: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for info in self._backend.list(COMMIT_PREFIX):
+            # Cut to the record's name: where a folder stands in its place only the files inside are
+            # listed, and the step is damaged, not missing.
+            name = "/".join(info.name.split("/", 2)[:2])
+            parsed = parse_commit_name(name)
+            if parsed is not None:
+                found[parsed[0]].append((parsed[1], name))
+        return {step: [name for _, name in sorted(set(found[step]))] for step in sorted(found)}
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending; those with a damaged record included."""
+        return list(self.entries())
+
+    def latest(self) -> int | None:
+        """Return the newest committed step; None if there is no checkpoint.
+
+        Raises:
+            DamagedError: The commit record of that step is unreadable.
+        """
+        newest = self.newest()
+        return None if newest is None else newest.step
+
+    def newest(self) -> CommitRecord | None:
+        """Return the commit record of the newest step; None if there is no checkpoint.
+
+        Raises:
+            DamagedError: The commit record is unreadable.
+        """
+        while entries := self.entries():
+            try:
+                return self.record(max(entries), entries=entries)
+            except CheckpointNotFoundError:
+                continue  # deleted after the listing: the next listing lacks it
+        return None
+
+    def require_newest(self) -> CommitRecord:
+        """Return the commit record of the newest step.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            DamagedError: The commit record is unreadable.
+        """
+        record = self.newest()
+        if record is None:
+            msg = f"no checkpoint under {self._backend.url}"
+            raise CheckpointNotFoundError(msg)
+        return record
+
+    def require_latest(self) -> int:
+        """Return the newest committed step.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            DamagedError: The commit record of that step is unreadable.
+        """
+        return self.require_newest().step
+
+    def record(self, step: int, *, entries: Mapping[int, list[str]] | None = None) -> CommitRecord:
+        """Return the commit record of a step's highest generation.
+
+        Args:
+            step: The step.
+            entries: A result of `entries()` from just before, which saves one listing.
+
+        Raises:
+            CheckpointNotFoundError: The step does not exist; the message lists those that do.
+            FormatError: The record is unreadable, or of an unknown version.
+        """
+        name = ""
+        for _ in range(_TRIES):
+            if entries is None:
+                entries = self.entries()
+            if step not in entries:
+                raise self._not_found(step, list(entries))
+            name = entries[step][-1]
+            try:
+                return read_commit(self._backend, name)
+            except BlobNotFoundError:
+                entries = None  # deleted or overwritten after the listing: list again
+            except FormatError as error:
+                raise FormatError(self._damaged(step, error), error.damaged) from error
+        listed = unreadable(self._backend, name)
+        raise FormatError(self._damaged(step, listed), listed.damaged)
+
+    def records(
+        self, steps: Iterable[int] | None = None
+    ) -> Iterator[tuple[int, CommitRecord | DamagedError]]:
+        """Read one commit record after the other; skips steps that are deleted meanwhile.
+
+        Args:
+            steps: The steps, in the order in which to read them; by default all, ascending.
+
+        Yields:
+            A step with its commit record, or with the reason why that is unreadable.
+        """
+        entries = self.entries()
+        for step in entries if steps is None else steps:
+            found: CommitRecord | DamagedError
+            try:
+                found = self.record(step, entries=entries)
+            except CheckpointNotFoundError:
+                continue
+            except DamagedError as error:
+                found = error
+            yield step, found
+
+    def has_whole(self, steps: Iterable[int]) -> bool:
+        """Return whether one of these steps can be read, as far as `look` tells."""
+        newest_first = self.records(sorted(steps, reverse=True))
+        return any(
+            not isinstance(found, DamagedError) and self._is_whole(found)
+            for _, found in newest_first
+        )
+
+    def next_generation(self, step: int) -> int:
+        """Return the generation that overwrites all present generations of `step`."""
+        return generation_above(self.entries().get(step, ()))
+
+    def gone_or_damaged(self, step: int, uid: str, error: PenstockError) -> PenstockError:
+        """Return the error to raise `from error` by a reader that missed a file of a checkpoint.
+
+        Args:
+            step: The step being read.
+            uid: The uid of its record when reading began.
+            error: The reader's error.
+
+        Returns:
+            A `CheckpointGoneError` if the record is gone or names another uid now. Else `error`
+            itself if it is a `DamagedError`, or a `DamagedError` with its message.
+        """
+        try:
+            gone = self.record(step).uid != uid
+        except CheckpointNotFoundError:
+            gone = True
+        except DamagedError:
+            gone = False
+        if gone:
+            msg = (
+                f"the checkpoint of step {step} on {self._backend.url} was deleted or overwritten"
+                " while it was read; read again, or read another step"
+            )
+            return CheckpointGoneError(msg)
+        if isinstance(error, DamagedError):
+            return error
+        return DamagedError(self._damaged(step, error), [data_prefix(uid)])
+
+    # -- deleting -------------------------------------------------------------------------------
+
+    def delete(self, step: int, named: Mapping[str, str | None] | None = None) -> None:
+        """Delete a checkpoint with all generations: records durably first, then data.
+
+        Data that another checkpoint or a save in flight uses stays, as does all data while any
+        record of the run is unreadable; `prune` takes it later.
+
+        Args:
+            step: The step.
+            named: The names of records with the uids that they named when the caller chose them;
+                a record that names another uid now is not deleted. None deletes all records.
+
+        Raises:
+            CheckpointNotFoundError: The step does not exist; the message lists those that do.
+            ConfigError: Without `named`, two tiers have different checkpoints at this step; nothing
+                was deleted.
+        """
+        entries = self.entries()
+        if step not in entries:
+            raise self._not_found(step, list(entries))
+        if named is None:
+            check_same(self._backend.tiers, [step])
+        self._delete(entries[step], named)
+
+    def delete_older_generations(self, step: int) -> None:
+        """Delete the generations that an overwrite of `step` replaced.
+
+        All stay while the newest generation lacks its data, for instance because its saver was
+        held up, was pruned, and published late: the older generation is then the only whole one.
+
+        Raises:
+            FormatError: The newest generation is unreadable; nothing was deleted.
+            CheckpointNotFoundError: There is no checkpoint at that step.
+        """
+        keep = self.record(step)
+        places = places_of(self._backend)
+        having = [is_whole(one, keep) and self._look(one, keep) for one in places]
+        for number, one in enumerate(places):
+            # A slower tier keeps its older generation until it has the newer one, too: the faster
+            # tier may be lost with its machine.
+            if any(having[number:]):
+                other = Catalog(one, before_delete=self._before, delete_failed=self._failed)
+                other._delete_below(keep)
+
+    def _delete_below(self, keep: CommitRecord) -> None:
+        parsed = {name: parse_commit_name(name) for name in self.entries().get(keep.step, [])}
+        below = [name for name, found in parsed.items() if found and found[1] < keep.generation]
+        self._delete(below)
+
+    def rewind(self, step: int) -> list[int]:
+        """Delete every step after `step`, newest first, to go on from there.
+
+        Returns:
+            The deleted steps, ascending.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint at `step`.
+        """
+        entries = self.entries()
+        if step not in entries:
+            raise self._not_found(step, list(entries))
+        later = [s for s in entries if s > step]
+        for number in reversed(later):
+            self._delete(entries[number])
+        return later
+
+    def apply_retention(
+        self,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        protect: Collection[int] = (),
+    ) -> list[int]:
+        """Delete the checkpoints that retention does not keep.
+
+        A checkpoint with a readable record counts only if it is whole as far as `look` tells: the
+        newest ones are checked until enough are found, and older ones are deleted unchecked.
+        Checkpoints with an unreadable record are neither counted nor deleted.
+
+        Args:
+            keep_last: The number of newest whole checkpoints to keep; None keeps all, unless
+                `keep_every` is given.
+            keep_every: Keep the steps that are multiples of this number.
+            protect: The steps to keep in any case.
+
+        Returns:
+            The deleted steps, ascending. The newest whole step, and checkpoints that a kept one
+            references, are never among them.
+        """
+        if keep_last is None and keep_every is None:
+            return []
+        survey = survey_records(self._backend)
+        readable: dict[int, CommitRecord] = {}
+        for step, names in self.entries().items():
+            if names[-1] in survey.records:
+                readable[step] = survey.records[names[-1]]
+        steps = sorted(readable)
+        count = max(keep_last or 1, 1)
+        kept = {*protect}
+        if keep_every is not None:
+            kept |= {step for step in steps if step % keep_every == 0}
+        if kept.issuperset(steps[:-count]):
+            return []  # nothing would be deleted, so no manifest has to be read
+        kept |= self._newest(readable, steps, count, self._is_whole)
+        kept |= self._kept_for_tiers(readable, count)
+        used = {uid for step in kept & readable.keys() for uid in readable[step].references}
+        doomed = [s for s in steps if s not in kept and readable[s].uid not in used]
+        log.debug("retention: of %d readable checkpoints %d go", len(steps), len(doomed))
+        gone = []
+        for step in doomed:
+            names = self.entries().get(step, [])
+            # With the uids of the survey: another saver may have replaced the step meanwhile.
+            seen = {name: survey.records[name].uid for name in names if name in survey.records}
+            doomed_names = [name for name in names if name in seen]
+            if self._delete(doomed_names, seen):
+                gone.append(step)
+        return gone
+
+    def _newest(
+        self,
+        readable: Mapping[int, CommitRecord],
+        steps: Sequence[int],
+        count: int,
+        is_whole: Callable[[CommitRecord], bool],
+    ) -> set[int]:
+        """Return the newest of `steps`, down to the one that completes `count` whole ones.
+
+        Returns all steps if fewer are whole: then a damaged checkpoint may be the best there is.
+        """
+        found = 0
+        for number in range(len(steps) - 1, -1, -1):
+            found += is_whole(readable[steps[number]])
+            if found == count:
+                return {*steps[number:]}
+        return {*steps}
+
+    def _is_whole(self, record: CommitRecord) -> bool:
+        """Return whether any place has the whole checkpoint."""
+        places = places_of(self._backend)
+        if len(places) == 1:
+            return self._look(places[0], record)
+        return any(is_whole(one, record) and self._look(one, record) for one in places)
+
+    def _kept_for_tiers(self, whole: Mapping[int, CommitRecord], keep_last: int) -> set[int]:
+        """Return the steps to keep because a slower tier has nothing newer yet.
+
+        These are the newest of each tier, and the oldest that is still to be copied. Without them
+        retention would delete the only durable checkpoint, and each new one before it was durable.
+        """
+        kept: set[int] = set()
+        tiers = [tier.backend for tier in self._backend.tiers]
+        for one in tiers:
+            here = {record.uid for record in survey_records(one).records.values()}
+            marks = {u for u in here if one is not tiers[-1] and is_listed(one, mark_name(u))}
+            having = sorted(step for step, record in whole.items() if record.uid in here)
+            kept |= self._newest(whole, having, keep_last, partial(self._look, one))
+            kept |= {*[step for step in having if whole[step].uid in marks][:1]}
+        return kept
+
+    def prune(
+        self,
+        *,
+        grace_s: float = GRACE_S,
+        own_uids: Collection[str] = (),
+        dry_run: bool = False,
+        everything: bool = False,
+    ) -> PruneReport:
+        """Delete data that no checkpoint and no save in flight can need; see `prune.prune`."""
+        return prune(
+            self._backend,
+            grace_s=grace_s,
+            own_uids=own_uids,
+            dry_run=dry_run,
+            everything=everything,
+            look=self._look,
+        )
+
+    # ------------------------------------------------------------------------------------------
+
+    def _delete(
+        self, names: Iterable[str], uids: Mapping[str, str | None] | None = None
+    ) -> list[str]:
+        return delete_records(
+            self._backend, names, uids=uids, before=self._before, failed=self._failed
+        )
+
+    def _damaged(self, step: int, error: PenstockError) -> str:
+        return (
+            f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; restore "
+            "another step, or pass on_damage='fallback'"
+        )
+
+    def _not_found(self, step: int, steps: list[int]) -> CheckpointNotFoundError:
+        there = ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"
+        more = f" (the last {_SHOWN_STEPS} of {len(steps)})" if len(steps) > _SHOWN_STEPS else ""
+        msg = f"no checkpoint of step {step} under {self._backend.url}; steps there: {there}{more}"
+        return CheckpointNotFoundError(msg)

@@ -1,0 +1,145 @@
+"""The states of a save as one table, sans-IO.
+
+The engine feeds events and carries out the actions that come back. The table keeps three promises:
+nothing of a uid is deleted by its saver once it has sealed, unless it has lost for good; nothing
+is published after the intent was found gone or could not be refreshed for half the grace time;
+COMMITTED is reached only by the store's own "yes" or by reading a record that is ours.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from penstock.core.errors import SaveError
+
+
+class State(StrEnum):
+    """The states of a save."""
+
+    WRITING = "writing"
+    SEALED = "sealed"
+    PUBLISHING = "publishing"
+    COMMITTED = "committed"
+    UNKNOWN = "unknown"
+    ABORTED = "aborted"
+
+
+class Event(StrEnum):
+    """The events that the engine feeds."""
+
+    SEALED = "sealed"  # every blob of this rank is durable; about to be reported
+    FAILED = "failed"  # something other than the publish of the commit record went wrong
+    ABORT = "abort"  # the user, a timeout or `close` gave up
+    INTENT_GONE = "intent gone"
+    GRACE_HALF_PASSED = "half the grace time passed without a refresh of the intent"
+    PUBLISH_STARTED = "publish started"  # parts and index are durable, the intent was there
+    PUBLISH_OK = "publish ok"
+    PUBLISH_LOST = (
+        "publish lost"  # the name is taken; by an earlier try of our own, if the store errs
+    )
+    PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: it may or may not have happened
+    RECORD_IS_OURS = "record is ours"
+    RECORD_IS_OTHER = "record is another's"
+    RECORD_IS_OTHER_FOR_GOOD = (
+        "the name was refused as taken, and the record is another's: ours cannot land any more"
+    )
+    RECORD_ABSENT = "record absent"  # or unreadable: proves nothing
+
+
+class Action(StrEnum):
+    """The actions that the engine carries out."""
+
+    PREPARE = "publish part and index, look at the intent, then feed PUBLISH_STARTED"
+    PUBLISH = "publish the commit record, once"
+    RESOLVE = "read the commit record and feed what it is"
+    DONE = "report success"
+    FAIL_MAY_DELETE = "report failure; own data may be deleted"
+    FAIL_KEEP = "report failure; own data is left to prune"
+    FAIL_LOST_RACE = "report that another saver won; own data is left to prune"
+    FAIL_LOST_MAY_DELETE = "report that another saver won; own data may be deleted"
+    FAIL_UNKNOWN = "report that the checkpoint may or may not exist; delete nothing"
+    NONE = "nothing: too late to matter"
+
+
+class IllegalEventError(SaveError):
+    """An event was fed in a state in which it cannot happen: a bug in the engine."""
+
+
+_S, _E, _A = State, Event, Action
+
+TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
+    (_S.WRITING, _E.SEALED): (_S.SEALED, _A.PREPARE),
+    (_S.WRITING, _E.FAILED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.WRITING, _E.ABORT): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.WRITING, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.WRITING, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.SEALED, _E.PUBLISH_STARTED): (_S.PUBLISHING, _A.PUBLISH),
+    (_S.SEALED, _E.FAILED): (_S.ABORTED, _A.FAIL_KEEP),
+    (_S.SEALED, _E.ABORT): (_S.ABORTED, _A.FAIL_KEEP),
+    (_S.SEALED, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_KEEP),
+    (_S.SEALED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_KEEP),
+    (_S.PUBLISHING, _E.PUBLISH_OK): (_S.COMMITTED, _A.DONE),
+    (_S.PUBLISHING, _E.PUBLISH_LOST): (_S.UNKNOWN, _A.RESOLVE),
+    (_S.PUBLISHING, _E.PUBLISH_ANSWER_LOST): (_S.UNKNOWN, _A.RESOLVE),
+    (_S.PUBLISHING, _E.FAILED): (_S.UNKNOWN, _A.RESOLVE),
+    # The record may be on its way to the store, and store calls cannot be cancelled: an abort here
+    # could report failure of a checkpoint that exists a moment later.
+    (_S.PUBLISHING, _E.ABORT): (_S.PUBLISHING, _A.NONE),
+    (_S.PUBLISHING, _E.INTENT_GONE): (_S.PUBLISHING, _A.NONE),
+    (_S.PUBLISHING, _E.GRACE_HALF_PASSED): (_S.PUBLISHING, _A.NONE),
+    (_S.UNKNOWN, _E.RECORD_IS_OURS): (_S.COMMITTED, _A.DONE),
+    (_S.UNKNOWN, _E.RECORD_IS_OTHER): (_S.ABORTED, _A.FAIL_LOST_RACE),
+    (_S.UNKNOWN, _E.RECORD_IS_OTHER_FOR_GOOD): (_S.ABORTED, _A.FAIL_LOST_MAY_DELETE),
+    (_S.UNKNOWN, _E.RECORD_ABSENT): (_S.UNKNOWN, _A.FAIL_UNKNOWN),
+    (_S.UNKNOWN, _E.FAILED): (_S.UNKNOWN, _A.FAIL_UNKNOWN),
+    (_S.UNKNOWN, _E.ABORT): (_S.UNKNOWN, _A.FAIL_UNKNOWN),
+    (_S.UNKNOWN, _E.INTENT_GONE): (_S.UNKNOWN, _A.NONE),
+    (_S.UNKNOWN, _E.GRACE_HALF_PASSED): (_S.UNKNOWN, _A.NONE),
+    (_S.COMMITTED, _E.FAILED): (_S.COMMITTED, _A.NONE),
+    (_S.COMMITTED, _E.ABORT): (_S.COMMITTED, _A.NONE),
+    (_S.COMMITTED, _E.INTENT_GONE): (_S.COMMITTED, _A.NONE),
+    (_S.COMMITTED, _E.GRACE_HALF_PASSED): (_S.COMMITTED, _A.NONE),
+    (_S.ABORTED, _E.FAILED): (_S.ABORTED, _A.NONE),
+    (_S.ABORTED, _E.ABORT): (_S.ABORTED, _A.NONE),
+    (_S.ABORTED, _E.INTENT_GONE): (_S.ABORTED, _A.NONE),
+    (_S.ABORTED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.NONE),
+}
+"""(state, event) -> (next state, action); a pair that is not here cannot happen."""
+
+
+class Commit:
+    """One save's way through the table. Not thread-safe: the engine feeds it under a lock."""
+
+    __slots__ = ("_may_delete", "_state")
+
+    def __init__(self) -> None:
+        self._state = State.WRITING
+        self._may_delete = False
+
+    @property
+    def state(self) -> State:
+        """The state of the save."""
+        return self._state
+
+    @property
+    def may_delete_own_data(self) -> bool:
+        """Whether the saver may delete what it wrote.
+
+        Only if it failed before it had sealed, or another saver has won for good.
+        """
+        return self._may_delete
+
+    def feed(self, event: Event) -> Action:
+        """Go to the next state for `event`, and return the action to carry out.
+
+        Raises:
+            IllegalEventError: The event cannot happen in this state; nothing changed.
+        """
+        try:
+            state, action = TABLE[self._state, event]
+        except KeyError:
+            msg = f"a save that is {self._state} cannot see: {event}"
+            raise IllegalEventError(msg) from None
+        self._state = state
+        self._may_delete |= action in {Action.FAIL_MAY_DELETE, Action.FAIL_LOST_MAY_DELETE}
+        return action

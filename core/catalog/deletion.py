@@ -1,0 +1,156 @@
+"""Deletes checkpoints: their commit records first and durably, then the data that nothing needs.
+
+No store deletes on a condition. So each step looks once more at what it is about to delete, and
+the order of the steps leaves nothing worse behind, wherever it ends, than data for `prune`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.survey import places_of, survey_run, uids_named
+from penstock.core.errors import ConfigError
+from penstock.core.format.records import COMMIT_PREFIX, data_prefix, intent_name, parse_commit_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Backend, Tier
+    from penstock.core.types import BlobInfo
+
+_LANDINGS = 3  # how often a deletion looks again for copies in flight that landed behind it
+
+
+def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
+    """Refuse steps at which two tiers have different checkpoints: the user has to choose one.
+
+    Raises:
+        ConfigError: Two tiers differ at a step; the message says what to do.
+    """
+    listed = [(tier, [info.name for info in tier.backend.list(COMMIT_PREFIX)]) for tier in tiers]
+    for step in steps:
+        owners: dict[str, dict[str, str]] = {}
+        for tier, names in listed:
+            here = [name for name in names if (parse_commit_name(name) or (-1,))[0] == step]
+            for name, uid in uids_named(tier.backend, here).items():
+                if uid is not None:
+                    owners.setdefault(name, {}).setdefault(uid, tier.name)
+        for one in owners.values():
+            if len(one) > 1:
+                msg = (
+                    f"step {step} is not the same checkpoint in tiers {' and '.join(one.values())};"
+                    " nothing was deleted. Say in which of them to delete it: `penstock delete URL "
+                    f"{step} --tier NAME`"
+                )
+                raise ConfigError(msg)
+
+
+def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
+    """Delete the data of a save: its intent first, so that a slow saver sees it must not commit."""
+    intent = intent_name(uid)
+    backend.delete([intent])
+    backend.delete([blob.name for blob in blobs if blob.name != intent])
+
+
+def delete_records(
+    backend: Backend,
+    names: Iterable[str],
+    *,
+    uids: Mapping[str, str | None] | None = None,
+    before: Callable[[Collection[str]], None] = lambda _: None,
+    failed: Callable[[Collection[str]], None] = lambda _: None,
+) -> list[str]:
+    """Delete commit records durably, in the given order, then the data that only they needed.
+
+    Skips a record that was replaced since it was chosen (its uid differs): a step that was deleted
+    can be saved again under the same name, and each tier may have another. No store deletes on a
+    condition, so a moment is left between reading the uid and the deletion. While any other record
+    of the run is unreadable all data stays, for `prune`.
+
+    Args:
+        backend: The run, with all its tiers.
+        names: The names of the records.
+        uids: The uids that these records named when the caller chose them; by default all uids
+            that they name in any tier now.
+        before: Called with these uids before anything is deleted, so that other work of this
+            process on them can stop.
+        failed: Called with these uids after an error, when some may stay and that work may go on.
+
+    Returns:
+        The names of the records that were deleted.
+    """
+    names = list(names)
+    chosen = (
+        _all_named(backend, names)
+        if uids is None
+        else {name: frozenset([uids.get(name)]) for name in names}
+    )
+    doomed = {uid for found in chosen.values() for uid in found if uid is not None}
+    before(doomed)
+    try:
+        return _delete_chosen(backend, names, chosen, doomed)
+    except BaseException:
+        failed(doomed)
+        raise
+
+
+def _places(backend: Backend) -> list[Backend]:
+    """Return the places of a run, the most durable first, so that nothing is copied again."""
+    return places_of(backend)[::-1]
+
+
+def _all_named(backend: Backend, names: Collection[str]) -> dict[str, frozenset[str | None]]:
+    found = [uids_named(place, names) for place in _places(backend)]
+    return {name: frozenset(one[name] for one in found if name in one) for name in names}
+
+
+def _delete_chosen(
+    backend: Backend,
+    names: Iterable[str],
+    chosen: Mapping[str, frozenset[str | None]],
+    doomed: set[str],
+) -> list[str]:
+    # Durably one by one: of several deletions in flight a power cut may undo any, and an
+    # overwritten generation would come back.
+    deleted = [name for name in names if _delete_if(backend, name, chosen[name])]
+    _delete_unneeded(backend, doomed)
+    for _ in range(_LANDINGS if backend.tiers else 0):
+        # A copy to another tier may have been in flight, and have published behind the deletion.
+        # Intent and data are gone now, so that no further copy can begin to publish.
+        landed = [_delete_if(backend, name, chosen[name] - {None}) for name in deleted]
+        if not any(landed):
+            break
+        _delete_unneeded(backend, doomed)
+    return deleted
+
+
+def _delete_if(backend: Backend, name: str, uids: Collection[str | None]) -> bool:
+    """Delete a record in every tier where it names one of `uids`; return whether any tier had it.
+
+    Unreadable copies in other tiers are deleted, too: the step would stay listed there.
+    """
+    found = [(place, uids_named(place, [name])) for place in _places(backend)]
+    if not any(named.get(name, "gone") in uids for _, named in found):
+        return False
+    for place, named in found:
+        # Also where it is not listed yet: a copy may land there, and a tier that refuses to delete
+        # has to refuse before the others have deleted.
+        if named.get(name) in {None, *uids}:
+            place.delete([name])
+    return True
+
+
+def _delete_unneeded(backend: Backend, doomed: set[str]) -> None:
+    """Delete the data of `doomed` that nothing needs; delete none while a record is unreadable.
+
+    A record that is readable in another tier does not count: it can be repaired from there.
+    """
+    if not doomed:
+        return
+    # Each tier by itself: under one name two of them may have two checkpoints.
+    surveys = [survey_run(place) for place in _places(backend)]
+    readable = {name for survey in surveys for name in survey.records}
+    if not {name for survey in surveys for name in survey.unreadable} - readable:
+        needed = {uid for survey in surveys for uid in survey.needed}
+        for uid in sorted(doomed - needed):
+            delete_data(backend, uid, backend.list(data_prefix(uid)))

@@ -1,0 +1,279 @@
+"""Prune: deletes the data of saves that no checkpoint and no save in flight can need."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.deletion import delete_data, delete_records
+from penstock.core.catalog.survey import (
+    data_by_uid,
+    has_data,
+    places_of,
+    read_intent,
+    survey_run,
+    unrecorded,
+)
+from penstock.core.concurrency.processes import is_over
+from penstock.core.errors import BlobNotFoundError, DamagedError
+from penstock.core.format.records import data_prefix, index_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.survey import Look, Survey
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.types import BlobInfo
+
+log = logging.getLogger("penstock")
+
+CLOCK_PREFIX = "clock/"
+GRACE_S = 24 * 3600.0
+"""The seconds for which data that no record names is left alone, by the store's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """The result of a prune, or of its dry run.
+
+    Attributes:
+        uids: The uids whose data was (or would be) deleted, ascending.
+        names: The number of their blobs and records.
+        size_bytes: The bytes of their blobs and records.
+        superseded: The commit records that a later overwrite of their step replaced, but that a
+            crash had kept from being deleted. Their data is not in the figures above.
+        refused: The reasons why nothing was deleted: the error of each unreadable record, or that
+            the run has no record at all.
+        unrecorded: The uids that were left alone since their commit records may be still to come,
+            for instance of a run that is being copied data first.
+        dry_run: Whether nothing was really deleted.
+    """
+
+    uids: tuple[str, ...] = ()
+    names: int = 0
+    size_bytes: int = 0
+    superseded: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    unrecorded: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+def prune(
+    backend: Backend,
+    *,
+    grace_s: float = GRACE_S,
+    own_uids: Collection[str] = (),
+    dry_run: bool = False,
+    everything: bool = False,
+    look: Look = has_data,
+) -> PruneReport:
+    """Delete the data of saves that no checkpoint and no save in flight can need.
+
+    A uid is deleted only if no record names or references it, no intent references it, it is not
+    one of `own_uids`, and all its data is older than `grace_s` by the store's clock. A saver that
+    could not refresh its intent for half that time never publishes, so no uid that is deleted here
+    can be committed later. The intent is deleted first; data that a crash leaves behind is as old
+    as before, and is deleted by the next prune.
+
+    Nothing is deleted while any record of the run is unreadable, since that record may need any
+    data. Nothing is deleted of a run without a single record, nor a save that lacks only its record
+    while no later checkpoint exists, since the run may be being copied data first; `everything`
+    deletes both.
+
+    Older generations of a step are deleted at once, as the saver that published the newest one was
+    going to do; but not if the newest generation lacks its data: its saver may have been held up
+    for so long that it was pruned, and will delete its own record.
+    """
+    how = _How(
+        grace_s=grace_s,
+        keep=frozenset(own_uids),
+        dry_run=dry_run,
+        everything=everything,
+        look=look,
+    )
+    return _prune_tiers(backend, how) if backend.tiers else _prune_one(backend, how)
+
+
+def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
+    """Delete unfinished saves, of any age, whose processes on this machine have ended.
+
+    Only those whose intent proves it: the process that wrote the intent is over, and it saved to
+    this place. Only those without an index: after the index a record that the dead process has
+    sent may still arrive. And only in a run with a readable commit record: a run without one may be
+    being copied.
+
+    Returns:
+        The uids whose data was deleted.
+    """
+    places = places_of(backend)
+    dead = [(place, uid) for place in places for uid in _unfinished(place) if uid not in own_uids]
+    dead = [(place, uid) for place, uid in dead if _is_of_dead_saver(place, uid)]
+    if not dead:
+        return []
+    surveys = [survey_run(place) for place in places]
+    if any(survey.unreadable for survey in surveys) or not any(s.records for s in surveys):
+        return []
+    needed = {uid for survey in surveys for uid in survey.needed}
+    taken = []
+    for place, uid in dead:
+        if uid not in needed:
+            log.info("data/%s goes: its saver was killed before it had committed", uid)
+            delete_data(place, uid, place.list(data_prefix(uid)))
+            taken.append(uid)
+    return taken
+
+
+def _unfinished(place: Backend) -> list[str]:
+    names = {uid: {blob.name for blob in blobs} for uid, blobs in data_by_uid(place).items()}
+    return [uid for uid, there in names.items() if index_name(uid) not in there]
+
+
+def _is_of_dead_saver(place: Backend, uid: str) -> bool:
+    try:
+        intent = read_intent(place, uid)
+    except (BlobNotFoundError, DamagedError):
+        return False
+    return intent.place == place.url and is_over(intent.process)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """The options of pruning one place.
+
+    Attributes:
+        grace_s: The age in seconds below which data stays.
+        keep: The uids that stay in any case.
+        dry_run: Whether to change nothing.
+        everything: Whether to delete also saves that may lack only their commit record.
+        look: Returns whether a place has all data of a checkpoint.
+        latest: The highest step in any tier; None if no tier has a checkpoint.
+    """
+
+    grace_s: float
+    keep: frozenset[str]
+    dry_run: bool
+    everything: bool
+    look: Look
+    latest: int | None = None
+
+
+def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
+    """Prune each tier by its own records and clock; data that any tier references stays in all."""
+    survey = survey_run(backend)
+    if survey.unreadable:
+        return _refused(survey, dry_run=how.dry_run)
+    how = replace(how, keep=how.keep | survey.references, latest=survey.latest)
+    reports = [_prune_one(tier.backend, how) for tier in backend.tiers]
+    return PruneReport(
+        uids=tuple(sorted({uid for report in reports for uid in report.uids})),
+        names=sum(report.names for report in reports),
+        size_bytes=sum(report.size_bytes for report in reports),
+        superseded=tuple(dict.fromkeys(n for report in reports for n in report.superseded)),
+        refused=tuple(why for report in reports for why in report.refused),
+        unrecorded=tuple(sorted({uid for report in reports for uid in report.unrecorded})),
+        dry_run=how.dry_run,
+    )
+
+
+def _refused(survey: Survey, *, dry_run: bool) -> PruneReport:
+    refused = tuple(str(error) for error in survey.unreadable.values())
+    log.debug("prune: all stays, since %d record(s) cannot be read", len(refused))
+    return PruneReport(refused=refused, dry_run=dry_run)
+
+
+def _prune_one(backend: Backend, how: _How) -> PruneReport:
+    # The clock is read before the records are listed: data that was old *then* cannot have been
+    # committed since. Read afterwards, by a pruner that was held up in between, the clock makes
+    # data look old that was committed meanwhile. A dry run writes nothing, not even the record by
+    # which some stores tell their time.
+    limit_s = (time.time() if how.dry_run else backend.store_time_s()) - how.grace_s
+    survey = survey_run(backend)
+    if survey.unreadable:
+        return _refused(survey, dry_run=how.dry_run)
+    steps = [step for step in (survey.latest, how.latest) if step is not None]
+    waiting: Collection[str] = ()
+    if not how.everything:
+        unnamed = survey.data.keys() - survey.needed - how.keep
+        old = [uid for uid in unnamed if _is_old(survey.data[uid], limit_s)]
+        if old and not steps:
+            return _refused_without_records(backend, old, dry_run=how.dry_run)
+        waiting = unrecorded(survey.data, survey.intents, max(steps, default=None))
+    superseded = _superseded(survey.records, lambda record: how.look(backend, record))
+    if superseded and not how.dry_run:
+        seen = {name: survey.records[name].uid for name in superseded}
+        delete_records(backend, superseded, uids=seen)
+    candidates = sorted(survey.data.keys() - survey.needed.union(how.keep, waiting))
+    log.debug(
+        "prune: of %d attempts %d stay, being named or referenced by a record, our own, another "
+        "tier's, or complete but for their record",
+        len(survey.data),
+        len(survey.data) - len(candidates),
+    )
+    probes = backend.list(CLOCK_PREFIX)  # records that a killed `store_time_s` left behind
+    if not how.dry_run:
+        backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
+        backend.sweep(limit_s)
+    taken = _take(backend, candidates, limit_s, how)
+    return PruneReport(
+        tuple(taken),
+        sum(len(blobs) for blobs in taken.values()),
+        sum(blob.size_bytes for blobs in taken.values() for blob in blobs),
+        superseded,
+        unrecorded=tuple(sorted(set(waiting) - how.keep)),
+        dry_run=how.dry_run,
+    )
+
+
+def _take(
+    backend: Backend, candidates: Iterable[str], limit_s: float, how: _How
+) -> dict[str, Sequence[BlobInfo]]:
+    """Delete the data of the candidates that are old; return its blobs by uid."""
+    taken: dict[str, Sequence[BlobInfo]] = {}
+    for uid in candidates:
+        # Listed again: since the survey its saver may have woken up and refreshed the intent.
+        blobs = backend.list(data_prefix(uid))
+        if not _is_old(blobs, limit_s):
+            log.debug("prune: data/%s stays: it is gone, or younger than %g s", uid, how.grace_s)
+            continue
+        log.debug("prune: data/%s goes: %d names", uid, len(blobs))
+        if not how.dry_run:
+            delete_data(backend, uid, blobs)
+        taken[uid] = blobs
+    return taken
+
+
+def _is_old(blobs: Sequence[BlobInfo], limit_s: float) -> bool:
+    return bool(blobs) and max(blob.modified_s for blob in blobs) < limit_s
+
+
+def _refused_without_records(
+    backend: Backend, uids: Collection[str], *, dry_run: bool
+) -> PruneReport:
+    number = "an attempt" if len(uids) == 1 else f"{len(uids)} attempts"
+    why = (
+        f"{backend.url} has data of {number} to save, and not one commit record: was it copied "
+        "without the folder `commits`, or is that still to come? If it never had a checkpoint, "
+        "`penstock prune --all`, or `prune(everything=True)`, deletes the data"
+    )
+    log.debug("prune: all stays, since there is no commit record")
+    return PruneReport(refused=(why,), unrecorded=tuple(sorted(uids)), dry_run=dry_run)
+
+
+def _superseded(
+    records: Mapping[str, CommitRecord], is_whole: Callable[[CommitRecord], bool]
+) -> tuple[str, ...]:
+    """Return the records below each step's newest generation, if that is whole; lowest first."""
+    newest: dict[int, CommitRecord] = {}
+    for record in records.values():
+        if record.generation >= newest.get(record.step, record).generation:
+            newest[record.step] = record
+    older = [
+        (record.step, record.generation, name)
+        for name, record in records.items()
+        if record.generation < newest[record.step].generation
+    ]
+    whole = {step for step in {step for step, _, _ in older} if is_whole(newest[step])}
+    return tuple(name for step, _, name in sorted(older) if step in whole)

@@ -1,0 +1,251 @@
+"""Publishes a save's intent and commit record, and stops a save that lost its right to commit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.commit_table import Action, Event
+from penstock.core.concurrency.timing import SYSTEM_CLOCK
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    CommitUnknownError,
+    FormatError,
+    LostRaceError,
+    SaveAbortedError,
+    SaveError,
+    StorageError,
+    UnsyncedError,
+)
+from penstock.core.foreign import said
+from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
+from penstock.core.format.records import IntentRecord, commit_name, intent_name
+from penstock.core.limits import RECORD_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.commit_table import Commit
+    from penstock.core.concurrency.timing import Clock
+    from penstock.core.format.records import CommitRecord
+
+log = logging.getLogger("penstock")
+
+# An eighth, so that several tries fit into the half after which the save has to be given up.
+_REFRESHES_PER_GRACE = 8
+
+
+class Publisher:
+    """Publishes the intent and the commit record of one save. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        commit: Commit,
+        *,
+        uid: str,
+        step: int,
+        grace_s: float,
+        process: str = "",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """Create the publisher of a save, or of a copy, of `uid`.
+
+        Args:
+            backend: The backend that the records are published to.
+            commit: The state of the save, which decides what may still be done.
+            uid: The uid of the save.
+            step: The step of the commit record.
+            grace_s: The seconds for which an intent that is not refreshed protects its data.
+            process: As in `IntentRecord`. Empty for a copy: another process may continue with the
+                data of a copy that died, so it must not be deleted for its dead process.
+            clock: Tells the age of the intent.
+        """
+        self._backend = backend
+        self._commit = commit
+        self._uid = uid
+        self._step = step
+        self._grace_s = grace_s
+        self._process = process
+        self._clock = clock
+        self._started = clock.now_iso()
+        self._refreshed_s = clock.boot_s()
+
+    def publish_intent(self, *, exclusive: bool = False) -> None:
+        """Publish the intent, which protects the data of this save from `prune`.
+
+        Raises:
+            BlobExistsError: `exclusive` is given, and the uid has an intent already.
+        """
+        record = IntentRecord(
+            uid=self._uid,
+            step=self._step,
+            references=(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=self._started,
+            refreshed=self._clock.now_iso(),
+            process=self._process,
+            place=self._backend.url if self._process else "",
+        )
+        began_s = self._clock.boot_s()
+        data = encode_intent(record)
+        self._backend.publish(intent_name(self._uid), data, exclusive=exclusive)
+        # From before the call: the store may have stamped the record at any moment within it.
+        self._refreshed_s = began_s
+        log.debug("step %d: published %s", self._step, intent_name(self._uid))
+
+    def refresh_intent(self) -> None:
+        """Publish the intent again if an eighth of the grace time has passed since the last time.
+
+        Raises:
+            SaveAbortedError: The intent is gone, or is older than half the grace time.
+        """
+        if self._clock.boot_s() - self._refreshed_s > self._grace_s / _REFRESHES_PER_GRACE:
+            # A pruned intent must not come back: the data that it protected is gone as well.
+            self._check_intent()
+            self.publish_intent()
+
+    def publish_commit(self, record: CommitRecord, *, begin: Callable[[], None]) -> None:
+        """Publish the commit record: from then on the checkpoint exists.
+
+        A lost answer is resolved by reading the record and comparing the uid.
+
+        Args:
+            record: The commit record.
+            begin: Feeds `PUBLISH_STARTED`; raises if the save was given up.
+
+        Raises:
+            LostRaceError: Another saver owns this step and generation.
+            CommitUnknownError: The checkpoint may or may not exist, or its data has vanished.
+            SaveAbortedError: The intent was not refreshed for too long, or is gone.
+            SaveError: No reader would accept the record; nothing was published.
+        """
+        name = commit_name(record.step, record.generation)
+        data = self._encoded(record)
+        self._check_intent()
+        begin()
+        event = Event.PUBLISH_ANSWER_LOST
+        lost: BaseException | None = None
+        try:
+            event = self._try(name, data)
+            action = self._commit.feed(event)
+        except UnsyncedError as error:
+            # Reading the record back proves nothing here: a power cut may still remove it.
+            self._commit.feed(Event.PUBLISH_ANSWER_LOST)
+            msg = f"step {record.step} is published, but perhaps not durably: {error}"
+            raise CommitUnknownError(msg) from error
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the record may be there
+            log.warning("publishing %s: %s; looking whether it is there", name, repr(error))
+            lost = error
+            action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
+        if action is Action.RESOLVE:
+            found = self._read_back(name)
+            if event is Event.PUBLISH_LOST:  # the store's "taken" is definite
+                if found is Event.RECORD_IS_OTHER:
+                    found = Event.RECORD_IS_OTHER_FOR_GOOD
+                elif found is Event.RECORD_ABSENT:  # deleted since, or unreadable: perhaps ours
+                    found = Event.RECORD_IS_OTHER
+            action = self._commit.feed(found)
+        if action is Action.DONE:
+            log.debug("step %d: published %s", record.step, name)
+            self._check_data(name)
+            return  # the intent stays with the data: prune may be reading both at this moment
+        if action in {Action.FAIL_LOST_RACE, Action.FAIL_LOST_MAY_DELETE}:
+            msg = (
+                f"step {record.step} (generation {record.generation}) on {self._backend.url} was "
+                "published by another saver first; its checkpoint stands unless it was deleted "
+                "since, this one is given up. Save at another step, or with overwrite=True."
+            )
+            raise LostRaceError(msg)
+        msg = (
+            f"step {record.step}: whether {name} was published on {self._backend.url} is unknown. "
+            "Look at steps() when the store answers again; nothing of it is deleted."
+        )
+        if lost is not None:
+            msg += f" What came back: {lost}"
+        raise CommitUnknownError(msg) from lost
+
+    def _encoded(self, record: CommitRecord) -> bytes:
+        # Before `begin`: behind it every failure counts as a record that may exist (UNKNOWN).
+        try:
+            return encode_commit(record)
+        except (FormatError, RecursionError) as error:
+            msg = (
+                f"step {record.step}: no reader would accept its commit record, so nothing was "
+                f"committed: {said(error)}"
+            )
+            raise SaveError(msg) from error
+
+    def _try(self, name: str, data: bytes) -> Event:
+        if self._backend.capabilities.exclusive_publish:
+            try:
+                self._backend.publish(name, data, exclusive=True)
+            except BlobExistsError:
+                return Event.PUBLISH_LOST
+            return Event.PUBLISH_OK
+        # A store without conditional put: check, put, and compare the uid that is read back. Two
+        # savers may both pass the check, so even a put that succeeded counts as a lost answer.
+        if not self._exists(name):
+            self._backend.publish(name, data)
+        return Event.PUBLISH_ANSWER_LOST
+
+    def _read_back(self, name: str) -> Event:
+        try:
+            data = self._backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
+            ours = decode_commit(data, name).uid == self._uid
+        except (FormatError, StorageError):
+            return Event.RECORD_ABSENT  # an unreadable record may be ours or another saver's
+        return Event.RECORD_IS_OURS if ours else Event.RECORD_IS_OTHER
+
+    def _check_intent(self) -> None:
+        """Refuse to publish after a long sleep or a prune: the data may be gone already."""
+        # By a clock that counts while the machine sleeps: the store's clock goes on as well.
+        slept_s = self._clock.boot_s() - self._refreshed_s
+        if slept_s > self._grace_s / 2:
+            self._commit.feed(Event.GRACE_HALF_PASSED)
+            why = f"its intent was not refreshed for {slept_s:.0f} s"
+        elif not self._exists(intent_name(self._uid)):
+            self._commit.feed(Event.INTENT_GONE)
+            why = "its intent is gone"
+        else:
+            return
+        msg = f"step {self._step}: not published, since {why} and its data may have been pruned"
+        raise SaveAbortedError(msg)
+
+    def _check_data(self, name: str) -> None:
+        """Check that the data is still beside the commit record that was just published.
+
+        If the root was removed during the save, the publish created its folder again, with the
+        record alone: a checkpoint without data would be reported as durable.
+
+        Raises:
+            CommitUnknownError: The intent is gone, and so is the data beside it.
+        """
+        try:
+            if self._exists(intent_name(self._uid)):
+                return
+        except StorageError as error:
+            log.warning("%s is published; whether its data is there: %s", name, str(error))
+            return
+        msg = (
+            f"step {self._step}: {name} was published, but its data is not on {self._backend.url} "
+            "any more. Was the folder removed or replaced, or the step deleted, while it was "
+            "saved? Look at steps(), and save again."
+        )
+        with suppress(StorageError):  # if the record stays, readers report the step as damaged
+            if self._read_back(name) is Event.RECORD_IS_OURS:
+                self._backend.delete([name])
+        raise CommitUnknownError(msg)
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._backend.stat(name)
+        except BlobNotFoundError:
+            return False
+        return True

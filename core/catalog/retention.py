@@ -1,0 +1,167 @@
+"""Retention: deletes old checkpoints after a commit, and makes room before a save."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.prune import take_dead
+from penstock.core.catalog.survey import places_of
+from penstock.core.errors import StorageFullError
+from penstock.core.reporting.events import DeleteEvent
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.catalog import Catalog
+    from penstock.core.config.model import Retention
+    from penstock.core.reporting.events import EventStream
+    from penstock.core.reporting.reports import SaveReport
+
+log = logging.getLogger("penstock")
+
+_MARGIN_BYTES = 4 << 20  # for part, index, records, and the gaps between frames
+
+
+def clean_up_after(
+    report: SaveReport,
+    catalog: Catalog,
+    *,
+    overwrite: bool,
+    retention: Retention | None,
+    protect: Collection[int],
+    events: EventStream,
+) -> None:
+    """Delete the generations that a commit has replaced, and the steps that retention drops.
+
+    Runs on rank 0 after the save is durable: a failure is logged, and never fails the save.
+    """
+    try:
+        if overwrite:
+            catalog.delete_older_generations(report.step)
+        if retention is not None:
+            gone = catalog.apply_retention(
+                keep_last=retention.keep_last,
+                keep_every=retention.keep_every,
+                protect={report.step, *protect},
+            )
+            if gone:
+                events.emit(DeleteEvent("deleted", tuple(gone), "retention"))
+    except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the log
+        log.warning("cleaning up after step %d failed: %s", report.step, str(error))
+
+
+class Housekeeper:
+    """Makes room for a save: applies overdue retention, and deletes the data of dead savers.
+
+    Retention runs after a commit, so a process that is killed again and again right after its
+    commits fills the disk, and then no save gets as far as to delete anything. Runs before a save
+    and never when a run is opened: the user may have opened it to restore any of its checkpoints.
+    Used by the save thread alone.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        catalog: Catalog,
+        *,
+        retention: Retention | None,
+        grace_s: float,
+        events: EventStream,
+    ) -> None:
+        """Create the housekeeper of a run.
+
+        Args:
+            backend: The backend of the run, with all its tiers.
+            catalog: The catalog of the run.
+            retention: The checkpoints to keep; None keeps all.
+            grace_s: The grace time of `prune`, in seconds.
+            events: Receives the deletions by retention.
+        """
+        self._backend = backend
+        self._catalog = catalog
+        self._retention = retention
+        self._grace_s = grace_s
+        self._events = events
+        self._began = False
+        # `protect` is passed with each call. A callback would refer back to the checkpointer, which
+        # then kept its staging memory until the next garbage collection.
+
+    def before_save(self, url: str, need_bytes: int, *, protect: Collection[int]) -> None:
+        """Make room for a save at the place with this URL; all steps in `protect` stay.
+
+        Does so for the first save in any case, for later ones if too little room is free. A
+        failure is logged, and never fails the save.
+        """
+        try:
+            if self._began and not self._is_short(url, need_bytes):
+                return
+            self._began = True
+            self._make_room(protect)
+        except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the log
+            log.warning("making room before a save failed: %s", str(error))
+
+    def when_full(
+        self, error: StorageFullError, uid: str, *, protect: Collection[int]
+    ) -> StorageFullError:
+        """Make room after a save met a full store; return the error to raise, with advice.
+
+        The save fails all the same: its blob is dead after a failed write.
+        """
+        try:
+            said = self._what_was_freed(uid, protect) + self._what_prune_would_free(uid)
+        except Exception as other:  # noqa: BLE001 - a task's boundary: recorded in the log
+            log.warning("making room on a full store failed: %s", str(other))
+            return error
+        if not said:
+            return error
+        explained = StorageFullError(f"{error}. {'. '.join(said)}")
+        explained.__cause__ = error
+        return explained
+
+    def _make_room(self, protect: Collection[int], own_uids: Collection[str] = ()) -> bool:
+        taken = take_dead(self._backend, own_uids=own_uids)
+        gone: list[int] = []
+        if self._retention is not None:
+            gone = self._catalog.apply_retention(
+                keep_last=self._retention.keep_last,
+                keep_every=self._retention.keep_every,
+                protect=protect,
+            )
+        if gone:
+            self._events.emit(DeleteEvent("deleted", tuple(gone), "retention"))
+        return bool(taken or gone)
+
+    def _is_short(self, url: str, need_bytes: int) -> bool:
+        for place in places_of(self._backend):
+            if place.url == url:
+                free = place.free_bytes()
+                return free is not None and free < need_bytes + _MARGIN_BYTES
+        return False
+
+    def _what_was_freed(self, uid: str, protect: Collection[int]) -> list[str]:
+        if not self._make_room(protect, [uid]):
+            return []
+        return ["What retention does not keep, or dead savers left, was deleted now: save again"]
+
+    def _what_prune_would_free(self, uid: str) -> list[str]:
+        command = "penstock prune"
+        if not self._backend.tiers:
+            command += f" {self._backend.url}"
+        old = self._catalog.prune(grace_s=self._grace_s, own_uids=[uid], dry_run=True)
+        every = self._catalog.prune(grace_s=0.0, own_uids=[uid], dry_run=True)
+        more, way = every.size_bytes - old.size_bytes, f"{command} --grace 0s"
+        if every.refused and every.unrecorded:  # no save of this run has ever committed
+            every = self._catalog.prune(grace_s=0.0, own_uids=[uid], dry_run=True, everything=True)
+            more, way = every.size_bytes, f"{command} --all --grace 0s"
+        said = []
+        if old.size_bytes:
+            said.append(f"{size_text(old.size_bytes)} could be freed by `{command}`")
+        if more:
+            said.append(
+                f"{size_text(more)} could be freed by `{way}`, if no other process saves or copies "
+                "there"
+            )
+        return said

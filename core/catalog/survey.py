@@ -1,0 +1,280 @@
+"""A survey of a run's records at one moment, and of the data that they need.
+
+Whether data is still needed is decided *after* the record that named it is gone, and from the
+records first and the intents second. A saver that refers to a uid publishes its intent first and
+then checks that a record still names the uid; so either this survey sees its intent, or the saver
+sees that the record is gone. An intent stays as long as the data of its own uid, so no saver is
+missed because it committed between the two listings.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
+from penstock.core.foreign import memory_permitting
+from penstock.core.format.commit_record import decode_commit, decode_intent
+from penstock.core.format.records import (
+    COMMIT_PREFIX,
+    DATA_PREFIX,
+    commit_name,
+    data_prefix,
+    data_uid,
+    index_name,
+    intent_name,
+    parse_commit_name,
+    part_name,
+)
+from penstock.core.limits import RECORD_LIMIT_BYTES
+from penstock.core.storage.failover import from_any_tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from penstock.core.abc import Backend
+    from penstock.core.format.records import CommitRecord, IndexEntry, IntentRecord, PartEntry
+    from penstock.core.types import BlobInfo
+
+Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
+"""A function that returns whether one place has all data of a checkpoint; see `has_data`."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """The records of a run, and what they need.
+
+    Attributes:
+        records: The commit records by name.
+        needed: The uids that a commit record names, or that a record or an intent references.
+        references: The uids that a record or an intent references.
+        data: The blobs and records by uid, as listed before the intents were read.
+        intents: The intents, by uid, of saves that no commit record names.
+        unreadable: The reason, by name, why a record is unreadable; it may need any data.
+    """
+
+    records: dict[str, CommitRecord] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)
+    references: set[str] = field(default_factory=set)
+    data: dict[str, list[BlobInfo]] = field(default_factory=dict)
+    intents: dict[str, IntentRecord] = field(default_factory=dict)
+    unreadable: dict[str, DamagedError] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> int | None:
+        """The highest step of a record that can be read; None if there is none."""
+        return max((record.step for record in self.records.values()), default=None)
+
+
+def places_of(backend: Backend) -> list[Backend]:
+    """Return the tiers of a backend, the fastest first; or the backend, if it is one place."""
+    return [tier.backend for tier in backend.tiers] or [backend]
+
+
+def last_place(backend: Backend) -> Backend:
+    """Return the place where checkpoints finally stay: the last tier, or the backend itself."""
+    tiers = backend.tiers
+    return tiers[-1].backend if tiers else backend
+
+
+def read_commit(backend: Backend, name: str) -> CommitRecord:
+    """Read one commit record, from whichever tier has it whole.
+
+    Raises:
+        BlobNotFoundError: The record does not exist.
+        FormatError: The record is unreadable, or of an unknown version.
+    """
+    with memory_permitting(name):
+        return from_any_tier(
+            backend,
+            lambda one: decode_commit(one.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name),
+        )
+
+
+def is_whole(backend: Backend, record: CommitRecord) -> bool:
+    """Return whether one tier has a readable record of this checkpoint, with the same uid.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    try:
+        return read_commit(backend, commit_name(record.step, record.generation)).uid == record.uid
+    except (BlobNotFoundError, DamagedError):
+        return False
+
+
+def has_data(backend: Backend, record: CommitRecord) -> bool:
+    """Return whether one place lists all files of a checkpoint, as far as its record tells.
+
+    Compares the lengths of index and parts, and the sum of the blobs. Returns False also where a
+    foreign file lies beside the blobs, or where the checkpoint uses blobs of other checkpoints.
+
+    Raises:
+        StorageError: The place does not answer.
+    """
+    sizes = {info.name: info.size_bytes for info in backend.list(data_prefix(record.uid))}
+    named: list[IndexEntry | PartEntry] = [record.index, *record.parts]
+    blobs = f"{data_prefix(record.uid)}blobs/"
+    stored = sum(size for name, size in sizes.items() if name.startswith(blobs))
+    return stored == record.bytes_stored and all(sizes.get(e.name) == e.length for e in named)
+
+
+def has(backend: Backend, record: CommitRecord) -> bool:
+    """Return the same as `is_whole`, but raise where the record exists and is unreadable.
+
+    Raises:
+        DamagedError: The commit record exists, and is unreadable.
+        StorageError: The tier does not answer.
+    """
+    name = commit_name(record.step, record.generation)
+    try:
+        return read_commit(backend, name).uid == record.uid
+    except BlobNotFoundError:
+        if is_listed(backend, name):
+            raise unreadable(backend, name) from None
+        return False
+
+
+def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
+    """Return the uid that each record names, None for a damaged one; missing ones are left out."""
+    uids: dict[str, str | None] = {}
+    for name in names:
+        try:
+            uids[name] = read_commit(backend, name).uid
+        except BlobNotFoundError:
+            if is_listed(backend, name):
+                uids[name] = None
+        except DamagedError:
+            uids[name] = None  # its data is left to `prune`, which finds that no record names it
+    return uids
+
+
+def is_listed(backend: Backend, name: str) -> bool:
+    """Return whether the store lists `name`, or a name inside it, though reading it failed.
+
+    A record that was replaced by a link, a pipe or a folder is damage, not a missing checkpoint.
+    """
+    inside = f"{name}/"
+    return any(f"{info.name}/".startswith(inside) for info in backend.list(name))
+
+
+def unreadable(backend: Backend, name: str) -> FormatError:
+    """Return the error for a record that the store lists, and then fails to find."""
+    msg = f"{name} on {backend.url} is listed, but is no file that can be read: a link?"
+    return FormatError(msg, [name])
+
+
+def survey_records(backend: Backend) -> Survey:
+    """Read all commit records, unreadable ones included, and collect what they need."""
+    survey = Survey()
+    for info in backend.list(COMMIT_PREFIX):
+        try:
+            if parse_commit_name(info.name) is None:
+                msg = f"{info.name} on {backend.url} is no name of a commit record; move it away"
+                raise FormatError(msg, [info.name])
+            record = survey.records[info.name] = read_commit(backend, info.name)
+        except BlobNotFoundError:
+            # Deleted after the listing; unless the store still lists a record that it cannot read.
+            if is_listed(backend, info.name):
+                survey.unreadable[info.name] = unreadable(backend, info.name)
+        except DamagedError as error:
+            survey.unreadable[info.name] = error
+        else:
+            survey.needed |= {record.uid, *record.references}
+            survey.references.update(record.references)
+    return survey
+
+
+def survey_run(backend: Backend) -> Survey:
+    """Read all commit records, then the intents of all saves that no record names.
+
+    In this order: a save that commits in between is missing from the records, but its intent is
+    still read.
+    """
+    survey = survey_records(backend)
+    committed = {record.uid for record in survey.records.values()}
+    survey.data = data_by_uid(backend)
+    for uid in sorted(survey.data.keys() - committed):
+        try:
+            intent = read_intent(backend, uid)
+        except BlobNotFoundError:
+            continue
+        except DamagedError as error:
+            survey.unreadable[intent_name(uid)] = error
+        else:
+            survey.intents[uid] = intent
+            survey.needed |= set(intent.references)
+            survey.references.update(intent.references)
+    return survey
+
+
+def data_by_uid(backend: Backend) -> dict[str, list[BlobInfo]]:
+    """List the blobs and records below `data/`, by uid."""
+    data: dict[str, list[BlobInfo]] = defaultdict(list)
+    for info in backend.list(DATA_PREFIX):
+        uid = data_uid(info.name)
+        if uid is not None:
+            data[uid].append(info)
+    return dict(data)
+
+
+def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
+    """Return whether a save lacks nothing but its commit record: its index is published last."""
+    names = {blob.name for blob in blobs}
+    return {index_name(uid), part_name(uid, 0), intent_name(uid)} <= names
+
+
+def unrecorded(
+    data: Mapping[str, Iterable[BlobInfo]], intents: Mapping[str, IntentRecord], latest: int | None
+) -> dict[str, int]:
+    """Return the steps, by uid, of saves that lack nothing but their commit record.
+
+    Either the saver died right before its commit, or the run is being copied data first and its
+    records are still to come. Only a checkpoint at that step or a later one rules out the second.
+
+    Args:
+        data: The blobs and records by uid.
+        intents: The intents, by uid, of saves that no record names.
+        latest: The highest step of any record; None if there is no record.
+    """
+    return {
+        uid: intent.step
+        for uid, intent in intents.items()
+        if (latest is None or intent.step > latest) and is_complete(uid, data.get(uid, ()))
+    }
+
+
+def find_unrecorded(
+    backend: Backend, records: Iterable[CommitRecord], steps: Iterable[int]
+) -> dict[str, int]:
+    """Return the same as `unrecorded` for a caller that has read the records already.
+
+    Reads only the intents of complete saves, so few if any.
+
+    Args:
+        backend: The place to look at.
+        records: All readable commit records.
+        steps: All listed steps, those of damaged records included.
+    """
+    data = data_by_uid(backend)
+    for record in records:
+        data.pop(record.uid, None)
+    intents = {}
+    for uid, blobs in data.items():
+        if is_complete(uid, blobs):
+            with suppress(BlobNotFoundError, DamagedError):
+                intents[uid] = read_intent(backend, uid)
+    return unrecorded(data, intents, max(steps, default=None))
+
+
+def read_intent(backend: Backend, uid: str) -> IntentRecord:
+    """Read the intent of a save.
+
+    Raises:
+        BlobNotFoundError: The intent does not exist.
+        FormatError: The intent is unreadable, or of an unknown version.
+    """
+    name = intent_name(uid)
+    return decode_intent(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)

@@ -1,0 +1,198 @@
+"""The `penstock delete` command."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.deletion import check_same
+from penstock.core.catalog.survey import survey_run, uids_named
+from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.prompt import ask
+from penstock.core.errors import ConfigError
+from penstock.core.format.records import data_prefix, parse_commit_name
+from penstock.core.plugins.registry import default_registry
+from penstock.core.restore.inspector import Inspector
+from penstock.core.storage.open import open_backend
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.survey import Look
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A checkpoint to delete.
+
+    Attributes:
+        step: The step.
+        generations: The number of generations, each with a commit record.
+        uids: The uids that these records name.
+        size_bytes: The bytes that are stored for these uids.
+    """
+
+    step: int
+    generations: int
+    uids: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteOptions:
+    """The options of a deletion.
+
+    Attributes:
+        dry_run: Print what would be deleted, and change nothing.
+        yes: Do not ask.
+        force: Delete even if no whole checkpoint would be left.
+        tier: Delete from this tier alone; None deletes from all.
+        as_json: Print one JSON document.
+    """
+
+    dry_run: bool = False
+    yes: bool = False
+    force: bool = False
+    tier: str | None = None
+    as_json: bool = False
+
+
+def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
+    """Delete checkpoints, and print what was freed.
+
+    Raises:
+        CheckpointNotFoundError: One of the steps does not exist; nothing was deleted.
+        ConfigError: No whole checkpoint would be left, and `force` is not given; or two tiers
+            have different checkpoints at one of the steps.
+    """
+    chosen = sorted(set(steps))
+    with closing(open_backend(url, must_exist=True, light=True)) as whole:
+        backend = whole if how.tier is None else _tier(whole, how.tier)
+        others = [tier for tier in whole.tiers if tier.name != how.tier]
+        elsewhere = [] if how.tier is None else [tier.backend for tier in others]
+        look = Inspector(default_registry()).is_whole
+        catalog = Catalog(backend, look=look)
+        entries = catalog.entries()
+        named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
+        doomed = [_doomed(backend, step, uids) for step, uids in named.items()]
+        left = [step for step in entries if step not in chosen]
+        if how.tier is None:
+            check_same(whole.tiers, chosen)
+        others_have = (_has_whole(other, look) for other in elsewhere)
+        # Whole, not just listed: with the data of the others lost, this may be the last good step.
+        if not (how.force or catalog.has_whole(left) or any(others_have)):
+            msg = (
+                f"no whole checkpoint would be left under {backend.url} without "
+                f"{_named(chosen)}; pass --force to delete all the same"
+            )
+            raise ConfigError(msg)
+        uids = [uid for one in doomed for uid in one.uids]
+        if how.dry_run:
+            freed = data_bytes(backend, set(uids) - _needed(backend, chosen))
+        else:
+            total = sum(one.size_bytes for one in doomed)
+            ask(
+                f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}",
+                yes=how.yes,
+            )
+            before = data_bytes(backend, uids)
+            for step in chosen:
+                # With the uids that the user was asked about: a save may have replaced one since.
+                catalog.delete(step, named[step])
+            freed = before - data_bytes(backend, uids)
+        _print(backend.url, doomed, left, freed, dry_run=how.dry_run, as_json=how.as_json)
+
+
+def _tier(backend: Backend, name: str) -> Backend:
+    for tier in backend.tiers:
+        if tier.name == name:
+            return tier.backend
+    names = ", ".join(tier.name for tier in backend.tiers)
+    there = f"it has {names}" if names else "it is one place"
+    msg = f"--tier: {backend.url} has no tier {name!r}; {there}"
+    raise ConfigError(msg)
+
+
+def _has_whole(backend: Backend, look: Look) -> bool:
+    catalog = Catalog(backend, look=look)
+    return catalog.has_whole(catalog.steps())
+
+
+def data_bytes(backend: Backend, uids: Iterable[str]) -> int:
+    """Return the bytes that are stored for these uids."""
+    return sum(blob.size_bytes for uid in set(uids) for blob in backend.list(data_prefix(uid)))
+
+
+def _named_by(
+    backend: Backend, catalog: Catalog, step: int, names: Sequence[str] | None
+) -> Mapping[str, str | None]:
+    if names is None:
+        catalog.record(step)  # raises, and its message lists the steps that exist
+        names = catalog.entries()[step]  # no error: the step was committed after the listing
+    return uids_named(backend, names)
+
+
+def _doomed(backend: Backend, step: int, named: Mapping[str, str | None]) -> Doomed:
+    uids = [uid for uid in named.values() if uid]
+    return Doomed(step, len(named), tuple(uids), data_bytes(backend, uids))
+
+
+def _needed(backend: Backend, chosen: Collection[int]) -> set[str]:
+    """Return the uids that would stay in use.
+
+    While a commit record is unreadable these are all uids: that record may name any of them.
+    """
+    survey = survey_run(backend)
+    going = {n for n in survey.records if (parse_commit_name(n) or (-1,))[0] in chosen}
+    unreadable = {n for n in survey.unreadable if (parse_commit_name(n) or (-1,))[0] not in chosen}
+    if unreadable:
+        return survey.needed
+    staying = [record for name, record in survey.records.items() if name not in going]
+    return {uid for record in staying for uid in (record.uid, *record.references)}
+
+
+def _named(steps: Sequence[int]) -> str:
+    listed = ", ".join(map(str, steps))
+    return f"step {listed}" if len(steps) == 1 else f"steps {listed}"
+
+
+def _print(
+    url: str,
+    doomed: Sequence[Doomed],
+    left: Sequence[int],
+    freed: int,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    if as_json:
+        print_json(
+            {
+                "url": url,
+                "dry_run": dry_run,
+                "deleted": [asdict(one) for one in doomed],
+                "bytes_freed": freed,
+                "remaining": list(left),
+            }
+        )
+        return
+    verb = "would be deleted" if dry_run else "deleted"
+    for one in doomed:
+        several = f", {one.generations} generations" if one.generations > 1 else ""
+        print_line(f"step {one.step} {verb}: {size_text(one.size_bytes)}{several}")
+    print_line(f"{size_text(freed)} {'would be ' if dry_run else ''}freed; {_left(left)}")
+    kept = sum(one.size_bytes for one in doomed) - freed
+    if kept or any(len(one.uids) < one.generations for one in doomed):
+        print_line(
+            "data that something else may need stays; `penstock prune` takes what is left over"
+        )
+
+
+def _left(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no checkpoint is left"
+    return f"{len(steps)} checkpoint{'s are' if len(steps) > 1 else ' is'} left"

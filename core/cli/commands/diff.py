@@ -1,0 +1,176 @@
+"""The `penstock diff` command."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.output.render import (
+    Column,
+    number_text,
+    print_json,
+    print_line,
+    print_table,
+    visible,
+)
+from penstock.core.concurrency.workers import Workers
+from penstock.core.diff.diff import diff_checkpoints
+from penstock.core.errors import CheckpointNotFoundError
+from penstock.core.pipeline.reader import Loader
+from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.storage.open import open_backend
+from penstock.core.tree.select import Selection
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.diff.diff import Change, CheckpointDiff
+    from penstock.core.diff.norms import Norms
+
+_COLUMNS = (
+    Column("PATH", flexible=True, middle=True),
+    Column("DIFFERS"),
+    Column("A", keep=3, flexible=True),
+    Column("B", keep=2, flexible=True),
+)
+# Norms need the width: dtype and shape give way, so that paths stay long enough to be unique.
+_NORM_COLUMNS = (
+    *(replace(column, spare=column.keep > 0) for column in _COLUMNS),
+    Column("MAX", right=True, keep=9),
+    Column("L2", right=True, keep=7, spare=True),
+    Column("REL L2", right=True, keep=8),
+    Column("ELEMENTS", right=True, keep=10),
+    Column("OF", right=True, keep=6, spare=True),
+    Column("NAN", right=True, keep=5, spare=True),
+    Column("INF", right=True, keep=4, spare=True),
+)
+_WORDS = {"only_a": "only in A", "only_b": "only in B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The two checkpoints to compare.
+
+    Attributes:
+        url_a: The run of A.
+        url_b: The run of B; None takes the run of A.
+        step_a: The step of A; None takes the latest, or in one run the step before B's.
+        step_b: The step of B; None takes the latest.
+    """
+
+    url_a: str
+    url_b: str | None
+    step_a: int | None
+    step_b: int | None
+
+
+def run(
+    where: Where,
+    *,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    norms: bool,
+    as_json: bool,
+) -> bool:
+    """Compare two checkpoints, and print what differs.
+
+    Returns:
+        Whether nothing differs.
+
+    Raises:
+        PenstockError: A checkpoint does not exist or cannot be read, or a pattern matches nothing.
+    """
+    with ExitStack() as stack:
+        a = stack.enter_context(closing(open_backend(where.url_a, must_exist=True)))
+        b = a
+        if where.url_b is not None:
+            b = stack.enter_context(closing(open_backend(where.url_b, must_exist=True)))
+        workers = stack.enter_context(closing(Workers(min(4, os.cpu_count() or 1))))
+        step_b = Catalog(b).require_latest() if where.step_b is None else where.step_b
+        step_a = where.step_a
+        if step_a is None:
+            step_a = _before(a, step_b) if where.url_b is None else Catalog(a).require_latest()
+        sides = [
+            Checkpoint.open(backend, step, loader=Loader(backend, workers))
+            for backend, step in ((a, step_a), (b, step_b))
+        ]
+        bar = stack.enter_context(closing(ProgressBar("diff", every_s=None, transient=True)))
+        found = diff_checkpoints(
+            sides[0],
+            sides[1],
+            selection=Selection(include, exclude),
+            norms=norms,
+            on_progress=bar,
+        )
+        bar.close()  # before the output, so that both do not share a line of the terminal
+        if as_json:
+            _print_json(sides, found, norms=norms)
+        else:
+            _print(sides, found, norms=norms)
+    return found.same
+
+
+def _before(backend: Backend, step: int) -> int:
+    earlier = [s for s in Catalog(backend).steps() if s < step]
+    if not earlier:
+        msg = f"{backend.url} has no checkpoint before step {step}: pass --step-a, or another run"
+        raise CheckpointNotFoundError(msg)
+    return earlier[-1]
+
+
+def _print(sides: Sequence[Checkpoint], found: CheckpointDiff, *, norms: bool) -> None:
+    for name, side in zip("AB", sides, strict=True):
+        print_line(f"{name}: step {side.step} of {visible(side.backend.url)}")
+    read = f", {size_text(found.bytes_read)} read"
+    if found.same:
+        print_line(f"nothing differs in {found.compared} objects{read}", style="green")
+        return
+    print_line("")
+    print_table(
+        _NORM_COLUMNS if norms else _COLUMNS,
+        [_row(change, norms=norms) for change in found.changes],
+    )
+    objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
+    alone = sum(c.what in {"only_a", "only_b"} for c in objects)
+    print_line(
+        f"\n{len(objects) - alone} of {found.compared} objects that both have differ, "
+        f"{alone} are in one only{read}"
+    )
+
+
+def _row(change: Change, *, norms: bool) -> list[str]:
+    sides = [visible(text or "-") for text in (change.a, change.b)]
+    row = [visible(change.path) or "/", _WORDS.get(change.what, change.what), *sides]
+    return [*row, *_norm_cells(change.norms)] if norms else row
+
+
+def _norm_cells(norms: Norms | None) -> list[str]:
+    if norms is None:
+        return [""] * (len(_NORM_COLUMNS) - len(_COLUMNS))
+    figures = [number_text(n) for n in (norms.max_abs, norms.l2, norms.relative_l2)]
+    counts = [norms.differing, norms.elements, norms.nan, norms.inf]
+    return [*figures, *(number_text(n) for n in counts)]
+
+
+def _print_json(sides: Sequence[Checkpoint], found: CheckpointDiff, *, norms: bool) -> None:
+    changes = [asdict(change) for change in found.changes]
+    for change in changes:
+        if not norms:
+            del change["norms"]
+    named = [{"url": side.backend.url, "step": side.step, "uid": side.info.uid} for side in sides]
+    print_json(
+        {
+            "a": named[0],
+            "b": named[1],
+            "same": found.same,
+            "compared": found.compared,
+            "bytes_read": found.bytes_read,
+            "changes": changes,
+        }
+    )

@@ -1,0 +1,261 @@
+"""The `penstock drain` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.prune import GRACE_S
+from penstock.core.cli.app import debugging
+from penstock.core.cli.deadline import CommandDeadline
+from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.output.runs_on_disk import tiers_quiet
+from penstock.core.concurrency.timing import current_timing
+from penstock.core.concurrency.workers import Workers
+from penstock.core.errors import ConfigError, StorageError, StorageTimeoutError
+from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.reports import Progress
+from penstock.core.storage.open import open_backend
+from penstock.core.tiers.drains import Drains, left_log
+from penstock.core.tiers.whereabouts import in_the_way, pending
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.core.abc import Backend, Tier
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.tiers.link import DrainState
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOutcome:
+    """The result of a drain.
+
+    Attributes:
+        url: The URL of the run.
+        found: The number of checkpoints that were queued.
+        before: The checkpoints that waited to be copied at the beginning.
+        left: The checkpoints that still wait, as far as is known.
+        states: The state of each link between two tiers.
+        in_the_way: The two tiers, by step, where the next tier has another save of that step.
+        silent: The reason, by tier, why a tier does not answer; its content is not known.
+        stuck: Whether a copy was still in flight when the command gave up.
+        seconds: The duration of the command.
+    """
+
+    url: str
+    found: int
+    before: Sequence[CommitRecord]
+    left: Sequence[CommitRecord]
+    states: Sequence[DrainState]
+    in_the_way: Mapping[int, tuple[str, str]]
+    silent: Mapping[str, str]
+    stuck: bool
+    seconds: float
+
+
+def run(url: str, *, timeout_s: float | None, as_json: bool) -> bool:
+    """Copy to slower tiers the checkpoints that wait for it, and print the result.
+
+    Args:
+        url: The URL of the run.
+        timeout_s: The most seconds to take, also where a tier hangs: its call is left behind.
+        as_json: Whether to print one JSON document.
+
+    Returns:
+        Whether every tier answered and nothing is left to copy.
+
+    Raises:
+        PenstockError: The run cannot be read.
+    """
+    with tiers_quiet(), closing(Workers(min(4, os.cpu_count() or 1))) as workers:
+        deadline = CommandDeadline(workers.timing, timeout_s)
+        backend = deadline.ask("opening the tiers", lambda: open_backend(url, must_exist=True))
+        try:  # not `closing`: a tier that hangs would hang the command in its `close`
+            if not backend.tiers:
+                msg = (
+                    f"{backend.url} is one place; `drain` copies from tier to tier: give it "
+                    "tiered://?fast=...&durable=..., or the configuration file of the run"
+                )
+                raise ConfigError(msg)
+            outcome = _drain(backend, workers, deadline)
+        finally:
+            with suppress(StorageTimeoutError):
+                deadline.ask("closing", backend.close, ending=True)
+    if as_json:
+        _print_json(outcome)
+    else:
+        _print(outcome)
+    # A tier that does not answer, or an empty folder in its place, has no marks: "nothing is left"
+    # is true only if every tier was read.
+    return not (outcome.left or outcome.silent or outcome.stuck)
+
+
+def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> DrainOutcome:
+    silent: dict[str, str] = {}
+    before = _waiting(backend, deadline, silent)
+    drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
+    found, stuck = 0, False
+    away = {backend.tiers[-1].name: "there was no time to compare it with the others"}
+    with _quiet_copies():
+        try:
+            with suppress(StorageTimeoutError):
+                found = deadline.ask("looking what is left", drains.resume)
+                # Finds checkpoints that are marked as copied but that the next tier has lost. After
+                # the first copies are queued, since it reads every tier and may take long.
+                marked, away = deadline.ask("comparing the tiers", drains.reconcile)
+                before += marked
+                found += deadline.ask("looking what is left", drains.resume)
+            _watch(drains, sum(record.bytes_stored for record in before), deadline)
+        finally:
+            states = drains.states()
+            try:
+                deadline.ask("ending what is under way", drains.close, ending=True)
+            except StorageTimeoutError:
+                stuck = True
+    steps = {step for state in states for step in (*state.unfinished(), *state.lost)}
+    left = [record for record in before if record.step in steps]  # unless the tiers say more
+    in_the_way: dict[int, tuple[str, str]] = {}
+    if not stuck:
+        known = silent.copy()
+        looked = _waiting(backend, deadline, known, ending=True)
+        # A tier that fell silent meanwhile lists nothing, which is not "nothing is left".
+        left = looked if known == silent else left
+        silent = known | away
+        with suppress(StorageError):
+            in_the_way = deadline.ask(
+                "asking the next tier", lambda: _in_the_way(backend.tiers), ending=True
+            )
+    return DrainOutcome(
+        url=backend.url,
+        found=found,
+        before=before,
+        left=left,
+        states=states,
+        in_the_way=in_the_way,
+        silent=silent,
+        stuck=stuck,
+        seconds=deadline.taken_s(),
+    )
+
+
+@contextmanager
+def _quiet_copies() -> Iterator[None]:
+    """Silence the log of copies: the command prints the same at its end."""
+    logger = logging.getLogger("penstock")
+    levels = {logger: logger.level, left_log: left_log.level}
+    if not debugging.wanted:
+        logger.setLevel(logging.CRITICAL)
+        left_log.setLevel(logging.WARNING)  # names what is never copied: not printed at the end
+    try:
+        yield
+    finally:
+        for one, level in levels.items():
+            one.setLevel(level)
+
+
+def _waiting(
+    backend: Backend, deadline: CommandDeadline, silent: dict[str, str], *, ending: bool = False
+) -> list[CommitRecord]:
+    """Return the checkpoints that wait in tiers that answer; the others go to `silent`."""
+    found: list[CommitRecord] = []
+    for tier in backend.tiers[:-1]:
+        if tier.name in silent:
+            continue
+        try:
+            found += deadline.ask(
+                f"asking {tier.backend.url}", partial(pending, tier.backend), ending=ending
+            )
+        except StorageError as error:
+            silent[tier.name] = str(error)
+    return found
+
+
+def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
+    """Return both tiers of each waiting step of which the next tier has another save."""
+    found = {}
+    for tier, following in pairwise(tiers):
+        for record in pending(tier.backend):
+            if in_the_way(tier.backend, following.backend, record) is not None:
+                found[record.step] = tier.name, following.name
+    return found
+
+
+def _watch(drains: Drains, total: int, deadline: CommandDeadline) -> None:
+    bar = ProgressBar("drain", transient=True)
+    try:
+        # By polling, not by one long wait: the bar has to move, and the deadline has to hold.
+        while not drains.settle(current_timing().progress_interval_s):
+            if deadline.is_over():
+                return
+            bar(Progress(sum(state.bytes_moved for state in drains.states()), total, "copy"))
+    finally:
+        bar.close()
+
+
+def _print_json(outcome: DrainOutcome) -> None:
+    print_json(
+        {
+            "url": outcome.url,
+            "found": outcome.found,
+            "left": [record.step for record in outcome.left],
+            "bytes": sum(record.bytes_stored for record in outcome.before),
+            "seconds": outcome.seconds,
+            "links": [asdict(state) for state in outcome.states],
+            "silent": dict(outcome.silent),
+        }
+    )
+
+
+def _print(outcome: DrainOutcome) -> None:
+    _print_failures(outcome)
+    before, left, states = outcome.before, outcome.left, outcome.states
+    if not before and not left:
+        if not outcome.silent:
+            print_line("nothing was left to copy")
+        return
+    uids = {record.uid for record in left}
+    done = {record.uid: record.bytes_stored for record in before if record.uid not in uids}
+    if done:
+        print_line(f"copied {len(done)} checkpoint(s), {size_text(sum(done.values()))}")
+    for step, (here, there) in outcome.in_the_way.items():
+        print_line(
+            f"step {step} is another checkpoint in tier {there}: `penstock delete URL {step}` with "
+            f"`--tier {here}` gives up the one that waits, with `--tier {there}` the other one, "
+            "and `penstock drain` then copies this one",
+            style="yellow",
+        )
+    lost = {step for state in states for step in state.lost}
+    for steps, what in (
+        (sorted({r.step for r in left if r.step not in lost}), "; the same command goes on"),
+        (sorted({r.step for r in left if r.step in lost}), ", once the cause is removed"),
+    ):
+        if steps:
+            print_line(
+                f"still to be copied: steps {', '.join(map(str, steps))}{what}", style="yellow"
+            )
+
+
+def _print_failures(outcome: DrainOutcome) -> None:
+    for state in outcome.states:
+        for step, why in state.lost.items():
+            print_line(
+                f"step {step} cannot be copied to {state.target}: {visible(why)}", style="red"
+            )
+        if state.error:
+            print_line(f"{state.source} to {state.target}: {visible(state.error)}", style="red")
+        if state.step is not None:
+            done = f"{size_text(state.bytes_done)} of {size_text(state.bytes_total)}"
+            hangs = f"; does tier {state.source} hang, or {state.target}?" if outcome.stuck else ""
+            print_line(f"step {state.step} was on its way to tier {state.target}: {done}{hangs}")
+    for name, why in outcome.silent.items():
+        print_line(
+            f"tier {name} does not answer, so what is left there is not known: {visible(why)}",
+            style="red",
+        )

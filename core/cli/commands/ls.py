@@ -1,0 +1,261 @@
+"""The `penstock ls` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.survey import find_unrecorded
+from penstock.core.cli.output.render import (
+    Cell,
+    Column,
+    age_text,
+    metadata_text,
+    print_json,
+    print_line,
+    print_table,
+    print_wrapped,
+    ratio_text,
+    state_cell,
+    visible,
+)
+from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
+from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
+from penstock.core.format.commit_record import decode_commit
+from penstock.core.limits import RECORD_LIMIT_BYTES
+from penstock.core.storage.open import open_backend
+from penstock.core.tiers.whereabouts import pending
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from penstock.core.abc import Backend, Tier
+    from penstock.core.format.records import CommitRecord
+
+_RUNS_SHOWN = 20
+_TIERS = Column("TIERS", keep=6)
+_COLUMNS = (
+    Column("STEP", right=True),
+    Column("GEN", right=True, keep=1),
+    Column("AGE", right=True, keep=7),
+    Column("OBJECTS", right=True, keep=4),
+    Column("RAW", right=True, keep=5),
+    Column("STORED", right=True, keep=6),
+    Column("RATIO", right=True, keep=2),
+    Column("STATE"),
+    Column("METADATA", keep=3, flexible=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One step of a run: its newest commit record, or the reason why that is unreadable.
+
+    Attributes:
+        step: The step.
+        record: The commit record; None if it is unreadable.
+        error: The reason why the record is unreadable.
+        tiers: The names of the tiers that have the record, of a run in tiers.
+        waiting: Whether the checkpoint has yet to be copied from a tier to the next one.
+    """
+
+    step: int
+    record: CommitRecord | None
+    error: str | None
+    tiers: tuple[str, ...] = ()
+    waiting: bool = False
+
+
+def run(url: str, *, metadata: bool, as_json: bool) -> None:
+    """Print the checkpoints of a run, ascending by step.
+
+    Args:
+        url: The URL of the run.
+        metadata: Whether to print all metadata of each checkpoint, not only what fits a line.
+        as_json: Whether to print one JSON document.
+
+    Raises:
+        PenstockError: The run cannot be read; of a run in tiers, no tier can be read.
+    """
+    with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
+        tiered, silent = bool(backend.tiers), dict[str, str]()
+        listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
+        answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
+        waiting = _unrecorded(answering if tiered else [backend], listed)
+        if as_json:
+            found: dict[str, Any] = {"url": backend.url}
+            found["checkpoints"] = [_as_json(one, tiered=tiered) for one in listed]
+            found["unrecorded"] = waiting
+            print_json({**found, "silent": silent} if tiered else found)
+            return
+        for name, why in silent.items():  # on standard error: the table may go into a pipe
+            sys.stderr.write(f"penstock: tier {name} does not answer: {visible(why)}\n")
+        if not listed:
+            where = "in the tiers that answer," if silent else "under"
+            print_line(f"no checkpoints {where} {visible(backend.url)}")
+            _print_unrecorded(waiting)
+            _print_runs_near(named_root(backend))
+            return
+    now_s = time.time()
+    columns = (*_COLUMNS[:-1], _TIERS, _COLUMNS[-1]) if tiered else _COLUMNS
+    print_table(columns, [_as_row(one, now_s, tiered=tiered) for one in listed])
+    for one in listed:
+        if one.error:
+            print_line(f"step {one.step}: {visible(one.error)}", style="red")
+    _print_unrecorded(waiting)
+    if metadata:
+        for one in listed:
+            _print_metadata(one)
+
+
+def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
+    """Return the steps, by uid, of saves that lack nothing but their commit record."""
+    records = [one.record for one in listed if one.record is not None]
+    steps = [one.step for one in listed]
+    found: dict[str, int] = {}
+    for backend in backends:
+        found |= find_unrecorded(backend, records, steps)
+    return found
+
+
+def _print_unrecorded(waiting: dict[str, int]) -> None:
+    if not waiting:
+        return
+    steps = sorted(set(waiting.values()))
+    shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
+    print_wrapped(
+        f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
+        f"{'s' if len(waiting) == 1 else ''} nothing but the commit record: a save under way, one "
+        "that broke off in its last moment, or a run that was copied without its folder "
+        "`commits`: then bring the files in that, too",
+        style="yellow",
+    )
+
+
+def _print_runs_near(folder: Path | None) -> None:
+    around = None if folder is None else run_around(folder)
+    if around is not None:
+        print_line(f"this is a folder inside the run {visible(str(around))}: list that")
+        return
+    found = [] if folder is None else runs_below(folder)
+    if found:
+        print_line("these folders below it hold runs; list one of them:")
+    for root in found[:_RUNS_SHOWN]:
+        print_line(f"  {visible(str(root))}")
+    if len(found) > _RUNS_SHOWN:
+        print_line(f"  and {len(found) - _RUNS_SHOWN} more")
+
+
+def _print_metadata(one: Listed) -> None:
+    if one.record is None or not one.record.metadata:
+        return
+    print_line(f"\nstep {one.step}")
+    for key, value in one.record.metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        print_wrapped(visible(f"{key}: {text}"), indent=2)
+
+
+def list_run(backend: Backend) -> list[Listed]:
+    """Return every step of a run, ascending; a damaged record hides no other step."""
+    listed = []
+    for step, names in Catalog(backend).entries().items():
+        try:
+            data = backend.read_record(names[-1], limit_bytes=RECORD_LIMIT_BYTES)
+            listed.append(Listed(step, decode_commit(data, names[-1]), None))
+        except FormatError as error:
+            listed.append(Listed(step, None, str(error)))
+        except BlobNotFoundError:
+            continue  # deleted after the listing
+    return listed
+
+
+def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
+    """Return every step of all tiers that answer, ascending.
+
+    Args:
+        tiers: The tiers, fastest first.
+        silent: Receives the reason, by name, why a tier does not answer.
+
+    Raises:
+        StorageError: No tier answers.
+    """
+    found: dict[int, Listed] = {}
+    for tier in tiers:
+        try:
+            listed = list_run(tier.backend)
+            waiting = {record.uid for record in pending(tier.backend)}
+        except StorageError as error:
+            silent[tier.name] = str(error)
+            if len(silent) == len(tiers):
+                msg = f"no tier answers: {'; '.join(f'{n}: {why}' for n, why in silent.items())}"
+                raise StorageError(msg) from error
+            continue
+        for one in listed:
+            before = found.get(one.step)
+            if one.record is None:  # the next tier may have a readable record of this step
+                found.setdefault(one.step, one)
+            elif before is None or before.record is None or _is_newer(one.record, before.record):
+                marked = one.record.uid in waiting
+                found[one.step] = replace(one, tiers=(tier.name,), waiting=marked)
+            elif before.record.uid == one.record.uid:
+                marked = before.waiting or one.record.uid in waiting
+                found[one.step] = replace(before, tiers=(*before.tiers, tier.name), waiting=marked)
+    return [found[step] for step in sorted(found)]
+
+
+def _is_newer(one: CommitRecord, other: CommitRecord) -> bool:
+    return one.uid != other.uid and one.generation > other.generation
+
+
+def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
+    if one.record is None:
+        return {"step": one.step, "state": "damaged", "error": one.error}
+    more = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
+    return {"step": one.step, "state": "ok", **record_json(one.record), **more}
+
+
+def record_json(record: CommitRecord) -> dict[str, Any]:
+    """Return the fields of a commit record that commands print as JSON."""
+    return {
+        "generation": record.generation,
+        "uid": record.uid,
+        "created": record.created,
+        "world_size": record.world_size,
+        "objects": record.objects,
+        "bytes_raw": record.bytes_raw,
+        "bytes_stored": record.bytes_stored,
+        "codecs": record.codecs,
+        "providers": record.providers,
+        "references": list(record.references),
+        "metadata": record.metadata,
+        "penstock": record.penstock,
+        "engine": record.engine,
+    }
+
+
+def _as_row(one: Listed, now_s: float, *, tiered: bool) -> list[str | Cell]:
+    record = one.record
+    where = ["+".join(one.tiers) + (" (to copy)" if one.waiting else "")] if tiered else []
+    if record is None:
+        return [str(one.step), *["-"] * 6, state_cell("damaged"), *where, ""]
+    created_s = datetime.fromisoformat(record.created).timestamp()
+    return [
+        str(record.step),
+        str(record.generation),
+        age_text(now_s - created_s),
+        str(record.objects),
+        size_text(record.bytes_raw),
+        size_text(record.bytes_stored),
+        ratio_text(record.bytes_raw, record.bytes_stored),
+        state_cell("ok"),
+        *where,
+        metadata_text(record.metadata),
+    ]

@@ -1,0 +1,168 @@
+"""The `penstock prune` command."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.prune import GRACE_S
+from penstock.core.catalog.survey import survey_run, uids_named
+from penstock.core.cli.commands.delete import data_bytes
+from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.prompt import ask
+from penstock.core.plugins.registry import default_registry
+from penstock.core.restore.inspector import Inspector
+from penstock.core.storage.open import open_backend
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.prune import PruneReport
+
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def grace_seconds(text: str) -> float:
+    """Parse a time such as `90s`, `30min`, `24h` or `2d`, and return its seconds.
+
+    Raises:
+        ValueError: `text` is no such time.
+    """
+    match = _TIME.fullmatch(text.strip())
+    if match is None or match[2] not in _SECONDS:
+        msg = f"--grace: {text!r} is not a time such as 90s, 30min, 24h or 2d"
+        raise ValueError(msg)
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class PruneOptions:
+    """The options of a prune.
+
+    Attributes:
+        grace_s: The age in seconds below which data is left alone.
+        everything: Whether to take also saves that may lack only their commit record.
+        dry_run: Print what would be deleted, and change nothing.
+        yes: Do not ask.
+        as_json: Print one JSON document.
+    """
+
+    grace_s: float = GRACE_S
+    everything: bool = False
+    dry_run: bool = False
+    yes: bool = False
+    as_json: bool = False
+
+
+def run(url: str, how: PruneOptions) -> bool:
+    """Delete the data that no checkpoint needs, and print what was freed.
+
+    Returns:
+        Whether `prune` could decide what is garbage; False if it refused to delete.
+
+    Raises:
+        PenstockError: The run cannot be read.
+    """
+    with closing(open_backend(url, must_exist=True, light=True)) as backend:
+        catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
+        report = catalog.prune(grace_s=how.grace_s, dry_run=True, everything=how.everything)
+        # The report counts no bytes of overwritten generations, whose records go as well: they are
+        # measured here, before and after.
+        replaced = {uid for uid in uids_named(backend, report.superseded).values() if uid}
+        before = data_bytes(backend, replaced)
+        superseded_bytes = before
+        if not how.dry_run and not report.refused:
+            _ask(backend, report, how)
+            report = catalog.prune(grace_s=how.grace_s, everything=how.everything)
+            superseded_bytes = before - data_bytes(backend, replaced)
+        survey = survey_run(backend)
+        told = {*report.uids, *report.unrecorded}
+        young = sorted(survey.data.keys() - survey.needed - told)
+        found = {
+            "url": backend.url,
+            "grace_s": how.grace_s,
+            **asdict(report),
+            "superseded_bytes": superseded_bytes,
+            "younger": young,
+            "younger_bytes": data_bytes(backend, young),
+        }
+    if how.as_json:
+        print_json(found)
+        return not report.refused
+    _print(report, superseded_bytes, how.grace_s)
+    if young and not report.refused:
+        size = size_text(found["younger_bytes"])
+        print_line(
+            f"left alone, since a save may be under way: {_counted(young, 'attempt')} younger "
+            f"than {_time_text(how.grace_s)} ({size})"
+        )
+    return not report.refused
+
+
+def _ask(backend: Backend, report: PruneReport, how: PruneOptions) -> None:
+    if not report.uids:
+        return
+    if how.everything:
+        attempts = _counted(report.uids, "attempt")
+        question = (
+            f"The data of {attempts} goes, although commit records may be still to come if the run "
+            f"was copied. Prune {visible(backend.url)}"
+        )
+        ask(question, yes=how.yes)
+    elif how.grace_s < GRACE_S:
+        question = (
+            f"A save under way that has not written for {_time_text(how.grace_s)} would lose "
+            f"its data and fail. Prune {visible(backend.url)}"
+        )
+        ask(question, yes=how.yes)
+
+
+def _print(report: PruneReport, superseded_bytes: int, grace_s: float) -> None:
+    if report.refused:
+        no_record = bool(report.unrecorded)
+        why = "without a single commit record" if no_record else "while a record cannot be read"
+        print_line(f"nothing is deleted {why}:", style="bold red")
+        for problem in report.refused:
+            print_line(f"  {visible(problem)}")
+        if not no_record:
+            print_line("delete that checkpoint, or bring its record back, and prune again")
+        return
+    if report.unrecorded:
+        print_line(
+            f"left alone, since only the commit record is missing, which may be still to come: "
+            f"{_counted(report.unrecorded, 'attempt')}; a later checkpoint, or --all, ends that"
+        )
+    if not report.uids and not report.superseded:
+        print_line(f"nothing to prune: no leftovers older than {_time_text(grace_s)}")
+        return
+    for uid in report.uids:
+        print_line(f"  data/{uid}")
+    for name in report.superseded:
+        print_line(f"  {name} (overwritten)")
+    verb = "would be freed" if report.dry_run else "freed"
+    size = size_text(report.size_bytes + superseded_bytes)
+    what = []
+    if report.uids:
+        files = "1 file" if report.names == 1 else f"{report.names} files"
+        what.append(f"{_counted(report.uids, 'attempt')} with {files}")
+    if report.superseded:
+        what.append(_counted(report.superseded, "overwritten generation"))
+    print_line(f"{size} {verb}: {', '.join(what)}")
+
+
+def _counted(things: Sequence[str], word: str) -> str:
+    return f"{len(things)} {word}{'' if len(things) == 1 else 's'}"
+
+
+def _time_text(seconds: float) -> str:
+    for unit in ("d", "h", "min"):
+        # One day stays `24 h`, as the option and its documentation write the default.
+        if seconds >= _SECONDS[unit] * (2 if unit == "d" else 1) and not seconds % _SECONDS[unit]:
+            return f"{seconds / _SECONDS[unit]:g} {unit}"
+    return f"{seconds:g} s"

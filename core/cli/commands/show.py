@@ -1,0 +1,261 @@
+"""The `penstock show` command."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.commands.ls import record_json
+from penstock.core.cli.output.render import (
+    Column,
+    metadata_text,
+    number_text,
+    print_json,
+    print_line,
+    print_table,
+    ratio_text,
+    visible,
+)
+from penstock.core.cli.output.stats import Stats, tensor_stats
+from penstock.core.cli.output.tree import Branch, grown, rows_of
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.storage.open import open_backend
+from penstock.core.tree.paths import show_path
+from penstock.core.tree.select import Selection
+from penstock.core.types import Kind, show_segment
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.format.records import CommitRecord, ObjectRecord
+    from penstock.core.plan.restore import Located
+    from penstock.core.restore.contents import Contents
+
+_COLUMNS = (
+    Column("PATH", flexible=True),
+    Column("TYPE", keep=10),
+    Column("SHAPE", keep=8),
+    Column("BYTES", right=True, keep=9),
+    Column("STORED", right=True, keep=3, spare=True),
+    Column("RATIO", right=True, keep=5, spare=True),
+    Column("CODECS", keep=4, spare=True),
+    Column("ROLE", keep=1, spare=True),
+)
+_STATS_COLUMNS = (
+    Column("MIN", right=True, keep=13),
+    Column("MAX", right=True, keep=12),
+    Column("MEAN", right=True, keep=14),
+    Column("STD", right=True, keep=11),
+    Column("NAN", right=True, keep=16),
+    Column("INF", right=True, keep=15),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The options of the output.
+
+    Attributes:
+        tree: Whether to print an indented tree with sums; None does in a terminal only.
+        depth: The levels of the tree to print; None prints all.
+        stats: Whether to read tensors and print statistics of their values.
+        as_json: Whether to print one JSON document.
+    """
+
+    tree: bool | None = None
+    depth: int | None = None
+    stats: bool = False
+    as_json: bool = False
+
+    @property
+    def as_tree(self) -> bool:
+        """Whether the output is a tree, given the options and where standard output goes."""
+        if self.tree is None:
+            return self.depth is not None or sys.stdout.isatty()
+        return self.tree
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One object and how it is stored.
+
+    Attributes:
+        record: The object's record in the manifest.
+        codecs: The codecs of its frames, in the order of encoding.
+        bytes_stored: Its stored bytes; of a slab, which holds several objects, its share.
+        stats: Statistics of its values, if they were asked for and can be computed.
+    """
+
+    record: ObjectRecord
+    codecs: tuple[str, ...]
+    bytes_stored: int
+    stats: Stats | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The raw bytes; 0 for a tied object, whose bytes are stored at another path."""
+        return 0 if self.record.same_as is not None else self.record.spec.nbytes
+
+
+def run(
+    url: str,
+    *,
+    step: int | None,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    look: Look,
+) -> None:
+    """Print the selected objects of one checkpoint, in tree order.
+
+    Raises:
+        PenstockError: The checkpoint does not exist or is damaged, or a pattern matches nothing.
+    """
+    selection = Selection(include or None, exclude or None)
+    with closing(open_backend(url, must_exist=True, light=not look.stats)) as backend:
+        if step is None:
+            step = Catalog(backend).require_latest()
+        checkpoint = Checkpoint.open(backend, step)
+        contents = checkpoint.contents
+        located = contents.objects()
+        # Before anything is printed: a misspelt pattern would look like an empty checkpoint.
+        selection.check_used(one.record.path for one in located)
+        chosen = [one for one in located if selection.selects(one.record.path)]
+        shown = [describe(one, contents) for one in chosen]
+        if look.stats:
+            shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
+    record = contents.record
+    if look.as_json:
+        head = {"step": record.step, **record_json(record)}
+        print_json({"checkpoint": head, "objects": [_as_json(one, look) for one in shown]})
+    else:
+        _print(record, shown, look)
+
+
+def describe(located: Located, contents: Contents) -> Shown:
+    """Return how an object is stored, as its part of the manifest says."""
+    head = contents.head(located.part)
+    frames = located.frames
+    codecs: dict[str, None] = {}
+    # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
+    used: dict[int, int] = defaultdict(int)
+    for shard in located.record.shards:
+        for chunk in shard.chunks:
+            used[chunk.frame] += chunk.stop - chunk.start
+            codecs |= dict.fromkeys(link.name for link in head.chains[frames[chunk.frame].chain])
+    stored = sum(
+        round(frames[number].length * size / frames[number].raw_length)
+        for number, size in used.items()
+        if size
+    )
+    return Shown(located.record, tuple(codecs), stored)
+
+
+def _print(record: CommitRecord, shown: list[Shown], look: Look) -> None:
+    print_line(
+        f"step {record.step}, generation {record.generation}, of {record.created}, "
+        f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
+    )
+    if record.metadata:
+        print_line(metadata_text(record.metadata))
+    print_line("")
+    columns = (*_COLUMNS, *(_STATS_COLUMNS if look.stats else ()))
+    if look.as_tree:
+        tree = grown((one.record.path, one) for one in shown)
+        rows = [
+            _branch_row(row.branch, row.level, look)
+            if row.item is None
+            else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), look)
+            for row in rows_of(tree, look.depth)
+        ]
+    else:
+        rows = [_as_row(one, visible(show_path(one.record.path)), look) for one in shown]
+    print_table(columns, rows)
+    _print_sum(record, shown)
+
+
+def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
+    raw = sum(one.nbytes for one in shown)
+    stored = sum(one.bytes_stored for one in shown)
+    print_line(
+        f"\n{len(shown)} of {record.objects} objects, {size_text(raw)}, "
+        f"{size_text(stored)} stored ({ratio_text(raw, stored)}){_with_gaps(record, shown)}"
+    )
+
+
+def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
+    """Return the end of the sum line that explains why `ls` prints another ratio.
+
+    Empty where the figures agree, or where only some of the objects are shown.
+    """
+    stored = sum(one.bytes_stored for one in shown)
+    same = size_text(stored) == size_text(record.bytes_stored)
+    if same or len(shown) < record.objects:
+        return ""
+    ratio = ratio_text(record.bytes_raw, record.bytes_stored)
+    return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}) with the gaps"
+
+
+def _branch_row(branch: Branch[Shown], level: int, look: Look) -> list[str]:
+    below = list(branch.leaves())
+    raw, stored = sum(s.nbytes for s in below), sum(s.bytes_stored for s in below)
+    count = f"{len(below)} object{'' if len(below) == 1 else 's'}"
+    return [
+        "  " * level + visible(show_segment(branch.segment)) + "/",
+        count,
+        "",
+        size_text(raw),
+        size_text(stored),
+        ratio_text(raw, stored),
+        "",
+        "",
+        *([""] * len(_STATS_COLUMNS) if look.stats else []),
+    ]
+
+
+def _as_row(one: Shown, name: str, look: Look) -> list[str]:
+    record, tensor = one.record, one.record.kind is Kind.TENSOR
+    if record.same_as is not None:
+        name += f" = {visible(show_path(record.same_as))}"
+    return [
+        name,
+        visible(record.spec.dtype if tensor else record.form),
+        "x".join(map(str, record.spec.shape)) if tensor else "",
+        size_text(one.nbytes),
+        size_text(one.bytes_stored),
+        ratio_text(one.nbytes, one.bytes_stored),
+        visible("+".join(one.codecs)) or "raw",
+        record.role.value,
+        *(_stats_cells(one.stats) if look.stats else []),
+    ]
+
+
+def _stats_cells(stats: Stats | None) -> list[str]:
+    if stats is None:
+        return [""] * len(_STATS_COLUMNS)
+    figures = [number_text(n) for n in (stats.min, stats.max, stats.mean, stats.std)]
+    return [*figures, str(stats.nan), str(stats.inf)]
+
+
+def _as_json(one: Shown, look: Look) -> dict[str, Any]:
+    record = one.record
+    found = {
+        "path": show_path(record.path),
+        "segments": list(record.path),
+        "kind": record.kind.value,
+        "form": record.form,
+        "role": record.role.value,
+        "dtype": record.spec.dtype,
+        "shape": list(record.spec.shape),
+        "bytes_raw": one.nbytes,
+        "bytes_stored": one.bytes_stored,
+        "codecs": list(one.codecs),
+        "same_as": None if record.same_as is None else show_path(record.same_as),
+    }
+    if look.stats:
+        found["stats"] = None if one.stats is None else asdict(one.stats)
+    return found

@@ -1,0 +1,167 @@
+"""The `penstock verify` command."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.prune import GRACE_S
+from penstock.core.cli.output.damage import print_damage
+from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.concurrency.workers import Workers
+from penstock.core.errors import CheckpointNotFoundError, DamagedError
+from penstock.core.pipeline.reader import Loader
+from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.reporting.reports import Damage, VerifyReport
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.storage.open import open_backend
+from penstock.core.tiers.drains import Drains
+from penstock.core.tiers.verify_repair import Mending, verify_and_repair
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.reporting.reports import Progress, Repair
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The options of a verification.
+
+    Attributes:
+        deep: Read and decode every frame, not only the manifest and the sizes of the blobs.
+        repair: Replace damaged copies by good ones from another tier.
+        as_json: Print one JSON document.
+    """
+
+    deep: bool = True
+    repair: bool = False
+    as_json: bool = False
+
+
+def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
+    """Verify one checkpoint, or every one, and print the damage.
+
+    Returns:
+        Whether every checkpoint is whole, after repairs, and all its codecs could decode.
+
+    Raises:
+        PenstockError: The checkpoint does not exist, or the run cannot be read.
+    """
+    reports = []
+    light = not (how.deep or how.repair)
+    with closing(open_backend(url, must_exist=True, light=light)) as backend:
+        with closing(Workers(min(4, os.cpu_count() or 1))) as workers:
+            look = _Look(backend, workers, how)
+            for number in _steps(backend, step, every=every):
+                bar = ProgressBar(f"step {number}", every_s=None, transient=True)
+                try:
+                    report = look.at(number, bar)
+                except CheckpointNotFoundError:
+                    if not every:
+                        raise
+                    continue  # deleted after the listing
+                reports.append(report)
+                if not how.as_json:
+                    _print(report, backend.url)
+        ok = all(report.ok and not report.not_decoded for report in reports)
+        if how.as_json:
+            found = [asdict(report) for report in reports]
+            print_json({"url": backend.url, "ok": ok, "reports": found})
+        elif every:
+            bad = sum(not report.ok for report in reports)
+            part = sum(report.ok and bool(report.not_decoded) for report in reports)
+            more = f", {part} not decoded" if part else ""
+            print_line(f"{len(reports)} checkpoints verified, {bad} damaged{more}")
+    return ok
+
+
+def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
+    if step is not None:
+        return [step]
+    steps = Catalog(backend).steps()
+    if every:
+        return steps
+    if not steps:
+        msg = f"no checkpoint under {backend.url}"
+        raise CheckpointNotFoundError(msg)
+    return steps[-1:]
+
+
+class _Look:
+    """Verifies steps of one run."""
+
+    def __init__(self, backend: Backend, workers: Workers, how: VerifyOptions) -> None:
+        self._backend = backend
+        self._loader = Loader(backend, workers)
+        self._how = how
+        self._mending = None
+        if how.repair:
+            drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
+            self._mending = Mending(drains.repairs.bring, workers, workers.timing.stuck_s)
+
+    def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
+        """Verify one step, and repair it if `--repair` is given."""
+        deep = self._how.deep
+        try:
+            checkpoint = Checkpoint.open(self._backend, step, loader=self._loader)
+        except DamagedError as error:
+            # A manifest that cannot be read is a finding, not an error: `--all` goes on behind it.
+            damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
+            return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
+        if self._mending is None:
+            return checkpoint.verify(deep=deep, on_progress=on_progress)
+        return verify_and_repair(checkpoint, self._mending, deep=deep, on_progress=on_progress)
+
+
+def _print(report: VerifyReport, url: str) -> None:
+    looked = f"{report.objects} objects, {size_text(report.bytes_read)} read"
+    if report.deep:
+        looked = f"{report.frames} frames of {looked}"
+    if report.not_decoded:  # no damage, but not all was checked: the command exits with 1
+        whole = "stored bytes are whole; " if report.ok else ""
+        print_wrapped(
+            f"step {report.step} of {visible(url)}: {whole}decoding not checked: "
+            f"{visible('; '.join(report.not_decoded))}",
+            style="yellow",
+        )
+        if report.ok:
+            return
+    if report.ok and not report.damaged:
+        how = "whole" if report.deep else "whole as far as its manifest and sizes say"
+        where = f" in {' and '.join(report.tiers)}" if report.tiers else ""
+        print_line(
+            f"step {report.step} is {how}{where}: {looked} in {report.seconds:.1f} s", style="green"
+        )
+        return
+    print_damage(report.damaged)
+    for repair in report.repairs:
+        _print_repair(repair)
+    if report.ok:
+        print_line(
+            f"step {report.step} is whole now: {len(report.damaged)} found, and repaired; {looked}",
+            style="green",
+        )
+        return
+    print_line(
+        f"step {report.step} is damaged: {len(report.damaged)} found; {looked}", style="bold red"
+    )
+    if len(report.tiers) > 1 and not report.repairs:
+        print_line("--repair brings bad copies anew from a good one")
+
+
+def _print_repair(repair: Repair) -> None:
+    if repair.source is None:
+        print_wrapped(f"not repaired in tier {repair.tier}: {visible(repair.error or '')}")
+    elif repair.error is None:
+        print_wrapped(f"brought anew in tier {repair.tier}, from {repair.source}")
+    else:
+        print_wrapped(
+            f"brought anew in tier {repair.tier}, from {repair.source}, and not whole: "
+            f"{visible(repair.error)}"
+        )

@@ -1,0 +1,174 @@
+"""The run of all checks: in order, tier by tier, without a trace, and their output."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.prune import CLOCK_PREFIX
+from penstock.core.cli.doctor.host_checks import check_folder, check_process, check_uring
+from penstock.core.cli.doctor.store_checks import Check, check_store
+from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
+from penstock.core.cli.output.runs_on_disk import local_root, named_root, quiet, tiers_quiet
+from penstock.core.config.plugin_choice import shown_url
+from penstock.core.errors import ConfigError, PenstockError, StorageError, WrongPlaceError
+from penstock.core.foreign import said
+from penstock.core.storage.open import open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from types import FrameType
+
+    from penstock.core.abc import Backend
+
+_STYLES = {"ok": "green", "info": "", "warn": "yellow", "fail": "bold red"}
+_INDENT = 6
+
+
+def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
+    """Check this machine and the store at `url`, and print the findings.
+
+    Args:
+        url: The URL of a run, which need not exist yet.
+        probe_bytes: The most to write to measure the store; 0 measures nothing.
+        as_json: Whether to print one JSON document.
+
+    Returns:
+        Whether no check expects a save to fail.
+
+    Raises:
+        ConfigError: The URL, or an option of the backend, is wrong.
+    """
+    checks = [check_uring()]
+    shown = _asked(url)
+    try:
+        with _quiet_opening(), tiers_quiet(), closing(open_backend(url)) as backend:
+            shown = backend.url
+            checks += _looked_at(backend, probe_bytes)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a backend may fail in any way: a finding
+        found = str(error) if isinstance(error, PenstockError) else said(error)
+        if len(checks) == 1:
+            checks += check_process()
+            checks.append(Check("open", "fail", found, "it cannot be used: mend this first"))
+        else:
+            checks.append(Check("close", "fail", found, "mend the backend"))
+    ok = all(check.status != "fail" for check in checks)
+    if as_json:
+        print_json({"url": shown, "ok": ok, "checks": [asdict(check) for check in checks]})
+    else:
+        _print(shown, checks)
+    return ok
+
+
+def _asked(url: object) -> str:
+    return shown_url(url) if isinstance(url, str) else "the backend of the configuration"
+
+
+def _looked_at(backend: Backend, probe_bytes: int) -> list[Check]:
+    if not backend.tiers:
+        return [*_looked_at_place(backend, probe_bytes), *check_process()]
+    silent = {tier.name: _silent(tier.backend) for tier in backend.tiers}
+    checks: list[Check] = []
+    for number, tier in enumerate(backend.tiers):
+        why = silent[tier.name]
+        found = _looked_at_place(tier.backend, probe_bytes) if why is None else [why]
+        # A failed check of one tier is a warning where saves go on without that tier: any tier that
+        # does not answer is passed over while another one answers; a tier that answers but fails
+        # is not, unless it is a slower one.
+        others = number > 0 if why is None else not all(silent.values())
+        checks += [_of_tier(tier.name, check, number, others=others) for check in found]
+    return [*checks, *check_process()]
+
+
+def _silent(backend: Backend) -> Check | None:
+    """Return the finding that a tier does not answer, or None.
+
+    None also where the tier is a folder: the checks of folders find a better reason.
+    """
+    advice = "see that it can be reached"
+    try:
+        backend.list(CLOCK_PREFIX)
+    except WrongPlaceError as error:
+        why, advice = str(error), "mount its file system"
+    except StorageError as error:
+        if named_root(backend) is not None:
+            return None
+        why = str(error)
+    except Exception as error:  # noqa: BLE001 - a backend may fail in any way: a finding
+        why = said(error)
+    else:
+        return None
+    return Check("answer", "fail", why, advice)
+
+
+def _of_tier(name: str, check: Check, number: int, *, others: bool) -> Check:
+    status, advice = check.status, check.advice
+    if others and status == "fail":
+        meanwhile = "stay in faster tiers" if number else "go to the next tier"
+        status, advice = "warn", f"{advice or 'mend it'}; until then saves {meanwhile}"
+    return replace(check, name=f"{name}: {check.name}", status=status, advice=advice)
+
+
+def _looked_at_place(backend: Backend, probe_bytes: int) -> list[Check]:
+    checks: list[Check] = []
+    try:
+        root = local_root(backend)
+    except PenstockError:  # `check_store` meets the same error, and reports it
+        root = None
+    if root is not None:
+        checks += check_folder(root)
+    with _as_it_was(root):
+        checks += check_store(backend, root, probe_bytes=probe_bytes)
+    return checks
+
+
+@contextmanager
+def _as_it_was(root: Path | None) -> Iterator[None]:
+    """Remove the folders that the checks create, also after SIGTERM or SIGHUP.
+
+    Python ends at these signals without running `finally`, so both raise SystemExit meanwhile.
+    """
+    missing = []
+    if root is not None:
+        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # it was never created, or another process put a file there
+                folder.rmdir()
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _quiet_opening() -> AbstractContextManager[None]:
+    """Silence the warning that io_uring is not used: a check reports it, with advice."""
+    return quiet("penstock.core.storage.open", logging.ERROR)
+
+
+def _print(url: str, checks: list[Check]) -> None:
+    print_wrapped(visible(url))
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        text = f"{check.status:<{_INDENT}}{check.name:<{width}}  {visible(check.found)}"
+        print_wrapped(text, hanging=_INDENT, style=_STYLES[check.status])
+    advice = [check for check in checks if check.advice]
+    if advice:
+        print_line("\nWhat to change:")
+    for check in advice:
+        print_wrapped(visible(f"- {check.name}: {check.advice}"))
+    bad = [check.name for check in checks if check.status == "fail"]
+    if bad:
+        print_wrapped(f"\nA save would fail: see {', '.join(bad)}.", style="bold red")

@@ -1,0 +1,238 @@
+"""The arguments and help of the commands that read: `ls`, `show`, `verify`, `doctor` and more.
+
+A command's own module is imported when it runs, so that `penstock --help` loads none of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.core.cli.app import Json, Step, Url, app, whole_number
+
+
+def _depth(text: str) -> int:
+    return whole_number(text, "depth", 1)
+
+
+@app.command(
+    "ls",
+    short_help="List the checkpoints of a run.",
+    epilog="""\b
+Examples:
+  penstock ls runs/gpt
+  penstock ls runs/gpt --metadata
+  penstock ls runs/gpt --json |
+    jq '.checkpoints[] | select(.state == "ok") | .step'
+""",
+)
+def ls(
+    url: Url,
+    *,
+    metadata: Annotated[
+        bool, typer.Option("--metadata", help="Print all of each checkpoint's metadata.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run: step, generation, age, sizes, ratio, state.
+
+    The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
+    holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
+
+    STORED is the size of the blobs, with the gaps in them that direct I/O needs, RATIO is RAW over
+    STORED; `penstock show` counts what the objects themselves take.
+    """
+    from penstock.core.cli.commands.ls import run  # noqa: PLC0415
+
+    run(url, metadata=metadata, as_json=as_json)
+
+
+@app.command(
+    "show",
+    short_help="Show the objects of one checkpoint.",
+    epilog="""\b
+Examples:
+  penstock show runs/gpt --depth 1
+  penstock show runs/gpt --step 300
+  penstock show runs/gpt --include 'model/*.bias'
+  penstock show runs/gpt --include model --stats |
+    grep -v ' 0 *0$'
+""",
+)
+def show(
+    url: Url,
+    *,
+    step: Step = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", help="Only objects that match this pattern; repeatable."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", help="No objects that match this pattern; repeatable."),
+    ] = None,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Read the selected tensors: min, max, mean, std, nan and inf of each."
+        ),
+    ] = False,
+    tree: Annotated[
+        bool | None,
+        typer.Option(
+            "--tree/--flat",
+            help="Indented, with sums; or one line with the whole path for each object.",
+            show_default="a tree in a terminal, flat in a pipe",
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth", metavar="N", parser=_depth, help="Fold the tree below so many levels."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the objects of one checkpoint: type, shape, bytes, ratio, codecs, role.
+
+    Reads the manifest only, unless --stats is given. A pattern is a path with `*` (within one
+    segment), `**` (any number), `?`, `[..]`; a bare prefix takes all that is below it.
+
+    STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
+    `penstock ls` counts the gaps, too.
+    """
+    from penstock.core.cli.commands.show import Look, run  # noqa: PLC0415
+
+    if depth is not None and (tree is False or as_json):
+        msg = "--depth folds the tree; leave out --flat and --json"
+        raise typer.BadParameter(msg)
+    look = Look(tree=tree, depth=depth, stats=stats, as_json=as_json)
+    run(url, step=step, include=include, exclude=exclude, look=look)
+
+
+@app.command(
+    "verify",
+    short_help="Compare every checksum.",
+    epilog="""\b
+Examples:
+  penstock verify runs/gpt
+  penstock verify runs/gpt --all --quick
+  penstock verify penstock.toml --all --repair
+  penstock verify runs/gpt --step 300 --json |
+    jq -r '.reports[].damaged[].what'
+""",
+)
+def verify(
+    url: Url,
+    *,
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", help="Verify every checkpoint.")] = False,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep/--quick",
+            help="Read and decode every frame, or check only the manifest's digests and the sizes.",
+        ),
+    ] = True,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="With tiers: bring damaged copies anew from a good one, read first."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare every checksum of a checkpoint; exits with 1 if anything is damaged.
+
+    All damage is listed, not only the first, by the path of the object or the name of the record.
+    With --repair, 1 means that something still is.
+    """
+    from penstock.core.cli.commands.verify import VerifyOptions, run  # noqa: PLC0415
+
+    if every and step is not None:
+        msg = "--all verifies every step; leave out --step"
+        raise typer.BadParameter(msg)
+    if not run(url, step=step, every=every, how=VerifyOptions(deep, repair, as_json)):
+        raise typer.Exit(1)
+
+
+@app.command(
+    "doctor",
+    short_help="Say what this machine and store can do.",
+    epilog="""\b
+Examples:
+  penstock doctor runs/gpt
+  penstock doctor /nvme/new-run --no-probe
+  penstock doctor runs/gpt --json |
+    jq '.checks[] | select(.status != "ok")'
+""",
+)
+def doctor(
+    url: Url,
+    *,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe/--no-probe", help="Measure how fast the store writes and reads."),
+    ] = True,
+    probe_size: Annotated[
+        str,
+        typer.Option("--probe-size", metavar="SIZE", help="Write at most so much for it."),
+    ] = "256MiB",
+    as_json: Json = False,
+) -> None:
+    """Look at what this machine and this store can do for a run, and say what to change.
+
+    The run need not exist yet, and nothing stays behind. Exits with 1 if a save would fail.
+    """
+    from penstock.core.cli.doctor.doctor import run  # noqa: PLC0415
+    from penstock.core.config.model import parse_size  # noqa: PLC0415
+
+    try:
+        size = parse_size(probe_size)
+    except ValueError as error:
+        msg = f"--probe-size: {probe_size!r} is {error}"
+        raise typer.BadParameter(msg) from None
+    assert isinstance(size, int)
+    if not run(url, probe_bytes=size if probe else 0, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command("plugins", short_help="List providers, codecs and backends.")
+def plugins(
+    *,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Import and try each; exits with 1 if one is broken."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the installed providers, codecs and backends, and why one cannot be used."""
+    from penstock.core.cli.commands.plugins import run  # noqa: PLC0415
+
+    if not run(check=check, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(
+    "schema",
+    short_help="Print the schema of configurations.",
+    epilog="""\b
+Example:
+  penstock schema > penstock.schema.json
+""",
+)
+def schema(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="What is printed is JSON in any case.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of configuration files, for editors and other tools.
+
+    It holds the options of every backend and codec that is installed here.
+    """
+    del as_json
+    from penstock.core.cli.commands.schema import run  # noqa: PLC0415
+
+    run()

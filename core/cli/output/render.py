@@ -1,0 +1,265 @@
+"""Tables and texts for users, JSON for programs. Knows nothing of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+_FLEXIBLE_MIN_WIDTH = 12
+_GAP = 2  # cells between columns
+_LINES = re.compile(r"\n(?=  )")  # a line break with an indented line behind it
+_PERIODS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: The head of the column.
+        right: Whether its cells are aligned right.
+        keep: On a narrow terminal columns with the lowest `keep` go first; 0 stays always.
+        flexible: Whether its cells may be cut (with an ellipsis) to fit.
+        spare: Whether it goes before a flexible column is cut.
+        middle: Whether cells are cut in the middle, since the end of a path tells most.
+    """
+
+    title: str
+    right: bool = False
+    keep: int = 0
+    flexible: bool = False
+    spare: bool = False
+    middle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell with a colour of its own."""
+
+    text: str
+    style: str
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on standard output.
+
+    ASCII only: then no terminal or pipe with another encoding fails, and nothing stored in a name
+    can control a terminal.
+    """
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def print_line(text: str, *, style: str = "") -> None:
+    """Print one or more lines, without markup, and in a pipe without wrapping."""
+    text = "\n".join(map(visible, text.split("\n")))
+    if not sys.stdout.isatty():
+        sys.stdout.write(text + "\n")
+        return
+    from rich.text import Text  # noqa: PLC0415 - see `_console`
+
+    _console().print(Text(text, style=style))
+
+
+def print_wrapped(text: str, *, indent: int = 0, hanging: int = 2, style: str = "") -> None:
+    """Print one paragraph: in a terminal wrapped between words, in a pipe as one line.
+
+    Args:
+        text: The paragraph, without line breaks.
+        indent: The number of spaces before the first line.
+        hanging: The number of further spaces before the other lines.
+        style: The colour, used in a terminal only.
+    """
+    text = "\n".join(map(visible, text.split("\n")))
+    if not sys.stdout.isatty():
+        sys.stdout.write(" " * indent + text + "\n")
+        return
+    import textwrap  # noqa: PLC0415
+
+    wrapped = textwrap.fill(
+        text,
+        max(_console().width, indent + hanging + 10),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_on_hyphens=False,
+    )
+    print_line(wrapped, style=style)
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+    """Print a table that fits the terminal: leaves columns out, then cuts flexible ones.
+
+    In a pipe nothing is left out, cut or coloured.
+    """
+    if not sys.stdout.isatty():
+        _print_plain(columns, rows)
+        return
+    from rich.table import Table  # noqa: PLC0415 - see `_console`
+    from rich.text import Text  # noqa: PLC0415
+
+    console = _console()
+    widths = fitting(columns, rows, console.width)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for number, width in widths.items():
+        column = columns[number]
+        table.add_column(
+            Text(column.title),
+            justify="right" if column.right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=width,
+        )
+    for row in rows:
+        cells = []
+        for number, width in widths.items():
+            text = _plain(row[number])
+            cell = row[number]
+            cells.append(
+                Text(
+                    shortened(text, width) if columns[number].middle else text,
+                    style=cell.style if isinstance(cell, Cell) else "",
+                )
+            )
+        table.add_row(*cells)
+    console.print(table)
+    left_out = [column.title for n, column in enumerate(columns) if n not in widths]
+    if left_out:
+        console.print(Text(f"(too narrow for {', '.join(left_out)})", style="dim"))
+
+
+def fitting(
+    columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]], width: int
+) -> dict[int, int]:
+    """Return the widths, by column number, of the columns to show in `width` cells."""
+    wanted = dict(enumerate(_widths(columns, rows)))
+    spare = [n for n in wanted if columns[n].spare]
+    for n in sorted(spare, key=lambda n: (columns[n].keep, -n)):
+        if _total(wanted) > width:
+            del wanted[n]
+    shown = {
+        n: min(want, _FLEXIBLE_MIN_WIDTH) if columns[n].flexible else want
+        for n, want in wanted.items()
+    }
+    while _total(shown) > width:
+        droppable = [n for n in shown if columns[n].keep]
+        if not droppable:
+            break
+        del shown[min(droppable, key=lambda n: (columns[n].keep, -n))]
+    for n, least in list(shown.items()):  # the width that is left goes to flexible columns in order
+        shown[n] = least + max(0, min(wanted[n] - least, width - _total(shown)))
+    return shown
+
+
+def shortened(text: str, width: int) -> str:
+    """Cut `text` in its middle to `width` cells: two thirds of the rest are its end."""
+    if _cells(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def visible(text: str) -> str:
+    """Return `text` with everything that could control or deceive a terminal as an escape."""
+    if text.isprintable():  # False also for format characters that reverse the direction of text
+        return text
+    return "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def visible_lines(message: str) -> list[str]:
+    """Split a message before its indented lines, and return each line escaped.
+
+    Messages quote names that another user stored. A line break in such a name is escaped, since
+    the text behind it would look like a message of the command itself.
+    """
+    return [visible(line) for line in _LINES.split(message)]
+
+
+def number_text(value: float | None) -> str:
+    """Format a float with four digits, an integer whole, and None as `-`."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def ratio_text(raw: int, stored: int) -> str:
+    """Format how many times smaller the stored bytes are; `-` where either is zero."""
+    return f"{raw / stored:.2f}x" if raw and stored else "-"
+
+
+def age_text(seconds: float) -> str:
+    """Format `3700` as `1 h`; a negative age, by clocks that differ, as `now`."""
+    for unit, length in _PERIODS:
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "now"
+
+
+def metadata_text(metadata: Mapping[str, Any]) -> str:
+    """Format user metadata on one line: `loss=2.1 lr=0.1`."""
+    parts = []
+    for key, value in metadata.items():
+        short = float(f"{value:.6g}") if isinstance(value, float) else value
+        text = value if isinstance(value, str) else json.dumps(short, ensure_ascii=False)
+        parts.append(f"{key}={text}")
+    return visible(" ".join(parts))
+
+
+def state_cell(state: str) -> Cell:
+    """Return a cell for a state: `ok` green, `found` without colour, all others red."""
+    return Cell(state, {"ok": "green", "found": ""}.get(state, "bold red"))
+
+
+def _console() -> Console:
+    from rich.console import Console  # noqa: PLC0415 - a tenth of the time that `ls` takes
+
+    # rich honours NO_COLOR by itself, but leaves bold and dim, which are escapes as well.
+    return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
+
+
+def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+    widths = _widths(columns, rows)
+    lines = [[column.title for column in columns], *([_plain(c) for c in row] for row in rows)]
+    for line in lines:
+        padded = []
+        for text, width, column in zip(line, widths, columns, strict=True):
+            space = " " * (width - _cells(text))
+            padded.append(space + text if column.right else text + space)
+        sys.stdout.write((" " * _GAP).join(padded).rstrip() + "\n")
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> list[int]:
+    return [
+        max([_cells(column.title), *(_cells(_plain(row[n])) for row in rows)])
+        for n, column in enumerate(columns)
+    ]
+
+
+def _total(widths: Mapping[int, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+
+def _plain(cell: str | Cell) -> str:
+    return visible(cell.text if isinstance(cell, Cell) else cell)
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    # Wide characters take two cells and combining ones take none: `len` would shift the columns.
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
+def _escape(char: str) -> str:
+    if unicodedata.category(char) == "Zs":  # spaces of other widths
+        return " "
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")

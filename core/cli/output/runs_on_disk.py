@@ -1,0 +1,101 @@
+"""The folders of runs on this machine, and the quiet opening of tiers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from penstock.core.format.records import COMMIT_PREFIX, DATA_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from penstock.core.abc import Backend
+
+_DEPTH = 3
+_PARTS = {COMMIT_PREFIX.rstrip("/"), DATA_PREFIX.rstrip("/")}
+_FOLDERS = 2000  # the search is for a hint in a message, and must not take long
+
+
+@contextmanager
+def quiet(name: str, level: int) -> Iterator[None]:
+    """Silence a logger below `level`, where the command prints the same itself."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def tiers_quiet() -> AbstractContextManager[None]:
+    """Silence the opening of tiers, for commands that print which tiers are away, and why."""
+    return quiet("penstock.backends.tiered.backend", logging.CRITICAL)
+
+
+def local_root(backend: Backend) -> Path | None:
+    """Return the folder of a backend that keeps files on this machine; None for others."""
+    root = named_root(backend)
+    return root if root is not None and backend.capabilities.local else None
+
+
+def named_root(backend: Backend) -> Path | None:
+    """Return the folder that a URL names, perhaps on another machine; calls no store."""
+    scheme, _, path = backend.url.partition("://")
+    return Path(unquote(path)) if scheme == backend.name and path.startswith("/") else None
+
+
+def same_place(one: Backend, other: Backend) -> bool:
+    """Return whether both are the same run, as far as their URLs tell."""
+    if one.url == other.url:
+        return True
+    roots = [named_root(backend) for backend in (one, other)]
+    if roots[0] is None or roots[1] is None or roots[0].resolve() != roots[1].resolve():
+        return False
+    # Last, since a backend may write to the store to find its capabilities.
+    return one.capabilities.local and other.capabilities.local
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the roots of runs at most three levels below `folder`, sorted.
+
+    Runs inside of a run are not searched, and `folder` itself is not a run.
+    """
+    found: list[Path] = []
+    level, looked = [folder], 0
+    for _ in range(_DEPTH):
+        deeper: list[Path] = []
+        for parent in level:
+            for child in _folders_in(parent):
+                looked += 1
+                if looked > _FOLDERS:
+                    return sorted(found)
+                (found if (child / COMMIT_PREFIX).is_dir() else deeper).append(child)
+        level = deeper
+    return sorted(found)
+
+
+def run_around(folder: Path) -> Path | None:
+    """Return the root of the run that `folder` is a part of, such as its `commits`, or None."""
+    return next(
+        (
+            parent
+            for parent in folder.parents
+            if folder.relative_to(parent).parts[0] in _PARTS and (parent / COMMIT_PREFIX).is_dir()
+        ),
+        None,
+    )
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False))
+    except OSError:  # a folder that this user may not read holds no run for them
+        return []

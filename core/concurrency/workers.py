@@ -1,0 +1,82 @@
+"""The threads of the engine; nothing else in core makes any, but for `pool`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.core.concurrency.pool import Pool
+from penstock.core.concurrency.timing import current_timing
+from penstock.core.concurrency.watchdog import spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from penstock.core.concurrency.timing import Timing
+
+T = TypeVar("T")
+
+
+class Workers:
+    """The threads of one checkpointer: a pool for hashing and encoding, and one per long task.
+
+    Args:
+        count: Threads of the pool.
+        timing: How long whatever has these threads waits; None: as is in force.
+    """
+
+    def __init__(self, count: int, timing: Timing | None = None) -> None:
+        self.count = count
+        self.timing = timing or current_timing()
+        self._pid = os.getpid()
+        self._pool = self._make_pool()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run `task` in the pool."""
+        if self._pid != os.getpid():  # a forked child has none of the threads
+            self._pid, self._pool = os.getpid(), self._make_pool()
+        return self._pool.submit(task)
+
+    def _make_pool(self) -> Pool:
+        return Pool(self.count, "penstock-work", timing=self.timing)
+
+    def spawn(self, name: str, task: Callable[[], object]) -> threading.Thread:
+        """Run `task` on a daemonic thread of its own: a stuck disk must not hold up an exit."""
+        return spawn(name, task)
+
+    def close(self) -> None:
+        """Stop the pool once it is idle."""
+        self._pool.shutdown(wait=False)
+
+
+class BusyClock:
+    """Seconds in which at least one of some overlapping tasks was under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the three fields below
+        self._running = 0
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """One more task runs."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.monotonic()
+            self._running += 1
+
+    def stop(self) -> None:
+        """One task less."""
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                self.seconds += time.monotonic() - self._since

@@ -1,0 +1,366 @@
+"""Configuration: mapping, TOML, YAML or JSON -> `CheckpointerConfig`.
+
+Unknown keys are refused with the nearest valid name. Relative paths, in a configuration file
+too, are relative to the current directory. `${NAME}` in a file is filled from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypedDict, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    InstanceOf,
+    PrivateAttr,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
+
+from penstock.core.abc import Backend, SizeBytes, parse_size
+from penstock.core.config.explain import validated
+from penstock.core.config.files import filled
+from penstock.core.config.plugin_choice import (
+    BackendConfig,
+    BackendSpec,
+    Origin,
+    PluginChoice,
+    shown_url,
+)
+from penstock.core.errors import ConfigError, SelectionError
+from penstock.core.limits import MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CODECS
+from penstock.core.types import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic_core import CoreSchema
+
+    from penstock.core.plugins.entry_points import PluginKind
+
+__all__ = [
+    "BackendConfig",
+    "BackendSpec",
+    "CheckpointerConfig",
+    "CodecConfig",
+    "Mode",
+    "OnBusy",
+    "Prefer",
+    "Retention",
+    "Rule",
+    "json_schema",
+    "load_config",
+    "parse_size",
+]
+
+Mode: TypeAlias = Literal["blocking", "async", "lazy"]
+OnBusy: TypeAlias = Literal["wait", "skip", "raise"]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _compiled(value: tuple[str, ...]) -> tuple[str, ...]:
+    from penstock.core.tree.patterns import compile_all  # noqa: PLC0415 - needs xxhash
+
+    try:
+        compile_all("", value)
+    except SelectionError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def _list_of_codecs(value: object) -> object:
+    if not isinstance(value, (str, Mapping)):
+        return value
+    shape = f"[{value!r}]" if isinstance(value, str) else '[{"type": "zstd", "level": 3}]'
+    msg = f"Input should be a list: {shape}"
+    raise ValueError(msg)
+
+
+def _list_of_rules(value: object) -> object:
+    if not isinstance(value, (str, Mapping)):
+        return value
+    msg = (
+        'Input should be a list of tables: [{"match": "optimizer/**", "codecs": ["zstd"]}], in '
+        "TOML [[rules]]; without rules leave it out"
+    )
+    raise ValueError(msg)
+
+
+def _grace(value: float) -> float:
+    if value > 0:
+        return value
+    msg = (
+        "has to be above 0: a save whose intent is older than half of it is not committed, so none "
+        "would be. To prune at once: penstock prune URL --grace 0s"
+    )
+    raise ValueError(msg)
+
+
+PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
+ChunkBytes: TypeAlias = Annotated[PageBytes, Field(le=MAX_CHUNK_BYTES)]
+BlockBytes: TypeAlias = Annotated[PageBytes, Field(le=MAX_BLOCK_BYTES)]
+Patterns: TypeAlias = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_listed),
+    AfterValidator(_compiled),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class CodecConfig(PluginChoice):
+    """A codec by entry-point name, and its options; the bare name is short for no options."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> dict[str, Any]:
+        """Describe both forms: a string or a table."""
+        return {"anyOf": [{"type": "string"}, handler(core_schema)]}
+
+
+class Rule(_Model):
+    """Objects that match any of the patterns go through these codecs; without codecs, stay raw."""
+
+    match: Patterns
+    codecs: Annotated[
+        tuple[CodecConfig, ...], BeforeValidator(_list_of_codecs), Field(max_length=MAX_CODECS)
+    ]
+    _origin: Origin = PrivateAttr(default=Origin())
+
+    def came_from(self, origin: Origin) -> None:
+        """Note where it was written, for error messages."""
+        if not self._origin.what:
+            self._origin = origin
+
+    @property
+    def origin(self) -> Origin:
+        """Where the rule was written; empty, unless in a file."""
+        return self._origin
+
+    @property
+    def shown(self) -> str:
+        """The name of the rule in messages."""
+        return self._origin.place or "a rule"
+
+
+class Retention(_Model):
+    """Which checkpoints to keep; a checkpoint that neither option names is deleted."""
+
+    keep_last: int | None = Field(default=None, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.keep_last is None and self.keep_every is None:
+            msg = "needs keep_last or keep_every; leave [retention] out to keep all"
+            raise ValueError(msg)
+        return self
+
+
+class Prefer(_Model):
+    """The distribution to take for a name that several claim, by kind of plugin."""
+
+    provider: dict[str, str] = Field(default_factory=dict)
+    codec: dict[str, str] = Field(default_factory=dict)
+    backend: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def choices(self) -> dict[PluginKind, dict[str, str]]:
+        """The choices in the form that the registry takes."""
+        return {"provider": self.provider, "codec": self.codec, "backend": self.backend}
+
+
+def _backend_form(value: object) -> str:
+    if isinstance(value, Backend):
+        return "<instance>"
+    return "<table>" if isinstance(value, (Mapping, BackendConfig)) else "<url>"
+
+
+def _path_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class CheckpointerConfig(_Model):
+    """All options of a checkpointer but its callbacks.
+
+    Attributes:
+        backend: Path, URL, table with `type`, or an open `Backend`.
+        rules: Rules that choose codecs. The first match wins; objects that match none stay raw.
+        retention: Which checkpoints to keep; None keeps all.
+        staging_bytes: Budget of this rank for captured state; None takes the state's size, at most
+            half of the available memory divided among local ranks.
+        mode: Mode of saves that name none.
+        on_busy: What a save does while another is under way.
+        allow_pickle: Whether values that no provider can store are pickled, and unpickled.
+        defer: Patterns of further tensors that change only behind the fence (lazy mode).
+        fence_timeout_s: How long training waits for a pending capture before that save is
+            aborted.
+        io_timeout_s: How long one request may take before the store counts as stuck.
+        chunk_bytes: Most raw bytes in one frame.
+        block_bytes: Raw bytes under one checksum.
+        workers: Threads that encode and hash; None takes a number by the cores.
+        grace_s: Age below which `prune` leaves uncommitted data alone.
+        prefer: The distribution to take for a plugin whose name several claim.
+    """
+
+    backend: Annotated[
+        Annotated[str, BeforeValidator(_path_text), Tag("<url>")]
+        | Annotated[BackendConfig, Tag("<table>")]
+        | Annotated[SkipJsonSchema[InstanceOf[Backend]], Tag("<instance>")],
+        Discriminator(_backend_form),
+    ]
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_list_of_rules)] = ()
+    retention: Retention | None = None
+    staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
+    mode: Mode = "async"
+    on_busy: OnBusy = "wait"
+    allow_pickle: bool = False
+    defer: Patterns = ()
+    fence_timeout_s: float = Field(default=600.0, gt=0)
+    io_timeout_s: float = Field(default=600.0, gt=0)
+    chunk_bytes: ChunkBytes = 16 << 20
+    block_bytes: BlockBytes = 4 << 20
+    workers: int | None = Field(default=None, ge=1)
+    grace_s: Annotated[
+        float, AfterValidator(_grace), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})
+    ] = 86400.0
+    prefer: Prefer = Field(default_factory=Prefer)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
+        """Yield all options that were given; a URL without its credentials."""
+        for name, value in super().__repr_args__():
+            yield name, shown_url(value) if name == "backend" and type(value) is str else value
+
+
+class CheckpointerOptions(TypedDict, total=False):
+    """The options of `Checkpointer(...)`, as plain values; meanings as in `CheckpointerConfig`."""
+
+    rules: Sequence[Rule | Mapping[str, Any]]
+    retention: Retention | Mapping[str, int] | None
+    staging_bytes: int | str | None
+    mode: Mode
+    on_busy: OnBusy
+    allow_pickle: bool
+    defer: str | Sequence[str]
+    fence_timeout_s: float
+    io_timeout_s: float
+    chunk_bytes: int | str
+    block_bytes: int | str
+    workers: int | None
+    grace_s: float
+    prefer: Prefer | Mapping[str, Mapping[str, str]]
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any] | CheckpointerConfig,
+    *,
+    what: str = "configuration",
+) -> CheckpointerConfig:
+    """Return the configuration that `source` holds.
+
+    Args:
+        source: Path of a `.toml`, `.yaml`, `.yml` or `.json` file, a mapping, or a
+            configuration, which is returned as it is.
+        what: Name of a mapping in error messages.
+
+    Raises:
+        ConfigError: The file cannot be read, or something in it is wrong; lists every problem.
+    """
+    if isinstance(source, CheckpointerConfig):
+        return source
+    if isinstance(source, Mapping):
+        return _loaded(source, what)
+    path = Path(source)
+    what = f"configuration {path}"
+    try:
+        config = _loaded(filled(_read_file(path), os.environ, what=what), what)
+    except RecursionError:
+        msg = f"{what} is nested too deeply"
+        raise ConfigError(msg) from None
+    if isinstance(config.backend, BackendConfig):
+        config.backend.came_from(Origin(what, "backend"))
+    return config
+
+
+def _loaded(values: Mapping[str, Any], what: str) -> CheckpointerConfig:
+    config = validated(CheckpointerConfig, values, what=what)
+    for number, rule in enumerate(config.rules):
+        rule.came_from(Origin(what, f"rules[{number}]"))
+    return config
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of configuration files, for editors and other tools."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **CheckpointerConfig.model_json_schema(),
+    }
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = _parse(path.suffix.lower(), text)
+    except OSError as error:
+        msg = f"configuration {path} cannot be read: {error.strerror}"
+        raise ConfigError(msg) from error
+    except ValueError as error:
+        # tomllib, json and UTF-8 errors say where and what, and are ValueErrors
+        msg = f"configuration {path} is not valid: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(values, Mapping):
+        msg = f"configuration {path} holds a {type(values).__name__}, not a table"
+        raise ConfigError(msg)
+    return cast("Mapping[str, Any]", values)
+
+
+def _parse(suffix: str, text: str) -> object:
+    if suffix == ".toml":
+        import tomllib  # noqa: PLC0415 - each only where it is needed
+
+        return tomllib.loads(text)
+    if suffix == ".json":
+        return json.loads(text)
+    if suffix in {".yaml", ".yml"}:
+        return _parse_yaml(text)
+    msg = f"its name ends in {suffix or 'nothing'}; .toml, .yaml, .yml and .json are known"
+    raise ValueError(msg)
+
+
+def _parse_yaml(text: str) -> object:
+    try:
+        import yaml  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        msg = "reading YAML needs pyyaml: pip install penstock[yaml]"
+        raise ConfigError(msg) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        # The error's own text quotes the line, which may hold a credential.
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        msg = f"{getattr(error, 'problem', None) or type(error).__name__}{where}"
+        raise ValueError(msg) from None

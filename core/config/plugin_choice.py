@@ -1,0 +1,79 @@
+"""The choice of one plugin in a configuration: its name, its options, where it was written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+
+from penstock.core.abc import Backend, without_credentials
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a part of a configuration was written: the file, and the place in it.
+
+    Two origins are always equal, so that two choices that differ in nothing else are.
+    """
+
+    what: str = field(default="", compare=False)
+    place: str = field(default="", compare=False)
+
+    def below(self, key: str) -> Origin:
+        """Return the origin of a part of this part."""
+        return Origin(self.what, f"{self.place}.{key}")
+
+
+class PluginChoice(BaseModel):
+    """A plugin by entry-point name, and its options beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
+
+    type: str
+    _origin: Origin = PrivateAttr(default=Origin())
+
+    @property
+    def origin(self) -> Origin:
+        """Where the choice was written; empty, unless in a file."""
+        return self._origin
+
+    def came_from(self, origin: Origin) -> None:
+        """Note where the choice was written, for error messages."""
+        self._origin = origin
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All keys but `type`; the plugin's own `Config` checks them when it is opened."""
+        return dict(self.model_extra or {})
+
+
+class BackendConfig(PluginChoice):
+    """A backend by entry-point name, and its options: `{type = "posix", path = "runs/gpt"}`."""
+
+    def __repr_args__(self) -> Iterator[tuple[str, object]]:
+        """Yield the names of the options only: values may be credentials, which logs would keep."""
+        yield "type", self.type
+        yield "options", sorted(self.options)
+
+
+BackendSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | BackendConfig | Backend"
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def shown_url(url: str) -> str:
+    """Return `url` without user, password and query."""
+    return without_credentials(url) if scheme_of(url) else url
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL in small letters; empty for a path."""
+    match = _SCHEME.match(url)
+    return match[1].lower() if match else ""

@@ -1,0 +1,180 @@
+"""What a checkpoint is made of, for whoever copies it: its records and the checksums of its blobs.
+
+Only checksums are kept, 24 bytes for each block; objects are looked at again where one is damaged.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.copy.checks import CheckedBlob, Checks
+from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
+from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.zstd import digest
+from penstock.core.plugins.registry import default_registry
+from penstock.core.restore.contents import Contents
+from penstock.core.suggest import listed
+from penstock.core.types import ByteRange, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.errors import PenstockError
+    from penstock.core.format.records import (
+        BlobRecord,
+        CommitRecord,
+        Frame,
+        IndexEntry,
+        PartEntry,
+        PartHead,
+        Section,
+    )
+
+_SHOWN = 4
+
+
+class CopySource:
+    """A committed checkpoint, read as bytes; `read` looks at the whole manifest."""
+
+    def __init__(self, backend: Backend, record: CommitRecord) -> None:
+        self.record = record
+        self._backend = backend
+        self._contents = Contents(backend, record, default_registry())
+
+    def read(self) -> list[CheckedBlob]:
+        """Read and verify parts and index, and look at the sizes of the blobs.
+
+        Raises:
+            DamagedError: One of them is not what was written; names it.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
+        """
+        contents = self._contents
+        drafts: dict[str, _BlobRanges] = {}
+        for part, entry in enumerate(self.record.parts):
+            contents.check_size(entry.name, entry.length)
+            head = contents.head(part)
+            contents.hashes(part)
+            for blob in head.blobs:
+                drafts.setdefault(blob.name, _BlobRanges(blob)).agree(blob)
+            for frame in (frame for section in contents.sections(part) for frame in section.frames):
+                drafts[head.blobs[frame.blob].name].add(frame, head.block_bytes)
+        contents.check_index()
+        for draft in drafts.values():
+            contents.check_size(draft.blob.name, draft.blob.length)
+        return [draft.checked() for draft in drafts.values()]
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        """Yield name and bytes of the parts, then of the index; one of them is held at a time.
+
+        Raises:
+            DamagedError: One is not what `read` has verified any more.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
+        """
+        for part, entry in enumerate(self.record.parts):
+            head = self._contents.head(part)
+            bound = [(i.offset, i.length, i.sha256) for i in (head.hashes, *head.sections)]
+            yield (
+                entry.name,
+                self._whole(entry, [(0, entry.head_length, entry.head_sha256), *bound]),
+            )
+        index = self.record.index
+        yield index.name, self._whole(index, [(0, index.length, index.sha256)])
+
+    def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
+        """Read a record whole, and compare its pieces: `bound` has offset, length and sha256."""
+        name = entry.name
+        try:
+            data = self._backend.read_record(name, limit_bytes=entry.length)
+        except BlobNotFoundError as error:
+            gone = FormatError(f"{name} on {self._backend.url} is missing", [name])
+            raise self.missing(gone) from error
+        pieces = [(data[start : start + length], sha256) for start, length, sha256 in bound]
+        if len(data) != entry.length or any(digest(piece) != sha256 for piece, sha256 in pieces):
+            msg = f"{name} on {self._backend.url} changed while it was copied"
+            raise FormatError(msg, [name])
+        return data
+
+    def damage(self, blob: str, ranges: Sequence[ByteRange]) -> DamagedError:
+        """The error for ranges of a blob that do not match; names the objects they are of."""
+        objects = self._objects_in(blob, ranges)
+        at = ", ".join(f"{r.start}-{r.stop}" for r in ranges[:_SHOWN])
+        msg = (
+            f"step {self.record.step} on {self._backend.url} is damaged, and was not copied: bytes "
+            f"{at} of {blob} do not match their checksum; they are of {listed(objects)}. `verify` "
+            "lists all damage; copy another step."
+        )
+        return DamagedError(msg, objects or [blob])
+
+    def missing(self, error: PenstockError) -> PenstockError:
+        """What it means that something is not there: the checkpoint is gone by now, or damaged."""
+        return Catalog(self._backend).gone_or_damaged(self.record.step, self.record.uid, error)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _objects_in(self, blob: str, ranges: Sequence[ByteRange]) -> list[str]:
+        found: dict[str, None] = {}
+        for part in range(len(self.record.parts)):
+            head = self._contents.head(part)
+            if all(b.name != blob for b in head.blobs):
+                continue
+            for section in self._contents.sections(part):
+                found |= dict.fromkeys(_touched(section, head, blob, ranges))
+        return list(found)
+
+
+class _BlobRanges:
+    """The ranges of one blob as they come."""
+
+    def __init__(self, blob: BlobRecord) -> None:
+        self.blob = blob
+        self._starts, self._lengths, self._sums = array("q"), array("q"), array("Q")
+
+    def agree(self, blob: BlobRecord) -> None:
+        """Refuse another part's word on it that differs."""
+        if blob.length != self.blob.length:
+            msg = f"two parts say that {blob.name} has {self.blob.length} and {blob.length} bytes"
+            raise FormatError(msg, [blob.name])
+
+    def add(self, frame: Frame, block_bytes: int) -> None:
+        whole = [ByteRange(0, frame.length)]
+        blocks = whole if frame.chain else frame_blocks(frame.offset, frame.length, block_bytes)
+        self._starts.extend(frame.offset + block.start for block in blocks)
+        self._lengths.extend(block.length for block in blocks)
+        self._sums.extend(frame.checksums)
+
+    def checked(self) -> CheckedBlob:
+        """The blob with its ranges in order; a frame that two sections list counts once."""
+        starts = np.frombuffer(self._starts, np.int64)
+        lengths = np.frombuffer(self._lengths, np.int64)
+        sums = np.frombuffer(self._sums, np.uint64)
+        order = np.lexsort((sums, lengths, starts))
+        starts, lengths, sums = starts[order], lengths[order], sums[order]
+        fresh = np.ones(len(starts), np.bool_)
+        fresh[1:] = (
+            (starts[1:] != starts[:-1]) | (lengths[1:] != lengths[:-1]) | (sums[1:] != sums[:-1])
+        )
+        starts, lengths, sums = starts[fresh], lengths[fresh], sums[fresh]
+        if (starts[1:] < starts[:-1] + lengths[:-1]).any():
+            msg = f"{self.blob.name}: two frames are recorded at one place"
+            raise FormatError(msg, [self.blob.name])
+        return CheckedBlob(self.blob.name, self.blob.length, Checks(starts, lengths, sums))
+
+
+def _touched(
+    section: Section, head: PartHead, blob: str, ranges: Sequence[ByteRange]
+) -> Iterator[str]:
+    for record in section.objects:
+        for ref in (ref for shard in record.shards for ref in shard.chunks):
+            frame = section.frames[ref.frame]
+            if head.blobs[frame.blob].name != blob:
+                continue
+            start, stop = frame.offset, frame.offset + frame.length
+            if not frame.chain:  # of an encoded frame every byte may matter
+                start, stop = start + ref.at, start + ref.at + ref.stop - ref.start
+            if any(r.start < stop and start < r.stop for r in ranges):
+                yield show_path(record.path)

@@ -1,0 +1,256 @@
+"""Copies the objects of a checkpoint into a new one: encoded anew, or only some of them.
+
+It is a save whose memory is another checkpoint: objects, nodes, ties and roles are described as
+they are stored, and their bytes are read when the save captures them, a chunk at a time. So it
+needs the staging budget, not memory for the state; and no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import Node, StateObject
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.retention import clean_up_after
+from penstock.core.catalog.survey import last_place
+from penstock.core.errors import SelectionError, StepExistsError, UnsupportedStateError
+from penstock.core.pipeline.chain import CodecChain
+from penstock.core.reporting.events import EventStream
+from penstock.core.reporting.progress import follow
+from penstock.core.restore.stored_source import StoredReader, StoredSource
+from penstock.core.save.job import SaveJob
+from penstock.core.save.manifest import ManifestWriter
+from penstock.core.save.prepare import ChainTable, plan_state
+from penstock.core.save.request import Destination
+from penstock.core.save.staging_budget import staging_for
+from penstock.core.tree.describe import Description
+from penstock.core.tree.stored_tree import PathTree
+from penstock.core.types import Region, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.format.records import Chain, NodeRecord
+    from penstock.core.plan.restore import Located
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.reporting.reports import Progress, SaveReport
+    from penstock.core.restore.checkpoint import Checkpoint
+    from penstock.core.restore.contents import Contents
+    from penstock.core.tree.select import Selection
+    from penstock.core.types import Kind, ObjectPath
+
+STAGING_BYTES = 256 << 20
+"""Memory for chunks on their way, where the configuration does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reencoding:
+    """How to copy.
+
+    Attributes:
+        config: Rules, sizes of chunks and blocks, staging budget and grace time of the target.
+        selection: Which objects to take.
+        keep_codecs: Encode every object with the codecs that it has, instead of by the rules.
+        overwrite: Replace what the target has at that step.
+    """
+
+    config: CheckpointerConfig
+    selection: Selection
+    keep_codecs: bool = False
+    overwrite: bool = False
+
+
+def copy_objects(
+    checkpoint: Checkpoint,
+    target: Backend,
+    how: Reencoding,
+    *,
+    registry: Registry,
+    workers: Workers,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SaveReport:
+    """Save the selected objects of `checkpoint` at `target`, under the same step.
+
+    Metadata, roles, kinds of containers and ties stay; what is tied to something that is not
+    selected is stored itself. Restoring the copy is restoring the original with that selection.
+
+    Args:
+        checkpoint: What to copy; its loader reads it.
+        target: Where to; with tiers, to the last of them.
+        how: How.
+        registry: Where codecs are looked up.
+        workers: Threads that encode and hash.
+        on_progress: As for `Checkpointer.save`.
+
+    Raises:
+        StepExistsError: The target has a checkpoint at that step, and is not to be overwritten.
+        SelectionError: A pattern matches nothing, or nothing is selected.
+        DamagedError: Stored bytes are not what was written; nothing was committed.
+        PenstockError: As for `Checkpointer.save`.
+    """
+    generation = _generation(target, checkpoint.step, overwrite=how.overwrite)
+    contents = checkpoint.contents
+    reader = StoredReader(checkpoint.opened)
+    table = _KeptCodecs(contents, registry) if how.keep_codecs else ChainTable(how.config, registry)
+    request = plan_state(
+        Description(
+            tuple(_entries(contents, how.selection, reader)),
+            frozenset(),
+            tuple(sorted(contents.record.providers.items())),
+        ),
+        config=how.config,
+        table=table,
+        step=checkpoint.step,
+        generation=generation,
+        mode="blocking",
+    )
+    reader.read_together(request.plan)
+    budget = how.config.staging_bytes
+    config = how.config.model_copy(
+        update={"staging_bytes": STAGING_BYTES if budget is None else budget}
+    )
+    job = SaveJob(
+        request,
+        manifest=ManifestWriter(
+            request,
+            contents.record.metadata,
+            # Providers of what is copied need not be installed here.
+            shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
+        ),
+        destination=Destination(last_place(target)),
+        staging=staging_for(request, None, config),
+        workers=workers,
+        after_commit=partial(
+            clean_up_after,
+            catalog=Catalog(target),
+            overwrite=generation > 0,
+            retention=None,
+            protect=(),
+            events=EventStream(None),
+        ),
+    )
+    return _followed(job, workers, on_progress)
+
+
+def _generation(target: Backend, step: int, *, overwrite: bool) -> int:
+    catalog = Catalog(target)
+    if step not in catalog.entries():
+        return 0  # earlier than others that are there is fine: nothing is trained from here
+    if not overwrite:
+        msg = (
+            f"{target.url} has a checkpoint at step {step} already. Delete it there, or copy with "
+            "--overwrite to replace it."
+        )
+        raise StepExistsError(msg)
+    return catalog.next_generation(step)
+
+
+def _entries(
+    contents: Contents, selection: Selection, reader: StoredReader
+) -> Sequence[StateObject | Node]:
+    """Selected objects and what contains them, as if a state tree had been described."""
+    everything = contents.objects()
+    by_path = {located.record.path: located for located in everything}
+    selection.check_used(by_path)
+    chosen = [located for located in everything if selection.selects(located.record.path)]
+    if everything and not chosen:
+        msg = f"nothing of step {contents.record.step} is selected"
+        raise SelectionError(msg)
+    entries: dict[int, StateObject | Node] = {}
+    owners: dict[ObjectPath, ObjectPath] = {}  # of stored bytes, in the copy
+    for located in chosen:
+        record = located.record
+        stored = by_path[record.path if record.same_as is None else record.same_as]
+        owner = owners.setdefault(stored.record.path, record.path)
+        if len(stored.record.shards) != 1:
+            msg = (
+                f"{show_path(record.path)} was saved by several ranks, which can only be copied "
+                "as it is: leave out what selects and encodes"
+            )
+            raise UnsupportedStateError(msg)
+        entries[record.ordinal] = StateObject(
+            path=record.path,
+            kind=record.kind,
+            spec=record.spec,
+            region=Region.whole(record.spec.shape),
+            role=record.role,
+            form=record.form,
+            source=StoredSource(reader, stored),
+            same_as=None if owner == record.path else owner,
+        )
+    needed = _needed(contents.nodes(), by_path, [o.record.path for o in chosen], selection)
+    entries |= {node.ordinal: Node(node.path, node.form, node.meta) for node in needed}
+    return [entries[ordinal] for ordinal in sorted(entries)]
+
+
+def _needed(
+    nodes: Sequence[NodeRecord],
+    stored: Mapping[ObjectPath, Located],
+    chosen: Sequence[ObjectPath],
+    selection: Selection,
+) -> Sequence[NodeRecord]:
+    """Nodes above what is chosen, and selected ones that were empty from the beginning."""
+    taken, known = PathTree(chosen), PathTree(stored)
+    return [
+        node
+        for node in nodes
+        if taken.has(node.path)
+        or not node.path
+        or (not known.has(node.path) and selection.selects(node.path))
+    ]
+
+
+class _KeptCodecs(ChainTable):
+    """Every object with the codecs with which it is stored, whatever the rules say."""
+
+    def __init__(self, contents: Contents, registry: Registry) -> None:
+        # Nothing of `ChainTable` but its methods: there are no rules.
+        self._numbers_by_path: dict[ObjectPath, int] = {}
+        self.chains: list[CodecChain | None] = [None]
+        known: dict[str, int] = {repr(()): 0}
+        by_path = {located.record.path: located for located in contents.objects()}
+        for path, located in by_path.items():
+            tied = located.record.same_as
+            chain = _chain_of(contents, located if tied is None else by_path[tied])
+            number = known.get(repr(chain))
+            if number is None:
+                number = known[repr(chain)] = len(self.chains)
+                links = [registry.codec_from_record(c.name, c.version, c.config) for c in chain]
+                self.chains.append(CodecChain(links))
+            self._numbers_by_path[path] = number
+
+    def number(self, path: ObjectPath, kind: Kind) -> int:
+        """Chain of the object at `path`."""
+        del kind
+        return self._numbers_by_path[path]
+
+
+def _chain_of(contents: Contents, located: Located) -> Chain:
+    head = contents.head(located.part)
+    frames = located.frames
+    chunks = [chunk for shard in located.record.shards for chunk in shard.chunks]
+    # Codecs may have declined some of the chunks: the longest chain is the one that was asked for.
+    return max((head.chains[frames[chunk.frame].chain] for chunk in chunks), key=len, default=())
+
+
+def _followed(
+    job: SaveJob, workers: Workers, on_progress: Callable[[Progress], None] | None
+) -> SaveReport:
+    """Run the save; Ctrl-C gives it up."""
+    try:
+        if on_progress is not None:
+            workers.spawn("progress", partial(follow, job.handle, on_progress))
+        job.begin_capture(on_captured=lambda: None)
+        job.capture_now()
+        job.wait_durable()
+    except BaseException as error:
+        job.interrupt(error)
+        job.finished(None)
+        raise
+    job.finished(None)
+    return job.handle.result()

@@ -1,0 +1,73 @@
+"""Errors of third parties' code: notes on their origin, and their text in one of ours."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from penstock.core.distributions import installed
+from penstock.core.errors import PenstockError, RestoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MARK = "penstock: "
+_GROUPS = ("penstock.providers", "penstock.codecs", "penstock.backends")
+
+
+@contextmanager
+def noting_origin(whence: Callable[[], str]) -> Iterator[None]:
+    """Add a note with the origin to any error that is not Penstock's; the nearest comes first."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except BaseException as error:
+        note_origin(error, whence())
+        raise
+
+
+def note_origin(error: BaseException, whence: str) -> None:
+    """Add a note with the origin to an error that is not Penstock's, as `noting_origin` does."""
+    note = _MARK + whence
+    if not isinstance(error, PenstockError) and note not in getattr(error, "__notes__", []):
+        error.add_note(note)  # only once, though a kept error may be raised again
+
+
+@contextmanager
+def memory_permitting(name: str) -> Iterator[None]:
+    """Turn a MemoryError while the record `name` is read into an error that is no damage.
+
+    Raises:
+        RestoreError: There was too little memory.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        msg = (
+            f"{name}: reading it takes more memory than this process can get. That says nothing "
+            "about what is stored: read it where there is more, or a part of it by include="
+        )
+        raise RestoreError(msg) from error
+
+
+def said(error: BaseException) -> str:
+    """Return class, text and origin of an error, for the message of one of ours."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    notes: list[str] = getattr(error, "__notes__", [])
+    origin = ", ".join(n.removeprefix(_MARK) for n in notes if n.startswith(_MARK))
+    return f"{text} ({origin})" if origin else text
+
+
+def shipped_by(kind: type) -> str:
+    """Return `module.Class`, with the distribution and version that it was installed with, if any.
+
+    Looks through what is installed, which takes some ms: only for errors.
+    """
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    target = f"{kind.__module__}:{kind.__qualname__}"
+    for group in _GROUPS:
+        for entry in installed(group):
+            if entry.value == target and entry.dist is not None:
+                return f"{name} of {entry.dist.name} {entry.dist.version}"
+    return name

@@ -1,0 +1,236 @@
+"""Bytes of commit record and intent: a line with length and digest, then readable JSON. Sans-IO."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from penstock.core.format.records import (
+    FORMAT_VERSION,
+    CommitRecord,
+    IndexEntry,
+    IntentRecord,
+    PartEntry,
+    commit_name,
+    index_name,
+    intent_name,
+    part_name,
+)
+from penstock.core.format.strict_json import Fields, check_list, is_hex, load_json, refuse
+from penstock.core.format.zstd import digest
+from penstock.core.limits import (
+    MAX_INDEX_ENTRIES,
+    MAX_STORED_FRAME_BYTES,
+    RECORD_LIMIT_BYTES,
+)
+
+_HEADER_LIMIT_BYTES = 256
+# Larger records are not indented: indentation makes deep metadata a hundred times larger.
+_INDENTED_CHARS = 256 << 10
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+_COMMIT_KEYS = (
+    "uid", "step", "generation", "created", "world_size", "objects", "bytes_raw", "bytes_stored",
+    "index", "parts", "codecs", "providers", "references", "metadata", "penstock", "engine",
+    "plugins",
+)  # fmt: skip
+_INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshed")
+_SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
+_MAX_WORLD_SIZE = 1 << 24
+_INDEX_UNIT_BYTES = 16  # the header takes so much, and each entry
+
+
+def encode_commit(record: CommitRecord) -> bytes:
+    """Encode a commit record.
+
+    Raises:
+        FormatError: `decode_commit` would refuse the record.
+    """
+    body = {key: getattr(record, key) for key in _COMMIT_KEYS}
+    body["index"] = asdict(record.index)
+    body["parts"] = [asdict(part) for part in record.parts]
+    if not record.plugins:
+        del body["plugins"]
+    data = _seal(body)
+    if len(data) > RECORD_LIMIT_BYTES:
+        name = commit_name(record.step, record.generation)
+        refuse(name, f"has {len(data)} bytes, of {RECORD_LIMIT_BYTES} that a reader takes")
+    decode_commit(data, commit_name(record.step, record.generation))
+    return data
+
+
+def decode_commit(data: bytes, name: str) -> CommitRecord:
+    """Read and validate a commit record.
+
+    Args:
+        data: The whole record.
+        name: Its name, which must agree with its step and generation.
+
+    Raises:
+        FormatError: The record is damaged, of an unknown version, or has another name.
+    """
+    body = _open(data, name)
+    if type(body) is dict:
+        body.setdefault("plugins", {})  # the key is left out where no third party took part
+    fields = Fields(body, name, _COMMIT_KEYS)
+    uid = fields.hexadecimal("uid", 32)
+    step = fields.integer("step")
+    generation = fields.integer("generation")
+    if commit_name(step, generation) != name:
+        refuse(name, f"is the record of step {step}, generation {generation}")
+    world_size = fields.integer("world_size", low=1, high=_MAX_WORLD_SIZE)
+    objects = fields.integer("objects", high=MAX_INDEX_ENTRIES * world_size)
+    return CommitRecord(
+        uid=uid,
+        step=step,
+        generation=generation,
+        created=_time(fields, "created", name),
+        world_size=world_size,
+        index=_index_entry(fields.value("index"), uid, name, objects, world_size),
+        parts=tuple(
+            _part_entry(entry, part_name(uid, rank), name)
+            for rank, entry in enumerate(fields.items("parts", count=world_size))
+        ),
+        objects=objects,
+        bytes_raw=fields.integer("bytes_raw"),
+        bytes_stored=fields.integer("bytes_stored"),
+        codecs=_versions(fields, "codecs", name),
+        providers=_versions(fields, "providers", name),
+        references=_references(fields, uid, name),
+        metadata=fields.mapping("metadata"),
+        penstock=fields.text("penstock"),
+        engine=fields.text("engine"),
+        plugins=_texts(fields, "plugins", name),
+    )
+
+
+def encode_intent(record: IntentRecord) -> bytes:
+    """Encode an intent.
+
+    Raises:
+        FormatError: `decode_intent` would refuse the record.
+    """
+    data = _seal(asdict(record))
+    decode_intent(data, intent_name(record.uid))
+    return data
+
+
+def decode_intent(data: bytes, name: str) -> IntentRecord:
+    """Read and validate an intent.
+
+    Raises:
+        FormatError: The record is damaged, of an unknown version, or has another name.
+    """
+    body = _open(data, name)
+    older = type(body) is dict and body.keys().isdisjoint(_SAVER_KEYS)
+    fields = Fields(body, name, _INTENT_KEYS if older else (*_INTENT_KEYS, *_SAVER_KEYS))
+    uid = fields.hexadecimal("uid", 32)
+    if intent_name(uid) != name:
+        refuse(name, f"is the intent of {uid}")
+    return IntentRecord(
+        uid=uid,
+        step=fields.integer("step"),
+        references=_references(fields, uid, name),
+        host=fields.text("host"),
+        pid=fields.integer("pid"),
+        started=_time(fields, "started", name),
+        refreshed=_time(fields, "refreshed", name),
+        process="" if older else fields.text("process"),
+        place="" if older else fields.text("place"),
+    )
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, ensure_ascii=False)
+    if len(text) <= _INDENTED_CHARS:
+        text = json.dumps(body, indent=1, ensure_ascii=False)
+    text += "\n"
+    content = text.encode("utf-8", "surrogatepass")
+    header = {"penstock": FORMAT_VERSION, "length": len(content), "sha256": digest(content)}
+    return json.dumps(header).encode("ascii") + b"\n" + content
+
+
+def _open(data: bytes, name: str) -> Any:
+    end = data.find(b"\n", 0, _HEADER_LIMIT_BYTES)
+    if end < 0:
+        refuse(name, "has no first line")
+    header = load_json(data[:end], name)
+    version = header.get("penstock") if type(header) is dict else None
+    if type(version) is not int:
+        refuse(name, "is not a record of Penstock")
+    if version != FORMAT_VERSION:
+        refuse(
+            name,
+            f"is of format version {version}; this Penstock reads version {FORMAT_VERSION}:"
+            " read it with the release that wrote it, or a later one",
+        )
+    fields = Fields(header, name, ("penstock", "length", "sha256"))
+    content = data[end + 1 :]
+    length = fields.integer("length")
+    if len(content) != length:
+        refuse(name, f"has {len(content)} bytes behind its first line instead of {length}")
+    if digest(content) != fields.hexadecimal("sha256", 64):
+        refuse(name, "its sha256 is not the one in its first line: it is damaged")
+    return load_json(content, name)
+
+
+def _index_entry(value: object, uid: str, name: str, objects: int, world_size: int) -> IndexEntry:
+    where = f"{name}: index"
+    fields = Fields(value, where, ("name", "length", "sha256"))
+    if fields.value("name") != index_name(uid):
+        refuse(where, f"is not {index_name(uid)}")
+    length = fields.integer("length")
+    # Each rank that holds an object has an entry for it.
+    if length > _INDEX_UNIT_BYTES * (1 + objects * world_size):
+        refuse(where, f"has {length} bytes, for {objects} objects")
+    return IndexEntry(index_name(uid), length, fields.hexadecimal("sha256", 64))
+
+
+def _part_entry(value: object, expected: str, name: str) -> PartEntry:
+    where = f"{name}: part {expected}"
+    fields = Fields(value, where, ("name", "length", "head_length", "head_sha256"))
+    if fields.value("name") != expected:
+        refuse(where, "is named otherwise")
+    length = fields.integer("length")
+    head_length = fields.integer("head_length", high=min(length, MAX_STORED_FRAME_BYTES))
+    return PartEntry(expected, length, head_length, fields.hexadecimal("head_sha256", 64))
+
+
+def _versions(fields: Fields, key: str, name: str) -> dict[str, int]:
+    versions = fields.mapping(key)
+    if any(type(version) is not int for version in versions.values()):
+        refuse(name, f"{key} does not map names to versions")
+    return versions
+
+
+def _texts(fields: Fields, key: str, name: str) -> dict[str, str]:
+    texts = fields.mapping(key)
+    if any(type(text) is not str for text in texts.values()):
+        refuse(name, f"{key} does not map names to texts")
+    return texts
+
+
+def _references(fields: Fields, uid: str, name: str) -> tuple[str, ...]:
+    references = check_list(fields.value("references"), f"{name}: references")
+    if not all(is_hex(r, 32) for r in references) or uid in references:
+        refuse(name, "references are not uids of others")
+    if references != sorted(set(references)):
+        refuse(name, "references are not ascending")
+    return tuple(references)
+
+
+def _time(fields: Fields, key: str, name: str) -> str:
+    text = fields.text(key)
+    if _TIME.fullmatch(text) is None or not _is_in_calendar(text):
+        refuse(name, f"{key} is not a time such as 2026-01-31T23:59:59Z")
+    return text
+
+
+def _is_in_calendar(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,328 @@
+"""Bytes of a part: a head, path hashes and sections, each a zstd frame of its own. Sans-IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.format.index import PathHashes, dump_hashes, load_hashes, sort_hashes
+from penstock.core.format.records import (
+    FORMAT_VERSION,
+    BlobRecord,
+    Chain,
+    CodecRecord,
+    PartEntry,
+    PartHead,
+    SectionInfo,
+    blob_uid,
+    is_uid,
+    part_name,
+)
+from penstock.core.format.section_reader import check_section, read_section
+from penstock.core.format.strict_json import (
+    Fields,
+    check_list,
+    check_texts,
+    dump_json,
+    load_json,
+    refuse,
+)
+from penstock.core.format.zstd import check_digest, compress, decompress, digest
+from penstock.core.limits import (
+    MAX_BLOCK_BYTES,
+    MAX_CODEC_NAME_CHARS,
+    MAX_CODECS,
+    MAX_FRAME_BYTES,
+    MAX_GROUPS,
+    MAX_STORED_FRAME_BYTES,
+    max_decompressed,
+)
+from penstock.core.types import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from penstock.core.format.records import CommitRecord, Section
+    from penstock.core.format.section_reader import Wanted
+    from penstock.core.format.section_writer import SectionDraft
+
+_HEAD_KEYS = (
+    "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "hashes",
+    "sections",
+)  # fmt: skip
+_SECTION_COLUMNS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPart:
+    """The bytes of a part, its entry for the commit record, and its hashes for the index."""
+
+    data: bytes
+    entry: PartEntry
+    hashes: PathHashes
+    objects: int
+
+
+def encode_part(
+    sections: Iterable[SectionDraft],
+    *,
+    uid: str,
+    rank: int,
+    step: int,
+    block_bytes: int,
+    blobs: Sequence[BlobRecord],
+    chains: Sequence[Chain],
+    world_size: int = 1,
+) -> EncodedPart:
+    """Encode a part, and check that every reader takes it.
+
+    Args:
+        sections: Drafts of the sections, in order.
+        uid: The uid of the save.
+        rank: The rank that writes the part.
+        step: The step of the save.
+        block_bytes: Distance between checksum cuts in raw frames, a multiple of 4096.
+        blobs: Table that `Frame.blob` indexes; lengths as sealed.
+        chains: Table that `Frame.chain` indexes; the first is the empty chain.
+        world_size: Number of ranks.
+
+    Raises:
+        FormatError: A reader would refuse the tables, or the content of a section.
+    """
+    hashes: list[list[int]] = []
+    infos: list[SectionInfo] = []
+    frames: list[bytes] = []
+    at = 0
+    for draft in sections:
+        frame, info = _squeeze(draft.dump(), at)
+        hashes.append(draft.hashes())
+        infos.append(replace(info, objects=draft.objects, nodes=draft.nodes, groups=draft.groups))
+        frames.append(frame)
+        at += len(frame)
+    table = sort_hashes(hashes)
+    hash_frame, hash_info = _squeeze(dump_hashes(table), 0)
+    objects = len(table.hashes)
+    body = {
+        "penstock": FORMAT_VERSION,
+        "uid": uid,
+        "rank": rank,
+        "world_size": world_size,
+        "step": step,
+        "block_bytes": block_bytes,
+        "blobs": [[blob.name, blob.length] for blob in blobs],
+        "chains": [[[link.name, link.version, link.config] for link in c] for c in chains],
+        "hashes": _row(replace(hash_info, objects=objects)),
+        "sections": [_row(replace(i, offset=i.offset + len(hash_frame))) for i in infos],
+    }
+    head = compress(dump_json(body) + b"\n")
+    data = b"".join((head, hash_frame, *frames))
+    entry = PartEntry(part_name(uid, rank), len(data), len(head), digest(head))
+    references = {other for b in blobs if (other := blob_uid(b.name)) is not None}
+    known = read_head(head, entry, uid=uid, rank=rank, world_size=world_size, references=references)
+    decode_hashes(hash_frame, known)
+    for frame, info in zip(frames, known.sections, strict=True):
+        name = _section_name(known, info)
+        check_section(_unsqueeze(frame, info, name), known, info, name)
+    return EncodedPart(data, entry, table, objects)
+
+
+def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead:
+    """Read and validate the head of a part of a committed checkpoint.
+
+    Args:
+        data: The first `entry.head_length` bytes of the part.
+        entry: One of `record.parts`.
+        record: The commit record.
+
+    Raises:
+        FormatError: The head is damaged, or belongs to another part.
+    """
+    head = read_head(
+        data,
+        entry,
+        uid=record.uid,
+        rank=record.parts.index(entry),
+        world_size=record.world_size,
+        references=record.references,
+    )
+    if head.step != record.step:
+        refuse(entry.name, f"is of step {head.step} instead of {record.step}")
+    return head
+
+
+def read_head(
+    data: bytes,
+    entry: PartEntry,
+    *,
+    uid: str,
+    rank: int,
+    world_size: int,
+    references: Collection[str] = (),
+) -> PartHead:
+    """Read and validate the head of a part.
+
+    Args:
+        data: The first `entry.head_length` bytes of the part.
+        entry: The part, as the commit record names it.
+        uid: The uid of the commit record.
+        rank: Number of the part in the commit record.
+        world_size: The world size of the commit record.
+        references: The other uids whose blobs the part may use, as in the commit record.
+
+    Raises:
+        FormatError: The head is damaged, or belongs to another part.
+    """
+    name = entry.name
+    check_digest(data, name, length=entry.head_length, expected=entry.head_sha256)
+    body = load_json(decompress(data, name), name)
+    if type(body) is not dict or body.get("penstock") != FORMAT_VERSION:
+        refuse(name, f"is not a part of format version {FORMAT_VERSION}")
+    fields = Fields(body, name, _HEAD_KEYS)
+    if fields.value("uid") != uid or not is_uid(uid):
+        refuse(name, f"is of save {fields.value('uid')!r} instead of {uid}")
+    if (fields.integer("rank"), fields.integer("world_size")) != (rank, world_size):
+        refuse(name, "is of another rank or world size")
+    block_bytes = fields.integer("block_bytes", low=PAGE_BYTES, high=MAX_BLOCK_BYTES)
+    if block_bytes % PAGE_BYTES:
+        refuse(name, f"block_bytes is {block_bytes}, not a multiple of {PAGE_BYTES}")
+    rows = [fields.value("hashes"), *fields.items("sections")]
+    infos = _infos(rows, name, entry)
+    hashes, sections = infos[0], tuple(infos[1:])
+    if hashes.objects != sum(info.objects for info in sections):
+        refuse(name, "does not hash as many paths as its sections have objects")
+    return PartHead(
+        uid=uid,
+        rank=rank,
+        world_size=world_size,
+        step=fields.integer("step"),
+        block_bytes=block_bytes,
+        blobs=tuple(_blobs(fields.items("blobs"), name, {uid, *references})),
+        chains=tuple(_chains(fields.items("chains"), name)),
+        hashes=hashes,
+        sections=sections,
+    )
+
+
+def decode_section(
+    data: bytes, info: SectionInfo, head: PartHead, wanted: Wanted | None = None
+) -> Section:
+    """Read and validate one section.
+
+    Args:
+        data: Bytes `[info.offset, info.offset + info.length)` of the part.
+        info: One of `head.sections`.
+        head: The part's head.
+        wanted: Says which objects to read; None reads all. See `read_section`.
+
+    Raises:
+        FormatError: The section is damaged, or does not fit the head.
+    """
+    name = _section_name(head, info)
+    return read_section(_unsqueeze(data, info, name), head, info, name, wanted)
+
+
+def _section_name(head: PartHead, info: SectionInfo) -> str:
+    return f"{part_name(head.uid, head.rank)}, section at {info.offset}"
+
+
+def decode_hashes(data: bytes, head: PartHead) -> PathHashes:
+    """Read and validate the path hashes of a part, which are where `head.hashes` says.
+
+    Raises:
+        FormatError: The hashes are damaged, or do not fit the head.
+    """
+    name = f"{part_name(head.uid, head.rank)}, path hashes"
+    raw = _unsqueeze(data, head.hashes, name)
+    return load_hashes(raw, name, count=head.hashes.objects, sections=len(head.sections))
+
+
+def _squeeze(raw: bytes, offset: int) -> tuple[bytes, SectionInfo]:
+    raw += b"\n"  # so that `zstd -dc` of the whole part is one JSON document per line
+    frame = compress(raw)
+    return frame, SectionInfo(offset, len(frame), len(raw), digest(frame), 0, 0, None)
+
+
+def _unsqueeze(data: bytes, info: SectionInfo, name: str) -> bytes:
+    check_digest(data, name, length=info.length, expected=info.sha256)
+    return decompress(data, name, raw_length=info.raw_length)
+
+
+def _row(info: SectionInfo) -> list[Any]:
+    return [
+        info.offset, info.length, info.raw_length, info.sha256, info.objects, info.nodes,
+        info.groups,
+    ]  # fmt: skip
+
+
+def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionInfo]:
+    infos: list[SectionInfo] = []
+    end = 0
+    for number, row in enumerate(rows):
+        where = f"{name}: entry {number} of its sections"
+        columns = check_list(row, where, count=_SECTION_COLUMNS)
+        keys = ("offset", "length", "raw_length", "sha256", "objects", "nodes", "groups")
+        fields = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+        groups = fields.value("groups")
+        if groups is not None:
+            groups = tuple(check_texts(groups, where))
+            if len(groups) > MAX_GROUPS:
+                refuse(where, "lists too many top-level keys")
+        if fields.integer("offset") != end:
+            refuse(where, "does not begin where the one before ends")
+        info = SectionInfo(
+            offset=entry.head_length + end,
+            length=fields.integer("length", low=1, high=MAX_STORED_FRAME_BYTES),
+            raw_length=fields.integer("raw_length", high=MAX_FRAME_BYTES),
+            sha256=fields.hexadecimal("sha256", 64),
+            objects=fields.integer("objects"),
+            nodes=fields.integer("nodes"),
+            groups=groups,
+        )
+        end += info.length
+        infos.append(info)
+    if entry.head_length + end != entry.length:
+        refuse(name, f"its sections end at {entry.head_length + end}, not at {entry.length}")
+    content = sum(info.raw_length for info in infos)
+    if content > max_decompressed(entry.length):
+        refuse(name, f"declares {content} bytes once decompressed, of {entry.length} stored")
+    return infos
+
+
+def _blobs(rows: Sequence[Any], name: str, uids: Collection[str]) -> Iterable[BlobRecord]:
+    seen: set[str] = set()
+    for row in rows:
+        fields = Fields(
+            dict(zip(("name", "length"), check_list(row, name, count=2), strict=True)),
+            f"{name}: blobs",
+            ("name", "length"),
+        )
+        blob = fields.text("name")
+        if blob_uid(blob) not in uids:
+            refuse(name, f"a blob is not one of this save or of one it references: {blob!r}")
+        if blob in seen:
+            refuse(name, f"a blob is listed twice: {blob!r}")
+        seen.add(blob)
+        yield BlobRecord(blob, fields.integer("length"))
+
+
+def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
+    if not rows or rows[0] != []:
+        refuse(name, "its first chain is not the empty one")
+    keys = ("name", "version", "config")
+    for number, row in enumerate(rows):
+        where = f"{name}: chain {number}"
+        links = check_list(row, where)
+        if len(links) > MAX_CODECS or (number and not links):
+            refuse(where, f"{len(links)} codecs")
+        chain: list[CodecRecord] = []
+        for link in links:
+            columns = check_list(link, where, count=len(keys))
+            fields = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+            chain.append(
+                CodecRecord(
+                    fields.text("name", limit=MAX_CODEC_NAME_CHARS),
+                    fields.integer("version"),
+                    fields.mapping("config"),
+                )
+            )
+        yield tuple(chain)

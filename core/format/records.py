@@ -1,0 +1,339 @@
+"""Records of the manifest, and the names under which they are stored. Sans-IO.
+
+Their bytes are written and read by `commit_record` (intents as well), `part`, `section_writer`,
+`section_reader` and `index`; `docs/format.md` describes every byte. Reading trusts nothing: every
+decoder validates names, bounds and digests, and raises `FormatError`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.limits import MAX_INT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec
+
+FORMAT_VERSION = 0
+"""Version of every record's bytes."""
+
+COMMIT_PREFIX = "commits/"
+DATA_PREFIX = "data/"
+
+_UID = re.compile(r"[0-9a-f]{32}")
+_COMMIT = re.compile(r"commits/([0-9]{8,19})-([0-9]{1,19})\.json")
+_DATA = re.compile(r"data/([0-9a-f]{32})/.+", re.DOTALL)
+_BLOB = re.compile(r"data/([0-9a-f]{32})/blobs/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRecord:
+    """One link of a chain, as stored."""
+
+    name: str
+    version: int
+    config: dict[str, Any]
+
+
+Chain = tuple[CodecRecord, ...]
+"""Codecs in the order of encoding; the empty chain is raw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is stored for one chunk.
+
+    Attributes:
+        blob: Number of the blob in the part's table.
+        offset: Byte offset in the blob. For raw frames `offset % 4096` is the phase.
+        length: Stored bytes.
+        raw_length: Bytes of the chunk.
+        chain: Number of the chain in the part's table; 0 is raw.
+        checksums: Of a raw frame: xxh3-64 of each block (see `blocks`). Of an encoded frame: one,
+            of the stored bytes.
+        raw_checksum: Of an encoded frame: xxh3-64 of the bytes that it decodes to. Else None.
+        lengths: Of a chain of several codecs: the lengths between them, in encoding order.
+        elements: Of an encoded slab of one dtype: its name, and the bytes of an element. Else None.
+    """
+
+    blob: int
+    offset: int
+    length: int
+    raw_length: int
+    chain: int
+    checksums: tuple[int, ...]
+    raw_checksum: int | None = None
+    lengths: tuple[int, ...] = ()
+    elements: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """Raw bytes `[start, stop)` of a shard are bytes `[at, at + stop - start)` of a frame's chunk.
+
+    `frame` is the number of the frame in its section.
+    """
+
+    frame: int
+    at: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One rank's region of an object and where its bytes are, ascending and without gaps."""
+
+    region: Region
+    chunks: tuple[ChunkRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRecord:
+    """One object. With `same_as` it is tied to that object, stored there, and has no shards.
+
+    `ordinal` numbers objects and nodes in the order in which the tree was described.
+    """
+
+    ordinal: int
+    path: ObjectPath
+    kind: Kind
+    spec: TensorSpec
+    role: Role
+    form: str
+    shards: tuple[ShardRecord, ...] = ()
+    same_as: ObjectPath | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """A container or composite. A path without a node is a dict with string keys."""
+
+    ordinal: int
+    path: ObjectPath
+    form: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The unit in which a part is read: some thousand objects, with the frames they use."""
+
+    frames: tuple[Frame, ...]
+    objects: tuple[ObjectRecord, ...]
+    nodes: tuple[NodeRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRecord:
+    """A blob that the part refers to; `length` as sealed."""
+
+    name: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SectionInfo:
+    """Where one section of a part is, and the digest that binds it.
+
+    Attributes:
+        offset: Byte offset in the part.
+        length: Stored bytes.
+        raw_length: Bytes once decompressed.
+        sha256: Digest of the stored bytes, 64 hex digits.
+        objects: Number of objects in it.
+        nodes: Number of nodes in it.
+        groups: Top-level keys in it; None where there are too many to list.
+    """
+
+    offset: int
+    length: int
+    raw_length: int
+    sha256: str
+    objects: int
+    nodes: int
+    groups: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartHead:
+    """The head of a part: its tables, and where its sections are. `hashes` holds path hashes."""
+
+    uid: str
+    rank: int
+    world_size: int
+    step: int
+    block_bytes: int
+    blobs: tuple[BlobRecord, ...]
+    chains: tuple[Chain, ...]
+    hashes: SectionInfo
+    sections: tuple[SectionInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartEntry:
+    """A part as the commit record names it; the head binds the rest by digests."""
+
+    name: str
+    length: int
+    head_length: int
+    head_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """The index as the commit record names it."""
+
+    name: str
+    length: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """The record whose name makes a checkpoint exist.
+
+    Attributes:
+        uid: Name of the attempt, 32 hex digits.
+        step: Training step, at least 0.
+        generation: Counts overwrites of one step; the highest wins.
+        created: UTC time of the commit, `YYYY-MM-DDTHH:MM:SSZ`.
+        world_size: Number of ranks that saved.
+        index: The index.
+        parts: One per rank, in order of ranks.
+        objects: Number of objects, tied ones included.
+        bytes_raw: Bytes of all objects.
+        bytes_stored: Bytes of all blobs.
+        codecs: Codecs used, name to version.
+        providers: Providers used, name to version.
+        references: Other uids whose blobs the parts refer to, ascending.
+        metadata: The user's metadata, JSON.
+        penstock: Version of Penstock that wrote the record.
+        engine: Name of the engine that wrote the blobs (`"uring"`), for people.
+        plugins: Third parties' plugins that took part, such as `"codec acme"`, with name and
+            version of the distribution that each came from.
+    """
+
+    uid: str
+    step: int
+    generation: int
+    created: str
+    world_size: int
+    index: IndexEntry
+    parts: tuple[PartEntry, ...]
+    objects: int
+    bytes_raw: int
+    bytes_stored: int
+    codecs: dict[str, int] = field(default_factory=dict)
+    providers: dict[str, int] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+    penstock: str = ""
+    engine: str = ""
+    plugins: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class IntentRecord:
+    """The record of a save under way. It stays for as long as the data of its uid does.
+
+    Attributes:
+        uid: Name of the attempt.
+        step: Training step.
+        references: Other uids whose blobs the save will refer to, ascending.
+        host: Name of the saver's machine, for people.
+        pid: Process id of the saver there, for people.
+        started: When the save began, in the form of `CommitRecord.created`.
+        refreshed: When this record was last written; its age counts by the store's clock.
+        process: Identity of the saver's process among all of its machine, by which another process
+            there knows that the saver has ended. Empty: unknown, so nothing follows from it.
+        place: URL under which the saver writes. The same data at another place is a copy.
+    """
+
+    uid: str
+    step: int
+    references: tuple[str, ...] = ()
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+    refreshed: str = ""
+    process: str = ""
+    place: str = ""
+
+
+def is_uid(text: str) -> bool:
+    """Return whether `text` is a well-formed uid."""
+    return _UID.fullmatch(text) is not None
+
+
+def commit_name(step: int, generation: int) -> str:
+    """Return the name of a commit record."""
+    return f"{COMMIT_PREFIX}{step:08d}-{generation}.json"
+
+
+def parse_commit_name(name: str) -> tuple[int, int] | None:
+    """Return step and generation of a commit record's name; None if `name` is not one."""
+    match = _COMMIT.fullmatch(name)
+    if match is None:
+        return None
+    step, generation = int(match[1]), int(match[2])
+    if max(step, generation) > MAX_INT or commit_name(step, generation) != name:
+        return None
+    return step, generation
+
+
+def generation_above(names: Iterable[str]) -> int:
+    """Generation that is published over commit records of these names, all of one step."""
+    parsed = [parse_commit_name(name) for name in names]
+    return max((generation for _, generation in filter(None, parsed)), default=-1) + 1
+
+
+def data_prefix(uid: str) -> str:
+    """Return the prefix of all names of one attempt's data."""
+    return f"{DATA_PREFIX}{uid}/"
+
+
+def mark_name(uid: str) -> str:
+    """Return the name of the mark that an attempt has yet to be copied to the next tier."""
+    return f"{data_prefix(uid)}drain.json"
+
+
+def staying_name(uid: str) -> str:
+    """Return the name of the note that an attempt is not to be copied to the next tier."""
+    return f"{data_prefix(uid)}stays.json"
+
+
+def intent_name(uid: str) -> str:
+    """Return the name of an attempt's intent."""
+    return f"{data_prefix(uid)}intent.json"
+
+
+def index_name(uid: str) -> str:
+    """Return the name of an attempt's index."""
+    return f"{data_prefix(uid)}index"
+
+
+def part_name(uid: str, rank: int) -> str:
+    """Return the name of the part that `rank` writes."""
+    return f"{data_prefix(uid)}parts/{rank:05d}.json.zst"
+
+
+def blob_name(uid: str, rank: int, number: int, kind: str) -> str:
+    """Return the name of a blob; `kind` is `"raw"` or `"enc"`."""
+    return f"{data_prefix(uid)}blobs/{rank:05d}-{number}.{kind}"
+
+
+def data_uid(name: str) -> str | None:
+    """Return the uid that a name below `data/` belongs to; None for any other name."""
+    match = _DATA.fullmatch(name)
+    return match[1] if match else None
+
+
+def blob_uid(name: str) -> str | None:
+    """Return the uid of a well-formed blob name; None for any other name."""
+    match = _BLOB.fullmatch(name)
+    return match[1] if match else None

@@ -1,0 +1,406 @@
+"""Reads one section of a part, with full checks. Sans-IO; `section_writer` writes one."""
+
+from __future__ import annotations
+
+import math
+import struct
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+from penstock.core.format.blocks import block_count
+from penstock.core.format.records import (
+    ChunkRef,
+    Frame,
+    NodeRecord,
+    ObjectRecord,
+    Section,
+    ShardRecord,
+)
+from penstock.core.format.section_writer import (
+    FRAME_KEYS,
+    OBJECT_KEYS,
+    SLAB_KEY,
+    top_level_keys,
+)
+from penstock.core.format.strict_json import (
+    Fields,
+    check_ints,
+    check_list,
+    check_texts,
+    is_hex,
+    load_json,
+    refuse,
+)
+from penstock.core.limits import (
+    MAX_CHUNK_BYTES,
+    MAX_DIMENSIONS,
+    MAX_INT,
+    MAX_ITEMSIZE,
+    MAX_SEGMENTS,
+    max_chunks,
+)
+from penstock.core.types import Kind, Region, Role, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.format.records import PartHead, SectionInfo
+    from penstock.core.types import ObjectPath
+
+_TYPE_COLUMNS = 5
+_NODE_COLUMNS = 4
+_CHECKSUM_DIGITS = 16
+_ONE_CHUNK = 3  # frame, offset, length
+
+_KEYS = ("frames", "types", "objects", "nodes")
+
+_Type: TypeAlias = tuple[Kind, str, int, Role, str]
+
+
+class Wanted(Protocol):
+    """Says which objects of a section a reader wants."""
+
+    def occurs_in(self, text: bytes) -> bool:
+        """Return whether the JSON may hold a path that is wanted."""
+        ...
+
+    def touches(self, path: ObjectPath) -> bool:
+        """Return whether the object at `path` is wanted."""
+        ...
+
+
+def read_section(
+    raw: bytes, head: PartHead, info: SectionInfo, name: str, wanted: Wanted | None = None
+) -> Section:
+    """Read and validate the JSON of a section.
+
+    With `wanted`, only these objects get records: making a record takes far longer than looking at
+    a path. Where the section has none of them, frames and nodes may be left out, too.
+
+    Raises:
+        FormatError: The section is malformed, or does not fit the head.
+    """
+    if wanted is not None and not info.nodes and not wanted.occurs_in(raw):
+        return Section((), ())
+    fields = Fields(load_json(raw, name), name, _KEYS)
+    frames = _read_frames(fields.value("frames"), head, name)
+    types = [_read_type(row, name) for row in fields.items("types")]
+    columns = Fields(fields.value("objects"), f"{name}: objects", OBJECT_KEYS)
+    paths = _read_paths(columns.items("path"), name)
+    reader = _ObjectReader(columns, types, _ShardReader(frames, head.world_size), name)
+    picked: Sequence[int] = range(len(paths))
+    if wanted is not None:
+        picked = [n for n, path in enumerate(paths) if wanted.touches(path)]
+    objects = [reader.read(number, paths[number]) for number in picked]
+    nodes = [_read_node(row, name) for row in fields.items("nodes")]
+    _check_whole(paths, columns.items("ordinal"), nodes, info, name)
+    return Section(tuple(frames), tuple(objects), tuple(nodes))
+
+
+def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> None:
+    """Check that `read_section` takes the JSON of a section.
+
+    A saver calls this before it publishes. Making records of a million objects would take longer
+    than all else that a save does for them, so columns that are plainly right are only looked at,
+    and `read_section` decides about all others.
+
+    Raises:
+        FormatError: `read_section` would refuse the section.
+    """
+    fields = Fields(load_json(raw, name), name, _KEYS)
+    frames = _read_frames(fields.value("frames"), head, name)
+    types = [_read_type(row, name) for row in fields.items("types")]
+    columns = Fields(fields.value("objects"), f"{name}: objects", OBJECT_KEYS)
+    if head.world_size != 1 or not _are_plain(columns, types, frames, name):
+        read_section(raw, head, info, name)
+        return
+    nodes = [_read_node(row, name) for row in fields.items("nodes")]
+    paths = list(map(tuple, columns.items("path")))
+    _check_whole(paths, columns.items("ordinal"), nodes, info, name)
+
+
+def _check_whole(
+    paths: Sequence[ObjectPath],
+    ordinals: Sequence[int],
+    nodes: Sequence[NodeRecord],
+    info: SectionInfo,
+    name: str,
+) -> None:
+    if (len(paths), len(nodes)) != (info.objects, info.nodes):
+        refuse(name, f"has {len(paths)} objects and {len(nodes)} nodes, unlike its head says")
+    if len(set(paths)) != len(paths):
+        refuse(name, "lists a path twice")
+    if len({*ordinals, *(node.ordinal for node in nodes)}) != len(paths) + len(nodes):
+        refuse(name, "lists an ordinal twice")
+    if top_level_keys(paths, [n.path for n in nodes]) != info.groups:
+        refuse(name, "has other top-level keys than its head says")
+
+
+def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame], name: str) -> bool:
+    """Return whether a reader takes these columns of objects beyond doubt."""
+    paths = columns.items("path")
+    count = len(paths)
+    ties = _read_ties(columns.items("same_as"), count, name)
+    numbers = check_ints(columns.value("type"), f"{name}: type", count=count, high=len(types) - 1)
+    check_ints(columns.value("ordinal"), f"{name}: ordinal", count=count)
+    shapes = columns.items("shape", count=count)
+    shards = columns.items("shards", count=count)
+    # The shards of an object are `[[chunks]]` (one shard, stored whole); a tied object has none.
+    lonely = _singles([row for row in shards if row != []])
+    chunks = None if lonely is None else _singles(lonely)
+    if (
+        chunks is None
+        or not _all_lists_of(paths, str, limit=MAX_SEGMENTS)
+        or not _all_lists_of(shapes, int, limit=MAX_DIMENSIONS)
+        or not _all_lists_of(chunks, int)
+    ):
+        return False
+    lengths = [frame.raw_length for frame in frames]
+    stored = iter(chunks)
+    for position, (number, shape, shard) in enumerate(zip(numbers, shapes, shards, strict=True)):
+        kind, _, itemsize, _, _ = types[number]
+        if (kind is Kind.VALUE and len(shape) != 1) or (position in ties) == bool(shard):
+            return False
+        if shard and not _covers(next(stored), lengths, itemsize * math.prod(shape)):
+            return False
+    return all(ties[position] != tuple(paths[position]) for position in ties)
+
+
+def _singles(rows: Sequence[object]) -> list[Any] | None:
+    """Return the members of lists that have one member each; None if a row is anything else."""
+    if not set(map(type, rows)) <= {list}:
+        return None
+    lists = cast("Sequence[list[Any]]", rows)
+    return [one for (one,) in lists] if set(map(len, lists)) <= {1} else None
+
+
+def _all_lists_of(rows: Sequence[Any], kind: type, *, limit: int | None = None) -> bool:
+    """Return whether all rows are lists of strings, or of integers within bounds, at C speed."""
+    if not set(map(type, rows)) <= {list}:
+        return False
+    if limit is not None and max(map(len, rows), default=0) > limit:
+        return False
+    flat = list(chain.from_iterable(rows))
+    if not set(map(type, flat)) <= {kind}:
+        return False
+    return kind is not int or not flat or (min(flat) >= 0 and max(flat) <= MAX_INT)
+
+
+def _covers(chunks: Sequence[int], lengths: Sequence[int], nbytes: int) -> bool:
+    """Return whether triples of frame, offset and length are chunks of an object of `nbytes`."""
+    if len(chunks) == _ONE_CHUNK:  # nearly all objects have one chunk, so they skip the loop
+        frame, offset, length = chunks
+        fits = frame < len(lengths) and offset + length <= lengths[frame]
+        return fits and length == nbytes > 0
+    if len(chunks) % _ONE_CHUNK or len(chunks) // _ONE_CHUNK > max_chunks(nbytes):
+        return False
+    for frame, offset, length in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True):
+        if not length or frame >= len(lengths) or offset + length > lengths[frame]:
+            return False
+    return sum(chunks[2::3]) == nbytes
+
+
+def _read_frames(value: object, head: PartHead, name: str) -> list[Frame]:
+    typed = type(value) is dict and SLAB_KEY in value
+    keys = (*FRAME_KEYS, SLAB_KEY) if typed else FRAME_KEYS
+    fields = Fields(value, f"{name}: frames", keys)
+    count = len(fields.items("blob"))
+
+    def column(key: str, **bounds: int) -> list[int]:
+        return check_ints(fields.value(key), f"{name}: frames, {key}", count=count, **bounds)
+
+    rows = zip(
+        column("blob", high=len(head.blobs) - 1),
+        column("offset"),
+        column("length", low=1),
+        column("raw_length", low=1, high=MAX_CHUNK_BYTES),
+        column("chain", high=len(head.chains) - 1),
+        check_texts(fields.value("checksums"), f"{name}: checksums", count=count),
+        fields.items("raw_checksum", count=count),
+        fields.items("lengths", count=count),
+        fields.items(SLAB_KEY, count=count) if typed else [None] * count,
+        strict=True,
+    )
+    return [_read_frame(row, head, f"{name}, frame {n}") for n, row in enumerate(rows)]
+
+
+def _read_frame(row: tuple[Any, ...], head: PartHead, name: str) -> Frame:
+    blob, offset, length, raw_length, chain, checksums, raw_checksum, lengths, elements = row
+    if offset + length > head.blobs[blob].length:
+        refuse(name, f"ends beyond blob {head.blobs[blob].name}")
+    if chain:
+        blocks, links = 1, len(head.chains[chain])
+        if not is_hex(raw_checksum, _CHECKSUM_DIGITS):
+            refuse(name, "has no checksum of its content")
+    else:
+        blocks, links = block_count(offset, length, head.block_bytes), 1
+        if raw_checksum is not None or raw_length != length:
+            refuse(name, "is raw, but says more than a raw frame does")
+    if not is_hex(checksums, blocks * _CHECKSUM_DIGITS):
+        refuse(name, f"has not one checksum for each of its {blocks} blocks")
+    return Frame(
+        blob=blob,
+        offset=offset,
+        length=length,
+        raw_length=raw_length,
+        chain=chain,
+        checksums=struct.unpack(f">{blocks}Q", bytes.fromhex(checksums)),
+        raw_checksum=None if raw_checksum is None else int(raw_checksum, 16),
+        lengths=tuple(
+            check_ints(lengths, f"{name}: lengths", count=links - 1, high=2 * MAX_CHUNK_BYTES)
+        ),
+        elements=None if elements is None else _read_elements(elements, chain, raw_length, name),
+    )
+
+
+def _read_elements(value: object, chain: int, raw_length: int, name: str) -> tuple[str, int]:
+    where = f"{name}: elements"
+    dtype, itemsize = check_list(value, where, count=2)
+    check_texts([dtype], where)
+    check_ints([itemsize], where, low=1, high=MAX_ITEMSIZE)
+    if not chain or raw_length % itemsize:
+        refuse(where, "they are of a raw frame, or do not fill the chunk")
+    return dtype, itemsize
+
+
+def _read_type(row: object, name: str) -> _Type:
+    kind, dtype, itemsize, role, form = check_list(row, f"{name}: types", count=_TYPE_COLUMNS)
+    check_texts([kind, dtype, role, form], f"{name}: types")
+    check_ints([itemsize], f"{name}: types", low=1, high=MAX_ITEMSIZE)
+    try:
+        result = (Kind(kind), dtype, itemsize, Role(role), form)
+    except ValueError as error:
+        refuse(name, str(error))
+    if result[0] is Kind.VALUE and (dtype, itemsize) != ("uint8", 1):
+        refuse(name, f"has a value of dtype {dtype}")
+    return result
+
+
+def _read_paths(rows: Sequence[Any], name: str) -> list[ObjectPath]:
+    if _all_lists_of(rows, str, limit=MAX_SEGMENTS):
+        return list(map(tuple, rows))
+    return [_path(row, f"{name}, object {number}") for number, row in enumerate(rows)]
+
+
+class _ObjectReader:
+    """Makes records of objects out of the columns of a section."""
+
+    def __init__(
+        self, fields: Fields, types: Sequence[_Type], shards: _ShardReader, name: str
+    ) -> None:
+        count = len(fields.items("path"))
+        self._ties = _read_ties(fields.items("same_as"), count, name)
+        self._numbers = check_ints(
+            fields.value("type"), f"{name}: type", count=count, high=len(types) - 1
+        )
+        self._ordinals = check_ints(fields.value("ordinal"), f"{name}: ordinal", count=count)
+        self._shapes = fields.items("shape", count=count)
+        self._rows = fields.items("shards", count=count)
+        self._types = types
+        self._shards = shards
+        self._name = name
+
+    def read(self, position: int, path: ObjectPath) -> ObjectRecord:
+        """Return the record of the object at one position of the columns."""
+        kind, dtype, itemsize, role, form = self._types[self._numbers[position]]
+        shape, rows = self._shapes[position], self._rows[position]
+        where = f"{self._name}, object {position}"
+        if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
+            refuse(where, f"has {len(shape)} dimensions")
+        spec = TensorSpec(dtype, itemsize, tuple(shape))
+        same_as = self._ties.get(position)
+        shards: tuple[ShardRecord, ...] = ()
+        if same_as is None:
+            shards = self._shards.read(rows, spec, where)
+        elif rows or same_as == path:
+            refuse(where, "is tied, but has shards, or is tied to itself")
+        ordinal = self._ordinals[position]
+        return ObjectRecord(ordinal, path, kind, spec, role, form, shards, same_as)
+
+
+def _read_ties(rows: Sequence[object], count: int, name: str) -> dict[int, ObjectPath]:
+    where = f"{name}: same_as"
+    pairs = [check_list(row, where, count=2) for row in rows]
+    numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
+    if len(set(numbers)) != len(numbers):
+        refuse(where, "lists an object twice")
+    return {number: _path(pair[1], where) for number, pair in zip(numbers, pairs, strict=True)}
+
+
+def _read_node(row: object, name: str) -> NodeRecord:
+    where = f"{name}: nodes"
+    ordinal, path, form, meta = check_list(row, where, count=_NODE_COLUMNS)
+    check_ints([ordinal], where)
+    check_texts([form], where)
+    if type(meta) is not dict:
+        refuse(where, "meta is not a JSON object")
+    return NodeRecord(ordinal, _path(path, where), form, meta)
+
+
+def _path(value: object, name: str) -> ObjectPath:
+    segments = check_texts(value, name)
+    if len(segments) > MAX_SEGMENTS:
+        refuse(name, f"has a path of {len(segments)} segments")
+    return tuple(segments)
+
+
+class _ShardReader:
+    def __init__(self, frames: Sequence[Frame], world_size: int) -> None:
+        self._raw_lengths = [frame.raw_length for frame in frames]
+        self._alone = world_size == 1
+
+    def read(self, rows: Any, spec: TensorSpec, name: str) -> tuple[ShardRecord, ...]:
+        if self._is_plain(rows, spec.nbytes):  # as of nearly all, and so without any of the rest
+            frame, offset, length = rows[0][0]
+            return (ShardRecord(Region.whole(spec.shape), (ChunkRef(frame, offset, 0, length),)),)
+        rows = check_list(rows, name)
+        if not rows or (self._alone and len(rows) != 1):
+            refuse(name, f"has {len(rows)} shards")
+        return tuple([self._shard(row, spec, name) for row in rows])
+
+    def _is_plain(self, rows: Any, nbytes: int) -> bool:
+        """Whether there is one shard, which is the whole and in one chunk, beyond doubt."""
+        if type(rows) is not list or len(rows) != 1 or type(rows[0]) is not list:
+            return False
+        refs = rows[0][0] if len(rows[0]) == 1 else None
+        if type(refs) is not list or len(refs) != _ONE_CHUNK or set(map(type, refs)) != {int}:
+            return False
+        frame, offset, length = cast("list[int]", refs)
+        if not 0 <= frame < len(self._raw_lengths) or not length == nbytes > 0:
+            return False
+        return 0 <= offset <= self._raw_lengths[frame] - length
+
+    def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
+        refs, *bounds = check_list(row, name) or [None]
+        region = self._region(bounds, spec, name) if bounds else Region.whole(spec.shape)
+        if self._alone and bounds:
+            refuse(name, "is not stored whole")
+        numbers = check_ints(refs, name)
+        if len(numbers) % _ONE_CHUNK:
+            refuse(name, "has an odd list of chunks")
+        count, nbytes = len(numbers) // _ONE_CHUNK, spec.itemsize * math.prod(region.sizes)
+        if count > max_chunks(nbytes):
+            refuse(name, f"has {count} chunks for {nbytes} bytes")
+        chunks: list[ChunkRef] = []
+        start = 0
+        for at in range(0, len(numbers), 3):
+            frame, offset, length = numbers[at : at + 3]
+            if frame >= len(self._raw_lengths) or offset + length > self._raw_lengths[frame]:
+                refuse(name, f"uses bytes beyond frame {frame}")
+            if not length:
+                refuse(name, "has an empty chunk")
+            chunks.append(ChunkRef(frame, offset, start, start + length))
+            start += length
+        if start != nbytes:
+            refuse(name, f"has {start} bytes, other than its shape {region.sizes} needs")
+        return ShardRecord(region, tuple(chunks))
+
+    @staticmethod
+    def _region(bounds: Sequence[object], spec: TensorSpec, name: str) -> Region:
+        offsets, sizes = check_list(bounds, name, count=2)
+        dimensions = len(spec.shape)
+        check_ints(offsets, name, count=dimensions)
+        check_ints(sizes, name, count=dimensions)
+        if any(o + n > m for o, n, m in zip(offsets, sizes, spec.shape, strict=True)):
+            refuse(name, "has a shard that reaches beyond it")
+        return Region(tuple(offsets), tuple(sizes))

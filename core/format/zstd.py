@@ -1,0 +1,69 @@
+"""Compressed frames of the manifest (zstd with declared, bounded sizes), and digests. Sans-IO."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import zstandard
+
+from penstock.core.format.strict_json import refuse
+from penstock.core.limits import MAX_FRAME_BYTES, max_decompressed
+
+# The library hands on zstd's own text, and no number, where zstd could not allocate memory.
+_NO_MEMORY = "Allocation error"
+
+_UNKNOWN = -1  # what the library says of a frame that declares no size
+
+_LEVEL = 1  # a million objects: 0.2 s; level 3 saves a further 5 % in twice the time
+
+
+def compress(data: bytes) -> bytes:
+    """Return one zstd frame that declares its content's size."""
+    return zstandard.compress(data, _LEVEL)
+
+
+def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> bytes:
+    """Return the content of one zstd frame, in bounded memory whatever the bytes are.
+
+    Args:
+        data: Exactly one frame.
+        name: Name of the record, for error messages.
+        raw_length: The size that another record declares, if one does.
+
+    Raises:
+        FormatError: `data` is no frame, or not of the declared size, or declares more than
+            `MAX_FRAME_BYTES`.
+        MemoryError: The machine has too little memory, which says nothing about the frame.
+    """
+    try:
+        size = zstandard.frame_content_size(data)
+        if size < 1 or size > MAX_FRAME_BYTES or raw_length not in {None, size}:
+            declared = "no size" if size == _UNKNOWN else f"{size} bytes"
+            refuse(name, f"declares {declared} once decompressed")
+        if size > max_decompressed(len(data)):
+            refuse(name, f"declares {size} bytes once decompressed, of {len(data)} stored")
+        content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        if _NO_MEMORY in str(error):
+            raise MemoryError(str(error)) from error
+        refuse(name, f"not a zstd frame: {error}")
+    if len(content) != size:
+        refuse(name, f"does not decompress to the {size} bytes that it declares")
+    return content
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the sha256 of `data` in hex; one record binds the next by it."""
+    return sha256(data).hexdigest()
+
+
+def check_digest(data: bytes | memoryview, name: str, *, length: int, expected: str) -> None:
+    """Compare bytes with the length and the digest that another record has for them.
+
+    Raises:
+        FormatError: Length or digest differ.
+    """
+    if len(data) != length:
+        refuse(name, f"has {len(data)} bytes instead of {length}")
+    if digest(data) != expected:
+        refuse(name, "its sha256 is not the one recorded: it is damaged")

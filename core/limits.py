@@ -1,0 +1,117 @@
+"""Limits of the stored format. Writers and readers take them from here, so that they agree.
+
+A reader refuses what is beyond a limit before it takes memory for it; a writer refuses it before
+anything is stored, since no reader would take it again. `docs/format.md` lists the limits.
+"""
+
+from __future__ import annotations
+
+MAX_INT = (1 << 62) - 1
+"""No count, offset, dimension or step is larger, so sums of two never surprise other readers."""
+
+# -- state trees ----------------------------------------------------------------------------------
+
+MAX_SEGMENTS = 1024
+"""Most segments of a path that a reader takes."""
+
+MAX_SAVED_SEGMENTS = 128
+"""Most segments of a path that a saver writes.
+
+Building a container takes two to three calls for each level, a value in it up to four hundred,
+and Python allows a thousand in all: what is saved can be built again within that.
+"""
+
+MAX_PATH_CHARS = 1 << 16
+"""Most characters of all segments of a path that a saver writes."""
+
+MAX_KEY_DIGITS = 4300
+"""Most decimal digits of an integer that is a key of a container: Python's own default limit."""
+
+MAX_DIMENSIONS = 64
+"""Most dimensions of a tensor: as many as numpy allows."""
+
+MAX_ITEMSIZE = 1 << 20
+"""Most bytes of one element."""
+
+MAX_METADATA_DEPTH = 100
+"""Most levels of dicts and lists in the user's metadata, and in what a node says of itself."""
+
+METADATA_LIMIT_BYTES = 16 << 20
+"""Most bytes of the user's metadata, as JSON."""
+
+# -- codecs and blobs -----------------------------------------------------------------------------
+
+MAX_CHUNK_BYTES = 1 << 30
+"""Most raw bytes of a chunk: what a reader must be ready to hold at once."""
+
+MIN_CHUNK_BYTES = 2048
+"""A saver cuts no smaller chunks out of an object, but for the first and the last one.
+
+A chunk is whole pages, less what is left of them where elements are of an odd size.
+"""
+
+SPARE_CHUNKS = 16
+"""Chunks that an object may have beyond one for each `MIN_CHUNK_BYTES`."""
+
+MAX_BLOCK_BYTES = 1 << 30
+"""Most bytes under one checksum."""
+
+MAX_CODECS = 16
+"""Most codecs of a chain."""
+
+MAX_CODEC_NAME_CHARS = 64
+
+# -- records --------------------------------------------------------------------------------------
+
+RECORD_LIMIT_BYTES = 64 << 20
+"""Larger commit records and intents are refused unread."""
+
+MAX_GROUPS = 16
+"""A section with more top-level keys does not list them in the head."""
+
+MAX_FRAME_BYTES = 1 << 28
+"""Most bytes that any frame of a part may hold once decompressed: a reader holds one at a time."""
+
+MAX_STORED_FRAME_BYTES = MAX_FRAME_BYTES + (1 << 20)
+"""Most stored bytes of a frame of a part: what does not compress grows a little."""
+
+MAX_RATIO = 256
+RATIO_FREE_BYTES = 16 << 20
+"""A part may decompress to this much, or to `MAX_RATIO` times its stored bytes.
+
+Decoded JSON takes up to 24 times its text, so a few stored kilobytes could ask for gigabytes.
+"""
+
+MAX_INDEX_ENTRIES = 1 << 24
+"""Most index entries for each part: a part has no room for the path hashes of more."""
+
+FEW_KEYS = 256
+MAX_EQUAL_HASHES = 64
+"""Most members of a set, or keys of a dict, that have one hash, where there are more than few."""
+
+
+def max_decompressed(stored_bytes: int) -> int:
+    """Return the most bytes that so many stored bytes of a part may decompress to."""
+    return max(RATIO_FREE_BYTES, MAX_RATIO * stored_bytes)
+
+
+def max_chunks(nbytes: int) -> int:
+    """Return the most chunks that an object of so many bytes may have."""
+    return SPARE_CHUNKS + nbytes // MIN_CHUNK_BYTES
+
+
+def depth_of(value: object) -> int:
+    """Return the levels of containers in `value`; stops a little beyond `MAX_METADATA_DEPTH`.
+
+    Does not recurse, so it ends for any value, even one that holds itself.
+    """
+    depth = 0
+    level = [value]
+    while depth <= MAX_METADATA_DEPTH:
+        inner = [v for v in level if isinstance(v, dict | list | tuple)]
+        if not inner:
+            break
+        depth += 1
+        unique = {id(v): v for v in inner}.values()  # shared parts count once
+        level = [child for v in unique for child in (v.values() if isinstance(v, dict) else v)]
+    return depth

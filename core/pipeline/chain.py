@@ -1,0 +1,327 @@
+"""A chain of codecs over one chunk, and the checksums of what is stored.
+
+A frame that does not get smaller is stored encoded all the same: whether a frame is raw is
+decided by its rule alone, so that the plan can fix raw offsets beforehand.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from penstock.core.abc.codec import Declined
+from penstock.core.concurrency.copy_bytes import copy_bytes
+from penstock.core.errors import CodecError, PenstockError
+from penstock.core.foreign import noting_origin
+from penstock.core.types import Buffer, ByteRange, flat_view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from penstock.core.abc import Codec, CodecContext
+
+
+def checksum(view: Buffer) -> int:
+    """xxh3-64 of `view`, without copying and without the GIL."""
+    return xxhash.xxh3_64_intdigest(view)
+
+
+def checksum_blocks(view: memoryview, ranges: Iterable[ByteRange]) -> list[int]:
+    """xxh3-64 of each of `ranges` of the flat `view`."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(view[block.start : block.stop]) for block in ranges]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedFrame:
+    """What came out of encoding one chunk.
+
+    Attributes:
+        length: Stored bytes.
+        checksum: xxh3-64 of the stored bytes.
+        raw_checksum: xxh3-64 of what decoding gives: the chunk, or what lossy codecs make of it.
+        lengths: Lengths between the codecs that took part, in encoding order (one fewer than
+            there are of those).
+        declined: Numbers of the codecs of the chain that declined the chunk, ascending. The frame
+            is decoded by the chain of the others. If all declined, nothing was written, and the
+            chunk itself is to be stored.
+    """
+
+    length: int
+    checksum: int
+    raw_checksum: int
+    lengths: tuple[int, ...]
+    declined: tuple[int, ...] = ()
+
+
+class CodecChain:
+    """Codecs in the order of encoding. Thread-safe.
+
+    The first codec that takes a chunk sees it as it is; later ones see flat `uint8`.
+    """
+
+    def __init__(self, codecs: Sequence[Codec]) -> None:
+        """Join `codecs`.
+
+        Raises:
+            CodecError: There is none: the empty chain is raw, and has no frames to encode. Or a
+                lossy codec stands behind a lossless one, whose frames it would destroy.
+        """
+        if not codecs:
+            msg = "a codec chain needs at least one codec"
+            raise CodecError(msg)
+        for before, codec in pairwise(codecs):
+            if before.lossless and not codec.lossless:
+                msg = (
+                    f"codec {codec.name} is lossy and stands behind {before.name}, whose frames "
+                    f"could not be decoded any more: put {codec.name} first"
+                )
+                raise CodecError(msg)
+        self.codecs = tuple(codecs)
+
+    def __repr__(self) -> str:
+        return f"CodecChain({' -> '.join(codec.name for codec in self.codecs)})"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether `decode` gives back exactly what was encoded."""
+        return all(codec.lossless for codec in self.codecs)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the first codec wants `CodecContext.base`."""
+        return self.codecs[0].needs_base
+
+    def max_encoded_size(self, raw_length: int, /) -> int:
+        """Bytes that `encode` may need at most for any chunk of `raw_length` bytes.
+
+        Whichever codecs decline it: what one makes smaller may come to the next one as it was.
+        """
+        taken = 0  # by at least one codec so far
+        for codec in self.codecs:
+            taken = max(taken, _bound(codec, max(taken, raw_length)))
+        return taken
+
+    def encode(
+        self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
+    ) -> EncodedFrame:
+        """Encode `chunk` into the beginning of `out`, which has `max_encoded_size` bytes or more.
+
+        A codec that declines the chunk is left out: the next one gets what it would have got. So
+        is a lossy one behind another that took the chunk.
+
+        Raises:
+            CodecError: A codec refused the chunk or broke its contract; `out` is undefined.
+        """
+        raw = source = flat_view(chunk).toreadonly()
+        target = flat_view(out)
+        taken: list[Codec] = []
+        declined: list[int] = []
+        lengths: list[int] = []
+        for number, codec in enumerate(self.codecs):
+            if taken and not codec.lossless:
+                # It would round the frame of the codec before it, which nobody could decode.
+                declined.append(number)
+                continue
+            bound = _bound(codec, source.nbytes)
+            last = number == len(self.codecs) - 1
+            # Links alternate between two buffers by what was taken: one that declined leaves what
+            # the next one reads where it is.
+            into = target if last else _scratch.take(len(taken) % 2, bound)
+            if into.nbytes < bound:
+                msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
+                raise CodecError(msg)
+            length = _encode_link(codec, source, into, _link_context(context, len(taken), source))
+            if isinstance(length, Declined):
+                declined.append(number)
+                continue
+            taken.append(codec)
+            lengths.append(length)
+            source = into[:length].toreadonly()
+        if not taken:
+            plain = checksum(raw)
+            return EncodedFrame(raw.nbytes, plain, plain, (), tuple(declined))
+        if declined and declined[-1] == len(self.codecs) - 1:
+            source = _moved(source, target)
+        stored = lengths.pop()
+        if all(codec.lossless for codec in taken):
+            raw_checksum = checksum(raw)
+        else:
+            # Readers compare with what decoding gives, so that is what a frame answers for.
+            decoded = _scratch.take(2, raw.nbytes)[: raw.nbytes]
+            _decode_links(taken, source, decoded, context, lengths)
+            raw_checksum = checksum(decoded)
+        _scratch.shrink()
+        return EncodedFrame(stored, checksum(source), raw_checksum, tuple(lengths), tuple(declined))
+
+    def decode(
+        self,
+        frame: memoryview,
+        out: memoryview,
+        /,
+        *,
+        context: CodecContext,
+        lengths: Sequence[int] = (),
+        raw_checksum: int | None = None,
+    ) -> None:
+        """Fill `out` (exactly `context.raw_length` bytes) from `frame`.
+
+        Whoever reads compares the stored checksum first (`checksum(frame)`), so that codecs see
+        damaged frames only when the checksum collides.
+
+        Args:
+            frame: The stored bytes, all of them.
+            out: Where the chunk goes; undefined after a failure.
+            context: As it was for `encode`.
+            lengths: `EncodedFrame.lengths`.
+            raw_checksum: Compared with the decoded bytes, unless None.
+
+        Raises:
+            CodecError: The frame does not decode to this chunk, or a codec broke its contract.
+        """
+        target = flat_view(out)
+        self._check_lengths(lengths, target.nbytes, context)
+        _decode_links(self.codecs, flat_view(frame).toreadonly(), target, context, lengths)
+        _scratch.shrink()
+        if raw_checksum is not None and checksum(target) != raw_checksum:
+            msg = f"{self!r} decoded {target.nbytes} bytes that are not the ones encoded"
+            raise CodecError(msg)
+
+    def _bounds(self, raw_length: int) -> list[int]:
+        bounds, length = [], raw_length
+        for codec in self.codecs:
+            length = _bound(codec, length)
+            bounds.append(length)
+        return bounds
+
+    def _check_lengths(
+        self, lengths: Sequence[int], raw_length: int, context: CodecContext
+    ) -> None:
+        if raw_length != context.raw_length:
+            msg = f"{self!r} is to decode {context.raw_length} bytes into {raw_length}"
+            raise CodecError(msg)
+        # Lengths come from the manifest: bounded before memory is taken for them.
+        bounds = self._bounds(raw_length)[:-1]
+        if len(lengths) != len(bounds) or any(
+            not 0 <= length <= bound for length, bound in zip(lengths, bounds, strict=True)
+        ):
+            msg = f"{self!r} cannot have lengths {tuple(lengths)} between its codecs"
+            raise CodecError(msg)
+
+
+_KEPT_SCRATCH_BYTES = 64 << 20
+
+
+class _Scratch(threading.local):
+    """Buffers of one thread: two between which the links alternate, and one for a look back.
+
+    They grow as needed and are kept for the next chunk, but for what is larger than usual chunks
+    need: a few odd frames would otherwise hold gigabytes for as long as the thread lives.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = [memoryview(bytearray()) for _ in range(3)]
+
+    def take(self, which: int, size: int) -> memoryview:
+        if self._buffers[which].nbytes < size:
+            self._buffers[which] = memoryview(bytearray(size))
+        return self._buffers[which]
+
+    def shrink(self) -> None:
+        """Give back what is larger than `_KEPT_SCRATCH_BYTES`; nothing of it may be in use."""
+        for which, buffer in enumerate(self._buffers):
+            if buffer.nbytes > _KEPT_SCRATCH_BYTES:
+                self._buffers[which] = memoryview(bytearray())
+
+
+_scratch = _Scratch()
+
+
+def _moved(source: memoryview, target: memoryview) -> memoryview:
+    """`source`, copied to the beginning of `target`."""
+    into = target[: source.nbytes]
+    copy_bytes(into, source)
+    return into.toreadonly()
+
+
+def _decode_links(
+    codecs: Sequence[Codec],
+    source: memoryview,
+    target: memoryview,
+    context: CodecContext,
+    lengths: Sequence[int],
+) -> None:
+    """Decode `source` through `codecs`, given in encoding order, into `target`."""
+    outputs = (target.nbytes, *lengths)  # what each codec decodes to
+    for number in reversed(range(len(codecs))):
+        into = target if number == 0 else _scratch.take(number % 2, outputs[number])
+        into = into[: outputs[number]]
+        _decode_link(codecs[number], source, into, _link_context(context, number, into))
+        source = into.toreadonly()
+
+
+def _link_context(context: CodecContext, number: int, raw: memoryview) -> CodecContext:
+    if number == 0:
+        return context
+    return replace(
+        context,
+        dtype="uint8",
+        itemsize=1,
+        shape=(raw.nbytes,),
+        start=0,
+        raw_length=raw.nbytes,
+        base=None,
+    )
+
+
+def _bound(codec: Codec, raw_length: int) -> int:
+    try:
+        bound = codec.max_encoded_size(raw_length)
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"codec {codec.name} cannot say how large {raw_length} bytes may get: {error!r}"
+        raise CodecError(msg) from error
+    if type(bound) is not int or bound < 0:
+        msg = f"codec {codec.name} broke its contract: max_encoded_size is {bound!r}, no size"
+        raise CodecError(msg)
+    return bound
+
+
+def _encode_link(
+    codec: Codec, source: memoryview, target: memoryview, context: CodecContext
+) -> int | Declined:
+    try:
+        with noting_origin(lambda: f"in codec {codec.name}"):
+            length = codec.encode(source, target, context=context)
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"codec {codec.name} failed on {source.nbytes} bytes of {context.dtype}: {error!r}"
+        raise CodecError(msg) from error
+    if isinstance(length, Declined):
+        return length
+    if type(length) is not int or not 0 <= length <= target.nbytes:
+        msg = (
+            f"codec {codec.name} broke its contract: wrote {length!r} bytes into {target.nbytes}, "
+            "as encode says"
+        )
+        raise CodecError(msg)
+    return length
+
+
+def _decode_link(
+    codec: Codec, source: memoryview, target: memoryview, context: CodecContext
+) -> None:
+    try:
+        with noting_origin(lambda: f"in codec {codec.name}"):
+            codec.decode(source, target, context=context)
+    except (PenstockError, MemoryError):  # too little memory says nothing about the frame
+        raise
+    except Exception as error:
+        msg = f"codec {codec.name} failed on a frame of {source.nbytes} bytes: {error!r}"
+        raise CodecError(msg) from error

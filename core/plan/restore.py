@@ -1,0 +1,237 @@
+"""Plans a restore's reads: requested objects -> frames -> merged ranges of blocks. Sans-IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from penstock.core.abc.codec import CodecContext
+from penstock.core.errors import FormatError
+from penstock.core.format.blocks import blocks_covering, blocks_span, merge_ranges
+from penstock.core.plan.regions import region_runs
+from penstock.core.types import ByteRange, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from penstock.core.abc.memory import ByteSink
+    from penstock.core.format.records import ChunkRef, Frame, ObjectRecord, PartHead, ShardRecord
+    from penstock.core.types import Region
+
+ChainT = TypeVar("ChainT")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """An object, the part that describes it, and the frames that its chunks count in."""
+
+    record: ObjectRecord
+    part: int
+    frames: Sequence[Frame]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRequest:
+    """An object to read into `sink`: all of its bytes, or these ranges; no sink: only verify."""
+
+    located: Located
+    sink: ByteSink | None
+    ranges: Sequence[ByteRange] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkUse:
+    """Bytes `[at, at + length)` of a chunk go to `sink` from `start` on; None: only verify."""
+
+    sink: ByteSink | None
+    at: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameJob(Generic[ChainT]):
+    """One frame that has to be read, and what for.
+
+    Attributes:
+        frame: The frame.
+        blob: Name of the blob that holds it.
+        block_bytes: Distance of checksum cuts in raw frames of its part.
+        ranges: What of it to fetch, relative to its first byte: whole blocks of a raw frame, all of
+            an encoded one. Ascending, not touching.
+        uses: Where the chunk's bytes go.
+        chain: What decodes it; None: it is raw.
+        context: For the codecs.
+        label: Shown paths of the objects in it, for messages.
+    """
+
+    frame: Frame
+    blob: str
+    block_bytes: int
+    ranges: tuple[ByteRange, ...]
+    uses: tuple[ChunkUse, ...]
+    chain: ChainT | None
+    context: CodecContext | None
+    label: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan(Generic[ChainT]):
+    """Frames to read, by part, blob and offset, each once.
+
+    Attributes:
+        jobs: See above.
+        bytes_needed: Selected bytes of raw frames, and whole stored frames of encoded ones.
+    """
+
+    jobs: tuple[FrameJob[ChainT], ...]
+    bytes_needed: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    part: int
+    frame: Frame
+    uses: list[ChunkUse] = field(default_factory=list)
+    owners: list[ObjectRecord] = field(default_factory=list)
+    context: CodecContext | None = None
+
+
+def plan_restore(
+    requests: Sequence[ObjectRequest],
+    *,
+    heads: Mapping[int, PartHead],
+    chain_of: Callable[[int, int], ChainT],
+) -> RestorePlan[ChainT]:
+    """Find the fewest whole blocks and frames that hold everything that is requested.
+
+    Args:
+        requests: Objects; one may be requested several times, its frames are read once.
+        heads: Of the parts that describe them, by number.
+        chain_of: What decodes the frames of chain `(part, number)`; not asked about raw ones.
+
+    Raises:
+        FormatError: Two sections describe one frame differently, or the shards of an object do not
+            make it whole in a way that this version can place.
+    """
+    drafts: dict[tuple[int, int, int], _Draft] = {}
+    for request in requests:
+        located, sink = request.located, request.sink
+        record, part = located.record, located.part
+        for shard, base in _placed(record, sink):
+            for ref, start, stop in _overlaps(shard, base, request.ranges):
+                frame = located.frames[ref.frame]
+                draft = _draft_of(drafts, part, frame)
+                draft.uses.append(
+                    ChunkUse(sink, ref.at + start - ref.start, base + start, stop - start)
+                )
+                draft.owners.append(record)
+                if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
+                    draft.context = _context(record, shard, ref, frame)
+    jobs: list[FrameJob[ChainT]] = []
+    needed = 0
+    for _, draft in sorted(drafts.items()):
+        frame, head = draft.frame, heads[draft.part]
+        if frame.chain:
+            ranges: tuple[ByteRange, ...] = (ByteRange(0, frame.length),)
+            needed += frame.length
+        else:
+            unit = head.block_bytes
+            used = merge_ranges(ByteRange(u.at, u.at + u.length) for u in draft.uses)
+            runs = blocks_covering(frame.offset, frame.length, unit, used)
+            ranges = tuple(blocks_span(frame.offset, frame.length, unit, r) for r in runs)
+            needed += sum(r.length for r in used)
+        jobs.append(
+            FrameJob(
+                frame,
+                head.blobs[frame.blob].name,
+                head.block_bytes,
+                ranges,
+                tuple(draft.uses),
+                chain_of(draft.part, frame.chain) if frame.chain else None,
+                draft.context or _slab_context(frame),
+                tuple(dict.fromkeys(show_path(owner.path) for owner in draft.owners)),
+            )
+        )
+    return RestorePlan(tuple(jobs), needed)
+
+
+def _draft_of(drafts: dict[tuple[int, int, int], _Draft], part: int, frame: Frame) -> _Draft:
+    key = part, frame.blob, frame.offset
+    draft = drafts.get(key)
+    if draft is None:
+        draft = drafts[key] = _Draft(part, frame)
+    elif draft.frame is not frame and draft.frame != frame:
+        where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
+        msg = f"{where}: two sections describe it differently"
+        raise FormatError(msg, [where])
+    return draft
+
+
+def _placed(record: ObjectRecord, sink: ByteSink | None) -> Sequence[tuple[ShardRecord, int]]:
+    """The shards, and where the bytes of each begin in the object's.
+
+    A shard that several ranks hold counts once. One that is only verified may lie anywhere.
+
+    Raises:
+        FormatError: A shard is no run of the object's bytes, or together they do not fill it.
+    """
+    shards, shape = record.shards, record.spec.shape
+    if sink is None or (len(shards) == 1 and shards[0].region.sizes == shape):
+        return [(shard, 0) for shard in shards]
+    placed: dict[Region, tuple[int, ShardRecord]] = {}
+    for shard in shards:
+        runs = region_runs(shape, shard.region, record.spec.itemsize)
+        if len(runs) > 1:
+            raise _unplaceable(record, f"its region {shard.region} is no run of its bytes")
+        if runs:
+            placed.setdefault(shard.region, (runs[0].start, shard))
+    result = []
+    end = 0
+    for base, shard in sorted(placed.values(), key=lambda pair: pair[0]):
+        if base != end:
+            raise _unplaceable(record, f"its shards leave out or repeat what is at byte {end}")
+        end = base + sum(ref.stop - ref.start for ref in shard.chunks)
+        result.append((shard, base))
+    if end != record.spec.nbytes:
+        raise _unplaceable(record, f"its shards end at byte {end} of {record.spec.nbytes}")
+    return result
+
+
+def _unplaceable(record: ObjectRecord, why: str) -> FormatError:
+    shown = show_path(record.path)
+    msg = (
+        f"{shown} is stored in {len(record.shards)} shard(s), and this version cannot put it "
+        f"together: {why}"
+    )
+    return FormatError(msg, [shown])
+
+
+def _overlaps(
+    shard: ShardRecord, base: int, wanted: Sequence[ByteRange] | None
+) -> Iterator[tuple[ChunkRef, int, int]]:
+    """Chunks of a shard, and which of its bytes are wanted; `wanted` counts from the object's."""
+    if wanted is None:
+        for ref in shard.chunks:
+            yield ref, ref.start, ref.stop
+        return
+    ranges = merge_ranges(ByteRange(max(r.start - base, 0), r.stop - base) for r in wanted)
+    first = 0
+    for ref in shard.chunks:
+        while first < len(ranges) and ranges[first].stop <= ref.start:
+            first += 1
+        for number in range(first, len(ranges)):
+            if ranges[number].start >= ref.stop:
+                break
+            yield ref, max(ref.start, ranges[number].start), min(ref.stop, ranges[number].stop)
+
+
+def _context(record: ObjectRecord, shard: ShardRecord, ref: ChunkRef, frame: Frame) -> CodecContext:
+    spec = record.spec
+    return CodecContext(spec.dtype, spec.itemsize, shard.region.sizes, ref.start, frame.raw_length)
+
+
+def _slab_context(frame: Frame) -> CodecContext:
+    dtype, itemsize = frame.elements or ("uint8", 1)
+    count = frame.raw_length // itemsize
+    return CodecContext(dtype, itemsize, (count,), 0, frame.raw_length)

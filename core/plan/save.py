@@ -1,0 +1,251 @@
+"""Plans a save: objects -> chunks and slabs -> places in blobs. Sans-IO.
+
+The way back is `plan/restore`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.errors import ConfigError
+from penstock.core.limits import MAX_CHUNK_BYTES
+from penstock.core.types import PAGE_BYTES, align_down, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from penstock.core.abc import StateObject
+    from penstock.core.types import ObjectPath, Role
+
+SLAB_ALIGNMENT = 64
+"""Bytes to which the pieces of a slab are aligned; the bytes between them are zero."""
+
+_DEVICE_PHASE = 64  # where torch puts large CPU tensors, so that a restore meets the same phase
+
+
+class Capture(StrEnum):
+    """When the bytes of an object are captured."""
+
+    FROZEN = "frozen"  # a value: bytes already
+    NOW = "now"  # before `save` returns
+    DEFERRED = "deferred"  # behind the fence
+
+
+_CAPTURE_ORDER = {Capture.FROZEN: 0, Capture.NOW: 1, Capture.DEFERRED: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedObject:
+    """One object whose bytes are saved, and how. A tied object has no bytes of its own.
+
+    Attributes:
+        entry: The object as it was described.
+        capture: When its bytes are captured.
+        chain: Number of its codec chain; 0 is raw.
+        version: The version of its memory when it was described; None where none is counted.
+    """
+
+    entry: StateObject
+    capture: Capture
+    chain: int = 0
+    version: int | None = None
+
+
+class Piece(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
+    """Bytes `[start, stop)` of the object with the number `item` stand at `at` in the chunk."""
+
+    item: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The unit of capture and encoding.
+
+    Attributes:
+        pieces: One piece; of a slab several.
+        length: Raw bytes, padding between pieces included.
+        phase: Address modulo 4096 of the first byte in memory, and of a raw chunk in its blob.
+        chain: Number of the codec chain; 0 is raw.
+        offset: Offset in the `.raw` blob; None for an encoded chunk.
+        capture: When the chunk is captured; all objects of a slab agree.
+        slab: Whether the chunk is gathered from several small objects.
+        dtype: The dtype of all elements, where an encoded slab has only one.
+        itemsize: Bytes of one such element.
+    """
+
+    pieces: tuple[Piece, ...]
+    length: int
+    phase: int
+    chain: int
+    offset: int | None
+    capture: Capture
+    slab: bool
+    dtype: str = "uint8"
+    itemsize: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The chunks of a save.
+
+    Attributes:
+        objects: All objects whose bytes are saved, in the order in which they were described.
+        chunks: In order of capture (frozen and now, then deferred); offsets ascend in that order.
+        raw_blob_bytes: End of the last raw frame, gaps included.
+        raw_bytes: Bytes of all objects, without padding.
+    """
+
+    objects: Sequence[PlannedObject]
+    chunks: tuple[Chunk, ...]
+    raw_blob_bytes: int
+    raw_bytes: int
+
+    def bytes_of(self, capture: Capture) -> int:
+        """Return the bytes of all objects that are captured then, without padding."""
+        pieces = (p for chunk in self.chunks if chunk.capture is capture for p in chunk.pieces)
+        return sum(piece.stop - piece.start for piece in pieces)
+
+
+def plan_save(
+    objects: Sequence[PlannedObject],
+    *,
+    chunk_bytes: int,
+    slab_limit_bytes: int = 1 << 20,
+    encoded_slab_bytes: int = 1 << 20,
+) -> SavePlan:
+    """Cut objects into chunks and slabs, and give every raw chunk its place in the `.raw` blob.
+
+    Every frame has whole pages of the blob to itself, so no two writes ever touch one alignment
+    unit. The same objects and sizes give the same plan.
+
+    Args:
+        objects: The objects of this rank, in the order in which they were described.
+        chunk_bytes: Most raw bytes of a chunk; rounded down to pages, at least one page.
+        slab_limit_bytes: Smaller objects are gathered into slabs.
+        encoded_slab_bytes: Most raw bytes of a slab that goes through a codec chain.
+
+    Raises:
+        ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
+    """
+    chunk_bytes = max(PAGE_BYTES, align_down(chunk_bytes, PAGE_BYTES))
+    if chunk_bytes > MAX_CHUNK_BYTES:
+        msg = f"chunk_bytes is {chunk_bytes}; the format allows at most {MAX_CHUNK_BYTES}"
+        raise ConfigError(msg)
+    gatherer = _SlabGatherer(slab_limit_bytes, chunk_bytes, encoded_slab_bytes)
+    drafts: list[Chunk] = []
+    raw_bytes = 0
+    for number, planned in enumerate(objects):
+        nbytes = planned.entry.source.nbytes
+        raw_bytes += nbytes
+        if nbytes and not gatherer.take(number, planned):
+            drafts += _cut(number, planned, chunk_bytes)
+    drafts += gatherer.finish()
+    drafts.sort(key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item))
+    chunks, end = _lay_out(drafts)
+    return SavePlan(objects, chunks, end, raw_bytes)
+
+
+class _SlabKey(NamedTuple):
+    """The properties that all objects of a slab share; `group` is their top-level key."""
+
+    group: ObjectPath
+    role: Role
+    chain: int
+    device: str
+    capture: Capture
+    dtype: str
+    itemsize: int
+
+
+def _slab_key(planned: PlannedObject) -> _SlabKey:
+    # A codec is told the dtype of its elements, so an encoded slab has one dtype only. Elements
+    # whose size does not divide the alignment of pieces would not stand at multiples of it.
+    entry, chain = planned.entry, planned.chain
+    dtype, itemsize = "uint8", 1
+    if chain and SLAB_ALIGNMENT % entry.spec.itemsize == 0:
+        dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
+    group, device = entry.path[:1], entry.source.device
+    return _SlabKey(group, entry.role, chain, device, planned.capture, dtype, itemsize)
+
+
+class _SlabGatherer:
+    def __init__(self, limit_bytes: int, raw_bytes: int, encoded_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._raw_bytes = raw_bytes
+        self._encoded_bytes = min(encoded_bytes, raw_bytes)
+        self._open: dict[_SlabKey, tuple[list[Piece], int]] = {}
+        self._done: list[Chunk] = []
+
+    def take(self, number: int, planned: PlannedObject) -> bool:
+        """Put the object into a slab; return False if it is too large for one."""
+        nbytes = planned.entry.source.nbytes
+        capacity = self._encoded_bytes if planned.chain else self._raw_bytes
+        if nbytes >= self._limit_bytes or nbytes > capacity:
+            return False
+        key = _slab_key(planned)
+        pieces, end = self._open.get(key, ([], 0))
+        at = align_up(end, SLAB_ALIGNMENT)
+        if pieces and at + nbytes > capacity:
+            self._close(key, pieces, end)
+            pieces, at = [], 0
+        pieces.append(Piece(number, 0, nbytes, at))
+        self._open[key] = (pieces, at + nbytes)
+        return True
+
+    def finish(self) -> list[Chunk]:
+        for key, (pieces, end) in self._open.items():
+            self._close(key, pieces, end)
+        return self._done
+
+    def _close(self, key: _SlabKey, pieces: list[Piece], end: int) -> None:
+        self._done.append(
+            Chunk(
+                tuple(pieces),
+                end,
+                0,
+                key.chain,
+                None,
+                key.capture,
+                slab=True,
+                dtype=key.dtype,
+                itemsize=key.itemsize,
+            )
+        )
+
+
+def _cut(number: int, planned: PlannedObject, chunk_bytes: int) -> Iterator[Chunk]:
+    source, itemsize, chain = planned.entry.source, planned.entry.spec.itemsize, planned.chain
+    step = chunk_bytes - chunk_bytes % itemsize
+    if not step:
+        msg = f"chunk_bytes is {chunk_bytes}, less than one element of {itemsize} bytes"
+        raise ConfigError(msg)
+    phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
+    # No page ends between two elements of an odd size, so such chunks are copied to pages of
+    # their own.
+    if PAGE_BYTES % itemsize or chain or phase % itemsize:
+        phase = 0
+    start = 0
+    while start < source.nbytes:
+        stop = min(source.nbytes, start + step - phase)
+        piece = Piece(number, start, stop, 0)
+        yield Chunk((piece,), stop - start, phase, chain, None, planned.capture, slab=False)
+        start, phase = stop, 0
+
+
+def _lay_out(drafts: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], int]:
+    chunks: list[Chunk] = []
+    end = 0
+    for draft in drafts:
+        if draft.chain:
+            chunks.append(draft)
+            continue
+        # A chunk that continues its object at a page boundary lands right behind the one before.
+        offset = align_up(end, PAGE_BYTES) + draft.phase
+        end = offset + draft.length
+        chunks.append(replace(draft, offset=offset))
+    return tuple(chunks), end

@@ -1,0 +1,464 @@
+"""Makes plugins from entry points, each loaded and validated on its first use.
+
+Every error names the distribution; one plugin's failure never affects another.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+
+from penstock.core.abc import Backend, Codec, StateProvider
+from penstock.core.config.explain import validated
+from penstock.core.errors import ConfigError, PluginError
+from penstock.core.plugins.checks import breach_of_class, breach_of_instance, default_arguments
+from penstock.core.plugins.entry_points import (
+    GROUPS,
+    PluginKind,
+    by_name,
+    conflict,
+    distribution,
+    is_ours,
+    label,
+    module_exists,
+    prefer_hint,
+    shipper_of,
+)
+from penstock.core.plugins.providers import ProviderSet
+from penstock.core.suggest import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+logger = logging.getLogger(__name__)
+
+PluginState = Literal["found", "ok", "failed", "conflict"]
+
+_CONTRACTS: dict[PluginKind, type] = {
+    "provider": StateProvider,
+    "codec": Codec,
+    "backend": Backend,
+}
+
+
+Preferences: TypeAlias = "Mapping[PluginKind, Mapping[str, str]]"
+PluginClass = TypeVar("PluginClass", bound="StateProvider | Codec | Backend")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """One installed plugin, for people.
+
+    Attributes:
+        kind: Which contract it claims to fulfil.
+        name: Entry-point name.
+        distribution: The distribution that ships it.
+        version: Version of the distribution.
+        state: `found`: not loaded yet; `ok`: loaded and valid; `failed`: cannot be loaded or
+            created, or breaks the contract; `conflict`: another one claims the same name or form.
+        error: The reason of `failed` or `conflict`.
+        target: `module:Class`.
+    """
+
+    kind: PluginKind
+    name: str
+    distribution: str
+    version: str
+    state: PluginState
+    error: str | None
+    target: str
+
+
+class Registry:
+    """Plugins by kind and name. Thread-safe.
+
+    Where several distributions claim one name, the one that `prefer` names is taken, else the one
+    that ships with Penstock, with a warning; else the name is an error that names all of them.
+
+    Args:
+        entry_points: The entry points to choose from; default: everything installed, looked up on
+            first use.
+        prefer: The distribution to take for a name that several claim, by kind and name.
+    """
+
+    def __init__(
+        self, entry_points: Iterable[EntryPoint] | None = None, *, prefer: Preferences | None = None
+    ) -> None:
+        self._given = None if entry_points is None else tuple(entry_points)
+        self._lock = threading.RLock()  # guards all below; nothing is loaded or created twice
+        self._preferred: dict[tuple[PluginKind, str], str] = {}
+        self._registered: dict[tuple[PluginKind, str], EntryPoint] = {}
+        self._warned: set[tuple[PluginKind, str]] = set()
+        self._by_kind: dict[PluginKind, dict[str, list[EntryPoint]]] = {}
+        self._loaded: dict[EntryPoint, type | PluginError] = {}
+        self._providers: ProviderSet | None = None
+        self.prefer(prefer or {})
+
+    # -- what there is --------------------------------------------------------------------------
+
+    @property
+    def has_own(self) -> bool:
+        """Return whether classes were registered here, which no other process finds."""
+        return bool(self._registered)
+
+    def register(self, cls: type[PluginClass], /, *, replace: bool = False) -> type[PluginClass]:
+        """Add a provider, codec or backend that is not installed; may be used as a decorator.
+
+        Only this registry knows the class: a process that reads what was written with it has to
+        register it, or have it installed, under the same name.
+
+        Args:
+            cls: A class under one of the three contracts, registered under its `name`.
+            replace: Whether the class replaces another one that has the name already.
+
+        Raises:
+            PluginError: The class breaks its contract, or the name is taken.
+        """
+        kinds: list[PluginKind] = [k for k, c in _CONTRACTS.items() if _is_subclass(cls, c)]
+        if not kinds:
+            names = ", ".join(contract.__name__ for contract in _CONTRACTS.values())
+            msg = f"{cls!r} cannot be registered: it is a subclass of none of {names}"
+            raise PluginError(msg)
+        kind, name = kinds[0], str(getattr(cls, "name", ""))
+        # A class in a function (`f.<locals>.C`) has a name that no entry point could have.
+        module, place = (re.sub(r"[^\w.]", "_", n) for n in (cls.__module__, cls.__qualname__))
+        entry = EntryPoint(name, f"{module}:{place}", GROUPS[kind])
+        _checked(kind, entry, cls)
+        with self._lock:
+            if name in self._entries(kind) and not replace:
+                taken = " and ".join(distribution(e) for e in self._entries(kind)[name])
+                msg = (
+                    f"{kind} {name!r} cannot be registered: {taken} has it; take another name, or "
+                    "pass replace=True"
+                )
+                raise PluginError(msg)
+            self._registered[kind, name] = entry
+            self._loaded[entry] = cls
+            self._entries(kind)[name] = [entry]
+            if kind == "provider":
+                self._providers = None
+        return cls
+
+    def prefer(self, choices: Preferences, /) -> None:
+        """Choose the distribution for names that several claim, by kind and name."""
+        with self._lock:
+            for kind, names in choices.items():
+                for name, chosen in names.items():
+                    self._preferred[kind, name] = chosen
+            self._providers = None
+
+    def preferring(self, choices: Preferences, /) -> Registry:
+        """Return a registry with these choices: this one if there is nothing to choose."""
+        if not any(choices.values()):
+            return self
+        with self._lock:
+            other = Registry(self._given)
+            other._preferred = dict(self._preferred)
+            for (kind, name), entry in self._registered.items():
+                other._registered[kind, name] = entry
+                other._loaded[entry] = self._loaded[entry]
+                other._entries(kind)[name] = [entry]
+        other.prefer(choices)
+        return other
+
+    # -- by kind --------------------------------------------------------------------------------
+
+    def codec_class(self, name: str, /) -> type[Codec]:
+        """Return the class of the codec `name`.
+
+        Raises:
+            PluginError: There is no such codec, or there are two, or it is broken.
+        """
+        return cast("type[Codec]", self._class("codec", name))
+
+    def codec(self, name: str, config: Mapping[str, Any], /) -> Codec:
+        """Return a codec with the options that a user gave.
+
+        Raises:
+            PluginError: There is no such codec, or it is broken.
+            ConfigError: The options do not fit it.
+        """
+        cls = self.codec_class(name)
+        options = validated(cls.Config, config, what=f"options of codec {name!r}")
+        return cast("Codec", self._create("codec", name, cls, options))
+
+    def codec_from_record(self, name: str, version: int, config: Mapping[str, Any], /) -> Codec:
+        """Return the codec that decodes frames of the recorded name, version and options.
+
+        Raises:
+            PluginError: The codec is not installed, broken, older than the one that wrote the
+                checkpoint, or refuses the stored options.
+        """
+        cls = self.codec_class(name)
+        whence = self._whence("codec", name)
+        if version > cls.version:
+            msg = (
+                f"written by version {version} of codec {name!r}, but {whence} has version "
+                f"{cls.version}: upgrade it"
+            )
+            raise PluginError(msg)
+        try:
+            options = validated(cls.Config, config, what=f"stored options of codec {name!r}")
+        except ConfigError as error:
+            msg = f"{error}\n  {whence} cannot read what was written with these options"
+            raise PluginError(msg) from error
+        return cast("Codec", self._create("codec", name, cls, options))
+
+    def backend_class(self, name: str, /) -> type[Backend]:
+        """Return the class of the backend `name`.
+
+        Raises:
+            PluginError: There is no such backend, or there are two, or it is broken.
+        """
+        return cast("type[Backend]", self._class("backend", name))
+
+    def shipper(self, plugin: str, /) -> str:
+        """Return name and version of a third party's distribution; empty for Penstock's plugins.
+
+        Args:
+            plugin: Kind and name, as in a commit record: `"codec acme"`.
+        """
+        kind, _, name = plugin.partition(" ")
+        try:
+            entry = self._only(cast("PluginKind", kind), name)
+        except PluginError:
+            return ""
+        return "" if is_ours(entry) or entry.dist is None else distribution(entry)
+
+    @property
+    def providers(self) -> ProviderSet:
+        """Return all providers, one instance each; loads them all.
+
+        A third party's broken provider is left out with one warning; one of ours is an error.
+
+        Raises:
+            PluginError: Two claim one name, or one of ours is broken.
+        """
+        with self._lock:
+            if self._providers is None:
+                self._providers = ProviderSet(self._all_providers())
+            return self._providers
+
+    def names(self, kind: PluginKind, /) -> list[str]:
+        """Return the entry-point names of one kind, sorted; loads nothing."""
+        return sorted(self._entries(kind))
+
+    def listing(self, *, load: bool = True) -> list[PluginInfo]:
+        """Return every installed plugin, by kind and name.
+
+        Args:
+            load: Whether to import and validate each plugin (which may import torch), and to make
+                an instance of each that needs no options. Else only its module is looked for.
+        """
+        with self._lock:
+            shared = self._shared_forms() if load else {}
+            return [
+                self._info(kind, name, entry, load=load, shared=shared)
+                for kind in GROUPS
+                for name in self.names(kind)
+                for entry in self._entries(kind)[name]
+            ]
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _entries(self, kind: PluginKind) -> dict[str, list[EntryPoint]]:
+        with self._lock:
+            if kind not in self._by_kind:
+                self._by_kind[kind] = by_name(self._given, kind)
+            return self._by_kind[kind]
+
+    def _all_providers(self) -> dict[str, tuple[StateProvider, str]]:
+        found: dict[str, tuple[StateProvider, str]] = {}
+        for name in self.names("provider"):
+            entry = self._only("provider", name)
+            try:
+                cls = cast("type[StateProvider]", self._load("provider", entry))
+                provider = self._create("provider", name, cls)
+            except PluginError as error:
+                if is_ours(entry):
+                    raise
+                logger.warning("%s; going on without it", error)
+            else:
+                found[name] = (provider, distribution(entry))
+        return found
+
+    def _class(self, kind: PluginKind, name: str) -> type:
+        with self._lock:
+            return self._load(kind, self._only(kind, name))
+
+    def _only(self, kind: PluginKind, name: str) -> EntryPoint:
+        entries = self._entries(kind).get(name, [])
+        if not entries:
+            names = self.names(kind)
+            near = nearest(name, names)
+            msg = (
+                f"no {kind} called {name!r} is installed{near if near.endswith('?') else ''} "
+                f"(installed: {', '.join(names) or 'none'}): install the package that provides it"
+            )
+            raise PluginError(msg)
+        return entries[0] if len(entries) == 1 else self._settled(kind, name, entries)
+
+    def _settled(self, kind: PluginKind, name: str, entries: list[EntryPoint]) -> EntryPoint:
+        """Return the one entry point of several that is taken.
+
+        Raises:
+            PluginError: The option `prefer` names none of them, and none is Penstock's.
+        """
+        wanted = self._preferred.get((kind, name))
+        if wanted is not None:
+            chosen = [e for e in entries if _canonical(shipper_of(e)[0]) == _canonical(wanted)]
+            if len(chosen) == 1:
+                return chosen[0]
+            msg = (
+                f"{conflict(kind, name, entries)}; `prefer` names {wanted!r}, which is none of them"
+            )
+            raise PluginError(msg)
+        shipped = [entry for entry in entries if is_ours(entry)]
+        if len(shipped) != 1:
+            raise PluginError(conflict(kind, name, entries))
+        # Else any package could take a shipped name, and every checkpoint written with it.
+        if (kind, name) not in self._warned:
+            self._warned.add((kind, name))
+            logger.warning("%s", self._set_aside(kind, name, entries, shipped[0]))
+        return shipped[0]
+
+    def _set_aside(
+        self, kind: PluginKind, name: str, entries: list[EntryPoint], taken: EntryPoint
+    ) -> str:
+        others = [entry for entry in entries if entry is not taken]
+        claims = " and ".join(f"{distribution(e)} ({e.value})" for e in others)
+        return (
+            f"{kind} {name!r} is claimed by {claims} as well: that of {distribution(taken)} is "
+            f"used; to take another one, {prefer_hint(kind, name, others[0])}"
+        )
+
+    def _load(self, kind: PluginKind, entry: EntryPoint) -> type:
+        if entry not in self._loaded:
+            try:
+                self._loaded[entry] = _checked(kind, entry, entry.load())
+            except PluginError as error:
+                self._loaded[entry] = error
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - it may fail in any way: recorded
+                failure = PluginError(
+                    f"{label(kind, entry)} cannot be loaded: {type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                self._loaded[entry] = failure
+        loaded = self._loaded[entry]
+        if isinstance(loaded, PluginError):
+            # A new error at each call, so that tracebacks do not pile up on a shared object.
+            raise PluginError(*loaded.args) from loaded.__cause__
+        return loaded
+
+    def _create(self, kind: PluginKind, name: str, cls: type, *arguments: object) -> Any:
+        try:
+            return cls(*arguments)
+        except (ConfigError, PluginError):
+            raise
+        except (Exception, SystemExit) as error:
+            whence = label(kind, self._only(kind, name))
+            msg = f"{whence} cannot be created: {type(error).__name__}: {error}"
+            raise PluginError(msg) from error
+
+    def _whence(self, kind: PluginKind, name: str) -> str:
+        return distribution(self._only(kind, name))
+
+    def _info(
+        self, kind: PluginKind, name: str, entry: EntryPoint, *, load: bool,
+        shared: Mapping[EntryPoint, str],
+    ) -> PluginInfo:  # fmt: skip
+        state: PluginState = "found"
+        error: str | None = None
+        problem = self._clash(kind, name, entry)
+        if problem is not None:
+            state, error = "conflict", problem
+        elif load or entry in self._loaded:
+            state = "ok"
+            try:
+                cls = self._load(kind, entry)
+                if load:
+                    self._try(kind, entry, cls)
+            except PluginError as failure:
+                state, error = "failed", str(failure)
+            else:
+                if entry in shared:
+                    state, error = "conflict", shared[entry]
+        elif not module_exists(entry):
+            state = "failed"
+            error = f"{label(kind, entry)} cannot be loaded: no module {entry.module!r}"
+        shipper, version = shipper_of(entry)
+        return PluginInfo(kind, name, shipper, version, state, error, entry.value)
+
+    def _clash(self, kind: PluginKind, name: str, entry: EntryPoint) -> str | None:
+        """Return why another entry point of that name is taken, or none; None if this one is."""
+        entries = self._entries(kind)[name]
+        try:
+            taken = self._only(kind, name)
+        except PluginError as error:
+            return str(error)
+        return None if taken is entry else self._set_aside(kind, name, entries, taken)
+
+    def _try(self, kind: PluginKind, entry: EntryPoint, cls: type) -> None:
+        """Make an instance without configuration, and call what costs nothing."""
+        try:
+            arguments = default_arguments(cls)
+            problem = None if arguments is None else breach_of_instance(cls(*arguments))
+        except (Exception, SystemExit) as error:
+            msg = f"{label(kind, entry)} cannot be created: {type(error).__name__}: {error}"
+            raise PluginError(msg) from error
+        if problem is not None:
+            msg = f"{label(kind, entry)} cannot be used: it {problem}"
+            raise PluginError(msg)
+
+    def _shared_forms(self) -> dict[EntryPoint, str]:
+        """Return a message for each provider that declares a form which another declares too."""
+        by_form: dict[str, list[EntryPoint]] = {}
+        for entries in self._entries("provider").values():
+            for entry in entries:
+                with suppress(PluginError):  # it is listed as failed
+                    for form in dict.fromkeys(self._load("provider", entry).forms):  # type: ignore[attr-defined] # the class was checked
+                        by_form.setdefault(form, []).append(entry)
+        said: dict[EntryPoint, str] = {}
+        for form, entries in by_form.items():
+            shipped = [entry for entry in entries if is_ours(entry)]
+            if len(entries) < 2:  # noqa: PLR2004 - one alone is no conflict
+                continue
+            claims = " and ".join(label("provider", entry) for entry in entries)
+            end = f"{label('provider', shipped[0])} is used" if len(shipped) == 1 else ""
+            for entry in entries:
+                if [entry] != shipped:
+                    said[entry] = (
+                        f"form {form!r} is declared by {claims}: {end or 'uninstall all but one'}"
+                    )
+        return said
+
+
+def _is_subclass(cls: object, contract: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, contract)
+
+
+def _canonical(name: str) -> str:
+    """Return a distribution's name in the form in which package indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _checked(kind: PluginKind, entry: EntryPoint, loaded: object) -> type:
+    problem = breach_of_class(
+        loaded, _CONTRACTS[kind], name=entry.name, distribution=shipper_of(entry)[0]
+    )
+    if problem:
+        msg = f"{label(kind, entry)} cannot be used: {entry.value} {problem}"
+        raise PluginError(msg)
+    return cast("type", loaded)
+
+
+@cache
+def default_registry() -> Registry:
+    """Return the registry of everything installed; one per process."""
+    return Registry()

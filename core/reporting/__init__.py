@@ -1,0 +1,5 @@
+"""Handles, reports, events and progress: what a caller sees of work in flight.
+
+Here: records and futures that are handed to users. Not here: the code that fills them. Everything
+above `abc` may import it.
+"""

@@ -1,0 +1,381 @@
+"""Reports, and the handle of a save: what the public calls return."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.core.concurrency.latch import Latch
+from penstock.core.errors import SaveSkippedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The report of a durable save.
+
+    Attributes:
+        step: The step.
+        uid: The name of the attempt, 32 hex digits.
+        generation: 0, or higher after `overwrite=True`.
+        bytes_raw: The bytes of the state, tied tensors once.
+        bytes_stored: The bytes of the blobs.
+        blobs: The number of blobs.
+        objects: The number of objects, tied ones included.
+        engine: The backend that wrote the blobs.
+        direct_io: Whether the page cache was bypassed.
+        exclusive: Whether the store itself decided which saver owns the step.
+        deferred_bytes: The bytes captured behind the fence.
+        straight_bytes: The bytes written straight from live tensors because staging was too small.
+        seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` is from
+            the call of `save` until the checkpoint is durable. `blocked` is the part in which the
+            caller could not go on: with `blocking` all of it, else until `save` returned, and at
+            the fence. `plan` is waiting for an earlier save, describing and planning. `encode` and
+            `write` are the time in which any such work was in flight.
+        tiers: The tiers that have the whole checkpoint when the report is made, the fastest first;
+            empty if the backend is one place.
+    """
+
+    step: int
+    uid: str
+    generation: int
+    bytes_raw: int
+    bytes_stored: int
+    blobs: int
+    objects: int
+    engine: str
+    direct_io: bool
+    exclusive: bool
+    deferred_bytes: int
+    straight_bytes: int
+    seconds: Mapping[str, float]
+    tiers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The report of `check`, which plans a save and writes nothing.
+
+    Attributes:
+        objects: The number of objects, tied ones included.
+        bytes_raw: The bytes of the state, tied tensors once.
+        deferred_bytes: The bytes that a lazy save would capture behind the fence.
+        staging_bytes: The most memory that capturing the whole state takes.
+    """
+
+    objects: int
+    bytes_raw: int
+    deferred_bytes: int
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The progress of a save, a restore, a load or a verification.
+
+    Attributes:
+        bytes_done: The bytes that are written, or read and verified, by now.
+        bytes_total: The bytes to write or read, as far as that is known; the number may grow while
+            `phase` is `plan` or `read`.
+        phase: For a save `capture`, `write`, `commit`, with tiers `drain`; then `durable`, `failed`
+            or `skipped`. For a restore or load `plan`, `read`, `place`; for a verification
+            `manifest`, `read`, with `repair` also `repair`; then `done` or `failed`.
+    """
+
+    bytes_done: int
+    bytes_total: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """An object that `restore(strict=False)` left alone, since the checkpoint's does not fit it.
+
+    Attributes:
+        path: The shown path; everything below it was left alone, too.
+        stored: A description of the checkpoint's object.
+        here: A description of the template's object.
+    """
+
+    path: str
+    stored: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RestoreReport:
+    """The report of a restore. Paths are shown paths of the template.
+
+    Attributes:
+        step: The step that was restored.
+        restored: The objects that were restored, in tree order.
+        missing: The selected objects of the template that the checkpoint lacks; only with
+            `strict=False`.
+        unexpected: The selected objects of the checkpoint that the template lacks.
+        mismatched: The objects that were left alone with `strict=False`: of another shape in the
+            checkpoint, the optimizer state of such parameters, and options of optimizer groups
+            that differ.
+        values: The restored values by path.
+        matched_by: How optimizer state found its parameters: `"name"`, or `"order"` if any
+            optimizer's state had no names. None if there was no optimizer state, or the optimizer
+            loaded it whole by itself.
+        bytes_needed: The selected bytes of raw frames plus whole stored frames of encoded ones.
+        bytes_read: The bytes read from blobs.
+        bytes_metadata: The bytes read of the manifest.
+        engine: The backend that read the blobs.
+        direct_io: Whether the page cache was bypassed.
+        fell_back_from: The steps that `on_damage="fallback"` skipped, newest first.
+        rescued: Blobs, records and sections of records that were damaged or missing in one tier,
+            each with the tier whose copy was read instead. The bad copy is replaced from there in
+            the background.
+        seconds: `plan`, `read`, `place`, `total`.
+    """
+
+    step: int
+    restored: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    values: Mapping[str, Any]
+    matched_by: str | None
+    bytes_needed: int
+    bytes_read: int
+    bytes_metadata: int
+    engine: str
+    direct_io: bool
+    seconds: Mapping[str, float]
+    fell_back_from: tuple[int, ...] = ()
+    rescued: tuple[tuple[str, str], ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return the figures alone: paths and values may be thousands."""
+        return (
+            f"<RestoreReport step={self.step}: {len(self.restored)} objects, {self.bytes_read} "
+            f"bytes read of {self.bytes_needed} needed in {self.seconds['total']:.3f} s, "
+            f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, "
+            f"{len(self.mismatched)} mismatched>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One part of a checkpoint that is not as it was written.
+
+    Attributes:
+        what: The path of the object, or the name of the blob or record.
+        detail: A sentence on what is wrong.
+    """
+
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """The repair of a copy that `verify(repair=True)` found damaged.
+
+    Attributes:
+        tier: The tier of the damaged copy.
+        source: The tier that the copy was replaced from; None if it was not replaced.
+        error: Why the copy was not replaced, or is damaged all the same; None if it is whole now.
+    """
+
+    tier: str
+    source: str | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The report of `verify`.
+
+    Attributes:
+        step: The step of the checkpoint.
+        ok: Whether the checkpoint is whole: in every tier, and after repairs with `repair`.
+        damaged: All damage that was found, that which was repaired included.
+        objects: The number of objects, tied ones included.
+        frames: The number of frames that were read.
+        bytes_read: The bytes read of manifest and blobs.
+        deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
+        seconds: The duration of the verification.
+        repairs: With `repair`, the repair of each damaged copy.
+        tiers: The tiers that have the checkpoint, of a run in tiers.
+        not_decoded: Why frames were not decoded, where their codec is not installed. The stored
+            bytes were compared all the same, and are whole unless `damaged` says otherwise.
+    """
+
+    step: int
+    ok: bool
+    damaged: tuple[Damage, ...]
+    objects: int
+    frames: int
+    bytes_read: int
+    deep: bool
+    seconds: float
+    repairs: tuple[Repair, ...] = ()
+    tiers: tuple[str, ...] = ()
+    not_decoded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFound:
+    """The verification of the copy in one tier.
+
+    Attributes:
+        tier: The name of the tier.
+        uid: The uid that the copy's commit record names; None if the record is unreadable.
+        damaged: All damage of the copy.
+        frames: The number of frames that were read.
+        bytes_read: The bytes read of manifest and blobs.
+        not_decoded: As in `VerifyReport`.
+    """
+
+    tier: str
+    uid: str | None
+    damaged: tuple[Damage, ...]
+    frames: int = 0
+    bytes_read: int = 0
+    not_decoded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """The facts on a checkpoint that its commit record holds."""
+
+    step: int
+    generation: int
+    uid: str
+    created: str
+    bytes_raw: int
+    bytes_stored: int
+    objects: int
+    world_size: int
+    metadata: Mapping[str, Any]
+    references: tuple[str, ...] = ()
+    codecs: Mapping[str, int] = field(default_factory=dict)
+    providers: Mapping[str, int] = field(default_factory=dict)
+    plugins: Mapping[str, str] = field(default_factory=dict)
+
+
+class Outcome(Future[T]):
+    """A future that calls its owner when a caller has seen its error.
+
+    An error that no caller has seen is raised once by the next `fence`, `wait`, `save` or `close`.
+    """
+
+    def __init__(self, on_error_seen: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_error_seen = on_error_seen
+        # A latch of our own: `Future` waits in a Condition, and Ctrl-C there can leave the
+        # condition's lock taken for ever.
+        self._over = Latch()
+        self.add_done_callback(lambda _: self._over.open())  # before all other callbacks
+        self.on_result: Callable[[], None] | None = None
+        """Called when a caller has waited for a good result, before the result is returned."""
+
+    def done(self) -> bool:
+        """Whether the future has a result or an error."""
+        return self._over.is_open
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end without seeing the error; return False after `timeout` seconds."""
+        return self._over.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait and return the result as `Future.result`; an error that is raised counts as seen."""
+        if self._await(timeout) is not None:
+            self._on_error_seen()
+        elif self.on_result is not None:
+            self.on_result()
+        return super().result(0)
+
+    def cancel(self) -> bool:
+        """Return False: a future does not cancel the save, which other threads may wait for."""
+        return False
+
+    def peek_error(self) -> BaseException | None:
+        """Return the error of a future that is done; does not count as seeing it."""
+        return super().exception(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait and return the error as `Future.exception`; the error counts as seen."""
+        error = self._await(timeout)
+        if error is not None:
+            self._on_error_seen()
+        elif self.on_result is not None:
+            try:
+                self.on_result()
+            except Exception as late:  # noqa: BLE001 - handed to the caller
+                self._on_error_seen()
+                return late
+        return error
+
+    def _await(self, timeout: float | None) -> BaseException | None:
+        if not self._over.wait(timeout):
+            raise TimeoutError
+        return super().exception(0)
+
+
+class SaveHandle:
+    """A save in flight. Its futures resolve in the order captured, committed, durable."""
+
+    def __init__(self, step: int, *, skipped: bool = False) -> None:
+        self.step = step
+        self.skipped = skipped
+        self.error_seen = False
+        self.captured: Outcome[None] = Outcome(self._see)
+        self.committed: Outcome[SaveReport] = Outcome(self._see)
+        self.durable: Outcome[SaveReport] = Outcome(self._see)
+        self.progress_source: Callable[[], Progress] | None = None
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable.
+
+        Args:
+            timeout: Seconds; None waits for ever.
+
+        Raises:
+            PenstockError: The save failed; raised at every call.
+            TimeoutError: The save is still in flight after `timeout` seconds.
+        """
+        return self.durable.result(timeout)
+
+    def progress(self) -> Progress:
+        """Return the progress of the save."""
+        if self.progress_source is None:
+            return Progress(0, 0, "skipped" if self.skipped else "capture")
+        return self.progress_source()
+
+    def done(self) -> bool:
+        """Whether the save has ended, with a checkpoint or with an error."""
+        return self.durable.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save has failed; asking does not count as seeing the error."""
+        return self.durable.done() and self.durable.peek_error() is not None
+
+    def _see(self) -> None:
+        self.error_seen = True
+
+    def __repr__(self) -> str:
+        progress = self.progress()
+        return (
+            f"<SaveHandle step={self.step} {progress.phase} "
+            f"{progress.bytes_done}/{progress.bytes_total} bytes>"
+        )
+
+
+def skipped_save(step: int, why: str = "another save was under way") -> SaveHandle:
+    """Return the handle of a save that `on_busy="skip"` or `on_full="skip"` left out."""
+    handle = SaveHandle(step, skipped=True)
+    error = SaveSkippedError(f"step {step} was skipped: {why}")
+    for future in (handle.captured, handle.committed, handle.durable):
+        future.set_exception(error)
+    return handle

@@ -1,0 +1,396 @@
+"""A read-only view of one committed checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.concurrency.workers import Workers
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    DamagedError,
+    SelectionError,
+)
+from penstock.core.format.records import commit_name
+from penstock.core.pipeline.reader import Loader
+from penstock.core.plan.restore import ObjectRequest
+from penstock.core.plugins.registry import default_registry
+from penstock.core.reporting.progress import Meter, metered
+from penstock.core.reporting.reports import CheckpointInfo, CopyFound, Damage, VerifyReport
+from penstock.core.restore.contents import AbsentChain, Contents
+from penstock.core.restore.fill import Opened, bytes_of, raise_damaged
+from penstock.core.restore.region import as_region, read_region
+from penstock.core.restore.restore import build_leaf, build_new
+from penstock.core.suggest import nearest
+from penstock.core.tree.paths import parse_path, show_path
+from penstock.core.tree.select import Selection
+from penstock.core.types import Kind, Region, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import Backend, Tier
+    from penstock.core.format.records import ObjectRecord, PartHead
+    from penstock.core.plan.restore import Located
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.reporting.progress import Meter
+    from penstock.core.reporting.reports import Progress
+    from penstock.core.types import BlobInfo
+
+log = logging.getLogger("penstock")
+
+_FEW = 1000
+_LOOKS = 3  # at a copy that changes while it is verified
+
+
+class Checkpoint:
+    """One committed checkpoint; reads only what is asked for, and verifies it.
+
+    `keys()` are shown paths; `ckpt["model/wte.weight"]` reads one object, `ckpt["model"]` a
+    subtree, `read(path, region)` a part of a tensor.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        record = self._record = opened.contents.record
+        log.debug(
+            "step %d: opened %s-%d, %d objects in %d part(s), %d bytes stored, written by %s",
+            record.step,
+            record.uid,
+            record.generation,
+            record.objects,
+            len(record.parts),
+            record.bytes_stored,
+            record.engine,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        backend: Backend,
+        step: int,
+        *,
+        registry: Registry | None = None,
+        loader: Loader | None = None,
+        allow_pickle: bool = False,
+    ) -> Self:
+        """Open the checkpoint of `step`; reads its commit record only.
+
+        Raises:
+            CheckpointNotFoundError: There is none; the message lists what there is.
+            DamagedError: Its commit record cannot be read.
+        """
+        record = Catalog(backend).record(step)
+        return cls(
+            Opened(
+                backend,
+                Contents(backend, record, registry or default_registry()),
+                loader or Loader(backend, Workers(2)),
+                registry or default_registry(),
+                allow_pickle,
+            )
+        )
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self._record.step
+
+    @property
+    def backend(self) -> Backend:
+        """Where it is."""
+        return self.opened.backend
+
+    @property
+    def contents(self) -> Contents:
+        """Its manifest."""
+        return self.opened.contents
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """What the commit record says."""
+        record = self._record
+        return CheckpointInfo(
+            step=record.step,
+            generation=record.generation,
+            uid=record.uid,
+            created=record.created,
+            bytes_raw=record.bytes_raw,
+            bytes_stored=record.bytes_stored,
+            objects=record.objects,
+            world_size=record.world_size,
+            metadata=record.metadata,
+            references=tuple(record.references),
+            codecs=record.codecs,
+            providers=record.providers,
+            plugins=record.plugins,
+        )
+
+    def keys(self) -> list[str]:
+        """Shown paths of all objects, in tree order."""
+        return [show_path(o.record.path) for o in self.contents.objects()]
+
+    def objects(self) -> list[ObjectRecord]:
+        """Records of all objects, in tree order."""
+        return [o.record for o in self.contents.objects()]
+
+    def __contains__(self, path: object) -> bool:
+        if not isinstance(path, str):
+            return False
+        try:
+            parts = parse_path(path)
+        except SelectionError:  # the shown form of no path, so nothing stands there
+            return False
+        return self.contents.find(parts) is not None
+
+    def __len__(self) -> int:
+        return self._record.objects
+
+    def __getitem__(self, path: str) -> Any:
+        """Read one object, or the subtree below a container.
+
+        What is above it is not built: of a piece of what a provider builds whole comes a dict.
+
+        Raises:
+            KeyError: Nothing stands at `path`.
+            SelectionError: `path` is no text.
+        """
+        located = self._locate(path)
+        if located is not None:
+            return self._read_object(located)
+        parts = parse_path(path)
+        selection = Selection.subtree(parts)
+        if not self.contents.touched(selection)[0]:
+            raise self._nothing_at(path)
+        return build_new(self.opened, selection=selection, device=None, at=parts)[0]
+
+    def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
+        """Read a tensor, or a region of it; only the blocks that hold it are read.
+
+        Args:
+            path: Shown path of a tensor.
+            region: A `Region`, or slices (step 1) for the leading dimensions; None: all.
+
+        Returns:
+            A tensor (or array) of the region's shape.
+
+        Raises:
+            KeyError: No object at `path`.
+            SelectionError: `path` is no text, `region` neither a region nor slices, or it does not
+                lie within the tensor, or a plain value stands at `path`.
+            DamagedError: Stored bytes are not what was written.
+        """
+        located = self._locate(path)
+        if located is None:
+            raise self._nothing_at(path)
+        if region is None:
+            return self._read_object(located)
+        _check_region(region, path)
+        if located.record.kind is Kind.VALUE:
+            msg = f"{path} is a plain value, which has no regions: read it without one"
+            raise SelectionError(msg)
+        return self._read_region(located, as_region(region, located.record.spec.shape, path))
+
+    def verify(
+        self, *, deep: bool = True, on_progress: Callable[[Progress], None] | None = None
+    ) -> VerifyReport:
+        """Compare every checksum; reports all damage, not only the first.
+
+        With tiers, the copy in each of them.
+
+        Args:
+            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
+            on_progress: Called with a `Progress` some ten times per second, never twice at once:
+                by the caller's thread when a phase begins, by one of the engine's while bytes are
+                read. Reading waits for it. What it raises is logged and goes no further.
+
+        Raises:
+            CheckpointGoneError: It was deleted meanwhile.
+        """
+        with metered(on_progress, "the verification") as meter:
+            if self.backend.tiers:
+                return self._verify_tiers(meter, deep=deep)
+            return self._verify(meter, deep=deep)
+
+    def verify_copies(self, meter: Meter, *, deep: bool) -> list[CopyFound | None]:
+        """Verify the copy in each tier, as `verify` does; None: that tier has none.
+
+        Raises:
+            CheckpointGoneError: None has one any more.
+        """
+        found = [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
+        if not any(found) and not self.opened.still_there():
+            raise_damaged(self.opened, [("", "")], missing_blob=True)
+        return found
+
+    def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
+        """Verify the copy in one tier; None: it has none.
+
+        A copy may be evicted meanwhile, or brought anew: then what was read of it says nothing.
+        """
+        found: CopyFound | None = None
+        for _ in range(_LOOKS):
+            before = _records_at(tier.backend, self.step)
+            found = self._look_at_copy(tier, meter, deep=deep)
+            is_bad = found is None or bool(found.damaged)
+            if not is_bad or _records_at(tier.backend, self.step) == before:
+                break
+        return found
+
+    def _look_at_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
+        try:
+            one = Checkpoint.open(tier.backend, self.step, registry=self.opened.registry)
+            report = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
+        except (CheckpointNotFoundError, CheckpointGoneError):
+            return None
+        except DamagedError as error:
+            return CopyFound(tier.name, None, tuple(Damage(n, str(error)) for n in error.damaged))
+        return CopyFound(
+            tier.name,
+            one.info.uid,
+            report.damaged,
+            report.frames,
+            report.bytes_read,
+            report.not_decoded,
+        )
+
+    def report_of(
+        self, copies: Sequence[CopyFound | None], *, deep: bool, began: float
+    ) -> VerifyReport:
+        """What `copies` amount to; `began` is when looking at them did (monotonic seconds)."""
+        there = [copy for copy in copies if copy is not None]
+        damaged = [
+            Damage(damage.what, f"in tier {copy.tier}: {damage.detail}")
+            for copy in there
+            for damage in copy.damaged
+        ]
+        return VerifyReport(
+            step=self.step,
+            ok=not damaged,
+            damaged=tuple(damaged),
+            objects=self._record.objects,
+            frames=sum(copy.frames for copy in there),
+            bytes_read=sum(copy.bytes_read for copy in there),
+            deep=deep,
+            seconds=time.monotonic() - began,
+            tiers=tuple(copy.tier for copy in there),
+            not_decoded=tuple(sorted({why for copy in there for why in copy.not_decoded})),
+        )
+
+    def still_there(self) -> bool:
+        """Whether the commit record still names this very checkpoint."""
+        return self.opened.still_there()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
+
+    # ------------------------------------------------------------------------------------------
+
+    def _verify_tiers(self, meter: Meter, *, deep: bool) -> VerifyReport:
+        began = time.monotonic()
+        found = self.verify_copies(meter, deep=deep)
+        return self.report_of(found, deep=deep, began=began)
+
+    def _verify(self, meter: Meter, *, deep: bool) -> VerifyReport:
+        began = time.monotonic()
+        meter.begin("manifest")
+        damaged: list[Damage] = []
+        heads, objects = self.contents.sweep(
+            lambda what, detail: damaged.append(Damage(what, detail))
+        )
+        missing_blob = self._verify_sizes(heads, damaged)
+        frames = bytes_read = 0
+        absent: set[str] = set()
+        if deep:
+            jobs, _ = self.contents.jobs([ObjectRequest(o, None) for o in objects], absent=absent)
+            meter.will_enter("read")
+            meter.expect(bytes_of(jobs))
+            stored = [job for job in jobs if isinstance(job.chain, AbsentChain)]
+            whole = [job for job in jobs if not isinstance(job.chain, AbsentChain)]
+            for some, decode in ((whole, True), (stored, False)):
+                stats = self.opened.loader.run(some, decode=decode, progress=meter.advance)
+                frames, bytes_read = frames + stats.frames, bytes_read + stats.bytes_read
+                damaged += [Damage(name, detail) for name, detail in stats.damaged]
+                missing_blob |= stats.missing_blob
+        if missing_blob and not self.opened.still_there():
+            raise_damaged(self.opened, [("", "")], missing_blob=True)
+        return VerifyReport(
+            step=self.step,
+            ok=not damaged,
+            damaged=tuple(dict.fromkeys(damaged)),
+            objects=self._record.objects,
+            frames=frames,
+            bytes_read=bytes_read + self.contents.bytes_read,
+            deep=deep,
+            seconds=time.monotonic() - began,
+            not_decoded=tuple(sorted(absent)),
+        )
+
+    def _verify_sizes(self, heads: Sequence[PartHead], damaged: list[Damage]) -> bool:
+        missing = False
+        for blob in (blob for head in heads for blob in head.blobs):
+            try:
+                size = self.backend.stat(blob.name).size_bytes
+            except BlobNotFoundError as error:
+                damaged.append(Damage(blob.name, str(error)))
+                missing = True
+                continue
+            if size != blob.length:
+                detail = f"has {size} bytes, {blob.length} were written"
+                damaged.append(Damage(blob.name, detail))
+        return missing
+
+    def _nothing_at(self, path: str) -> KeyError:
+        parts = parse_path(path)
+        for depth in range(1, len(parts)):
+            if self.contents.find(parts[:depth]) is not None:
+                whole = show_path(parts[:depth])
+                return KeyError(
+                    f"step {self.step} has no {path!r}: {whole} is stored as one whole; read "
+                    f"{whole!r}"
+                )
+        few = len(self) <= _FEW  # comparing with all of a million names takes too long
+        return KeyError(
+            f"step {self.step} has no {path!r}{nearest(path, self.keys() if few else ())}"
+        )
+
+    def _locate(self, path: str) -> Located | None:
+        located = self.contents.find(parse_path(_text_of(path)))
+        return None if located is None else self.contents.owner(located)
+
+    def _read_object(self, located: Located) -> Any:
+        return build_leaf(self.opened, located, located.record.spec, None)
+
+    def _read_region(self, located: Located, region: Region) -> Any:
+        spec = located.record.spec
+        part = TensorSpec(spec.dtype, spec.itemsize, region.sizes)
+        return build_leaf(self.opened, located, part, read_region(self.opened, located, region))
+
+
+def _records_at(backend: Backend, step: int) -> list[BlobInfo]:
+    """The commit records of one step; one that was written anew is of another time."""
+    prefix = commit_name(step, 0).rpartition("-")[0] + "-"
+    return sorted(backend.list(prefix), key=lambda info: info.name)
+
+
+def _text_of(path: object) -> str:
+    if isinstance(path, str):
+        return path
+    likely = repr("/".join(map(str, path))) if isinstance(path, tuple) else "'model/wte.weight'"
+    msg = f"a path is one text, its segments joined by `/`: {likely}, not {path!r}"
+    raise SelectionError(msg)
+
+
+def _check_region(region: object, path: str) -> None:
+    slices = region if isinstance(region, list | tuple) else (region,)
+    if isinstance(region, Region) or all(isinstance(s, slice) for s in slices):
+        return
+    msg = (
+        f"{region!r} is no region of {path}: give slices of the leading dimensions, such as "
+        "(slice(0, 1),) for the first row, or a penstock.Region"
+    )
+    raise SelectionError(msg)

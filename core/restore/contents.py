@@ -1,0 +1,499 @@
+"""What one committed checkpoint holds: its manifest, read lazily and verified piece by piece."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.concurrency.garbage import collections_held
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    DamagedError,
+    FormatError,
+    PluginError,
+)
+from penstock.core.foreign import memory_permitting
+from penstock.core.format.index import IndexReader, encode_index, sort_hashes
+from penstock.core.format.part import decode_hashes, decode_head, decode_section
+from penstock.core.pipeline.chain import CodecChain
+from penstock.core.plan.restore import Located, plan_restore
+from penstock.core.storage.failover import from_any_tier
+from penstock.core.tree.paths import path_hash, show_path
+from penstock.core.types import ReadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.errors import PenstockError
+    from penstock.core.format.index import PathHashes
+    from penstock.core.format.records import (
+        CodecRecord,
+        CommitRecord,
+        Frame,
+        NodeRecord,
+        ObjectRecord,
+        PartHead,
+        Section,
+        SectionInfo,
+    )
+    from penstock.core.plan.restore import FrameJob, ObjectRequest
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.tree.select import Selection
+    from penstock.core.types import ObjectPath
+
+T = TypeVar("T")
+
+# Read without asking for the size first, which takes a store as long as reading them.
+_UNASKED_BYTES = 1 << 20
+
+
+class AbsentChain(CodecChain):
+    """Stands for codecs that cannot be had: says why, and decodes nothing."""
+
+    def __init__(self, why: str) -> None:
+        self.codecs = ()
+        self.why = why
+
+
+class Contents:
+    """The manifest of one checkpoint. Not thread-safe."""
+
+    def __init__(self, backend: Backend, record: CommitRecord, registry: Registry) -> None:
+        self.record = record
+        self.bytes_read = 0
+        self._backend = backend
+        self._registry = registry
+        self._heads: dict[int, PartHead] = {}
+        self._sections: dict[tuple[int, int], Section] = {}
+        self._by_path: dict[tuple[int, int], dict[ObjectPath, Located]] = {}
+        self._chains: dict[tuple[int, int], CodecChain] = {}
+        self._everything: tuple[list[Located], list[NodeRecord]] | None = None
+        self._touched: tuple[Selection, tuple[list[Located], list[NodeRecord]]] | None = None
+        self._known: dict[ObjectPath, Located] = {}
+
+    def head(self, part: int) -> PartHead:
+        """Head of a part, bound by the commit record's digest."""
+        if part not in self._heads:
+            entry = self.record.parts[part]
+            self._heads[part] = self._decoded(
+                entry.name,
+                (0, entry.head_length),
+                lambda data: decode_head(data, entry, self.record),
+            )
+        return self._heads[part]
+
+    def section(self, part: int, number: int) -> Section:
+        """A section of a part, bound by its head's digest."""
+        key = (part, number)
+        if key not in self._sections:
+            head = self.head(part)
+            info = head.sections[number]
+            self._sections[key] = self._decoded(
+                self.record.parts[part].name,
+                (info.offset, info.length),
+                lambda data: decode_section(data, info, head),
+            )
+        return self._sections[key]
+
+    def objects(self) -> list[Located]:
+        """Every object, in the order in which the tree was described."""
+        return self._all()[0]
+
+    def nodes(self) -> list[NodeRecord]:
+        """Every container and composite that is recorded, in the same order."""
+        return self._all()[1]
+
+    def touched(self, selection: Selection) -> tuple[list[Located], list[NodeRecord]]:
+        """What `selection` touches, in the same order; of the rest no records are made.
+
+        What a touched object is tied to comes with it. Of nodes come at least all those that have
+        a top-level key in common with anything that is touched.
+        """
+        if self._everything is not None:
+            objects, nodes = self._everything
+            return [o for o in objects if selection.touches(o.record.path)], nodes
+        if self._touched is None or self._touched[0] is not selection:
+            with memory_permitting(f"step {self.record.step}"):
+                self._touched = selection, self._read(selection)
+        return self._touched[1]
+
+    def sections(self, part: int) -> Iterator[Section]:
+        """Yield the sections of a part, and keep none: for who looks at each once."""
+        return self._read_sections(part, None, keep=False)
+
+    def hashes(self, part: int) -> PathHashes:
+        """Return the path hashes of a part, bound by its head's digest."""
+        head = self.head(part)
+        info, name = head.hashes, self.record.parts[part].name
+        with memory_permitting(name):
+            return decode_hashes(self._fetch(name, info.offset, info.length, self._backend), head)
+
+    def check_index(self) -> None:
+        """Read the whole index.
+
+        Raises:
+            FormatError: It is not what was written.
+        """
+        index = self.record.index
+        with memory_permitting(index.name):
+            self.check_size(index.name, index.length)
+            self._index(self._backend).verify()
+
+    def check_size(self, name: str, length: int) -> None:
+        """Compare the size of a record or blob with what was recorded of it.
+
+        Raises:
+            FormatError: It differs, or there is no such record or blob.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
+        """
+        size = self._size(name, self._backend)
+        if size != length:
+            msg = f"{name} on {self._backend.url} has {size} bytes, {length} were written"
+            raise FormatError(msg, [name])
+
+    def lengths(self) -> dict[str, int]:
+        """Bytes of the index, the parts, and the blobs of those parts that were looked at."""
+        found = {entry.name: entry.length for entry in self.record.parts}
+        found[self.record.index.name] = self.record.index.length
+        for head in self._heads.values():
+            found |= {blob.name: blob.length for blob in head.blobs}
+        return found
+
+    def find(self, path: ObjectPath) -> Located | None:
+        """One object by its path; by way of the index, so that the rest is not read."""
+        if self._everything is not None:
+            if not self._known:
+                self._known = {located.record.path: located for located in self._everything[0]}
+            return self._known.get(path)
+        with memory_permitting(self.record.index.name):
+            return from_any_tier(self._backend, lambda backend: self._find(path, backend))
+
+    def owner(self, located: Located) -> Located:
+        """The object whose bytes a tied one shares; where it is not tied, itself.
+
+        Raises:
+            FormatError: It is tied to what is not there, is tied itself, or is of another kind.
+        """
+        tied = located.record.same_as
+        if tied is None:
+            return located
+        owner = self.find(tied)
+        check_ties([located.record] if owner is None else [located.record, owner.record])
+        assert owner is not None
+        return owner
+
+    def _find(self, path: ObjectPath, backend: Backend) -> Located | None:
+        index, reader = self.record.index, self._index(backend)
+        # Once each: who forges an index can name one section a million times.
+        for part, number in dict.fromkeys(reader.find(path_hash(path))):
+            if part >= len(self.record.parts) or number >= len(self.head(part).sections):
+                msg = f"{index.name}: an entry points to section {number} of part {part}"
+                raise FormatError(msg, [index.name])
+            located = self._in_section(part, number).get(path)
+            if located is not None:
+                return located
+        reader.verify()
+        return None
+
+    def _in_section(self, part: int, number: int) -> dict[ObjectPath, Located]:
+        key = (part, number)
+        if key not in self._by_path:
+            section = self.section(part, number)
+            self._by_path[key] = {o.path: Located(o, part, section.frames) for o in section.objects}
+        return self._by_path[key]
+
+    def jobs(
+        self, requests: Sequence[ObjectRequest], *, absent: set[str] | None = None
+    ) -> tuple[Sequence[FrameJob[CodecChain]], int]:
+        """Frames to read for `requests`, and the bytes that are needed of them.
+
+        Args:
+            requests: What to read.
+            absent: Takes what is wrong with codecs that cannot be had. Their frames then have an
+                `AbsentChain`: their stored bytes can be verified, but not decoded.
+
+        Raises:
+            PluginError: A codec cannot be had, and `absent` is None; nothing was read.
+            FormatError: What is recorded cannot be put together.
+        """
+        for located in (request.located for request in requests):
+            for ref in (ref for shard in located.record.shards for ref in shard.chunks):
+                if (frame := located.frames[ref.frame]).chain:
+                    self._check_encoded(located.part, frame, absent)
+        with collections_held:
+            plan = plan_restore(
+                requests,
+                heads={part: self.head(part) for part in {r.located.part for r in requests}},
+                chain_of=lambda part, number: self._chain(part, number, absent),
+            )
+        return plan.jobs, plan.bytes_needed
+
+    def check_codecs(self, part: int, head: PartHead) -> None:
+        """Make sure that every codec of a part is installed, and takes the stored options.
+
+        Raises:
+            PluginError: One is not, or does not.
+        """
+        for number in range(1, len(head.chains)):  # 0 is raw
+            self._chain(part, number)
+
+    def sweep(self, damage: Callable[[str, str], None]) -> tuple[list[PartHead], list[Located]]:
+        """Read every record of the manifest; report damage of each instead of stopping.
+
+        Args:
+            damage: Called with the record's name and what is wrong with it.
+
+        Returns:
+            Heads and objects that can be read, those objects left out that are tied to another.
+        """
+        heads: list[PartHead] = []
+        objects: list[Located] = []
+        tables: list[PathHashes] = []
+        index = self.record.index
+        with _reported(index.name, damage):
+            self.check_index()
+        for part, entry in enumerate(self.record.parts):
+            with _reported(entry.name, damage):
+                self.check_size(entry.name, entry.length)
+            with _reported(entry.name, damage):
+                heads.append(self.head(part))
+            if part not in self._heads:
+                continue
+            with _reported(entry.name, damage):
+                tables.append(self.hashes(part))
+            for number in range(len(self.head(part).sections)):
+                with _reported(f"{entry.name} section {number}", damage):
+                    section = self.section(part, number)
+                    objects += [Located(o, part, section.frames) for o in section.objects]
+            with _reported(entry.name, damage):
+                self._check_hashes(part, tables)
+        # Readers that look for one path believe the index, those that take all the sections.
+        if len(tables) == len(self.record.parts):
+            with _reported(index.name, damage):
+                if encode_index(self.record.uid, tables).entry != index:
+                    msg = f"{index.name}: does not lead to every path of the parts"
+                    raise FormatError(msg, [index.name])
+        try:
+            check_ties([o.record for o in objects])
+        except FormatError as error:
+            for name in error.damaged:
+                damage(name, str(error))
+        return heads, [o for o in objects if o.record.same_as is None]
+
+    # ------------------------------------------------------------------------------------------
+
+    def _all(self) -> tuple[list[Located], list[NodeRecord]]:
+        if self._everything is None:
+            with memory_permitting(f"step {self.record.step}"):
+                self._everything = self._read(None)
+        return self._everything
+
+    def _read(self, selection: Selection | None) -> tuple[list[Located], list[NodeRecord]]:
+        """Objects and nodes of all sections, or of those that may hold anything selected."""
+        objects: list[Located] = []
+        nodes: list[NodeRecord] = []
+        for part in range(len(self.record.parts)):
+            for section in self._read_sections(part, selection):
+                objects += [Located(o, part, section.frames) for o in section.objects]
+                nodes += section.nodes
+        check_ties([o.record for o in self._with_owners(objects)])
+        objects.sort(key=lambda o: (o.part, o.record.ordinal))
+        nodes.sort(key=lambda n: n.ordinal)
+        return objects, nodes
+
+    def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
+        """The objects, and behind them those that some of them are tied to, but that lack."""
+        known = {o.record.path for o in objects}
+        tied = {o.record.same_as for o in objects if o.record.same_as is not None}
+        return [*objects, *filter(None, map(self.find, sorted(tied - known)))]
+
+    def _read_sections(
+        self, part: int, selection: Selection | None, *, keep: bool = True
+    ) -> Iterator[Section]:
+        """Sections of a part, without what lies outside of `selection`; adjacent ones at once.
+
+        One read for each would be a round trip for each: a million objects are in 500 sections.
+        """
+        head, name = self.head(part), self.record.parts[part].name
+        numbers = [n for n, info in enumerate(head.sections) if _may_hold(info, n, selection)]
+        for run in _runs(head.sections, numbers):
+            start = head.sections[run[0]].offset
+            data: bytes | None = None
+            with suppress(DamagedError):  # each is read again alone, from any tier that has it
+                last = head.sections[run[-1]]
+                data = self._fetch(name, start, last.offset + last.length - start, self._backend)
+            for number in run:
+                info = head.sections[number]
+                section = self._sections.get((part, number))
+                if section is None and data is not None:
+                    at = info.offset - start
+                    piece = data[at : at + info.length]
+                    with suppress(FormatError):
+                        section = decode_section(piece, info, head, selection)
+                        if selection is None and keep:
+                            self._sections[part, number] = section
+                section = section or self.section(part, number)
+                if selection is not None:
+                    kept = tuple(o for o in section.objects if selection.touches(o.path))
+                    section = replace(section, objects=kept)
+                yield section
+
+    def _check_hashes(self, part: int, tables: Sequence[PathHashes]) -> None:
+        """Compare the path hashes of a part, the last of `tables`, with what is in its sections."""
+        numbers = range(len(self.head(part).sections))
+        if len(tables) <= part or any((part, number) not in self._sections for number in numbers):
+            return  # which is reported already
+        sections = [self._sections[part, number].objects for number in numbers]
+        found = sort_hashes([[path_hash(o.path) for o in objects] for objects in sections])
+        known = tables[part]
+        if not (
+            np.array_equal(found.hashes, known.hashes)
+            and np.array_equal(found.sections, known.sections)
+        ):
+            name = self.record.parts[part].name
+            msg = f"{name}: its path hashes are not those of the objects in its sections"
+            raise FormatError(msg, [name])
+
+    def _chain(self, part: int, number: int, absent: set[str] | None = None) -> CodecChain:
+        key = (part, number)
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains[key] = self._made_chain(self.head(part).chains[number])
+        if isinstance(chain, AbsentChain):
+            if absent is None:
+                raise PluginError(chain.why)
+            absent.add(chain.why)
+        return chain
+
+    def _made_chain(self, records: Sequence[CodecRecord]) -> CodecChain:
+        try:
+            return CodecChain(
+                [self._registry.codec_from_record(r.name, r.version, r.config) for r in records]
+            )
+        except PluginError as error:
+            plugins = (f"codec {record.name}" for record in records)
+            shipped = dict.fromkeys(filter(None, map(self.record.plugins.get, plugins)))
+            by = f"; this checkpoint was written with {' and '.join(shipped)}" if shipped else ""
+            return AbsentChain(f"{error}{by}")
+
+    def _check_encoded(self, part: int, frame: Frame, absent: set[str] | None) -> None:
+        """Memory is taken for a stored frame before it is read: no more than it can need."""
+        chain = self._chain(part, frame.chain, absent)
+        if isinstance(chain, AbsentChain):
+            return  # the blob's size is the only bound that is known
+        bound = chain.max_encoded_size(frame.raw_length)
+        if frame.length > bound:
+            name = self.head(part).blobs[frame.blob].name
+            msg = (
+                f"the frame at {name}:{frame.offset} is said to have {frame.length} bytes, its "
+                f"codecs make at most {bound} of {frame.raw_length}"
+            )
+            raise FormatError(msg, [name])
+
+    def _index(self, backend: Backend) -> IndexReader:
+        index = self.record.index
+        return IndexReader(
+            lambda offset, length: self._fetch(index.name, offset, length, backend),
+            size=index.length,
+            sha256=index.sha256,
+            name=index.name,
+        )
+
+    def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
+        """What `decode` makes of the bytes at `place`, `(offset, length)`."""
+        with memory_permitting(name):
+            return from_any_tier(
+                self._backend,
+                lambda backend: decode(self._fetch(name, *place, backend)),
+            )
+
+    def _fetch(self, name: str, offset: int, length: int, backend: Backend) -> bytes:
+        # Before memory is taken for what a damaged record says; small reads say it themselves.
+        if length > _UNASKED_BYTES and offset + length > (size := self._size(name, backend)):
+            msg = (
+                f"{name} on {backend.url} has {size} bytes, but {offset + length} are "
+                "recorded: it was cut off"
+            )
+            raise FormatError(msg, [name])
+        data = bytearray(length)
+        try:
+            backend.read([ReadRequest(name, offset, memoryview(data))])
+        except BlobNotFoundError as error:
+            raise self._missing(name) from error
+        except BlobTruncatedError as error:
+            raise FormatError(str(error), [name]) from error
+        self.bytes_read += length
+        return bytes(data)
+
+    def _size(self, name: str, backend: Backend) -> int:
+        try:
+            return backend.stat(name).size_bytes
+        except BlobNotFoundError as error:
+            raise self._missing(name) from error
+
+    def _missing(self, name: str) -> PenstockError:
+        """What it means that a record is not there: the checkpoint is gone by now, or damaged."""
+        error = FormatError(f"{name} on {self._backend.url} is missing", [name])
+        catalog = Catalog(self._backend)
+        return catalog.gone_or_damaged(self.record.step, self.record.uid, error)
+
+
+def check_ties(records: Sequence[ObjectRecord]) -> None:
+    """Make sure that whatever is tied leads to bytes that are its own, in one step.
+
+    Raises:
+        FormatError: Names those that do not.
+    """
+    by_path = {record.path: record for record in records}
+    loose = []
+    for record in records:
+        if record.same_as is None:
+            continue
+        target = by_path.get(record.same_as)
+        if (
+            target is None
+            or target.same_as is not None
+            or (target.kind, target.spec, target.form) != (record.kind, record.spec, record.form)
+        ):
+            loose.append(show_path(record.path))
+    if loose:
+        msg = (
+            f"{len(loose)} object(s) are tied to what is not there, is tied itself or is of "
+            f"another kind: {', '.join(loose[:8])}"
+        )
+        raise FormatError(msg, loose)
+
+
+def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bool:
+    """Whether a section may hold anything that `selection` touches, or the node of the root."""
+    if selection is None or info.groups is None or not number:
+        return True  # the root is described first, and so its node stands in the first section
+    test = selection.below(())
+    return test if isinstance(test, bool) else any(map(test, info.groups))
+
+
+def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut ascending numbers of sections into runs without gaps that are not too long to read."""
+    run: list[int] = []
+    for number in numbers:
+        total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0
+        if run and (number != run[-1] + 1 or total > _UNASKED_BYTES):
+            yield run
+            run = []
+        run.append(number)
+    if run:
+        yield run
+
+
+@contextmanager
+def _reported(name: str, damage: Callable[[str, str], None]) -> Iterator[None]:
+    try:
+        yield
+    except FormatError as error:
+        damage(name, str(error))

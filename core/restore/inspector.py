@@ -1,0 +1,94 @@
+"""Tells whether a checkpoint can be read, without reading its data."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.survey import has_data
+from penstock.core.errors import CheckpointGoneError, DamagedError, PluginError
+from penstock.core.format.records import data_prefix
+from penstock.core.restore.contents import Contents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.core.abc import Backend
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.plugins.registry import Registry
+
+log = logging.getLogger("penstock")
+
+
+class Inspector:
+    """Looks at checkpoints before others are deleted for them.
+
+    A manifest is decoded once, as a reader would, since its digests bind it. That its files are
+    all there, with their lengths, is looked at each time, by one listing: somebody may have
+    deleted some of them since. Checksums of the data are not compared; `verify` does that.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        # The thread of a save and the caller's may both be here: single operations on these are
+        # atomic, and a manifest that both decode is decoded twice.
+        self._lengths: dict[tuple[str, str], Mapping[str, int]] = {}
+        self._own: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+
+    def note_own(self, uid: str) -> None:
+        """Take the manifest of this attempt for good: this process has made it."""
+        self._own.add(uid)
+
+    def is_whole(self, backend: Backend, record: CommitRecord) -> bool:
+        """Whether one place, no tiers, has all that this checkpoint is made of.
+
+        Raises:
+            StorageError: The place does not answer.
+        """
+        if record.uid in self._own and has_data(backend, record):
+            return True
+        key = backend.url, record.uid
+        lengths = self._lengths.get(key) or self._read(backend, record)
+        if lengths is None:
+            return False
+        self._lengths[key] = lengths
+        sizes = {
+            info.name: info.size_bytes
+            for uid in (record.uid, *record.references)
+            for info in backend.list(data_prefix(uid))
+        }
+        lost = [name for name, length in lengths.items() if sizes.get(name) != length]
+        if lost:
+            more = f" and {len(lost) - 1} more" if lost[1:] else ""
+            self._tell(backend, record, f"missing or cut off: {lost[0]}{more}")
+        return not lost
+
+    def _read(self, backend: Backend, record: CommitRecord) -> Mapping[str, int] | None:
+        """Decode the manifest; returns the lengths of all files, or None if a reader would fail."""
+        contents = Contents(backend, record, self._registry)
+        problems: list[str] = []
+        try:
+            heads, _ = contents.sweep(lambda _, detail: problems.append(detail))
+            for number, head in enumerate(heads if not problems else ()):
+                contents.check_codecs(number, head)
+        except CheckpointGoneError:
+            return None
+        except (DamagedError, PluginError) as error:
+            problems.append(str(error))
+        if not problems:
+            return contents.lengths()
+        self._tell(backend, record, problems[0])
+        return None
+
+    def _tell(self, backend: Backend, record: CommitRecord, problem: str) -> None:
+        key = backend.url, record.uid
+        if key not in self._told:
+            self._told.add(key)
+            log.warning(
+                "step %d on %s is not whole, so no other one goes for its sake: %s. "
+                "`penstock verify` lists all damage.",
+                record.step,
+                backend.url,
+                problem,
+            )

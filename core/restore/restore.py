@@ -1,0 +1,466 @@
+"""From a committed checkpoint back into live objects, or into new ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import StoredObject
+from penstock.core.concurrency.garbage import collections_held
+from penstock.core.errors import (
+    PenstockError,
+    RestoreError,
+    RestoreMismatchError,
+)
+from penstock.core.foreign import said
+from penstock.core.plan.restore import ObjectRequest
+from penstock.core.reporting.reports import Mismatch, RestoreReport
+from penstock.core.restore.fill import BytesSink, Tally, fill, read_stored
+from penstock.core.suggest import listed
+from penstock.core.tree.overlap import disagreements, overlapping
+from penstock.core.tree.paths import show_path
+from penstock.core.tree.place import Placing
+from penstock.core.tree.select import Rename, Selection
+from penstock.core.tree.stored_tree import StoredTree
+from penstock.core.types import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Difference, Placement, Target
+    from penstock.core.plan.restore import Located
+    from penstock.core.restore.fallback import Overwritten
+    from penstock.core.restore.fill import Opened, StoredSelection
+    from penstock.core.tree.patterns import SegmentTest
+    from penstock.core.types import ObjectPath, TensorSpec
+
+log = logging.getLogger("penstock")
+
+_SHOWN = 50  # so many differences are spelled out in a message; the error holds all
+
+
+def restore_into(
+    checkpoint: Opened,
+    state: Mapping[str, Any],
+    *,
+    selection: Selection,
+    rename: Rename,
+    strict: bool,
+    overwritten: Overwritten,
+) -> RestoreReport:
+    """Restore `checkpoint` into the live objects of `state`.
+
+    `overwritten` is what attempts at damaged checkpoints have left in them.
+    """
+    began = time.monotonic()
+    meter = checkpoint.meter
+    with collections_held:
+        plan = _plan(checkpoint, state, selection, rename)
+    stored, placement = plan.stored, plan.placement
+    # A pattern may name what only the template has, such as a new head that is to stay as it is.
+    selection.check_used([*stored.every_path, *placement.missing, *plan.left_out])
+    try:
+        unequal = _compare(placement, stored, strict=strict, step=checkpoint.step)
+        aside = _read_overlapping(checkpoint, placement.targets, stored)
+    except RestoreMismatchError as error:
+        overwritten.check_mismatch(error)
+        raise
+    planned = time.monotonic()
+    meter.will_enter("read")
+    earlier = overwritten.begin(placement.targets)
+    try:
+        _fill_targets(checkpoint, placement, stored, aside)
+    except BaseException as error:
+        undefined = listed([show_path(t.path) for t in placement.targets])
+        error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
+        raise
+    read = time.monotonic()
+    meter.enter("place")
+    # It may describe the state, which may draw random numbers: so before random state is set.
+    look_left = partial(overwritten.check_left, earlier, placement.targets, checkpoint.step)
+    placement.settle.insert(0, look_left)
+    _finish(placement, checkpoint.step)
+    used = {t.path for t in placement.targets} | set(placement.values)
+    order = [path for path in stored.located if path in used]
+    values = {
+        show_path(p): plan.placing.restored_value(p)
+        for p in order
+        if stored.located[p].record.kind is Kind.VALUE
+    }
+    return _report(
+        checkpoint,
+        stored,
+        order,
+        times=(began, planned, read),
+        unequal=unequal,
+        values=values,
+        matched_by=placement.notes.get("matched_by"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A planned restore; `left_out` are paths of the template that are not selected."""
+
+    stored: StoredSelection
+    placing: Placing
+    placement: Placement
+    left_out: Collection[ObjectPath] = ()
+
+    def is_flawless(self, selection: Selection) -> bool:
+        """Whether nothing has to be said of it."""
+        return (
+            bool(self.stored.located)
+            and not self.placement.problems
+            and not self.placement.missing
+            and not selection.unused([*self.stored.every_path, *self.left_out])
+        )
+
+
+def _plan(
+    checkpoint: Opened, state: Mapping[str, Any], selection: Selection, rename: Rename
+) -> _Plan:
+    """Plan a restore, without looking at what the selection does not touch if that will do.
+
+    What does not fit is planned once more with all in view, since what is said of it names what is
+    not selected as well.
+    """
+    if selection.narrows and rename.identity:
+        stored = read_stored(checkpoint, selection, rename, narrow=True)
+        with suppress(PenstockError):  # raised again below
+            plan = _plan_into(checkpoint, state, selection, stored, selection.below)
+            if plan.is_flawless(selection):
+                return plan
+    stored = read_stored(checkpoint, selection, rename, narrow=False)
+    return _plan_into(checkpoint, state, selection, stored, lambda _: True)
+
+
+def _plan_into(
+    checkpoint: Opened,
+    state: Mapping[str, Any],
+    selection: Selection,
+    stored: StoredSelection,
+    below: Callable[[ObjectPath], SegmentTest | bool],
+) -> _Plan:
+    left_out: set[ObjectPath] = set()
+
+    def selected(path: ObjectPath) -> bool:
+        if selection.selects(path):
+            return True
+        left_out.add(path)
+        return False
+
+    # Asked three times for each object, which takes a while where there are a million.
+    accepted = (lambda _: True) if selection.everything else selected
+    placing = _placing(checkpoint, stored.tree, accepted, below)
+    return _Plan(stored, placing, placing.place_tree(state), left_out)
+
+
+def _placing(
+    checkpoint: Opened,
+    tree: StoredTree,
+    selected: Callable[[ObjectPath], bool],
+    below: Callable[[ObjectPath], SegmentTest | bool] = lambda _: True,
+) -> Placing:
+    return Placing(
+        checkpoint.registry.providers,
+        tree,
+        selected,
+        allow_pickle=checkpoint.allow_pickle,
+        below=below,
+    )
+
+
+def build_new(
+    checkpoint: Opened, *, selection: Selection, device: str | None, at: ObjectPath = ()
+) -> tuple[Any, RestoreReport]:
+    """Build the selected part of `checkpoint` anew, or what stands `at`; no values are reported."""
+    began = time.monotonic()
+    with collections_held:
+        plan = _plan_new(checkpoint, selection, device, at)
+    stored, placement = plan.stored, plan.placement
+    if placement.problems or placement.missing:
+        what = "hold all that building the selection needs"
+        raise _mismatch(placement.problems, placement.missing, checkpoint.step, what=what)
+    planned = time.monotonic()
+    checkpoint.meter.will_enter("read")
+    _fill_targets(checkpoint, placement, stored, {})
+    read = time.monotonic()
+    checkpoint.meter.enter("place")
+    tree = _finish(placement, checkpoint.step)
+    return tree, _report(checkpoint, stored, stored.located, times=(began, planned, read))
+
+
+def _plan_new(
+    checkpoint: Opened, selection: Selection, device: str | None, at: ObjectPath
+) -> _Plan:
+    """As `_plan`, without a template."""
+
+    def plan(stored: StoredSelection) -> _Plan:
+        placing = _placing(checkpoint, stored.tree, selection.selects)
+        return _Plan(stored, placing, placing.rebuild_tree(device=device, at=at))
+
+    if selection.narrows:
+        stored = read_stored(checkpoint, selection, Rename(None), narrow=True)
+        with suppress(PenstockError):  # raised again below
+            narrow = plan(stored)
+            if narrow.is_flawless(selection):
+                return narrow
+    stored = read_stored(checkpoint, selection, Rename(None), narrow=False)
+    selection.check_used(stored.every_path)
+    return plan(stored)
+
+
+def _report(
+    checkpoint: Opened,
+    stored: StoredSelection,
+    order: Iterable[ObjectPath],
+    *,
+    times: tuple[float, float, float],
+    unequal: _Unequal | None = None,
+    values: Mapping[str, Any] | None = None,
+    matched_by: str | None = None,
+) -> RestoreReport:
+    began, planned, read = times
+    now = time.monotonic()
+    unequal = unequal or _Unequal((), (), ())
+    return RestoreReport(
+        step=checkpoint.step,
+        restored=tuple(show_path(p) for p in order),
+        missing=tuple(show_path(p) for p in unequal.missing),
+        unexpected=tuple(show_path(p) for p in unequal.unexpected),
+        mismatched=tuple(Mismatch(show_path(d.path), d.stored, d.here) for d in unequal.skipped),
+        values=values or {},
+        matched_by=matched_by,
+        bytes_needed=stored.tally.needed,
+        bytes_read=stored.tally.read,
+        bytes_metadata=checkpoint.contents.bytes_read,
+        engine=checkpoint.backend.name,
+        direct_io=checkpoint.backend.direct_io,
+        seconds={
+            "plan": planned - began,
+            "read": read - planned,
+            "place": now - read,
+            "total": now - began,
+        },
+    )
+
+
+def build_leaf(
+    checkpoint: Opened,
+    located: Located,
+    spec: TensorSpec,
+    data: memoryview | None,
+) -> Any:
+    """Build one object anew: from `data`, or (None) by reading all of it."""
+    record, tally = located.record, Tally()
+    path = record.path[-1:]
+    values = {}
+    if record.kind is Kind.VALUE:
+        sink = BytesSink(record.spec.nbytes)
+        fill(checkpoint, [ObjectRequest(located, sink)], tally)
+        values[path] = bytes(sink.data)
+    stored = StoredTree(
+        objects=[StoredObject(path, record.kind, spec, record.role, record.form)],
+        nodes=[],
+        values=values,
+        aliases={},
+        providers=checkpoint.contents.record.providers,
+        plugins=checkpoint.contents.record.plugins,
+    )
+    placement = _placing(checkpoint, stored, lambda _: True).rebuild_tree(device=None)
+    for target in placement.targets:
+        if data is None:
+            fill(checkpoint, [ObjectRequest(located, target.sink)], tally)
+        else:
+            target.sink.copy_in(0, data)
+        target.sink.written()
+    tree = _finish(placement, checkpoint.step)
+    return next(iter(tree.values()))
+
+
+def _read_overlapping(
+    checkpoint: Opened, targets: Sequence[Target], stored: StoredSelection
+) -> dict[int, memoryview]:
+    """Bytes of targets that share memory, read aside, by the identity of their sinks.
+
+    Raises:
+        RestoreMismatchError: What is stored disagrees about the shared memory.
+    """
+    unique = {id(t.sink): t for t in targets}
+    groups = overlapping(unique.values())
+    sinks = {t.path: BytesSink(t.sink.nbytes) for group in groups for t in group}
+    if not sinks:
+        return {}
+    fill(checkpoint, [ObjectRequest(stored.located[p], s) for p, s in sinks.items()], stored.tally)
+    views = {path: memoryview(sink.data) for path, sink in sinks.items()}
+    problems = [problem for group in groups for problem in disagreements(group, views)]
+    aside = {id(t.sink): views[t.path] for group in groups for t in group}
+    if problems:
+        raise _mismatch(problems, [], checkpoint.step)
+    return aside
+
+
+def _fill_targets(
+    checkpoint: Opened,
+    placement: Placement,
+    stored: StoredSelection,
+    aside: Mapping[int, memoryview],
+) -> None:
+    """Fill every target; tied ones share a sink, and are read once."""
+    unique = {id(t.sink): t for t in placement.targets}
+    with collections_held:
+        _each(unique.values(), lambda target: target.sink.opened())
+        requests = [
+            ObjectRequest(stored.located[t.path], t.sink)
+            for key, t in unique.items()
+            if key not in aside and t.sink.device != "meta"  # there is nothing to fill
+        ]
+    fill(checkpoint, requests, stored.tally)
+
+    def complete(target: Target) -> None:
+        if (data := aside.get(id(target.sink))) is not None:
+            target.sink.copy_in(0, data)
+        target.sink.written()
+
+    with collections_held:
+        _each(unique.values(), complete)
+
+
+def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
+    """Call `act` with each target; what its sink raises is an error of ours that names both."""
+    target: Target | None = None
+    try:
+        for target in targets:
+            act(target)
+    except PenstockError:
+        raise
+    except Exception as error:
+        assert target is not None
+        kind = type(target.sink)
+        msg = (
+            f"{show_path(target.path)} cannot be restored: {kind.__module__}.{kind.__qualname__} "
+            f"failed with {said(error)}"
+        )
+        raise RestoreError(msg) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Unequal:
+    """What of a template and a checkpoint is not restored, though the restore goes on."""
+
+    missing: Sequence[ObjectPath]
+    unexpected: Sequence[ObjectPath]
+    skipped: Sequence[Difference]
+
+
+def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, step: int) -> _Unequal:
+    missing, problems = placement.missing, placement.problems
+    used = {t.path for t in placement.targets} | set(placement.values)
+    told = {difference.path for difference in placement.differences}
+    rest = [path for path in stored.located if path not in used]
+    # What differs is said once: neither as unexpected, nor as a name that has changed.
+    unexpected = [path for path in rest if not told or not _is_below(path, told)]
+    skipped = [] if strict else [d for d in placement.differences if d.skippable]
+    forgiven = {sentence for difference in skipped for sentence in difference.sentences}
+    advised = _advised(placement.differences)
+    problems = [advised.get(text, text) for text in problems if text not in forgiven]
+    if skipped:
+        problems += [
+            f"{show_path(path)} loads the state of all parameters by their numbers, so it cannot "
+            f"be restored while {show_path(skipped[0].path)} is left out: exclude it"
+            for path in placement.numbered
+        ]
+    if problems or (strict and missing):
+        raise _mismatch(problems, missing if strict else [], step, unexpected=unexpected)
+    if not used and not missing and not skipped and stored.every_path:
+        msg = (
+            f"nothing to restore from step {step}: template and checkpoint have nothing in common "
+            "within the selection. Look at include, exclude and rename, and at the keys of the "
+            "template."
+        )
+        raise RestoreMismatchError(msg, [msg])
+    if unexpected:
+        log.warning(
+            "step %d holds %d object(s) that the template lacks; they are left out: %s",
+            step,
+            len(unexpected),
+            listed([show_path(p) for p in unexpected]),
+        )
+    if skipped:
+        log.warning(
+            "step %d differs from the template in %d place(s), which are left as they are: %s",
+            step,
+            len(skipped),
+            listed([f"{show_path(d.path)} ({d.stored} stored, {d.here} here)" for d in skipped]),
+        )
+    return _Unequal(missing, unexpected, skipped)
+
+
+def _is_below(path: ObjectPath, roots: Collection[ObjectPath]) -> bool:
+    return any(path[:depth] in roots for depth in range(1, len(path) + 1))
+
+
+def _advised(differences: Iterable[Difference]) -> dict[str, str]:
+    """Sentences about differences, with what to do about them."""
+    found = {}
+    for each in differences:
+        leave = "strict=False leaves it alone" if each.skippable else ""
+        advice = "; ".join(filter(None, [each.advice, leave]))
+        if advice:
+            found[each.sentences[-1]] = f"{each.sentences[-1]} ({advice})"
+    return found
+
+
+def _mismatch(
+    problems: Sequence[str],
+    missing: Sequence[ObjectPath],
+    step: int,
+    *,
+    what: str = "fit the template",
+    unexpected: Sequence[ObjectPath] = (),
+) -> RestoreMismatchError:
+    every = [
+        *problems,
+        *(f"{show_path(p)}: not in the checkpoint (strict=False leaves it alone)" for p in missing),
+    ]
+    more = f"\n  ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    msg = (
+        f"step {step} does not {what} in {len(every)} place(s); nothing was changed:\n  "
+        + "\n  ".join(every[:_SHOWN])
+        + more
+    )
+    if missing and unexpected:
+        msg += (
+            f"\nThe checkpoint has {len(unexpected)} object(s) that the template lacks: "
+            f"{listed([show_path(p) for p in unexpected])}. If names have changed, pass "
+            "rename={'old': 'new'}."
+        )
+    return RestoreMismatchError(msg, every)
+
+
+def _finish(placement: Placement, step: int) -> Any:
+    if placement.finish is None:
+        return None
+    try:
+        with collections_held:
+            return placement.finish()
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = (
+            f"step {step}: tensors are restored, but assigning the rest failed: "
+            f"{said(error)}. What was selected is undefined now."
+        )
+        raise RestoreError(msg) from error
+
+
+def with_history(
+    report: RestoreReport, skipped: tuple[int, ...], rescued: tuple[tuple[str, str], ...]
+) -> RestoreReport:
+    """The report, with the damaged steps, and the damage in one tier, that were passed over."""
+    return replace(report, fell_back_from=skipped, rescued=rescued)

@@ -1,0 +1,80 @@
+"""Stored objects as sources of bytes for a save: read when they are captured, a chunk at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import ByteSource
+from penstock.core.plan.restore import ObjectRequest
+from penstock.core.restore.fill import BytesSink, SliceSink, fill
+from penstock.core.types import ByteRange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc import PendingCopy
+    from penstock.core.plan.restore import Located
+    from penstock.core.plan.save import SavePlan
+    from penstock.core.restore.fill import Opened
+    from penstock.core.types import ObjectPath
+
+
+class StoredSource(ByteSource):
+    """The bytes of a stored object."""
+
+    __slots__ = ("_reader", "address", "device", "located", "memory", "nbytes")
+
+    def __init__(self, reader: StoredReader, located: Located) -> None:
+        self._reader = reader
+        self.located = located
+        self.nbytes = located.record.spec.nbytes
+        self.device = "cpu"
+        self.address = None
+        self.memory = None
+
+    def view(self) -> memoryview | None:
+        """None: they are in the store."""
+        return None
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        """Read them, and compare their checksums."""
+        self._reader.read(self.located, start, out)
+        return None
+
+
+class StoredReader:
+    """Reads pieces of stored objects; those of one slab at once. Used by one thread."""
+
+    def __init__(self, checkpoint: Opened) -> None:
+        self._checkpoint = checkpoint
+        self._slabs: dict[ObjectPath, Sequence[Located]] = {}
+        self._slab: Sequence[Located] = ()
+        self._held: dict[ObjectPath, BytesSink] = {}
+
+    def read_together(self, plan: SavePlan) -> None:
+        """Small objects that go into one slab are read at once: a read for each takes too long."""
+        for chunk in plan.chunks:
+            if chunk.slab:
+                sources = (plan.objects[piece.item].entry.source for piece in chunk.pieces)
+                slab = [source.located for source in sources if isinstance(source, StoredSource)]
+                self._slabs |= dict.fromkeys((located.record.path for located in slab), slab)
+
+    def read(self, located: Located, start: int, out: memoryview) -> None:
+        """Fill `out` with the object's bytes from `start` on.
+
+        Raises:
+            DamagedError: They are not what was written.
+        """
+        path = located.record.path
+        slab = self._slabs.get(path)
+        if slab is None:
+            sink = SliceSink(out, start)
+            ranges = [ByteRange(start, start + out.nbytes)]
+            fill(self._checkpoint, [ObjectRequest(located, sink, ranges)])
+            return
+        if slab is not self._slab:
+            self._slab = slab
+            self._held = {o.record.path: BytesSink(o.record.spec.nbytes) for o in slab}
+            requests = [ObjectRequest(o, self._held[o.record.path]) for o in slab]
+            fill(self._checkpoint, requests)
+        out[:] = memoryview(self._held[path].data)[start : start + out.nbytes]

@@ -1,0 +1,226 @@
+"""The save of a checkpointer that may be under way, and an error that nobody has seen yet."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.core.errors import BusyError, FenceTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.reporting.reports import SaveHandle
+    from penstock.core.save.job import SaveJob
+    from penstock.core.save.request import TiersOfSave
+
+T = TypeVar("T")
+
+
+class Pending:
+    """One save at a time; used by the thread that trains."""
+
+    def __init__(self, tiers: TiersOfSave | None = None) -> None:
+        self._tiers = tiers
+        self.job: SaveJob | None = None
+        """The newest save, which may have ended."""
+        self._unseen: SaveHandle | None = None
+        self._earlier: BaseException | None = None  # of a save before that under way, unseen
+        self._preparing: int | None = None  # the thread that prepares a save
+        # Raised in a signal handler that interrupted that thread; and what came out of a handler.
+        self._refused: BusyError | None = None
+        self._broke_off: BusyError | None = None
+        self._pid = os.getpid()
+        _every.add(self)
+
+    def may_prepare(self, on_busy: str) -> bool:
+        """Whether a save can be prepared here; False when it shall be skipped.
+
+        Raises:
+            BusyError: This is a signal handler that interrupted a save; not if `on_busy` is `skip`.
+            SaveError: Called in a callback that the save waits for.
+        """
+        if on_busy == "skip" and self._preparing == threading.get_ident():
+            return False
+        self.check_may_wait()
+        return True
+
+    def take_turn(self, on_busy: str) -> bool:
+        """Make room for the next save; False when that one shall be skipped.
+
+        Raises:
+            BusyError: A save is under way, and `on_busy` is `raise`.
+        """
+        job = self.job
+        if job is None or job.finished(0):
+            return True
+        if on_busy == "skip":
+            return False
+        if on_busy == "raise":
+            msg = (
+                f"the save of step {job.request.step} is still under way "
+                f"({job.progress().phase}); wait(), or use on_busy='wait' or 'skip'"
+            )
+            raise BusyError(msg)
+        job.fence(None)
+        job.finished(None)
+        return True
+
+    def prepare(self, action: Callable[[], T]) -> T:
+        """Run `action`, which prepares a save and calls `prepared` when that has begun.
+
+        Until then a signal handler that interrupts it can neither save nor wait: a save of the
+        handler's would be newer than the one being prepared, which would be refused then. If the
+        error that says so comes out of the handler, `action` runs again, so that the save is not
+        lost by it.
+        """
+        before = self.job
+        try:
+            while True:
+                self._preparing = threading.get_ident()
+                try:
+                    if self.job is not before and self.job is not None:
+                        self.job.finished(None)  # that of the action, which was given up
+                    return action()
+                except BusyError as error:
+                    if error is not self._refused:
+                        raise
+                    self._broke_off = error
+        finally:
+            self.prepared()
+
+    def prepared(self) -> None:
+        """The save has begun, or there will be none: handlers may save again."""
+        self._preparing = self._refused = None  # an error holds all that its frames hold
+
+    def outlast(self, wait: Callable[[], None]) -> None:
+        """Run `wait` to its end, whatever a signal handler that was refused raises in it."""
+        while True:
+            try:
+                return wait()
+            except BusyError as error:
+                self._broke_off = error
+
+    def begin(self, job: SaveJob) -> None:
+        """`job` is the newest save from now on."""
+        self._earlier = self._earlier or self.unseen_error()
+        self.job, self._unseen = job, job.handle
+
+    def fence(self, timeout: float | None) -> None:
+        """Wait until what was deferred may change.
+
+        Raises:
+            FenceTimeoutError: Not within `timeout` seconds; the save goes on.
+            SaveError: Called in a callback that the save waits for.
+        """
+        self.check_may_wait()
+        job = self.job
+        if job is not None and not job.fence(timeout, give_up=False):
+            msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
+            raise FenceTimeoutError(msg)
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until no save is under way.
+
+        Raises:
+            TimeoutError: One still is, after `timeout` seconds.
+            SaveError: Called in a callback that the save waits for.
+        """
+        self.check_may_wait()
+        job = self.job
+        if job is not None:
+            job.fence(timeout, give_up=False)  # this thread waits, so it changes nothing
+            if not job.finished(timeout):
+                msg = f"the save of step {job.request.step} is still under way"
+                raise TimeoutError(msg)
+
+    def check_may_wait(self) -> None:
+        """See `Ending.check_may_wait`.
+
+        Raises:
+            BusyError: This is a signal handler that interrupted a save, which cannot go on before
+                the handler returns.
+            SaveError: This is a callback which the save itself waits for.
+        """
+        if self.job is not None:
+            self.job.ending.check_may_wait()
+        if self._preparing == threading.get_ident():
+            msg = (
+                "called in a signal handler that interrupted save() of this checkpointer, which "
+                "can neither end nor be waited for before the handler returns. Set a flag in the "
+                "handler, and save when the training loop sees it; the interrupted save goes on"
+            )
+            self._refused = BusyError(msg)
+            raise self._refused
+
+    def end(self) -> None:
+        """Wait for the save; give it up if its capture takes too long.
+
+        Raises:
+            SaveError: Called in a callback that the save waits for.
+        """
+        self.check_may_wait()
+        if self.job is not None:
+            self.job.fence(None)
+            self.job.finished(None)
+
+    @property
+    def released(self) -> bool:
+        """Whether the save's memory is free again."""
+        return self.job is None or self.job.released.is_open
+
+    def unseen_error(self) -> BaseException | None:
+        """The error of a background save that has ended, once, if nobody has seen it."""
+        handle, self._unseen = self._unseen, None
+        # What fails behind the commit is no failure of the save: the log, its future and
+        # `penstock ls` tell of it.
+        if handle is None or handle.error_seen or not handle.committed.done():
+            waits = handle is not None and not handle.committed.done()
+            self._unseen = handle if waits else None
+            return None
+        return handle.committed.exception()
+
+    def raise_earlier(self, job: SaveJob) -> None:
+        """Raise what came out of a signal handler, or an earlier save's error: once, and noted."""
+        broke_off, self._broke_off = self._broke_off, None
+        earlier = self._earlier
+        if earlier is not None and earlier is job.ending.error:
+            earlier = None  # its callback began a later save in another thread, which raises it
+        else:
+            self._earlier = None
+        how = "has failed too" if job.handle.failed else "has started"
+        step = job.request.step
+        if broke_off is not None:
+            broke_off.add_note(f"The save of step {step}, which the handler interrupted, {how}.")
+            raise broke_off from earlier
+        if earlier is not None:
+            earlier.add_note(f"This earlier save failed; the save of step {step} {how}.")
+            raise earlier
+
+    def raise_unseen(self) -> None:
+        """Raise it."""
+        error = self.unseen_error()
+        if error is not None:
+            raise error
+
+    def finish_at_exit(self) -> None:
+        """Wait for the save, unless it is that of the process which forked this one."""
+        if self.job is not None and self._pid == os.getpid():
+            self.job.finished(None)
+            if self._tiers is not None:
+                self._tiers.settle()
+
+
+_every: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+def _finish_at_exit() -> None:
+    """Let pending saves end before the interpreter stops its thread pools."""
+    for pending in list(_every):
+        pending.finish_at_exit()
+
+
+# `atexit` comes after the pools are gone; this is what concurrent.futures itself uses.
+threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined] # noqa: SLF001

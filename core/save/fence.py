@@ -1,0 +1,81 @@
+"""The hook that holds back every optimizer step while a capture is pending.
+
+One global pre-step hook of torch per process: it fires through wrappers, for optimizers outside
+the tree, and for those that step inside backward. It is put in once and stays: taking it out
+from another thread would change the dict that torch iterates over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.optim import Optimizer
+
+    from penstock.core.save.job import SaveJob
+
+# Guards `_installed`. It is reentrant, and `_pending` needs none (its calls are atomic): a signal
+# handler that saves may interrupt the thread that trains in any of these functions.
+_lock = threading.RLock()
+_pending: dict[SaveJob, float] = {}
+_installed = False
+
+
+def arm(job: SaveJob, timeout_s: float) -> None:
+    """Make optimizers wait for `job`'s capture, each time at most `timeout_s` seconds."""
+    global _installed  # noqa: PLW0603 - torch's registry is global too
+    _pending[job] = timeout_s
+    with _lock:
+        if not _installed:
+            from torch.optim.optimizer import (  # noqa: PLC0415 - torch is loaded only to save
+                register_optimizer_step_pre_hook,
+            )
+
+            register_optimizer_step_pre_hook(_before_step)
+            _installed = True
+
+
+def disarm(job: SaveJob) -> None:
+    """`job` needs no fence any more."""
+    _pending.pop(job, None)
+
+
+def fence_all() -> None:
+    """Wait for every pending capture of this process: memory of any of them is about to change."""
+    for job in list(_pending):
+        job.fence(None)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    if not _pending:
+        return
+    for job, timeout_s in list(_pending.items()):
+        # The step of another trainer says nothing of what happens to this one's tensors.
+        passes = job.is_changed_by(partial(_storages, optimizer))
+        if job.fence(timeout_s, passes=passes) and passes:
+            disarm(job)
+
+
+def _storages(optimizer: Optimizer) -> Iterator[int]:
+    """Addresses of the storages of its parameters; 0 for one that has no memory of its own."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            try:
+                yield parameter.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # a tensor subclass that wraps others
+                yield 0
+
+
+def _disarm_child() -> None:
+    """A forked child has none of the threads that would finish a capture."""
+    global _lock  # noqa: PLW0603 - the parent's may be held at this moment
+    _lock = threading.RLock()
+    _pending.clear()
+
+
+os.register_at_fork(after_in_child=_disarm_child)

@@ -1,0 +1,344 @@
+"""From a save plan and what became of its chunks to the manifest of the save. Sans-IO."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock import __version__
+from penstock.core.abc.provider import Node
+from penstock.core.errors import SaveError
+from penstock.core.format.index import encode_index
+from penstock.core.format.part import encode_part
+from penstock.core.format.records import BlobRecord, CodecRecord, CommitRecord, Frame
+from penstock.core.format.section_writer import SectionDraft, new_draft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.abc import StateObject
+    from penstock.core.format.records import Chain
+    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.writer import ChunkResult
+    from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.save.request import SaveRequest
+
+SECTION_OBJECTS = 2048
+"""Most objects and nodes of a section: what opening one object has to read and check."""
+
+SECTION_WEIGHT = 4 << 20
+"""Rough bytes of JSON after which a section ends (long paths, many checksums)."""
+
+_ONE_REF = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedManifest:
+    """Bytes of part and index, and the commit record that binds them."""
+
+    part_name: str
+    part: bytes
+    index_name: str
+    index: bytes
+    record: CommitRecord
+
+
+class ManifestWriter:
+    """Encodes the manifest of one save whose blobs are all written."""
+
+    def __init__(
+        self, request: SaveRequest, metadata: Mapping[str, Any], *, shipper: Callable[[str], str]
+    ) -> None:
+        """Prepare for `request`.
+
+        Args:
+            request: What is saved.
+            metadata: The user's, for the commit record.
+            shipper: Names the distribution of a plugin, as `Registry.shipper` does.
+        """
+        self._request = request
+        self._metadata = metadata
+        self._shipper = shipper
+        self._chains = [_chain_record(chain) for chain in request.chains]
+
+    def encode(
+        self,
+        uid: str,
+        results: Sequence[ChunkResult],
+        blobs: Sequence[tuple[str, int]],
+        *,
+        engine: str,
+        created: str,
+    ) -> EncodedManifest:
+        """Encode part, index and commit record, which every reader takes.
+
+        Args:
+            uid: Of the save.
+            results: For each chunk of the plan what became of it.
+            blobs: Name and length of each, as sealed.
+            engine: Name of the backend that wrote them.
+            created: The time, as it stands in records.
+
+        Raises:
+            FormatError: No reader would take it.
+        """
+        request = self._request
+        stored, numbers = stored_chains(request.plan, results, self._chains)
+        part = encode_part(
+            build_sections(
+                request.entries,
+                request.plan,
+                results,
+                blobs={n[-3:]: i for i, (n, _) in enumerate(blobs)},
+                chains=numbers,
+            ),
+            uid=uid,
+            rank=0,
+            step=request.step,
+            block_bytes=request.block_bytes,
+            blobs=[BlobRecord(name, length) for name, length in blobs],
+            chains=stored,
+        )
+        index = encode_index(uid, [part.hashes])
+        codecs = {c.name: c.version for chain in self._chains for c in chain}
+        record = CommitRecord(
+            uid=uid,
+            step=request.step,
+            generation=request.generation,
+            created=created,
+            world_size=1,
+            index=index.entry,
+            parts=(part.entry,),
+            codecs=codecs,
+            providers=dict(request.providers),
+            references=(),
+            metadata=dict(self._metadata),
+            bytes_raw=request.plan.raw_bytes,
+            bytes_stored=sum(length for _, length in blobs),
+            objects=part.objects,
+            penstock=__version__,
+            engine=engine,
+            plugins=self._plugins(codecs, engine),
+        )
+        return EncodedManifest(part.entry.name, part.data, index.entry.name, index.data, record)
+
+    def _plugins(self, codecs: Mapping[str, int], engine: str) -> dict[str, str]:
+        """Plugins of third parties that took part, each with its distribution."""
+        plugins = [f"codec {name}" for name in codecs]
+        plugins += [f"provider {name}" for name, _ in self._request.providers]
+        shippers = {plugin: self._shipper(plugin) for plugin in (*plugins, f"backend {engine}")}
+        return {plugin: by for plugin, by in sorted(shippers.items()) if by}
+
+
+def _chain_record(chain: CodecChain | None) -> Chain:
+    codecs = () if chain is None else chain.codecs
+    return tuple(CodecRecord(c.name, c.version, c.config.model_dump(mode="json")) for c in codecs)
+
+
+def stored_chains(
+    plan: SavePlan, results: Sequence[ChunkResult], chains: Sequence[Chain]
+) -> tuple[list[Chain], list[int]]:
+    """The chains that frames were really made by, where codecs declined some chunks.
+
+    Returns:
+        `chains`, and behind them those that are left of them without who declined; for each chunk
+        the number of its own. Declined by all is 0: raw.
+    """
+    table = list(chains)
+    known: dict[tuple[int, tuple[int, ...]], int] = {}
+    numbers: list[int] = []
+    for chunk, result in zip(plan.chunks, results, strict=True):
+        key = (chunk.chain, result.declined)
+        if key not in known:
+            links = enumerate(table[chunk.chain])
+            left = tuple(link for n, link in links if n not in result.declined)
+            if left not in table:
+                table.append(left)
+            known[key] = table.index(left) if result.declined else chunk.chain
+        numbers.append(known[key])
+    return table, numbers
+
+
+def build_sections(
+    entries: Sequence[StateObject | Node],
+    plan: SavePlan,
+    results: Sequence[ChunkResult],
+    *,
+    blobs: Mapping[str, int],
+    chains: Sequence[int] | None = None,
+    section_objects: int = SECTION_OBJECTS,
+) -> list[SectionDraft]:
+    """Put what was described and what was stored together, in order of storage.
+
+    A slab whose objects fall into two sections is listed as a frame in both.
+
+    Args:
+        entries: Objects and nodes in the order in which they were described; the plan has those
+            objects that are not tied, in the same order.
+        plan: Of the save.
+        results: For each chunk of the plan what became of it.
+        blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
+            (`"enc"`) frames.
+        chains: For each chunk the number of its chain, from `stored_chains`; None: as planned.
+        section_objects: Most objects and nodes of a section.
+
+    Raises:
+        SaveError: The plan does not hold every byte of every object once: a bug.
+    """
+    refs = _refs_by_entry(entries, _refs_by_item(plan))
+    numbers = [chunk.chain for chunk in plan.chunks] if chains is None else chains
+    frames = [
+        Frame(
+            blobs["enc" if chunk.chain else "raw"],
+            result.offset,
+            result.length,
+            chunk.length,
+            chain,
+            result.checksums,
+            result.raw_checksum,
+            result.lengths,
+            _elements(chunk) if chain else None,
+        )
+        for chunk, result, chain in zip(plan.chunks, results, numbers, strict=True)
+    ]
+    drafts: list[SectionDraft] = []
+    writer = _SectionWriter(frames)
+    for ordinal in _storage_order(refs):
+        entry = entries[ordinal]
+        if isinstance(entry, Node):
+            writer.add_node(ordinal, entry)
+        else:
+            writer.add_object(ordinal, entry, refs[ordinal])
+        if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
+            drafts.append(writer.draft)
+            writer = _SectionWriter(frames)
+    if writer.count:
+        drafts.append(writer.draft)
+    return drafts
+
+
+def _elements(chunk: Chunk) -> tuple[str, int] | None:
+    """What a reader cannot tell from the objects: what the elements of an encoded slab are."""
+    if len(chunk.pieces) == 1 or chunk.dtype == "uint8":
+        return None
+    return chunk.dtype, chunk.itemsize
+
+
+def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
+    # Flat runs of (chunk, at, length). Tuples where one will do: the collector forgets tuples of
+    # integers, so a million objects take half the time.
+    refs: list[Sequence[int]] = [()] * len(plan.objects)
+    longer: dict[int, list[int]] = {}
+    ends: dict[int, int] = {}
+    for number, chunk in enumerate(plan.chunks):
+        for piece in chunk.pieces:
+            item, length = piece.item, piece.stop - piece.start
+            if not piece.start and not refs[item]:
+                refs[item] = (number, piece.at, length)
+                continue
+            if item not in longer:
+                refs[item] = longer[item] = list(refs[item])
+                ends[item] = sum(longer[item][2:])
+            if not piece.start or piece.start != ends[item]:
+                msg = f"the plan does not go on at byte {piece.start} of item {item}"
+                raise SaveError(msg)
+            longer[item] += (number, piece.at, length)
+            ends[item] = piece.stop
+    return refs
+
+
+def _refs_by_entry(
+    entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Where each entry is stored; nowhere what has no bytes of its own."""
+    items = iter(by_item)
+    return [
+        () if isinstance(entry, Node) or entry.same_as is not None else next(items)
+        for entry in entries
+    ]
+
+
+def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
+    # What has no bytes goes with the entry that was described before it.
+    keys: list[int] = []
+    chunk = 0
+    for places in refs:
+        if places:
+            chunk = places[0]
+        keys.append(chunk)
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+class _SectionWriter:
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self.draft = new_draft()
+        self.count = 0
+        self.weight = 0
+        self._frames = frames
+        self._local: dict[int, int] = {}
+        self._types: dict[tuple[Any, ...], int] = {}
+        self._last: StateObject | None = None
+        self._last_type = 0
+
+    def add_node(self, ordinal: int, node: Node) -> None:
+        self.draft.node_rows.append([ordinal, node.path, node.form, node.meta])
+        self.count += 1
+        self.weight += sum(map(len, node.path)) + len(repr(node.meta))
+
+    def add_object(self, ordinal: int, entry: StateObject, refs: Sequence[int]) -> None:
+        spec, region = entry.spec, entry.region
+        columns = self.draft.columns
+        shards: tuple[tuple[Any, ...], ...] = ()
+        if entry.same_as is not None:
+            columns["same_as"].append([len(columns["path"]), entry.same_as])
+        else:
+            stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
+            if stored != spec.itemsize * math.prod(region.sizes):
+                msg = f"the plan holds {stored} bytes of {entry.path}"
+                raise SaveError(msg)
+            local = self._local_refs(refs)
+            whole = region.sizes == spec.shape
+            shards = ((local,) if whole else (local, region.offsets, region.sizes),)
+        columns["ordinal"].append(ordinal)
+        columns["path"].append(entry.path)
+        columns["type"].append(self._type(entry))
+        columns["shape"].append(spec.shape)
+        columns["shards"].append(shards)
+        self.count += 1
+        self.weight += len(refs) + sum(map(len, entry.path))
+
+    def _local_refs(self, refs: Sequence[int]) -> tuple[int, ...]:
+        if len(refs) == _ONE_REF:
+            number, at, length = refs
+            return self._local_frame(number), at, length
+        local = list(refs)
+        local[::3] = map(self._local_frame, refs[::3])
+        return tuple(local)
+
+    def _local_frame(self, number: int) -> int:
+        local = self._local.get(number)
+        if local is None:
+            local = self._local[number] = len(self._local)
+            self.draft.frames.append(self._frames[number])
+            self.weight += 20 * len(self._frames[number].checksums)
+        return local
+
+    def _type(self, entry: StateObject) -> int:
+        spec, last = entry.spec, self._last
+        if (
+            last is not None
+            and entry.kind is last.kind
+            and entry.role is last.role
+            and entry.form == last.form
+            and spec.dtype == last.spec.dtype
+            and spec.itemsize == last.spec.itemsize
+        ):
+            return self._last_type  # hashing two enum members a million times takes a second
+        key = (entry.kind, spec.dtype, spec.itemsize, entry.role, entry.form)
+        number = self._types.get(key)
+        if number is None:
+            number = self._types[key] = len(self._types)
+            self.draft.types.append(list(key))
+        self._last, self._last_type = entry, number
+        return number

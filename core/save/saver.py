@@ -1,0 +1,419 @@
+"""The saving half of a run: prepares a save, starts it, and waits for it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import StateObject
+from penstock.core.catalog.generation import claim_generation
+from penstock.core.catalog.retention import Housekeeper, clean_up_after
+from penstock.core.concurrency.garbage import collections_held
+from penstock.core.errors import ConfigError
+from penstock.core.plan.save import Capture
+from penstock.core.reporting.events import SaveEvent
+from penstock.core.reporting.progress import follow
+from penstock.core.reporting.reports import CheckReport, skipped_save
+from penstock.core.save import fence as fence_hook
+from penstock.core.save.current import Pending
+from penstock.core.save.job import SaveJob
+from penstock.core.save.manifest import ManifestWriter
+from penstock.core.save.metadata import check_metadata
+from penstock.core.save.prepare import ChainTable, plan_state
+from penstock.core.save.request import Destination, Room
+from penstock.core.save.staging_budget import staging_for
+from penstock.core.tree.describe import describe_tree, warn_of_forms
+from penstock.core.types import valid_step
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from threading import Thread
+
+    from penstock.core.catalog.catalog import Catalog
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.errors import StorageFullError
+    from penstock.core.pipeline.staging import Staging
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.reporting.events import EventStream
+    from penstock.core.reporting.reports import Progress, SaveHandle, SaveReport
+    from penstock.core.save.request import SaveRequest, TiersOfSave
+    from penstock.core.storage.time_limited import PatientBackend
+
+log = logging.getLogger("penstock")
+
+_MODES = ("blocking", "async", "lazy")
+_BUSY = "another save was under way"  # why a save is skipped
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveCall:
+    """What one call of `save` asks for, checked; `called`: when, on the monotonic clock."""
+
+    state: Mapping[str, Any]
+    step: int
+    mode: str
+    metadata: Mapping[str, Any]
+    overwrite: bool
+    called: float
+
+
+class Saver:
+    """Saves to one run, one save at a time. Used by the thread that trains."""
+
+    def __init__(
+        self,
+        backend: PatientBackend,
+        catalog: Catalog,
+        *,
+        config: CheckpointerConfig,
+        registry: Registry,
+        workers: Workers,
+        events: EventStream,
+        tiers: TiersOfSave | None,
+    ) -> None:
+        """Save to the run of `backend`.
+
+        Args:
+            backend: Where; what saves write goes to the backend inside, and is watched there.
+            catalog: Of the run.
+            config: Rules, budgets, retention and times.
+            registry: Where providers and codecs are looked up.
+            workers: Threads.
+            events: Are told of saves, and of what retention deletes.
+            tiers: Those of the backend, if it has any.
+        """
+        self.pending = Pending(tiers)
+        self.staging: Staging | None = None
+        """Memory of the newest save."""
+        self.restored_from: int | None = None
+        """The step that was restored last: retention spares it."""
+        self._backend = backend
+        self._catalog = catalog
+        self._config = config
+        self._registry = registry
+        self._workers = workers
+        self._events = events
+        self._tiers = tiers
+        self._table = ChainTable(config, registry)
+        self._warned_straight = False
+        self._warned_not_lazy = False
+        self._committed: int | None = None
+        self._housekeeper = Housekeeper(
+            backend,
+            catalog,
+            retention=config.retention,
+            grace_s=config.grace_s,
+            events=events,
+        )
+
+    @property
+    def job(self) -> SaveJob | None:
+        """The newest save, which may have ended."""
+        return self.pending.job
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        mode: str | None,
+        metadata: Mapping[str, Any] | None,
+        overwrite: bool,
+        on_progress: Callable[[Progress], None] | None,
+        called: float,
+    ) -> SaveHandle:
+        """See `Checkpointer.save`; `called`: when that was, on the monotonic clock."""
+        if not self.pending.may_prepare(self._config.on_busy):
+            return self._skipped(valid_step(step), on_progress, _BUSY)
+        return self.pending.prepare(
+            lambda: self._save(
+                _SaveCall(
+                    state,
+                    valid_step(step),
+                    mode=self._valid_mode(mode),
+                    metadata=check_metadata({} if metadata is None else metadata),
+                    overwrite=overwrite,
+                    called=called,
+                ),
+                on_progress,
+            )
+        )
+
+    def check(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        *,
+        mode: str | None,
+        metadata: Mapping[str, Any] | None,
+        overwrite: bool,
+    ) -> CheckReport:
+        """See `Checkpointer.check`."""
+        mode = self._valid_mode(mode)
+        number = 0 if step is None else valid_step(step)
+        check_metadata({} if metadata is None else metadata)
+        self._backend.check_writable()
+        if step is not None:
+            self._claim_generation(number, overwrite=overwrite)
+        request = self._planned(state, number, 0, mode=mode)
+        return CheckReport(
+            objects=request.objects,
+            bytes_raw=request.plan.raw_bytes,
+            deferred_bytes=request.plan.bytes_of(Capture.DEFERRED),
+            staging_bytes=request.staging_bytes,
+        )
+
+    def close(self) -> None:
+        """Give the staging memory back, unless a stuck store may still use it."""
+        if self.pending.released and self.staging is not None:
+            self.staging.close()
+
+    # ------------------------------------------------------------------------------------------
+
+    def _valid_mode(self, mode: str | None) -> str:
+        mode = mode or self._config.mode
+        if mode not in _MODES:
+            msg = f"mode={mode!r} is none of {', '.join(_MODES)}"
+            raise ConfigError(msg)
+        return mode
+
+    def _claim_generation(self, step: int, *, overwrite: bool) -> int:
+        """The generation that a save of `step` publishes.
+
+        Raises:
+            StepExistsError: The step, or a later one, is committed, and is not to be overwritten.
+            StorageError: A tier does not answer, and the step is to be overwritten.
+        """
+        # What replaces has to know all that it replaces: else it would count as the older one.
+        entries = (
+            self._catalog.entries()
+            if self._tiers is None
+            else self._tiers.entries(strict=overwrite)
+        )
+        return claim_generation(
+            step,
+            entries,
+            url=self._backend.url,
+            overwrite=overwrite,
+            may_go=self._backend.may_go,  # a deletion that was given up, and may still happen
+        )
+
+    def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
+        if not self.pending.take_turn(self._config.on_busy):
+            self.pending.prepared()
+            return self._skipped(call.step, on_progress, _BUSY)
+        with collections_held:
+            job = self._prepared(call)
+            if job is None:
+                self.pending.prepared()
+                why = "no tier has room for it, as the log says"
+                return self._skipped(call.step, on_progress, why)
+            watching = self._begin(job, on_progress)
+            if call.mode != "blocking":
+                self._wait(job, job.capture_now)
+                self.pending.raise_earlier(job)
+                return job.handle
+        self._wait(job, job.capture_now)
+        job.wait_durable()
+        if watching is not None:
+            watching.join(self._workers.timing.last_progress_s)
+        self.pending.raise_earlier(job)
+        job.handle.result()
+        return job.handle
+
+    def _prepared(self, call: _SaveCall) -> SaveJob | None:
+        """The save, planned; None: there is no place for it."""
+        overwrite = (
+            call.overwrite
+        )  # kept by what runs behind the commit, which must not keep a state
+        generation = self._claim_generation(call.step, overwrite=overwrite)
+        request = self._planned(call.state, call.step, generation, mode=call.mode)
+        destination: Destination | None = Destination(self._backend.inner)
+        if self._tiers is not None:
+            destination = self._tiers.destination(request)
+        if destination is None:
+            return None
+        # Memory that may still belong to a stuck disk is left to it.
+        reusable = self.staging if self.pending.released else None
+        staging = staging_for(request, reusable, self._config)
+        if staging is not self.staging:
+            self.staging = staging
+            # Where nobody closes, the memory goes with the checkpointer, though a handle of its
+            # last save lives on.
+            weakref.finalize(self, staging.close).atexit = False
+        job = SaveJob(
+            request,
+            manifest=ManifestWriter(request, call.metadata, shipper=self._registry.shipper),
+            destination=destination,
+            staging=staging,
+            workers=self._workers,
+            after_commit=lambda report: self._after_commit(job, report, overwrite=overwrite),
+            room=Room(
+                lambda: self._before_write(job, destination.backend.url),
+                lambda error: self._when_full(job, error),
+            ),
+            called=call.called,
+        )
+        return job
+
+    def _begin(self, job: SaveJob, on_progress: Callable[[Progress], None] | None) -> Thread | None:
+        """Make `job` the save that is under way, and start to capture."""
+        try:
+            self.pending.begin(job)
+            _log_plan(job)
+            with job.ending.calling_back():
+                self._events.announce(job.handle)
+            watching = self._watch(job.handle, on_progress)
+            if job.deferred_bytes:
+                fence_hook.arm(job, self._config.fence_timeout_s)
+                job.handle.committed.add_done_callback(lambda _: fence_hook.disarm(job))
+            else:
+                self._warn_if_not_lazy(job.request)
+            job.begin_capture(on_captured=lambda: self._on_captured(job))
+            self.pending.prepared()
+        except BaseException as error:
+            job.interrupt(error)
+            fence_hook.disarm(job)
+            raise
+        return watching
+
+    def _wait(self, job: SaveJob, wait: Callable[[], None]) -> None:
+        """Wait for `job`, which whatever interrupts that gives up."""
+        try:
+            self.pending.outlast(wait)
+        except BaseException as error:
+            job.interrupt(error)
+            fence_hook.disarm(job)
+            raise
+
+    def _planned(
+        self, state: Mapping[str, Any], step: int, generation: int, *, mode: str
+    ) -> SaveRequest:
+        description = describe_tree(
+            state, providers=self._registry.providers, allow_pickle=self._config.allow_pickle
+        )
+        warn_of_forms(description, self._registry.providers)
+        request = plan_state(
+            description,
+            config=self._config,
+            table=self._table,
+            step=step,
+            generation=generation,
+            mode=mode,
+        )
+        if self._config.rules:
+            paths = [e.path for e in description.entries if isinstance(e, StateObject)]
+            self._table.warn_of_unused(paths, step)
+        return request
+
+    def _skipped(
+        self, step: int, on_progress: Callable[[Progress], None] | None, why: str
+    ) -> SaveHandle:
+        self._events.emit(SaveEvent("skipped", step))
+        handle = skipped_save(step, why)
+        self._watch(handle, on_progress)
+        return handle
+
+    def _watch(
+        self, handle: SaveHandle, on_progress: Callable[[Progress], None] | None
+    ) -> Thread | None:
+        if on_progress is None:
+            return None
+        return self._workers.spawn(
+            "progress", partial(follow, handle, on_progress, self._workers.timing)
+        )
+
+    def _warn_if_not_lazy(self, request: SaveRequest) -> None:
+        tensors = any(chunk.capture is Capture.NOW for chunk in request.plan.chunks)
+        if request.mode == "lazy" and tensors and not self._warned_not_lazy:
+            self._warned_not_lazy = True
+            log.warning(
+                "step %d: the lazy save defers nothing, so it blocks as long as an async one: no "
+                "optimizer of the state claims tensors. Put the torch.optim.Optimizer itself into "
+                "the state (the one inside, if yours is a wrapper that Penstock does not know); "
+                "what is capturable or in shared memory is not claimed. Tensors that change only "
+                'behind the fence can be named: defer="ema/**" (said once)',
+                request.step,
+            )
+
+    def _on_captured(self, job: SaveJob) -> None:
+        if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
+            self._warned_straight = True
+            log.warning(
+                "staging is too small for the state: %s of step %d were written straight "
+                "from live tensors while training stood still; raise staging_bytes (said once)",
+                size_text(job.straight_bytes),
+                job.request.step,
+            )
+
+    def _before_write(self, job: SaveJob, url: str) -> None:
+        if self._tiers is None or not self._tiers.is_silent():
+            with job.ending.calling_back():  # `on_event` may be called
+                self._housekeeper.before_save(
+                    url, job.request.plan.raw_bytes, protect=self._spared_for(job)
+                )
+
+    def _when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+        if self._tiers is not None and self._tiers.is_silent():
+            return error
+        with job.ending.calling_back():
+            return self._housekeeper.when_full(error, job.uid, protect=self._spared_for(job))
+
+    def _protected(self) -> set[int]:
+        """Steps that retention spares: the one restored from, and the one just committed."""
+        return {s for s in (self.restored_from, self._committed) if s is not None}
+
+    def _spared_for(self, job: SaveJob) -> set[int]:
+        """Steps that retention spares even where there is no room left for `job`.
+
+        What that overwrites stays until it has. A process that went on from a checkpoint no longer
+        needs it once it has committed one of its own: a disk with room for few checkpoints would
+        otherwise never take one more.
+        """
+        needed = self._protected() if self._committed is None else {self._committed}
+        return {job.request.step, *needed}
+
+    def _after_commit(self, job: SaveJob, report: SaveReport, *, overwrite: bool) -> None:
+        self._committed = report.step
+        if self._tiers is not None and self._tiers.is_silent():
+            log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
+            return  # a save when it is back does it
+        self._catalog.note_own(report.uid)
+        with job.ending.calling_back():  # `on_event` may be called
+            clean_up_after(
+                report,
+                self._catalog,
+                overwrite=overwrite,
+                retention=self._config.retention,
+                protect=self._protected(),
+                events=self._events,
+            )
+
+
+def _log_plan(job: SaveJob) -> None:
+    """One line on what a save is about to do."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    request = job.request
+    chunks = request.plan.chunks
+    log.debug(
+        "step %d: %s save %s-%d of %d objects, %d bytes (%d deferred), in %d chunks (%d slabs, %d "
+        "encoded); needs %d bytes of staging, may use %d",
+        request.step,
+        request.mode,
+        job.uid,
+        request.generation,
+        request.objects,
+        request.plan.raw_bytes,
+        job.deferred_bytes,
+        len(chunks),
+        sum(chunk.slab for chunk in chunks),
+        sum(chunk.chain != 0 for chunk in chunks),
+        request.staging_bytes,
+        job.staging_budget_bytes,
+    )

@@ -1,0 +1,191 @@
+"""Third parties' backends: whatever they raise beside the contract becomes a StorageError here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
+
+from penstock.core.abc import Backend, BlobWriter, DelegatingBackend, DelegatingWriter, Tier
+from penstock.core.abc.delegating import in_words
+from penstock.core.errors import PenstockError, StorageError
+from penstock.core.foreign import shipped_by
+from penstock.core.types import BlobInfo, Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from penstock.core.abc.delegating import Operation
+    from penstock.core.types import ReadRequest, WriteRequest
+
+log = logging.getLogger("penstock")
+
+T = TypeVar("T")
+
+_OURS = __name__.split(".", maxsplit=1)[0]
+
+
+def _is_number(found: object) -> TypeGuard[float]:
+    return isinstance(found, (int, float)) and not isinstance(found, bool)
+
+
+_ANSWERS: Mapping[Operation, tuple[Callable[[object], bool], str]] = {
+    "url": (
+        lambda found: isinstance(found, str) and bool(found),
+        "a str that shows people where it is",
+    ),
+    "capabilities": (lambda found: isinstance(found, Capabilities), "Capabilities"),
+    "direct_io": (lambda found: isinstance(found, bool), "True or False"),
+    "tiers": (lambda found: isinstance(found, tuple), "a tuple of Tier"),
+    "create": (lambda found: isinstance(found, BlobWriter), "a BlobWriter"),
+    "read_record": (lambda found: isinstance(found, bytes), "bytes"),
+    "submit_write": (lambda found: isinstance(found, Future), "a Future"),
+    "submit_read": (lambda found: isinstance(found, Future), "a Future"),
+    "list": (lambda found: isinstance(found, Sequence), "a sequence of BlobInfo"),
+    "stat": (lambda found: isinstance(found, BlobInfo), "a BlobInfo"),
+    "free_bytes": (lambda found: found is None or type(found) is int, "an int or None"),
+    "store_time_s": (_is_number, "a float"),
+}
+_PROPERTIES: frozenset[Operation] = frozenset(["url", "capabilities", "direct_io", "tiers"])
+
+
+def guarded(backend: Backend) -> Backend:
+    """`backend`, which raises nothing but our tree; our own do so by themselves.
+
+    What is no `Exception` (Ctrl-C, exits) passes as it is.
+    """
+    if type(backend).__module__.split(".")[0] == _OURS:
+        return backend
+    return GuardedBackend(backend)
+
+
+class _GuardedWriter(DelegatingWriter):
+    def abort(self) -> None:
+        try:
+            self.inner.abort()
+        except BaseException as error:  # noqa: BLE001 - `abort` never raises: others rely on it
+            log.warning("%s could not be aborted on %s: %r", self.name, self.backend.url, error)
+
+
+class GuardedBackend(DelegatingBackend):
+    """Delegates all, maps foreign errors, and refuses answers that the contract does not know.
+
+    A bug of the wrapped backend is named as its own, with its class and distribution.
+    """
+
+    writer_class = _GuardedWriter
+
+    def __init__(self, inner: Backend, /) -> None:
+        """Wrap `inner`; closing this closes it."""
+        super().__init__(inner)
+        self.name = inner.name  # type: ignore[misc] # reports are to name the wrapped one
+
+    def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
+        """Map what the call raises, and look at what it gives."""
+        try:
+            found = call()
+        except PenstockError:
+            raise
+        except (Exception, CancelledError) as error:
+            raise self._as_ours(operation, names, error) from error
+        fits, expected = _ANSWERS.get(operation, (lambda _: True, ""))
+        if not fits(found):
+            raise self._broken(found, _shown(operation, names), expected)
+        return found
+
+    def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
+        """As the contract says."""
+        assert isinstance(writer, _GuardedWriter)
+        found = super().submit_write(writer, requests)
+        return self._mapped_later("submit_write", (writer.name,), found)
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """As the contract says."""
+        names = tuple(request.name for request in requests)
+        return self._mapped_later("submit_read", names, super().submit_read(requests))
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """As the contract says."""
+        what = f"an item of {_shown('list', (prefix,))}"
+        return [self._checked(info, what) for info in super().list(prefix)]
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """As the contract says."""
+        return self._checked(super().stat(name), _shown("stat", (name,)))
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The wrapped backend's, each guarded as well."""
+        found: tuple[object, ...] = super().tiers
+        for tier in found:
+            if not isinstance(tier, Tier):
+                raise self._broken(tier, "one of the tiers", "a Tier")
+        return tuple(
+            replace(tier, backend=guarded(tier.backend)) for tier in found if isinstance(tier, Tier)
+        )
+
+    def _as_ours(
+        self, operation: Operation, names: tuple[str, ...], error: BaseException
+    ) -> StorageError:
+        blobs = " ".join(dict.fromkeys(names))
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return StorageError(
+            f"cannot {in_words(operation)}{blobs and ' '}{blobs}{self._place()}: backend "
+            f"{self.name!r} ({shipped_by(type(self.inner))}) failed with {text}"
+        )
+
+    def _place(self) -> str:
+        try:
+            found: object = self.inner.url
+        except Exception:  # noqa: BLE001 - the message that is put together matters more
+            return ""
+        return f" on {found}" if isinstance(found, str) and found else ""
+
+    def _checked(self, found: object, what: str) -> BlobInfo:
+        if not isinstance(found, BlobInfo):
+            raise self._broken(found, what, "a BlobInfo")
+        for value, fine, name, expected in (
+            (found.name, isinstance(found.name, str), "name", "a str"),
+            (found.size_bytes, type(found.size_bytes) is int, "size_bytes", "an int"),
+            (found.modified_s, _is_number(found.modified_s), "modified_s", "a float"),
+        ):
+            if not fine:
+                raise self._broken(value, f"{name} of {what}", expected)
+        return found
+
+    def _broken(self, found: object, what: str, expected: str) -> StorageError:
+        return StorageError(
+            f"backend {self.name!r} ({shipped_by(type(self.inner))}) broke its contract: "
+            f"{what} is {type(found).__name__}, not {expected}"
+        )
+
+    def _mapped_later(
+        self, operation: Operation, names: tuple[str, ...], future: Future[None]
+    ) -> Future[None]:
+        """One that fails with our errors only, and is done when `future` is."""
+        outer: Future[None] = Future()
+        outer.set_running_or_notify_cancel()  # cancelling cannot take buffers back
+
+        def done(inner: Future[None]) -> None:
+            error = CancelledError() if inner.cancelled() else inner.exception()
+            if error is None:
+                outer.set_result(None)
+            elif isinstance(error, Exception) and not isinstance(error, PenstockError):
+                mapped = self._as_ours(operation, names, error)
+                mapped.__cause__ = error
+                outer.set_exception(mapped)
+            else:
+                outer.set_exception(error)
+
+        future.add_done_callback(done)
+        return outer
+
+
+def _shown(operation: Operation, names: tuple[str, ...]) -> str:
+    """The call as its caller has written it: `url`, `submit_read()`, `stat('index')`."""
+    if operation in _PROPERTIES:
+        return operation
+    asked = operation in {"create", "read_record", "list", "stat"}
+    return f"{operation}({names[0]!r})" if asked else f"{operation}()"

@@ -1,0 +1,275 @@
+"""Opens the backend that a path, a URL or a table means."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from penstock.core.abc import Backend
+from penstock.core.config.explain import refusal, validated
+from penstock.core.config.plugin_choice import (
+    BackendConfig,
+    BackendSpec,
+    Origin,
+    scheme_of,
+    shown_url,
+)
+from penstock.core.errors import CapabilityError, ConfigError, PenstockError, PluginError
+from penstock.core.foreign import shipped_by
+from penstock.core.plugins.registry import default_registry
+from penstock.core.storage.guarded import guarded
+from penstock.core.suggest import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from penstock.core.abc import PluginConfig
+    from penstock.core.plugins.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+
+# What a plain path or file:// takes: the first that works here.
+_LOCAL = ("uring", "posix")
+_LIGHT_LOCAL = ("posix",)
+
+# The backend for schemes that no backend is named after.
+_ANY_URL = "fsspec"
+_WITHOUT_FSSPEC = {"s3", "s3a"}  # its own path to these needs botocore alone
+
+_OPTION = re.compile(r"[A-Za-z0-9_.-]+")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+
+# What stands before :// without being a scheme; a path to somewhere has no such beginning.
+_ODD_SCHEME = re.compile(r"([^/]+)://")
+
+_CONFIGURATION = re.compile(r"\.(toml|ya?ml|json)$", re.IGNORECASE)
+
+_warned: set[str] = set()
+
+
+def open_backend(
+    spec: BackendSpec,
+    registry: Registry | None = None,
+    *,
+    must_exist: bool = False,
+    light: bool = False,
+) -> Backend:
+    """Open the backend that `spec` means; a `Backend` is returned as it is.
+
+    A plain path or `file://` takes `uring` when its probe passes, else `posix`, with one warning
+    per reason and process that says why. A scheme that no backend is named after is `fsspec`'s,
+    if fsspec knows it. Options stand in a URL's query.
+
+    Args:
+        spec: Path, URL, table with `type`, `BackendConfig`, or an open backend.
+        registry: Where backends are looked up; default: everything installed.
+        must_exist: Refuse a local folder that is not there; otherwise the first write makes it.
+        light: Only small records will be read: a plain path takes `posix` straight away.
+
+    Raises:
+        ConfigError: The URL or its options are wrong, or no backend serves its scheme.
+        PluginError: The backend is not installed or broken.
+        StorageError: It cannot be opened.
+    """
+    if isinstance(spec, Backend):
+        return guarded(spec)
+    registry = registry or default_registry()
+    if isinstance(spec, (Mapping, BackendConfig)):
+        return _open_table(spec, registry, must_exist=must_exist)
+    url = os.fspath(spec)
+    if _CONFIGURATION.search(url) and not scheme_of(url) and not Path(url).is_dir():
+        msg = (
+            f"{url} looks like a configuration file, not like the folder of a run: use "
+            f"Checkpointer.from_config({url!r}), or file:// before the path of a folder"
+        )
+        raise ConfigError(msg)
+    names = registry.names("backend")
+    scheme = scheme_of(url)
+    if not scheme:
+        _refuse_lost_slash(url, names)
+        _refuse_oddscheme_of(url)
+    if scheme in {"", "file"}:
+        return _open_local(_LIGHT_LOCAL if light else _LOCAL, url, registry, must_exist=must_exist)
+    if scheme not in names and _ANY_URL in names and _is_known_to_fsspec(scheme):
+        scheme = _ANY_URL
+    if scheme not in names:
+        msg = f"{shown_url(url)}: no installed backend serves {scheme}://{nearest(scheme, names)}"
+        if _ANY_URL in names and not _has_fsspec():
+            msg += ". Those of fsspec need its package: pip install 'penstock[fsspec]'"
+        raise ConfigError(msg)
+    cls = registry.backend_class(scheme)
+    return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
+
+
+def portable(spec: BackendSpec) -> str | dict[str, Any] | None:
+    """What another process can open the same from; None: there is no such thing."""
+    if isinstance(spec, Backend):
+        return None
+    if isinstance(spec, BackendConfig):
+        spec = {"type": spec.type, **spec.options}
+    if not isinstance(spec, Mapping):
+        return os.fspath(spec)
+    try:
+        table: dict[str, Any] = json.loads(json.dumps(dict(spec), default=os.fspath))
+    except (TypeError, ValueError):
+        return None
+    return table
+
+
+def _open_table(
+    spec: Mapping[str, Any] | BackendConfig, registry: Registry, *, must_exist: bool
+) -> Backend:
+    if not isinstance(spec, BackendConfig):
+        spec = validated(BackendConfig, spec, what="backend")
+    what, origin = f"options of backend {spec.type!r}", spec.origin
+    try:
+        cls = registry.backend_class(spec.type)
+    except PluginError as error:
+        if not origin.what:
+            raise
+        msg = f"{origin.what}: {origin.place}.type: {error}"
+        raise PluginError(msg) from error
+    if origin.what:
+        what = f"{origin.what}: {what}"
+    config = validated(cls.Config, spec.options, what=what, place=origin.place)
+    return _opened(cls, config, registry, must_exist=must_exist, origin=origin)
+
+
+def _open_local(
+    candidates: tuple[str, ...], url: str, registry: Registry, *, must_exist: bool
+) -> Backend:
+    *better, last = candidates
+    for name in better:
+        try:
+            cls = registry.backend_class(name)
+            return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
+        except (CapabilityError, PluginError) as error:
+            _warn_once(f"{name} is not used, {last} takes its place: {error}")
+    cls = registry.backend_class(last)
+    return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
+
+
+def _from_url(cls: type[Backend], url: str) -> PluginConfig:
+    from urllib.parse import parse_qsl  # noqa: PLC0415 - most are plain paths
+
+    base, query = url, ""
+    if scheme_of(url):
+        base, _, query = url.partition("?")
+    options: dict[str, str] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if not _OPTION.fullmatch(key):  # a piece of a password, perhaps: it is not quoted
+            msg = (
+                f"{shown_url(url)}: what stands behind the ? is no list of options; in a user or "
+                "password write %3F for it"
+            )
+            raise ConfigError(msg)
+        if key in options:
+            msg = f"{shown_url(url)}: option {key!r} is given twice"
+            raise ConfigError(msg)
+        options[key] = value
+    try:
+        return cls.from_url(base, options)
+    except ValidationError as error:
+        raise refusal(error, cls.Config, what=f"options in {shown_url(url)}") from None
+
+
+def _opened(
+    cls: type[Backend],
+    config: PluginConfig,
+    registry: Registry,
+    *,
+    must_exist: bool,
+    origin: Origin | None = None,
+) -> Backend:
+    path = config.model_dump().get("path") if cls.name in _LOCAL else None
+    if must_exist and path is not None and not Path(path).is_dir():
+        msg = f"there is no folder {path}"
+        raise ConfigError(msg)
+    try:
+        return guarded(
+            cls.open(
+                config,
+                open_backend=lambda spec: open_backend(_placed(spec, config, origin), registry),
+            )
+        )
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"backend {cls.name!r} ({shipped_by(cls)}) cannot be opened: {error!r}"
+        raise PluginError(msg) from error
+
+
+def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> BackendSpec:
+    """A backend that stands in the options of another, with the place where it was written."""
+    if origin is None or not origin.what or not isinstance(spec, Mapping):
+        return spec
+    chosen = validated(BackendConfig, spec, what=f"{origin.what}: backend in {origin.place}")
+    key = next((k for k in type(config).model_fields if getattr(config, k) is spec), None)
+    chosen.came_from(origin if key is None else origin.below(key))
+    return chosen
+
+
+def _is_known_to_fsspec(scheme: str) -> bool:
+    if scheme in _WITHOUT_FSSPEC:
+        return True
+    try:
+        from fsspec.registry import known_implementations, registry  # noqa: PLC0415 - 80 ms
+    except ImportError:
+        return False
+    return scheme in known_implementations or scheme in registry
+
+
+def _has_fsspec() -> bool:
+    try:
+        import fsspec.registry  # noqa: F401, PLC0415 - 80 ms
+    except ImportError:
+        return False
+    return True
+
+
+def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
+    """`Path("s3://bucket/run")` is `s3:/bucket/run`, which would be a folder of this machine.
+
+    Raises:
+        ConfigError: A scheme that something serves stands there, with one slash.
+    """
+    match = _ONE_SLASH.match(url)
+    if match is None:
+        return
+    scheme = match[1].lower()
+    if scheme in names or scheme == "file" or _is_known_to_fsspec(scheme):
+        msg = (
+            f"{match[1]}:/ with one slash is what pathlib makes of a URL, and would be a folder of "
+            f"this machine: pass the URL as text, {match[1]}://..., or ./{match[1]}:/... if a "
+            "folder is meant"
+        )
+        raise ConfigError(msg)
+
+
+def _refuse_oddscheme_of(url: str) -> None:
+    """`my_store://host/run` would be a folder `my_store:` of this machine.
+
+    Raises:
+        ConfigError: What stands before `://` is no scheme.
+    """
+    match = _ODD_SCHEME.match(url)
+    if match is not None:
+        msg = (
+            f"{match[1]}:// begins no URL: a scheme is of letters, digits, +, . and -, and begins "
+            f"with a letter; write ./{match[1]}:/... if a folder is meant"
+        )
+        raise ConfigError(msg)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("%s", message)

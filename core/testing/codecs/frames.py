@@ -1,0 +1,191 @@
+"""Checks of frames: chunks come back from theirs, and frames that no codec wrote are refused."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import CodecContext, Declined
+from penstock.core.errors import CodecError
+from penstock.core.testing.codecs.calls import (
+    ELEMENTS,
+    bound_of,
+    chunks,
+    compressible,
+    context_of,
+    encode,
+    encoded,
+    expect_decodes,
+    expect_guarded,
+    expect_length,
+    expect_refused,
+    expect_unchanged,
+    guarded,
+    in_words,
+    random_bytes,
+    rare_floats,
+    try_decode,
+    whole,
+    with_base,
+)
+from penstock.core.testing.expectations import finding
+
+if TYPE_CHECKING:
+    from penstock.core.abc import Codec
+
+LARGE_BYTES = (9 << 20) + 3
+_SPARE_BYTES = 1000
+
+
+@in_words
+def check_round_trips(codec: Codec) -> None:
+    """Check that every size and kind of data comes back, with inputs and bounds respected."""
+    for chunk, frame in encoded(codec, chunks(codec)):
+        expect_decodes(codec, frame, chunk)
+
+
+@in_words
+def check_large_chunk(codec: Codec) -> None:
+    """Check that a chunk of an odd number of megabytes comes back, random or compressible."""
+    size = whole(codec, LARGE_BYTES)
+    for chunk, frame in encoded(codec, (random_bytes(size), compressible(size))):
+        expect_decodes(codec, frame, chunk)
+
+
+@in_words
+def check_elements_come_back(codec: Codec) -> None:
+    """Check that chunks of typed regions come back: whole, cut inside a row, and of a scalar.
+
+    Also elements that arithmetic changes: -0.0, denormals, NaNs with all their bits. Buffers are
+    lent as core lends them: the input is read-only, and the output is larger than needed.
+    """
+    for dtype, itemsize in ELEMENTS:
+        whole = 96 * 50 * itemsize
+        for shape, start, length in (
+            ((96, 50), 0, whole),
+            ((96, 50), 53 * itemsize, 1001 * itemsize),
+            ((96, 50), whole - 7 * itemsize, 7 * itemsize),
+            ((), 0, itemsize),
+        ):
+            context = CodecContext(dtype, itemsize, shape, start, length)
+            for chunk in (rare_floats(dtype, length), random_bytes(length), compressible(length)):
+                _comes_back(codec, chunk, with_base(codec, context))
+
+
+def _comes_back(codec: Codec, chunk: bytes, context: CodecContext) -> None:
+    what = (
+        f"{len(chunk)} bytes of {context.dtype}, from byte {context.start} of a region of shape "
+        f"{list(context.shape)}"
+    )
+    source = bytearray(chunk)
+    out = memoryview(bytearray(bound_of(codec, len(chunk)) + _SPARE_BYTES))
+    with finding(f"encode of {what}"):
+        try:
+            given = memoryview(source).toreadonly()
+            length: object = codec.encode(given, out, context=context)
+        except CodecError:
+            return  # the codec refuses such chunks, which is allowed
+    # C code can write to a read-only view.
+    assert source == chunk, f"encode of {what} changed its input"
+    if isinstance(length, Declined):
+        return
+    frame = out[: expect_length(length, len(out) - _SPARE_BYTES)].toreadonly()
+    decoded = bytearray(len(chunk))
+    with finding(f"decode of {what}"):
+        codec.decode(frame, memoryview(decoded), context=context)
+    if codec.lossless:
+        expect_unchanged(decoded, chunk, what, context.itemsize)
+
+
+@in_words
+def check_exact_output_suffices(codec: Codec) -> None:
+    """Check that an output of exactly `max_encoded_size` is enough, and is never overrun."""
+    for chunk in chunks(codec):
+        bound = bound_of(codec, len(chunk))
+        memory, out = guarded(bound)
+        context = context_of(codec, len(chunk))
+        with finding(f"encode of {len(chunk)} bytes into the {bound} of max_encoded_size"):
+            length: object = codec.encode(memoryview(chunk), out, context=context)
+        if not isinstance(length, Declined):
+            expect_length(length, bound)
+        expect_guarded(memory)
+
+
+@in_words
+def check_frames_stand_alone(codec: Codec) -> None:
+    """Check that frames decode in any order, each without the others."""
+    for chunk, frame in reversed(list(encoded(codec, chunks(codec)))):
+        expect_decodes(codec, frame, chunk)
+
+
+@in_words
+def check_short_output_is_refused(codec: Codec) -> None:
+    """Check that an output too small for the frame raises `CodecError`, and is never overrun."""
+    chunk = compressible(whole(codec, 10_000))
+    needed = len(encode(codec, chunk))
+    for size in (0, 1, needed // 2, needed - 1):
+        memory, out = guarded(size)
+        with finding(f"encode into {size} bytes, where it needs {needed}"):
+            try:
+                length = codec.encode(memoryview(chunk), out, context=context_of(codec, len(chunk)))
+            except CodecError:
+                expect_guarded(memory)
+                continue
+        msg = f"encode returned {length} for an output of {size} bytes; it needs {needed}"
+        raise AssertionError(msg)
+    # A failed call must leave no state behind in the codec.
+    expect_decodes(codec, encode(codec, chunk), chunk)
+
+
+def _few(codec: Codec) -> tuple[bytes, ...]:
+    """Return a compressible chunk, a random one, and one of a single element."""
+    sizes = [whole(codec, size) for size in (3000, 500, 1)]
+    return compressible(sizes[0]), random_bytes(sizes[1]), random_bytes(sizes[2])
+
+
+@in_words
+def check_truncated_frames_are_refused(codec: Codec) -> None:
+    """Check that a frame cut at any byte raises `CodecError`."""
+    for chunk, frame in encoded(codec, _few(codec)):
+        for cut in {*range(min(len(frame), 40)), *range(0, len(frame), 97), len(frame) - 1}:
+            expect_refused(codec, frame[:cut], len(chunk), f"a frame cut to {cut} bytes")
+
+
+@in_words
+def check_extended_frames_are_refused(codec: Codec) -> None:
+    """Check that bytes behind a frame raise `CodecError`, since `encode` never writes such."""
+    for chunk, frame in encoded(codec, _few(codec)):
+        for more in (b"\0", frame or b"\0\0\0\0", b"\xff" * 9):
+            expect_refused(codec, frame + more, len(chunk), f"{len(more)} bytes too many")
+
+
+@in_words
+def check_wrong_length_is_refused(codec: Codec) -> None:
+    """Check that a frame of a longer or shorter chunk than asked for raises `CodecError`."""
+    for chunk, frame in encoded(codec, _few(codec)):
+        size = whole(codec, 1)
+        for length in {size, len(chunk) - size, len(chunk) + size, 2 * len(chunk)}:
+            if length in {0, len(chunk)}:
+                continue
+            expect_refused(codec, frame, length, f"a frame of {len(chunk)} bytes as {length}")
+
+
+@in_words
+def check_garbage_is_refused(codec: Codec) -> None:
+    """Check that random bytes raise `CodecError`: a codec that accepts any hides damage."""
+    for size in (0, 1, 4, 16, 100, 5000):
+        expect_refused(codec, random_bytes(size), whole(codec, 4099), f"{size} random bytes")
+
+
+@in_words
+def check_flipped_bits_never_overrun(codec: Codec) -> None:
+    """Check that a frame with flipped bits decodes within bounds or raises `CodecError`.
+
+    A wrong result is no breach: the checksums around every frame find it, not the codec.
+    """
+    chunk = compressible(whole(codec, 2000))
+    frame = bytearray(encode(codec, chunk))
+    for bit in random.Random(7).sample(range(8 * len(frame)), min(400, 8 * len(frame))):  # noqa: S311
+        frame[bit // 8] ^= 1 << bit % 8
+        try_decode(codec, bytes(frame), len(chunk))
+        frame[bit // 8] ^= 1 << bit % 8

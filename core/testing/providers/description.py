@@ -1,0 +1,111 @@
+"""Checks of providers: their declarations, and their descriptions of values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import MemoryKey, Node
+from penstock.core.testing.expectations import expect_own_api_version
+from penstock.core.testing.stored import read_piece, read_source, store
+from penstock.core.types import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.core.abc import ByteSource, StateProvider
+    from penstock.core.testing.stored import Stored
+    from penstock.core.tree.scan import Providers
+    from penstock.core.types import ObjectPath
+
+_CONTAINERS = frozenset({"dict", "list", "tuple"})
+
+
+def claims_are_priorities(value: object, providers: Providers) -> None:
+    """Check the claims for the type of the value, and for types that no provider can know."""
+    for kind in (type(value), type("Stranger", (), {}), object):
+        for provider in providers.all():
+            claim: object = provider.claims(kind)
+            # Not `isinstance`: a provider that returns True means "yes", but gets priority 1.
+            assert claim is None or type(claim) is int, (
+                f"claims({kind.__name__}) of provider {provider.name!r} returned {claim!r}, which "
+                f"is of type {type(claim).__name__}: return an int, the priority, or None for "
+                "what is not its own"
+            )
+
+
+def declarations_are_sane(value: object, providers: Providers) -> None:
+    """Check the provider's name, versions and forms."""
+    provider = providers.for_type(type(value))
+    if provider is None:
+        return  # plain data: the provider of values takes it without claiming its type
+    expect_own_api_version(provider)
+    assert provider.name, "a provider needs a name"
+    assert provider.version >= 1, "versions count from 1"
+    assert isinstance(provider.forms, tuple), "forms is a tuple of names"
+    assert len(set(provider.forms)) == len(provider.forms), "a form is declared twice"
+    for other in providers.all():
+        shared = set(provider.forms) & set(other.forms) if other is not provider else ()
+        assert not shared, f"{other.name} declares {shared} too: forms are unique"
+    for kind in (type("Stranger", (), {}), object):
+        assert provider.claims(kind) is None, f"claims {kind.__name__}, which it cannot know"
+    _names_its_memory(value, provider)
+
+
+def _names_its_memory(value: object, provider: StateProvider) -> None:
+    """Check that the three optional methods return what core can use."""
+    for name, tensor in provider.parameters(value):
+        assert isinstance(name, str), f"parameters gives {name!r} for a name: it is a str"
+        assert tensor is not None, f"parameters gives no tensor for {name!r}"
+    for key in provider.claimed_memory(value):
+        assert isinstance(key, MemoryKey), f"claimed_memory gives {key!r}: it is a MemoryKey"
+    places: Iterable[object] = provider.unsteady_memory(value)
+    for place in places:
+        types = tuple(map(type, place)) if isinstance(place, tuple) else ()
+        assert types == (str, int), f"unsteady_memory gives {place!r}: it is (device, storage)"
+
+
+def description_is_whole(stored: Stored) -> None:
+    """Check that entries are below their part, can be rebuilt, and give bytes in any pieces."""
+    seen: set[ObjectPath] = set()
+    assert stored.description.entries, "nothing is described"
+    for entry in stored.description.entries:
+        shown = show_path(entry.path)
+        assert entry.path[:1] == ("part",), f"{shown} is outside of its part"
+        if entry.form not in _CONTAINERS:
+            stored.providers.for_form(entry.form)  # raises PluginError if none can rebuild it
+        if isinstance(entry, Node):
+            assert not any(p[: len(entry.path)] == entry.path for p in seen), (
+                f"the node {shown} comes after what is below it"
+            )
+        else:
+            assert entry.source.nbytes == entry.spec.nbytes, f"{shown}: size and spec differ"
+            check_source(entry.source, entry.spec.itemsize)
+        seen.add(entry.path)
+
+
+def description_repeats(stored: Stored, state: object) -> None:
+    """Check that describing changes nothing, and gives the same result again."""
+    again = store(state, providers=stored.providers)
+    assert again.tree.objects == stored.tree.objects, "a second description differs"
+    assert again.tree.nodes == stored.tree.nodes, "a second description has other nodes"
+    assert again.data == stored.data, "describing changes the state"
+
+
+def check_source(source: ByteSource, itemsize: int) -> None:
+    """Check that a source gives the same bytes whole, in pieces and as a view, and keeps no buffer.
+
+    Raises:
+        AssertionError: The source does not.
+    """
+    whole = read_source(source)
+    view = source.view()
+    assert (view is None) == (source.address is None), "a view goes with an address"
+    if view is not None:
+        assert view.contiguous, "the view must be flat"
+        assert bytes(view) == whole, "view and copy_out differ"
+    for items in (1, 3, 7):
+        step = items * max(itemsize, 1)
+        for start in range(0, len(whole), max(step, len(whole) // 16 // step * step)):
+            length = min(step, len(whole) - start)
+            piece = read_piece(source, start, length)
+            assert piece == whole[start : start + step], f"piece at {start} differs"

@@ -1,0 +1,209 @@
+"""Turns containers into nodes, and builds a dict, list or tuple from its node again."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.limits import MAX_KEY_DIGITS
+from penstock.core.tree.paths import show_path
+from penstock.core.types import FACTORIES, collide, loaded_class, show_value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc import Node
+    from penstock.core.types import ObjectPath
+
+_FIRST_LONG_KEY = 10**MAX_KEY_DIGITS
+_KEY_TYPES: dict[type, str] = {int: "int", bool: "bool", float: "float", type(None): "none"}
+
+
+def key_segment(key: object, path: ObjectPath) -> str:
+    """Return the path segment of a dict key: the key's plain text.
+
+    Raises:
+        UnsupportedStateError: A container's keys can only be str, int, bool, float and None.
+    """
+    if type(key) is str:
+        return key
+    if type(key) not in _KEY_TYPES:
+        msg = (
+            f"{show_path(path)} has the key {show_value(key)} of type {type(key).__name__}: keys "
+            "of a dict that holds tensors or other objects must be str, int, bool, float or None"
+        )
+        raise UnsupportedStateError(msg)
+    if type(key) is float and not _comes_back(key):
+        msg = (
+            f"{show_path(path)} has a NaN of unusual bits as a key, which has no text: use another"
+        )
+        raise UnsupportedStateError(msg)
+    if type(key) is int and abs(key) >= _FIRST_LONG_KEY:
+        msg = (
+            f"{show_path(path)} has an integer of more than {MAX_KEY_DIGITS} digits as a key: keys "
+            "of a dict that holds tensors or other objects cannot be longer"
+        )
+        raise UnsupportedStateError(msg)
+    return repr(key)
+
+
+def _comes_back(key: float) -> bool:
+    return struct.pack("<d", float(repr(key))) == struct.pack("<d", key)
+
+
+def key_types(keys: Sequence[object]) -> str | dict[str, str] | None:
+    """Return the key types for a dict's node: one type for all, or the type of each segment."""
+    kinds = {type(key) for key in keys}
+    if not kinds or kinds == {str}:
+        return None
+    if len(kinds) == 1:
+        return _KEY_TYPES[kinds.pop()]
+    return {repr(key): _KEY_TYPES[type(key)] for key in keys if type(key) is not str}
+
+
+def key_from_segment(segment: str, kinds: str | dict[str, str] | None, path: ObjectPath) -> object:
+    """Return the key of a segment: the inverse of `key_segment`, by the types of `key_types`.
+
+    Raises:
+        FormatError: Segment and types do not fit.
+    """
+    kind = kinds.get(segment) if isinstance(kinds, dict) else kinds
+    constants = {"True": True, "False": False, "None": None}
+    try:
+        match kind:
+            case None:
+                return segment
+            case "int":
+                return int(segment)
+            case "float":
+                return float(segment)
+            case "bool" | "none":
+                return constants[segment]
+    except (ValueError, KeyError):
+        pass
+    msg = f"{show_path(path)} has no key {segment!r} of type {kind!r}"
+    raise FormatError(msg, [show_path(path)])
+
+
+def dict_meta(value: dict[Any, Any], path: ObjectPath) -> dict[str, Any]:
+    """Return the node's description of a container dict: its class, and the types of its keys.
+
+    Raises:
+        UnsupportedStateError: The dict is of a class that cannot be built again.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {}
+    if kind is OrderedDict:
+        return {"class": "OrderedDict"}
+    if isinstance(value, defaultdict) and kind is defaultdict:
+        factory = value.default_factory
+        if factory is None:
+            return {"class": "defaultdict", "factory": None}
+        name = getattr(factory, "__name__", "")
+        if FACTORIES.get(name) is factory:
+            return {"class": "defaultdict", "factory": name}
+        msg = (
+            f"{show_path(path)} is a defaultdict of {factory!r}: only of "
+            f"{', '.join(FACTORIES)} can one be stored"
+        )
+        raise UnsupportedStateError(msg)
+    msg = (
+        f"{show_path(path)} is a {kind.__module__}.{kind.__qualname__} that holds tensors or "
+        "other objects: pass a plain dict of it"
+    )
+    raise UnsupportedStateError(msg)
+
+
+def make_dict(meta: dict[str, Any], path: ObjectPath) -> dict[Any, Any]:
+    """Return an empty dict of the class that `dict_meta` described.
+
+    Raises:
+        FormatError: `dict_meta` does not make such a description.
+    """
+    match meta.get("class"):
+        case None:
+            return {}
+        case "OrderedDict":
+            return OrderedDict()
+        case "defaultdict":
+            name = meta.get("factory")
+            if name is None:
+                return defaultdict(None)
+            if isinstance(name, str) and name in FACTORIES:
+                return defaultdict(FACTORIES[name])
+    msg = f"{show_path(path)} is stored as a dict of unknown class {meta!r}"
+    raise FormatError(msg, [show_path(path)])
+
+
+def tuple_class(value: tuple[Any, ...], path: ObjectPath) -> str | None:
+    """Return the stored name of a named tuple's class, `module:qualified.name`; None for a tuple.
+
+    Raises:
+        UnsupportedStateError: The class is another subclass, or cannot be imported by that name.
+    """
+    kind = type(value)
+    if kind is tuple:
+        return None
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if not hasattr(kind, "_fields") or loaded_class(name) is not kind:
+        msg = (
+            f"{show_path(path)} is a {name}: only plain tuples and importable named tuples can "
+            "hold tensors or other objects"
+        )
+        raise UnsupportedStateError(msg)
+    return name
+
+
+def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, ...]:
+    """The inverse of `tuple_class`. Never imports a module because a checkpoint names it.
+
+    Raises:
+        UnsupportedStateError: The class is not loaded, or is no named tuple.
+        FormatError: The class has other fields than were stored.
+    """
+    if name is None:
+        return tuple(items)
+    kind = loaded_class(name) if isinstance(name, str) else None
+    is_tuple = kind is not None and issubclass(kind, tuple)
+    make = getattr(kind, "_make", None) if is_tuple else None
+    if make is None:
+        msg = (
+            f"{show_path(path)} is a named tuple {name}, which is not loaded here: import its "
+            "module before loading"
+        )
+        raise UnsupportedStateError(msg)
+    try:
+        made: tuple[Any, ...] = make(items)
+    except TypeError as error:
+        msg = f"{show_path(path)} does not fit the named tuple {name}: {error}"
+        raise FormatError(msg, [show_path(path)]) from error
+    return made
+
+
+def assemble(node: Node, items: dict[str, Any]) -> object:
+    """Build the container that `node` describes from its items by segment.
+
+    Raises:
+        FormatError: The items do not fit the node.
+        UnsupportedStateError: The class of the container is not loaded.
+    """
+    path = node.path
+    if node.form == "dict":
+        kinds = node.meta.get("keys")
+        result = make_dict(node.meta, path)
+        keys = [key_from_segment(segment, kinds, path) for segment in items]
+        if kinds is not None and collide(keys):
+            msg = f"{show_path(path)} has too many keys of one hash"
+            raise FormatError(msg, [show_path(path)])
+        for key, value in zip(keys, items.values(), strict=True):
+            result[key] = value
+        return result
+    by_index = {key_from_segment(s, "int", path): value for s, value in items.items()}
+    length = node.meta.get("length")
+    if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
+        return by_index  # only some items are selected
+    values = list(by_index.values())
+    return values if node.form == "list" else make_tuple(values, node.meta.get("class"), path)

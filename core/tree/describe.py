@@ -1,0 +1,442 @@
+"""Describes a state tree: its objects and nodes in order, and which memory may be deferred."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider
+from penstock.core.errors import (
+    PenstockError,
+    PluginError,
+    TornSnapshotError,
+    UnsupportedStateError,
+)
+from penstock.core.foreign import said, shipped_by
+from penstock.core.tree.checks import BrokenEntryError, check_limits, checked_entries
+from penstock.core.tree.containers import dict_meta, key_segment, key_types, tuple_class
+from penstock.core.tree.paths import show_path
+from penstock.core.tree.scan import Found, Scan
+from penstock.core.types import collide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.core.abc import MemoryKey
+    from penstock.core.tree.scan import Providers
+    from penstock.core.types import ObjectPath, Role
+
+_MOST_MOVES = 100  # each storage moves only once, and all of one message within a few looks
+
+
+log = logging.getLogger("penstock")
+
+_CONTAINERS = frozenset({"dict", "list", "tuple"})
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A state tree as objects.
+
+    Attributes:
+        entries: Objects and nodes, in order; a node comes before what is below it.
+        deferrable: Memory that only an optimizer's step in this tree changes.
+        providers_used: Name and version of every provider that took part, sorted.
+    """
+
+    entries: tuple[StateObject | Node, ...]
+    deferrable: frozenset[MemoryKey]
+    providers_used: tuple[tuple[str, int], ...]
+
+
+def describe_tree(state: object, *, providers: Providers, allow_pickle: bool) -> Description:
+    """Describe `state` without copying tensors; plain values are frozen to bytes here.
+
+    Raises:
+        UnsupportedStateError: Something in the tree cannot be saved; names its path.
+        PluginError: Two providers claim one type, or one breaks its contract; names both.
+        TornSnapshotError: Other threads keep moving tensors of the tree to other memory.
+    """
+    root = check_root(state)
+    refuse_ranks("save")
+    moved: list[str] = []
+    for _ in range(_MOST_MOVES):
+        description = _describe(root, providers, allow_pickle=allow_pickle)
+        moved = [show_path(e.path) for e in description.entries if _has_moved(e)]
+        if not moved:
+            return description
+    msg = (
+        f"{moved[0]} moved to other memory (as torch.multiprocessing does with what "
+        f"it sends) each of the {_MOST_MOVES} times that save() looked where the state is: save "
+        "when that is over"
+    )
+    raise TornSnapshotError(msg)
+
+
+def _has_moved(entry: StateObject | Node) -> bool:
+    """Return whether the object is no longer where it was described.
+
+    Freed memory is reused: two tensors that had one address one after the other would be taken for
+    one.
+    """
+    if isinstance(entry, Node) or entry.source.memory is None:
+        return False
+    key, at = entry.source.memory, entry.source.locate()
+    return at is not None and at != key.storage + key.offset
+
+
+def _describe(root: dict[Any, Any], providers: Providers, *, allow_pickle: bool) -> Description:
+    scan = Scan(providers)
+    context = _Describing(scan, providers, allow_pickle=allow_pickle)
+    try:
+        scan.is_container(root, ())
+        entries = _checked(context.describe_root(root))
+    except RecursionError as error:
+        msg = "the state tree is nested too deeply to be saved"
+        raise UnsupportedStateError(msg) from error
+    used = sorted({(p.name, p.version) for p in context.used})
+    return Description(entries, _deferrable(context.seen), tuple(used))
+
+
+def warn_of_forms(description: Description, providers: Providers) -> None:
+    """Warn once of each form that `load` could not build again.
+
+    A restore into a template needs no form, so the save is not refused.
+    """
+    for form in sorted({entry.form for entry in description.entries} - _CONTAINERS):
+        try:
+            providers.for_form(form)
+        except PluginError as error:
+            if str(error) not in _warned:
+                _warned.add(str(error))
+                log.warning("what is saved here can be restored, but load() would fail: %s", error)
+
+
+def check_root(state: object) -> dict[Any, Any]:
+    """Return the root of a state tree as a dict; the root itself if `load` can build its class.
+
+    Raises:
+        UnsupportedStateError: The root is no mapping.
+    """
+    if type(state) in _DICTS:
+        return cast("dict[Any, Any]", state)
+    if not isinstance(state, Mapping):
+        msg = (
+            f"the state is a {type(state).__name__}: pass a dict of named parts, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
+        raise UnsupportedStateError(msg)
+    try:
+        return dict(state)
+    except Exception as error:
+        msg = f"the state is a {type(state).__name__} that cannot be read: {said(error)}"
+        raise UnsupportedStateError(msg) from error
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+_HELP_WITH_RANKS: dict[str, str] = {
+    "save": (
+        "save from a process of its own, or gather the state to one rank and save it after "
+        "destroy_process_group()"
+    ),
+    "restore": (
+        "load() works in every rank, module.load_state_dict(ckpt.load(include='model')['model']) "
+        "and the same for an optimizer; or restore before init_process_group()"
+    ),
+}
+
+
+def refuse_ranks(verb: str) -> None:
+    """Refuse a process that is one of several ranks; `verb` is `save` or `restore`.
+
+    Raises:
+        UnsupportedStateError: torch.distributed runs with more than one rank.
+    """
+    ranks = _initialised_ranks()
+    if ranks > 1:
+        msg = (
+            f"torch.distributed runs with {ranks} ranks, and Penstock cannot {verb} in several "
+            f"ranks yet: {_HELP_WITH_RANKS[verb]}"
+        )
+        raise UnsupportedStateError(msg)
+
+
+def obstacle_of_ranks() -> str | None:
+    """Return a warning for a process that is one of several ranks; None for a single process."""
+    ranks = _initialised_ranks()
+    said_by = f"torch.distributed runs with {ranks} ranks"
+    if ranks < 2:  # noqa: PLR2004 - one rank is no group
+        text = os.environ.get("WORLD_SIZE", "")
+        ranks = int(text) if text.isascii() and text.isdigit() else 1
+        said_by = f"WORLD_SIZE is {ranks}"
+    if ranks < 2:  # noqa: PLR2004 - likewise
+        return None
+    return (
+        f"{said_by}, and Penstock does not support several ranks yet: once torch.distributed runs, "
+        f"save() and restore() are refused. To save, {_HELP_WITH_RANKS['save']}. To restore, "
+        f"{_HELP_WITH_RANKS['restore']}"
+    )
+
+
+def _initialised_ranks() -> int:
+    # Looked up, not imported: torch must stay out of this module, and a process that has not
+    # imported it has one rank.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    ranks: int = distributed.get_world_size()
+    return ranks
+
+
+def plugin_error(
+    provider: StateProvider, path: ObjectPath, what: str, error: BaseException
+) -> PluginError:
+    """Turn an error that the contract does not list into a PluginError that names the provider."""
+    return PluginError(
+        f"{show_path(path) or 'the root'}: {what} failed in provider {provider.name!r} "
+        f"({shipped_by(type(provider))}) with {said(error)}"
+    )
+
+
+def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> PluginError:
+    """Return the error for a provider that did what its contract forbids."""
+    return PluginError(
+        f"{show_path(path) or 'the root'}: provider {provider.name!r} "
+        f"({shipped_by(type(provider))}) broke its contract: {what}"
+    )
+
+
+class NameTable:
+    """The names that the modules of a tree give to tensors."""
+
+    def __init__(self, scan: Scan) -> None:
+        self._scan = scan
+        self._names: dict[int, tuple[object, list[str], list[str]]] | None = None
+
+    def names(self, tensor: object) -> Sequence[str]:
+        """Return the bare names of a tensor, then the same names with the tree key in front."""
+        if self._names is None:
+            self._names = {}
+            for found in self._scan.found:
+                self._add(found)
+        entry = self._names.get(id(tensor))
+        return [] if entry is None else [*entry[1], *entry[2]]
+
+    def _add(self, found: Found) -> None:
+        assert self._names is not None
+        front = ".".join(found.path)
+        with _named(found, "naming its parameters"):
+            parameters = list(found.provider.parameters(found.value))
+        for name, tensor in parameters:
+            # Holds the tensor, so that no other object gets its id.
+            _, bare, prefixed = self._names.setdefault(id(tensor), (tensor, [], []))
+            full = f"{front}.{name}" if name else front
+            if (name or front) not in bare:
+                bare.append(name or front)
+            if full not in prefixed and full not in bare:
+                prefixed.append(full)
+
+
+_LATE = ""  # form of a placeholder node, for a value that is described after all others
+
+
+class _Describing(DescribeContext):
+    def __init__(self, scan: Scan, providers: Providers, *, allow_pickle: bool) -> None:
+        self.allow_pickle = allow_pickle
+        self.used: dict[StateProvider, bool] = {}  # whether it tells of memory
+        self.seen: list[Found] = []  # what is described by those that do
+        self._scan = scan
+        self._names = NameTable(scan)
+        self._late: dict[ObjectPath, object] = {}
+        self._forms = frozenset(
+            {"dict", "list", "tuple"}.union(*(p.forms for p in providers.all()))
+        )
+
+    def describe_root(self, root: dict[Any, Any]) -> Iterator[StateObject | Node]:
+        entries = list(self._dict(root, (), late=True))
+        for entry in entries:
+            if entry.form == _LATE:
+                yield from self._entries(self._late[entry.path], entry.path)
+            else:
+                yield entry
+
+    def describe(
+        self, value: object, path: ObjectPath, /, *, role: Role | None = None
+    ) -> Iterator[StateObject | Node]:
+        entries = self._entries(value, path)
+        if role is None:
+            return entries
+        return _with_role(entries, role)
+
+    def parameter_names(self, tensor: object, /) -> Sequence[str]:
+        return self._names.names(tensor)
+
+    def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterator[StateObject | Node]:
+        """Describe a child of a container; `late` if the container is the tree's, no provider's."""
+        provider = self._scan.provider_for(type(value))
+        if late and provider is None and self._scan.is_container(value, path):
+            return self._container(value, path, late=True)
+        if late and provider is not None and provider.describes_last:
+            self._late[path] = value
+            return iter([Node(path, _LATE)])
+        return self._entries(value, path)
+
+    def _entries(self, value: Any, path: ObjectPath) -> Iterator[StateObject | Node]:
+        provider = self._scan.provider_for(type(value))
+        if provider is None:
+            if self._scan.is_container(value, path):
+                return self._container(value, path, late=False)
+            provider = self._scan.value_provider
+        tells = self.used.get(provider)
+        if tells is None:
+            tells = self.used[provider] = _tells_of_memory(type(provider))
+        if tells:
+            self.seen.append(Found(path, provider, value))
+        return self._described(provider, value, path)
+
+    def _described(
+        self, provider: StateProvider, value: Any, path: ObjectPath
+    ) -> Iterator[StateObject | Node]:
+        try:
+            yield from checked_entries(
+                provider.describe(value, path, context=self), path, self._forms
+            )
+        except BrokenEntryError as error:
+            raise broken_contract(provider, path, str(error)) from None
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:
+            raise plugin_error(provider, path, "describing it", error) from error
+
+    def _container(
+        self, value: Any, path: ObjectPath, *, late: bool
+    ) -> Iterator[StateObject | Node]:
+        if isinstance(value, dict):
+            yield from self._dict(value, path, late=late)
+            return
+        if isinstance(value, tuple):
+            name = tuple_class(value, path)
+            yield Node(path, "tuple", {"length": len(value)} | ({"class": name} if name else {}))
+        elif type(value) is list:
+            yield Node(path, "list", {"length": len(value)})
+        else:
+            msg = (
+                f"{show_path(path)} is a {type(value).__module__}.{type(value).__qualname__} "
+                "that holds tensors or other objects: pass a plain list of it"
+            )
+            raise UnsupportedStateError(msg)
+        for index, child in enumerate(value):
+            yield from self._child(child, (*path, str(index)), late=late)
+
+    def _dict(
+        self, value: dict[Any, Any], path: ObjectPath, *, late: bool
+    ) -> Iterator[StateObject | Node]:
+        segments = [key_segment(key, path) for key in value]
+        if collide(value):
+            msg = f"{show_path(path)} has too many keys of one hash to be built again: use others"
+            raise UnsupportedStateError(msg)
+        meta = dict_meta(value, path)
+        kinds = key_types(list(value))
+        if kinds is not None:
+            meta["keys"] = kinds
+        if meta or not value:
+            yield Node(path, "dict", meta)
+        if len(set(segments)) < len(segments):
+            twice = next(s for s in segments if segments.count(s) > 1)
+            msg = (
+                f"{show_path(path) or 'the state'} has two keys that are both written {twice!r}: "
+                "give one of them another name"
+            )
+            raise UnsupportedStateError(msg)
+        for segment, child in zip(segments, list(value.values()), strict=True):
+            yield from self._child(child, (*path, segment), late=late)
+
+
+def _with_role(entries: Iterator[StateObject | Node], role: Role) -> Iterator[StateObject | Node]:
+    for entry in entries:
+        if isinstance(entry, Node) or entry.role is role:
+            yield entry
+        else:
+            # By hand: dataclasses.replace takes three times as long, once per optimizer tensor.
+            yield StateObject(
+                entry.path, entry.kind, entry.spec, entry.region, role, entry.form, entry.source,
+                entry.same_as,
+            )  # fmt: skip
+
+
+def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node, ...]:
+    """Tie objects of equal memory, and refuse two entries at one path."""
+    result: list[StateObject | Node] = []
+    owners: dict[tuple[MemoryKey, str], ObjectPath] = {}
+    objects: set[ObjectPath] = set()
+    taken: set[ObjectPath] = set()
+    for entry in entries:
+        path = entry.path
+        check_limits(entry)
+        if path in taken:
+            msg = f"two parts of the state have the path {show_path(path)}: rename one of them"
+            raise UnsupportedStateError(msg)
+        taken.add(path)
+        tied = entry
+        if isinstance(entry, StateObject):
+            objects.add(path)
+            memory = entry.source.memory
+            if memory is not None:
+                first = owners.setdefault((memory, entry.form), path)
+                if first is not path:
+                    tied = StateObject(
+                        path, entry.kind, entry.spec, entry.region, entry.role, entry.form,
+                        entry.source, first,
+                    )  # fmt: skip
+        result.append(tied)
+    above: set[ObjectPath] = set()
+    for path in taken:
+        parent = path[:-1]
+        while parent and parent not in above:
+            above.add(parent)
+            parent = parent[:-1]
+    for path in above & objects:
+        msg = (
+            f"{show_path(path)} is an object, but other parts of the state stand below it: "
+            "rename one of them"
+        )
+        raise UnsupportedStateError(msg)
+    return tuple(result)
+
+
+@contextmanager
+def _named(found: Found, what: str) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise plugin_error(found.provider, found.path, what, error) from error
+
+
+def _tells_of_memory(kind: type[StateProvider]) -> bool:
+    """Whether such a provider claims memory, or names unsteady memory; that of tensors does not."""
+    return (
+        kind.claimed_memory is not StateProvider.claimed_memory
+        or kind.unsteady_memory is not StateProvider.unsteady_memory
+    )
+
+
+def _deferrable(seen: list[Found]) -> frozenset[MemoryKey]:
+    claimed: set[MemoryKey] = set()
+    unsteady: set[tuple[str, int]] = set()
+    for found in seen:
+        with _named(found, "claiming its memory"):
+            claimed.update(found.provider.claimed_memory(found.value))
+    for found in seen if claimed else ():
+        with _named(found, "naming its unsteady memory"):
+            unsteady.update(found.provider.unsteady_memory(found.value))
+    return frozenset(k for k in claimed if (k.device, k.storage) not in unsteady)

@@ -1,0 +1,68 @@
+"""Parses the shown form of object paths, and hashes paths.
+
+The shown form joins the segments by `/`, with `%` as `%25`, `/` as `%2F` and an empty segment as
+`%00`. Showing and parsing are inverse to each other; code compares tuples, never the shown text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from penstock.core.errors import SelectionError
+from penstock.core.types import show_path, show_segment
+
+if TYPE_CHECKING:
+    from penstock.core.types import ObjectPath
+
+__all__ = ["parse_path", "parse_segment", "path_hash", "show_path", "show_segment"]
+
+_EMPTY = "%00"
+_ESCAPE = re.compile("%(25|2F)?")
+
+
+def parse_segment(text: str) -> str:
+    """Return the segment of a shown one: the inverse of `show_segment`.
+
+    Raises:
+        SelectionError: `text` is not the shown form of any segment.
+    """
+    if text == _EMPTY:
+        return ""
+    if not text:
+        msg = "an empty segment in a path is written %00"
+        raise SelectionError(msg)
+    return _ESCAPE.sub(_unescape, text) if "%" in text else text
+
+
+def parse_path(text: str) -> ObjectPath:
+    """Return the path of a shown one: the inverse of `show_path`.
+
+    Raises:
+        SelectionError: `text` is not the shown form of any path.
+    """
+    if not text:
+        return ()
+    try:
+        return tuple(map(parse_segment, text.split("/")))
+    except SelectionError as error:
+        msg = f"{text!r} is not a path: {error}"
+        raise SelectionError(msg) from None
+
+
+def path_hash(path: ObjectPath) -> int:
+    """Return the 64-bit hash (xxh3) of the shown path; the index is sorted by it.
+
+    Lone surrogates, which a Python string may hold, are hashed as their three UTF-8-like bytes.
+    """
+    return xxhash.xxh3_64_intdigest(show_path(path).encode("utf-8", "surrogatepass"))
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match.group(1)
+    if code is None:
+        msg = "a % in a segment is written %25 (and a / is written %2F)"
+        raise SelectionError(msg)
+    return "%" if code == "25" else "/"

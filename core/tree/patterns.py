@@ -1,0 +1,249 @@
+"""Compiles patterns over object paths. `select` describes their syntax."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.core.errors import SelectionError
+from penstock.core.tree.paths import parse_segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from penstock.core.types import ObjectPath
+
+_WILDCARDS = frozenset("*?[")
+
+SegmentTest: TypeAlias = "Callable[[str], bool]"
+"""Says of a segment whether it leads on to what a pattern takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A pattern without wildcards."""
+
+    text: str
+    path: ObjectPath
+
+    def matches(self, path: ObjectPath) -> bool:
+        """Whether it takes the object at `path`."""
+        depth = len(self.path) - 1
+        if len(path) <= depth or path[:depth] != self.path[:depth]:
+            return False
+        last, mine = path[depth], self.path[depth]
+        return last == mine or (bool(mine) and last.startswith(mine + "."))
+
+    def is_within(self, path: ObjectPath) -> bool:
+        """Whether it would take something below `path`."""
+        return len(path) < len(self.path) and self.path[: len(path)] == path
+
+    def touches(self, path: ObjectPath) -> bool:
+        """Whether it takes `path`, or something above it."""
+        return self.matches(path)
+
+    def below(self, path: ObjectPath) -> SegmentTest | bool:
+        """Which segments right below `path` lead to what it takes or touches: all, none or some."""
+        depth, last = len(path), len(self.path) - 1
+        if depth > last:
+            return self.matches(path)
+        if path != self.path[:depth]:
+            return False
+        mine = self.path[depth]
+        if depth < last or not mine:
+            return mine.__eq__
+        more = mine + "."
+        return lambda segment: segment == mine or segment.startswith(more)
+
+    def words(self) -> Sequence[str]:
+        """What segments of each path that it takes begin with."""
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Subtree(Prefix):
+    """Takes one path and all that stands below it."""
+
+    def matches(self, path: ObjectPath) -> bool:
+        """Return whether `path` is the root of the subtree, or below it."""
+        return path[: len(self.path)] == self.path
+
+    def below(self, path: ObjectPath) -> SegmentTest | bool:
+        """As `Prefix.below`."""
+        depth = len(path)
+        if depth >= len(self.path):
+            return self.matches(path)
+        return self.path[depth].__eq__ if path == self.path[:depth] else False
+
+
+@dataclass(frozen=True, slots=True)
+class Glob:
+    """A pattern with wildcards; a segment of None is `**`."""
+
+    text: str
+    segments: tuple[re.Pattern[str] | None, ...]
+    literals: tuple[str, ...] = ()
+
+    def matches(self, path: ObjectPath) -> bool:
+        """Whether it takes the object at `path`."""
+        reached: set[int] = set()
+        for reached in self._steps(path):
+            if not reached:
+                return False
+        return len(self.segments) in reached
+
+    def is_within(self, path: ObjectPath) -> bool:
+        """Whether it names `path` without wildcards, and would take something below that."""
+        above = self.segments[: len(path)]
+        return len(path) < len(self.segments) and all(
+            segment is not None and segment.pattern == re.escape(part)
+            for segment, part in zip(above, path, strict=True)
+        )
+
+    def touches(self, path: ObjectPath) -> bool:
+        """Whether it takes `path`, or something above it."""
+        return any(len(self.segments) in reached for reached in self._steps(path))
+
+    def below(self, path: ObjectPath) -> SegmentTest | bool:
+        """Which segments right below `path` lead to what it takes or touches: all, none or some."""
+        reached: set[int] = set()
+        for reached in self._steps(path):
+            if len(self.segments) in reached:
+                return True
+        tests = [self.segments[at] for at in reached]
+        if not tests or None in tests:
+            return bool(tests)
+        return lambda segment: any(t is not None and t.fullmatch(segment) for t in tests)
+
+    def words(self) -> Sequence[str]:
+        """What segments of each path that it takes begin with."""
+        return self.literals
+
+    def _steps(self, path: ObjectPath) -> Iterator[set[int]]:
+        """Yield the positions in `segments` that are reachable before and after each segment."""
+        reached = self._through_stars({0})
+        yield reached
+        for part in path:
+            after: set[int] = set()
+            for at in reached:
+                if at == len(self.segments):
+                    continue
+                segment = self.segments[at]
+                if segment is None:
+                    after.add(at)
+                elif segment.fullmatch(part):
+                    after.add(at + 1)
+            reached = self._through_stars(after)
+            yield reached
+
+    def _through_stars(self, reached: set[int]) -> set[int]:
+        for at in sorted(reached):
+            here = at
+            while here < len(self.segments) and self.segments[here] is None:
+                here += 1
+                reached.add(here)
+        return reached
+
+
+def compile_all(option: str, patterns: str | Iterable[str]) -> tuple[Prefix | Glob, ...]:
+    """Compile the patterns of `option`; errors begin with the option's name, unless it is empty.
+
+    Raises:
+        SelectionError: A pattern is malformed.
+    """
+    texts: list[object] = [patterns] if isinstance(patterns, str) else list(patterns)
+    for text in texts:
+        if not isinstance(text, str):
+            msg = f"{option} takes patterns as strings, not {text!r}".lstrip()
+            raise SelectionError(msg)
+    return tuple(_compile(option, str(text)) for text in texts)
+
+
+def _compile(option: str, text: str) -> Prefix | Glob:
+    try:
+        segments = [_compile_segment(part) for part in _split(text)]
+    except SelectionError as error:
+        msg = f"{option} pattern {text!r}: {error}".lstrip()
+        raise SelectionError(msg) from None
+    literal = [segment for segment in segments if isinstance(segment, str)]
+    if len(literal) == len(segments):
+        return Prefix(text, tuple(literal))
+    return Glob(
+        text,
+        tuple(re.compile(re.escape(s), re.DOTALL) if isinstance(s, str) else s for s in segments),
+        tuple(literal),
+    )
+
+
+def _split(text: str) -> list[str]:
+    """Cut at every `/` that no backslash escapes; a `/` at the very end is ignored."""
+    segments = [""]
+    for piece in re.findall(r"\\.|[^\\]|\\$", text, re.DOTALL):
+        if piece == "/":
+            segments.append("")
+        else:
+            segments[-1] += piece
+    if len(segments) > 1 and not segments[-1]:
+        segments.pop()
+    if not all(segments):
+        msg = "it has an empty segment (an empty key is written %00)"
+        raise SelectionError(msg)
+    return segments
+
+
+def _compile_segment(part: str) -> str | re.Pattern[str] | None:
+    """Return a segment as plain text or compiled glob; None for `**`."""
+    if part == "**":
+        return None
+    if not _WILDCARDS.intersection(part) and "\\" not in part:
+        return parse_segment(part)
+    literal: list[str] = []
+    pattern: list[str] = []
+    wild = False
+    at = 0
+    while at < len(part):
+        char = part[at]
+        at += 1
+        if char in _WILDCARDS:
+            wild = True
+            source, at = _wildcard(part, char, at)
+            pattern.append(source)
+            continue
+        if char == "\\":
+            if at == len(part):
+                msg = "it ends in a lone backslash"
+                raise SelectionError(msg)
+            char = part[at]
+            at += 1
+        elif char == "%":
+            char = parse_segment(part[at - 1 : at + 2])
+            at += 2
+            if not char:
+                msg = "%00 stands for an empty segment, and only alone"
+                raise SelectionError(msg)
+        literal.append(char)
+        pattern.append(re.escape(char))
+    return re.compile("".join(pattern), re.DOTALL) if wild else "".join(literal)
+
+
+def _wildcard(part: str, char: str, at: int) -> tuple[str, int]:
+    if char == "*":
+        return ".*", at
+    if char == "?":
+        return ".", at
+    negated = part.startswith("!", at)
+    begin = at + negated
+    end = part.find("]", begin + 1)  # a `]` in first place belongs to the set
+    if end < 0:
+        msg = "it has a [ without its ] (write \\[ for the character itself)"
+        raise SelectionError(msg)
+    body = part[begin:end].replace("%2F", "/").replace("%25", "%")
+    body = re.sub(r"([\\\[\]^&~|])", r"\\\1", body)
+    source = f"[{'^' if negated else ''}{body}]"
+    try:
+        re.compile(source)
+    except re.error as error:
+        msg = f"its set [{part[at:end]}] is malformed: {error}"
+        raise SelectionError(msg) from None
+    return source, end + 1

@@ -1,0 +1,373 @@
+"""Builds a stored tree anew: plans it by the providers of the stored forms.
+
+`place` plans the restore into a template, and builds by this whatever the template lacks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.abc import (
+    Node,
+    PlaceContext,
+    Placement,
+    StoredObject,
+    Target,
+)
+from penstock.core.errors import (
+    ConfigError,
+    PenstockError,
+    PluginError,
+    RestoreError,
+    SelectionError,
+)
+from penstock.core.foreign import note_origin, shipped_by
+from penstock.core.tree.compare import compare
+from penstock.core.tree.containers import assemble
+from penstock.core.tree.describe import (
+    broken_contract,
+)
+from penstock.core.tree.stored_tree import PathTree, StoredTree
+from penstock.core.types import Kind, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import StateProvider
+    from penstock.core.tree.scan import Providers
+    from penstock.core.types import ObjectPath
+
+CONTAINERS = frozenset({"dict", "list", "tuple"})
+"""Forms of nodes that core builds itself."""
+
+_CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+class Rebuilding(PlaceContext):
+    """Plans what is built anew, and tells providers what is stored and selected.
+
+    Args:
+        providers: The providers, each of which builds its forms.
+        stored: The stored tree.
+        selected: Whether the object at a path is selected.
+        allow_pickle: Whether stored pickles may be loaded.
+    """
+
+    def __init__(
+        self,
+        providers: Providers,
+        stored: StoredTree,
+        selected: Callable[[ObjectPath], bool],
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        self.allow_pickle = allow_pickle
+        self._providers = providers
+        self._selected = selected
+        self._all = {o.path: o for o in stored.objects}
+        self._nodes = {n.path: n for n in stored.nodes}
+        self._values = stored.values
+        self._aliases = stored.aliases
+        self._versions = stored.providers
+        self._shippers = stored.plugins
+        self._chosen = {p: o for p, o in self._all.items() if selected(p)}
+        self._children = PathTree([*self._chosen, *self._empty_nodes()])
+        self._built: dict[tuple[ObjectPath, str | None], Placement] = {}
+        self._assigned: dict[ObjectPath, object] = {}  # constants that some `finish` has returned
+
+    def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
+        """Plan building the selected objects anew; `finish()` returns the dict.
+
+        With `at`, only what stands there is built, and returned. Modules come back as the dicts
+        that their `load_state_dict` takes, lists of which only some items are selected as dicts by
+        index. Tied tensors are one tensor again.
+
+        Raises:
+            ConfigError: There is no such device.
+            SelectionError: Something of which a part is selected can only be built as a whole.
+            UnsupportedStateError: A stored value cannot be handled.
+            FormatError: Something stored cannot be decoded.
+        """
+        _check_device(device)
+        try:
+            placement = self.rebuild(at, device=device)
+        except RecursionError as error:
+            msg = "what is stored is nested too deeply to be built"
+            raise RestoreError(msg) from error
+        return settled(self._compared(placement))
+
+    def restored_value(self, path: ObjectPath) -> object:
+        """Return a selected value for the report.
+
+        A constant is the object that was decoded for the state. Any other value is decoded once
+        more: else the value in the report would change with the state when training goes on.
+
+        Raises:
+            KeyError: There is no selected value object at `path`.
+        """
+        return self._assigned[path] if path in self._assigned else self.value(path)
+
+    # What providers ask -------------------------------------------------------------------------
+
+    def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
+        """As the contract says."""
+        node = self._nodes.get(path)
+        if node is not None and node.form not in CONTAINERS:
+            return self._rebuild_by_provider(node, device)
+        chosen = self._chosen.get(path)
+        if chosen is not None:
+            return self._rebuild_leaf(chosen, device)
+        if path not in self._children and node is None and path:
+            return Placement(missing=[path])
+        return self._rebuild_container(node or Node(path, "dict"), device)
+
+    def stored(self, path: ObjectPath, /) -> StoredObject | None:
+        """As the contract says."""
+        return self._chosen.get(path)
+
+    def node(self, path: ObjectPath, /) -> Node | None:
+        """As the contract says."""
+        return self._nodes.get(path)
+
+    def children(self, path: ObjectPath, /) -> Sequence[str]:
+        """As the contract says."""
+        return self._children.children(path)
+
+    def value(self, path: ObjectPath, /) -> object:
+        """As the contract says."""
+        stored = self._chosen[path]
+        if stored.kind is not Kind.VALUE:
+            raise KeyError(path)
+        finish = self._rebuild_by_provider(stored, None).finish
+        return None if finish is None else finish()
+
+    def value_bytes(self, path: ObjectPath, /) -> bytes:
+        """As the contract says."""
+        return self._values[path]
+
+    def selected(self, path: ObjectPath, /) -> bool:
+        """As the contract says."""
+        return self._selected(path)
+
+    def provider_version(self, name: str, /) -> int | None:
+        """As the contract says."""
+        return self._versions.get(name)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _rebuild_container(self, node: Node, device: str | None) -> Placement:
+        path = node.path
+        result = Placement()
+        segments = self._children.children(path)
+        finishes: list[tuple[str, Callable[[], object]]] = []
+        for segment in segments:
+            placed = self.rebuild((*path, segment), device=device)
+            result.absorb(placed)
+            if placed.finish is not None:
+                finishes.append((segment, placed.finish))
+
+        def finish() -> object:
+            return assemble(node, {segment: call() for segment, call in finishes})
+
+        result.finish = finish
+        return result
+
+    def _rebuild_leaf(self, stored: StoredObject, device: str | None) -> Placement:
+        if stored.kind is not Kind.TENSOR:
+            return self._rebuild_by_provider(stored, device)
+        # Tied objects are one tensor again: the second gets the sink and the value of the first.
+        primary = self._aliases.get(stored.path, stored.path)
+        first = self._built.get((primary, device))
+        if first is None:
+            first = self._rebuild_by_provider(stored, device)
+            if first.finish is not None:
+                first.finish = _once(first.finish)
+            self._built[primary, device] = first
+            return first
+        targets = [Target(stored.path, t.spec, t.region, t.sink) for t in first.targets]
+        return Placement(targets, finish=first.finish)
+
+    def _rebuild_by_provider(self, stored: StoredObject | Node, device: str | None) -> Placement:
+        provider = self._provider_for_form(stored)
+        try:
+            built = provider.rebuild(stored, device=device, context=self)
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:  # out of memory, or a manifest that makes no sense to it
+            if why := self._only_whole(stored):
+                raise SelectionError(why) from error
+            msg = (
+                f"{show_path(stored.path) or 'the root'} is stored in the form {stored.form!r}, "
+                f"and cannot be built from that: {type(error).__name__}: {error}"
+            )
+            raise RestoreError(msg) from error
+        check_placement(built, provider, stored.path, "building it")
+        why = self._only_whole(stored) if built.missing else ""
+        if why:
+            built.missing, built.problems = [], [*built.problems, why]
+        if built.finish is None and not built.missing and not built.problems:
+            msg = "rebuild returned a Placement without finish, so nothing would be built"
+            raise broken_contract(provider, stored.path, msg)
+        name_in_errors(built, provider, stored.path)
+        if isinstance(stored, StoredObject) and stored.kind is Kind.VALUE:
+            self._note_constant(built, stored.path)
+        return built
+
+    def _note_constant(self, built: Placement, path: ObjectPath) -> None:
+        """Keep a result of `finish` that is immutable, for `restored_value`."""
+        call = built.finish
+        if call is None:
+            return
+
+        def finish() -> object:
+            value = call()
+            if _is_constant(value):
+                self._assigned[path] = value
+            return value
+
+        built.finish = finish
+
+    def _only_whole(self, stored: StoredObject | Node) -> str:
+        """Return the error for something that may fail since only a part of it is selected."""
+        depth, shown = len(stored.path), show_path(stored.path)
+        left = [p for p in self._all if p[:depth] == stored.path and p not in self._chosen]
+        if not isinstance(stored, Node) or not left:
+            return ""
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        return (
+            f"{shown} can only be built as a whole, and {show_path(left[0])}{more} of it is "
+            f"not selected: take {shown!r} whole, or read single objects of open()"
+        )
+
+    def _provider_for_form(self, stored: StoredObject | Node) -> StateProvider:
+        """Return the provider that builds the node or object.
+
+        Raises:
+            PluginError: There is none; the message says what to install, and how to do without.
+        """
+        try:
+            provider = self._providers.for_form(stored.form)
+        except PluginError as error:
+            shown = show_path(stored.path) or "the root"
+            known = {provider.name for provider in self._providers.all()}
+            gone = [
+                f"{plugin} ({by})"
+                for plugin, by in self._shippers.items()
+                if plugin.startswith("provider ") and plugin.partition(" ")[2] not in known
+            ]
+            install = f"; not installed here: {', '.join(gone)}" if gone else ""
+            msg = f"{shown}: {error}{install}; to do without, exclude={shown!r}"
+            raise PluginError(msg) from error
+        self._check_version(provider, stored.path)
+        return provider
+
+    def _check_version(self, provider: StateProvider, path: ObjectPath) -> None:
+        """Refuse what a later version of the provider has stored: its meaning may have changed.
+
+        Raises:
+            PluginError: Names both versions, and what to upgrade.
+        """
+        version = self._versions.get(provider.name, 0)
+        if version <= provider.version:
+            return
+        by = self._shippers.get(f"provider {provider.name}")
+        msg = (
+            f"{show_path(path) or 'the root'} was written by version {version} of provider "
+            f"{provider.name!r}{f' of {by}' if by else ''}, but {shipped_by(type(provider))} has "
+            f"version {provider.version}: upgrade it"
+        )
+        raise PluginError(msg)
+
+    def _compared(self, placement: Placement) -> Placement:
+        """Compare the placement: keep only targets that fit, and list the rest."""
+        return compare(
+            placement,
+            self._chosen,
+            self._aliases,
+            lambda path: path in self._children or path in self._nodes,
+        )
+
+    def _empty_nodes(self) -> list[ObjectPath]:
+        """Return the selected nodes that have no stored object at or below them."""
+        stored = PathTree(self._all if self._nodes else ())
+        # `selected` records each path that it is called with, so it is called for no other node.
+        return [p for p in self._nodes if p and not stored.has(p) and self._selected(p)]
+
+
+def settled(placement: Placement) -> Placement:
+    """Make the root's `finish` run what must come last, too."""
+    # Does not refer to the placement: a cycle would keep targets' memory in use after the restore.
+    finish, settle = placement.finish, placement.settle
+
+    def finish_all() -> object:
+        result = None if finish is None else finish()
+        for call in settle:
+            call()
+        return result
+
+    placement.finish = finish_all
+    return placement
+
+
+def check_placement(
+    placement: object, provider: StateProvider, path: ObjectPath, what: str
+) -> None:
+    """Refuse what is no `Placement`; `what` the provider did that returned it.
+
+    Raises:
+        PluginError: It is something else.
+    """
+    if not isinstance(placement, Placement):
+        msg = f"{what} returned {type(placement).__name__}, not a Placement"
+        raise broken_contract(provider, path, msg)
+
+
+def name_in_errors(placement: Placement, provider: StateProvider, path: ObjectPath) -> None:
+    """Add the provider and the path to errors of its `finish`."""
+    call = placement.finish
+    if call is None:
+        return
+
+    def finish() -> object:
+        # Not `with noting_origin(...)`: it would take longer than all else done for a tensor.
+        try:
+            return call()
+        except BaseException as error:
+            whence = f"by `finish` of provider {provider.name!r} ({shipped_by(type(provider))})"
+            note_origin(error, f"{whence} at {show_path(path) or 'the root'}")
+            raise
+
+    placement.finish = finish
+
+
+def _is_constant(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return type(value) in _CONSTANTS
+
+
+def _once(call: Callable[[], object]) -> Callable[[], object]:
+    made: list[object] = []
+
+    def finish() -> object:
+        if not made:
+            made.append(call())
+        return made[0]
+
+    return finish
+
+
+def _check_device(device: object) -> None:
+    if device is None or device == "cpu":
+        return
+    import torch  # noqa: PLC0415 - only where tensors go elsewhere
+
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload] # what the caller passed
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways of saying no
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        msg = (
+            f"device={device!r} cannot be used here: give 'cpu', 'cuda' or 'cuda:0'; torch finds "
+            f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
+        )
+        raise ConfigError(msg) from error

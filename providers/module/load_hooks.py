@@ -1,0 +1,117 @@
+"""The load hooks of a module: code of its own that runs when a state dict is loaded.
+
+A restore writes into the memory of a module's tensors, which such code would never notice: values
+that it derives from them would stay stale, and state that only it can set would be lost. So a
+restore ends with the module's own `load_state_dict` where there is such code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import _IncompatibleKeys
+
+from penstock.providers.overrides import is_override, module_of
+from penstock.providers.tensor.memory import overlaps_itself
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_BASE = torch.nn.Module
+
+
+class LoadHooks:
+    """Finds and runs the loading code of a module and of the modules inside it.
+
+    Names are those of the module's own `state_dict`, with the wrappers inside of it.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._overrides = is_override(root.load_state_dict, _BASE.load_state_dict)
+        self._owners: dict[str, torch.nn.Module] = {}
+        self._takers: list[str] = []  # prefixes of modules whose code may take any entry below
+        self._readers = [""] if self._overrides else []  # prefixes of those with code not of torch
+        after = False
+        base = _BASE._load_from_state_dict  # noqa: SLF001 - torch documents it for overriding
+        for name, module in root.named_modules(remove_duplicate=False):
+            prefix = f"{name}." if name else ""
+            self._owners[prefix] = module
+            loads = module._load_from_state_dict  # noqa: SLF001 - likewise
+            before = list(module._load_state_dict_pre_hooks.values())  # noqa: SLF001 - no other way
+            if before or is_override(loads, base, but="torch.nn.modules."):
+                self._takers.append(prefix)
+            if any(map(_is_foreign, before)) or is_override(loads, base):
+                self._readers.append(prefix)
+            after = after or bool(module._load_state_dict_post_hooks)  # noqa: SLF001 - likewise
+        self.present = bool(self._readers) or after
+        """Whether there is such code that is not torch's own."""
+
+    def may_take(self, name: str) -> bool:
+        """Return whether loading may use an entry of this name, of whatever type."""
+        if self._overrides or any(map(name.startswith, self._takers)):
+            return True
+        prefix, _, last = name.rpartition(".")
+        owner = self._owners.get(f"{prefix}." if prefix else "")
+        return owner is not None and _has_tensor(owner, last)
+
+    def lend(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to load for a live one: itself, for which torch's code does nothing.
+
+        Code that is not torch's gets a copy, since it may reset the live tensor before it reads
+        the argument. Not so for a tensor that overlaps itself: torch refuses to copy into it from
+        any other tensor.
+        """
+        seen = any(map(name.startswith, self._readers)) and not overlaps_itself(tensor)
+        return tensor.detach().clone() if seen else tensor
+
+    def run(self, state: Mapping[str, Any]) -> Sequence[str]:
+        """Load `state`, and return the names that were not loaded, as far as torch tells."""
+        load: Callable[..., Any] = self._root.load_state_dict
+        options = {"strict": False} if _accepts(load, "strict") else {}
+        tensors = [item for item in state.values() if isinstance(item, torch.Tensor)]
+        with ExitStack() as stack:
+            if any(tensor.is_inference() for tensor in tensors):
+                stack.enter_context(torch.inference_mode())  # outside of it torch refuses to write
+            loaded = load(state, **options)
+        return tuple(getattr(loaded, "unexpected_keys", ()))
+
+
+def live_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the module's `state_dict`, with live tensors if the method takes `keep_vars`."""
+    show: Callable[..., Any] = module.state_dict
+    state: dict[str, Any] = show(**({"keep_vars": True} if _accepts(show, "keep_vars") else {}))
+    return state
+
+
+def run_post_hooks(wrappers: Sequence[torch.nn.Module]) -> None:
+    """Run the load hooks of the wrappers around a module, the innermost first."""
+    for wrapper in reversed(wrappers):
+        for hook in list(wrapper._load_state_dict_post_hooks.values()):  # noqa: SLF001 - no other way
+            hook(wrapper, _IncompatibleKeys([], []))
+
+
+def _is_foreign(hook: Callable[..., Any]) -> bool:
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
+    return not module_of(getattr(function, "__func__", function)).startswith("torch.")
+
+
+def _has_tensor(module: torch.nn.Module, name: str) -> bool:
+    if name in module._non_persistent_buffers_set:  # noqa: SLF001 - no other way
+        return False
+    return any(
+        name == own
+        for named in (module.named_parameters, module.named_buffers)
+        for own, _ in named(recurse=False, remove_duplicate=False)
+    )
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

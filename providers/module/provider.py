@@ -1,0 +1,107 @@
+"""The provider of `torch.nn.Module`: its parameters, buffers and extra state, by bare names."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.core.abc import Node, Placement, StateProvider
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import Role, show_path
+from penstock.providers.module.load_hooks import live_state
+from penstock.providers.module.place import ModulePlacer
+from penstock.providers.rebuild import rebuild_dict
+from penstock.providers.tensor.memory import device_name
+from penstock.providers.tensor.provider import plain_tensors
+from penstock.providers.wrappers import bare_names, unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from penstock.core.abc import DescribeContext, PlaceContext, StateObject, StoredObject
+    from penstock.core.types import ObjectPath
+
+PRIORITY = 50
+
+
+class ModuleProvider(StateProvider):
+    """Stores what `module.state_dict(keep_vars=True)` shows, without the names of wrappers."""
+
+    name = "module"
+    forms = ("module",)
+
+    def claims(self, kind: type, /) -> int | None:
+        return PRIORITY if issubclass(kind, torch.nn.Module) else None
+
+    def describe(
+        self, value: torch.nn.Module, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        module = unwrap(value)
+        _refuse_sharded(module, path)
+        kind = type(module)
+        yield Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
+        bare = bare_names(module)
+        for shown, item in live_state(module).items():
+            name = bare(shown)
+            if isinstance(item, torch.Tensor):
+                role = Role.PARAMETER if isinstance(item, torch.nn.Parameter) else Role.BUFFER
+                yield from context.describe(item, (*path, name), role=role)
+            else:
+                yield from context.describe(item, (*path, name))
+
+    def place(
+        self, value: torch.nn.Module, path: ObjectPath, /, *, context: PlaceContext
+    ) -> Placement:
+        module = unwrap(value)
+        _refuse_sharded(module, path)
+        if context.stored(path) is not None:
+            return Placement(
+                problems=[
+                    f"{show_path(path)} is stored as one object, but is a module in the template"
+                ],
+                finish=lambda: value,
+            )
+        return ModulePlacer(value, path, context).place()
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        """Plan a dict that `load_state_dict` takes."""
+        return rebuild_dict(stored.path, device=device, context=context)
+
+    def parameters(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
+        return named_parameters(value)
+
+    def unsteady_memory(self, value: torch.nn.Module, /) -> Iterable[tuple[str, int]]:
+        # These modules write to their weight in `forward`, where no hook of an optimizer fences.
+        for module in value.modules():
+            if (
+                isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+                and module.max_norm is not None
+            ):
+                for weight in plain_tensors(module.weight):
+                    yield device_name(weight.device), weight.untyped_storage().data_ptr()
+
+
+def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield every name of every parameter, without wrappers; a tied one comes once per name."""
+    module = unwrap(value)
+    bare = bare_names(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield bare(name), parameter
+
+
+def _refuse_sharded(module: torch.nn.Module, path: ObjectPath) -> None:
+    kind = getattr(
+        sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel"),
+        "FullyShardedDataParallel",
+        None,
+    )
+    if kind is not None and any(isinstance(m, kind) for m in module.modules()):
+        msg = (
+            f"{show_path(path)} is sharded by FSDP, which is not supported yet: save its full "
+            "state dict from one rank"
+        )
+        raise UnsupportedStateError(msg)

@@ -1,0 +1,63 @@
+"""The names of an optimizer's parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One parameter of an optimizer.
+
+    Attributes:
+        parameter: The tensor.
+        group: The index of its group.
+        position: Its index in that group.
+        name: The name that its state is stored under; `<group>.<position>` if it has no name.
+        named: Whether `name` is a real name.
+        candidates: All its names, the best first.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    position: int
+    name: str
+    named: bool
+    candidates: tuple[str, ...]
+
+
+def members(
+    optimizer: torch.optim.Optimizer, names_of: Callable[[object], Sequence[str]]
+) -> list[Member]:
+    """Return the parameters of `optimizer`, in order, each once.
+
+    A parameter takes the first of its names that no other parameter of this optimizer has: the
+    bare one, or, where two modules clash, the one with the tree key in front.
+    """
+    found: list[tuple[torch.Tensor, int, int, tuple[str, ...]]] = []
+    seen: set[int] = set()
+    for index, group in enumerate(optimizer.param_groups):
+        own: Any = group.get("param_names") or ()
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            names = [*names_of(parameter), *own[position : position + 1]]
+            found.append((parameter, index, position, tuple(dict.fromkeys(names))))
+    uses = Counter(name for _, _, _, names in found for name in names)
+    return [_member(*each, uses) for each in found]
+
+
+def _member(
+    parameter: torch.Tensor, group: int, position: int, names: tuple[str, ...], uses: Counter[str]
+) -> Member:
+    unique = next((name for name in names if uses[name] == 1), None)
+    name = f"{group}.{position}" if unique is None else unique
+    return Member(parameter, group, position, name, unique is not None, names)

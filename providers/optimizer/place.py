@@ -1,0 +1,300 @@
+"""The placing of optimizer state: matched by name, whole per parameter, in its stored dtype.
+
+State is set directly: torch's `load_state_dict` would cast it to the dtype of its parameter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.core.abc import Difference, Placement
+from penstock.core.errors import RestoreError
+from penstock.core.types import show_path
+from penstock.providers.optimizer.hooks import run_load_hooks
+from penstock.providers.optimizer.match import FORM, Matcher, index_of
+from penstock.providers.optimizer.names import members
+from penstock.providers.rebuild import leaves
+from penstock.providers.tensor.memory import device_name
+from penstock.providers.tensor.parts import fits
+from penstock.providers.tensor.provider import same_kind, tensor_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.abc import Node, PlaceContext
+    from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer.names import Member
+
+
+# Keys of `param_groups` that are no options of an optimizer: names, and those that schedulers add.
+_SCHEDULED = {
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
+    "swa_lr",
+}  # fmt: skip
+
+
+class Placer:
+    """Plans the restore of one optimizer."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, path: ObjectPath, context: PlaceContext
+    ) -> None:
+        self._optimizer = optimizer
+        self._path = path
+        self._context = context
+        self._state = (*path, "state")
+        self._groups = (*path, "param_groups")
+        self._members = members(optimizer, context.parameter_names)
+        self._result = Placement(finish=self._finish)
+        self._finishes: list[Callable[[], object]] = []
+
+    def place(self) -> Placement:
+        """Return the plan; its `finish` sets state and groups, then runs the load hooks."""
+        if not self._is_there() or self._is_of_another_kind():
+            return self._result
+        matcher = Matcher(self._optimizer, self._path, self._context, self._result)
+        matches = matcher.match(self._members)
+        if matcher.hopeless:
+            return self._result
+        for member in self._members:
+            node = matches.get(member.name)
+            if node is None:
+                self._place_unknown(member)
+            elif node.meta.get("shape") != list(member.parameter.shape):
+                self._leave_misfit(member, node)
+            else:
+                self._place_known(member, node)
+        self._place_groups(matches)
+        shared: dict[Any, Any] = self._optimizer.state
+        for key in self._context.children((*self._path, "shared")):
+            self._assign(self._context.rebuild((*self._path, "shared", key)), shared, key)
+        return self._result
+
+    def _finish(self) -> object:
+        for call in self._finishes:
+            call()
+        if self._finishes:
+            self._run_load_hooks()
+        return self._optimizer
+
+    def _run_load_hooks(self) -> None:
+        try:
+            run_load_hooks(self._optimizer)
+        except Exception as error:
+            msg = (
+                f"{show_path(self._path)}: its state is restored, but its own code failed to load "
+                f"it: {type(error).__name__}: {error}. It is undefined now."
+            )
+            raise RestoreError(msg) from error
+
+    def _assign(self, placed: Placement, owner: dict[Any, Any], key: str) -> None:
+        """Plan to set `owner[key]` to the result of `placed` when the restore finishes."""
+        self._result.absorb(placed)
+        make = placed.finish
+        if make is not None:
+            self._finishes.append(lambda: owner.__setitem__(key, make()))
+
+    def _problem(self, path: ObjectPath, text: str) -> None:
+        self._result.problems.append(f"{show_path(path)} {text}")
+
+    def _is_there(self) -> bool:
+        """Return whether the checkpoint has an optimizer at this path."""
+        context = self._context
+        node = context.node(self._path)
+        below = context.children(self._path)
+        if context.stored(self._path) is not None or (node is not None and node.form != FORM):
+            if below or context.selected(self._path):
+                form = "one value" if node is None else f"a {node.form}"
+                self._problem(
+                    self._path, f"is stored as {form}, but is an optimizer in the template"
+                )
+            return False
+        if node is None and not below:
+            if self._wanted():
+                self._result.missing.append(self._path)
+            return False
+        return True
+
+    def _is_of_another_kind(self) -> bool:
+        """Return whether the state is another algorithm's, which this optimizer would never use.
+
+        A class of another name may be the same algorithm with more options or fewer. Two classes
+        count as different algorithms only if each has options that the other has not.
+        """
+        node, kind = self._context.node(self._path), type(self._optimizer)
+        mine = f"{kind.__module__}.{kind.__qualname__}"
+        theirs = mine if node is None else node.meta.get("class", mine)
+        keys = {*self._context.children((*self._groups, "0"))} - _SCHEDULED
+        options = {*self._optimizer.defaults}
+        if theirs == mine or not keys or not (keys - options and options - keys):
+            return False
+        self._problem(
+            self._path,
+            f"holds the state of a {theirs} with {', '.join(sorted(keys - options))}, but is a "
+            f"{mine} with {', '.join(sorted(options - keys))} in the template",
+        )
+        return True
+
+    def _wanted(self) -> bool:
+        paths = [self._path]
+        paths += [(*self._state, m.name, key) for m in self._members for key in self._keys(m)]
+        for index, group in enumerate(self._optimizer.param_groups):
+            paths += [(*self._groups, str(index), str(key)) for key in group]
+        # A list, so that `any` does not stop early: `selected` notes which patterns matched.
+        return any([self._context.selected(path) for path in paths])  # noqa: C419
+
+    def _keys(self, member: Member) -> list[str]:
+        return [str(key) for key in self._optimizer.state.get(member.parameter, {})]
+
+    # State --------------------------------------------------------------------------------------
+
+    def _place_unknown(self, member: Member) -> None:
+        """Report the selected state of a parameter that the checkpoint does not have."""
+        here = (*self._state, member.name)
+        chosen = [self._context.selected((*here, key)) for key in self._keys(member)]
+        if any(chosen) or (not chosen and self._context.selected(here)):
+            self._result.missing.append(here)
+            if all(chosen):
+                self._finishes.append(lambda: self._optimizer.state.pop(member.parameter, None))
+
+    def _leave_misfit(self, member: Member, node: Node) -> None:
+        """Report the state of a parameter that is stored with another shape, and leave it."""
+        live = [self._context.selected((*node.path, key)) for key in self._keys(member)]
+        if not leaves(self._context, node.path) and not any(live):
+            return
+        stored, here = node.meta.get("shape"), list(member.parameter.shape)
+        sentence = (
+            f"{show_path(node.path)} is the state of a parameter of shape {stored}, which has "
+            f"{here} in the template"
+        )
+        # Not skippable if matched by order: another shape may mean that the order has changed, and
+        # then the state of every other parameter may be wrong as well.
+        self._result.differ(
+            Difference(
+                node.path,
+                f"the state of a parameter of shape {stored}",
+                f"a parameter of shape {here}",
+                (sentence,),
+                skippable=member.named,
+            )
+        )
+
+    def _place_known(self, member: Member, node: Node) -> None:
+        found, whole = leaves(self._context, node.path), node.meta.get("objects")
+        if found != whole:
+            if found:
+                self._problem(
+                    node.path,
+                    f"comes whole or not at all, but only {found} of its {whole} objects are "
+                    "selected",
+                )
+            return
+        # A parameter without stored state: whether to drop the template's is selected by its paths.
+        wanted = [self._context.selected((*node.path, key)) for key in self._keys(member)]
+        if found or self._context.selected(node.path) or (wanted and all(wanted)):
+            self._place_state(member, node)
+
+    def _place_state(self, member: Member, node: Node) -> None:
+        live: dict[Any, Any] = self._optimizer.state.get(member.parameter, {})
+        makers: dict[str, Callable[[], object]] = {}
+        for key in self._context.children(node.path):
+            device = self._device(member, node, key, live.get(key))
+            placed = self._place_item(live.get(key), (*node.path, key), device)
+            self._result.absorb(placed)
+            if placed.finish is not None:
+                makers[key] = placed.finish
+
+        def assign() -> None:
+            new = {key: make() for key, make in makers.items()}
+            if not new:
+                self._optimizer.state.pop(member.parameter, None)
+                return
+            # Into the same dict: a compiled step may hold a reference to it.
+            state = self._optimizer.state.setdefault(member.parameter, {})
+            state.clear()
+            state.update(new)
+
+        self._finishes.append(assign)
+
+    def _place_item(self, live: Any, path: ObjectPath, device: torch.device) -> Placement:
+        stored = self._context.stored(path)
+        if same_kind(live, stored, device):
+            return Placement([tensor_target(live, path)], finish=lambda: live)
+        if fits(live, self._context.node(path), path, device):
+            return self._context.place(live, path)
+        return self._context.rebuild(path, device=device_name(device))
+
+    def _device(self, member: Member, node: Node, key: str, live: object) -> torch.device:
+        """Return the device on which torch itself would have created this piece of state."""
+        if isinstance(live, torch.Tensor):
+            return live.device
+        group = self._optimizer.param_groups[member.group]
+        on_device = group.get("capturable") or group.get("fused")
+        counts_on_host = key == "step" and not isinstance(self._optimizer, torch.optim.ASGD)
+        if not on_device and (counts_on_host or key in node.meta.get("host", ())):
+            return torch.device("cpu")
+        return member.parameter.device
+
+    # Groups -------------------------------------------------------------------------------------
+
+    def _place_groups(self, matches: dict[str, Node]) -> None:
+        chosen = self._context.children(self._groups)
+        if not chosen:
+            return
+        groups = self._optimizer.param_groups
+        difference = self._difference_of_groups(matches)
+        if difference is not None:
+            self._result.differ(difference)
+            return
+        for index in chosen:
+            at = index_of(index, (*self._groups, index))
+            if at < len(groups):
+                self._place_group(groups[at], (*self._groups, index))
+
+    def _difference_of_groups(self, matches: dict[str, Node]) -> Difference | None:
+        """Return how the groups differ, if they do: options would go to the wrong parameters."""
+        shown, groups = show_path(self._groups), self._optimizer.param_groups
+        node = self._context.node(self._path)
+        count = len(groups) if node is None else len(node.meta.get("groups", ()))
+        stored, here = _groups(count), _groups(len(groups))
+        sentences = [f"{shown} has {stored} in the checkpoint, {len(groups)} in the template"]
+        if count == len(groups):
+            moved = [
+                (match, match.meta.get("group"), member.group)
+                for member in self._members
+                if (match := matches.get(member.name)) is not None
+                and match.meta.get("group") != member.group
+            ]
+            if not moved:
+                return None
+            sentences = [
+                f"{show_path(match.path)} is in group {there} in the checkpoint, but in group "
+                f"{group} in the template"
+                for match, there, group in moved
+            ]
+            match, there, group = moved[0]
+            more = f" and {len(moved) - 1} more elsewhere" if len(moved) > 1 else ""
+            stored = f"{match.path[-1]} in group {there}{more}"
+            here = f"{match.path[-1]} in group {group}"
+        advice = f"exclude={shown + '/**'!r} keeps the options of the template"
+        return Difference(self._groups, stored, here, tuple(sentences), advice=advice)
+
+    def _place_group(self, group: dict[str, Any], path: ObjectPath) -> None:
+        for key in self._context.children(path):
+            here = (*path, key)
+            if key == "params":
+                self._result.values.append(here)
+                continue
+            live = group.get(key)
+            device = torch.device("cpu")
+            if isinstance(live, torch.Tensor):
+                device = live.device
+            elif group["params"] and group.get("capturable"):
+                device = group["params"][0].device
+            self._assign(self._place_item(live, here, device), group, key)
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'' if count == 1 else 's'}"

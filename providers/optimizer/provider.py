@@ -1,0 +1,176 @@
+"""The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
+
+Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A node per parameter holds
+its shape and place, so that optimizers without names can be matched by order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.core.abc import Node, StateObject, StateProvider
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import Role, show_path
+from penstock.providers.optimizer.match import FORM, PARAMETER_FORM
+from penstock.providers.optimizer.names import members
+from penstock.providers.optimizer.place import Placer
+from penstock.providers.optimizer.rebuild import Rebuilder
+from penstock.providers.rebuild import rebuild_dict
+from penstock.providers.tensor.memory import memory_key
+from penstock.providers.tensor.provider import plain_tensors
+from penstock.providers.wrappers import OPTIMIZERS, is_wrapper, place_wrapped, wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from penstock.core.abc import (
+        DescribeContext,
+        MemoryKey,
+        PlaceContext,
+        Placement,
+        StoredObject,
+    )
+    from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer.names import Member
+
+PRIORITY = 40
+
+
+class OptimizerProvider(StateProvider):
+    """Stores optimizers that keep torch's own `state_dict`.
+
+    Optimizers that override it are left to the provider of stateful values: their own code decides
+    what their state is. Wrappers of accelerate and Lightning Fabric are unwrapped first: they
+    override it as well, and their state would be stored by number.
+    """
+
+    name = "optimizer"
+    forms = (FORM, PARAMETER_FORM)
+
+    def claims(self, kind: type, /) -> int | None:
+        base = torch.optim.Optimizer
+        plain = issubclass(kind, base) and kind.state_dict is base.state_dict
+        return PRIORITY if plain or is_wrapper(kind, OPTIMIZERS) else None
+
+    def describe(
+        self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        kind = type(value)
+        if is_wrapper(kind, OPTIMIZERS):
+            yield from context.describe(wrapped(value, OPTIMIZERS), path)
+            return
+        groups = [len(group["params"]) for group in value.param_groups]
+        meta = {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": groups}
+        yield Node(path, FORM, meta)
+        found = members(value, context.parameter_names)
+        for member in found:
+            yield from _describe_member(value, member, path, context)
+        for index, group in enumerate(value.param_groups):
+            names = [m.name for m in found if m.group == index]
+            for key, item in group.items():
+                here = (*path, "param_groups", str(index), _text(key, path))
+                what = names if key == "params" else item
+                yield from context.describe(what, here, role=Role.OPTIMIZER)
+        state: dict[Any, Any] = value.state  # some optimizers keep state of no parameter in it
+        for key, item in state.items():
+            if not isinstance(key, torch.Tensor):
+                here = (*path, "shared", _text(key, path))
+                yield from context.describe(item, here, role=Role.OPTIMIZER)
+
+    def place(
+        self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: PlaceContext
+    ) -> Placement:
+        if is_wrapper(type(value), OPTIMIZERS):
+            return place_wrapped(value, path, OPTIMIZERS, context=context)
+        return Placer(value, path, context).place()
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        """Plan the dict that torch's `load_state_dict` takes, with parameters by number."""
+        assert isinstance(stored, Node)
+        if stored.form == PARAMETER_FORM:
+            return rebuild_dict(stored.path, device=device, context=context)
+        return Rebuilder(stored, device=device, context=context).rebuild()
+
+    def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
+        if is_wrapper(type(value), OPTIMIZERS):
+            return ()  # the wrapped optimizer was described as well, and claims its own memory
+        claimed: set[MemoryKey] = set()
+        settings: set[MemoryKey] = set()
+        for group in value.param_groups:
+            settings.update(
+                memory_key(t) for k, v in group.items() if k != "params" for t in _tensors(v)
+            )
+            # The step of a captured graph runs without Python, so no hook can fence it: deferred
+            # state would change while it is copied.
+            if group.get("capturable") or group.get("differentiable"):
+                continue
+            for parameter in group["params"]:
+                if parameter.is_leaf:
+                    claimed.update(_own_memory(parameter))
+                claimed.update(_own_memory(value.state.get(parameter)))
+        # Options that are tensors change outside of the step: a scheduler sets the learning rate.
+        return claimed - settings
+
+
+def _describe_member(
+    optimizer: torch.optim.Optimizer, member: Member, path: ObjectPath, context: DescribeContext
+) -> Iterator[StateObject | Node]:
+    parameter = member.parameter
+    here = (*path, "state", member.name)
+    state: Any = optimizer.state.get(parameter, {})
+    entries = [
+        entry
+        for key, item in state.items()
+        for entry in context.describe(item, (*here, _text(key, here)), role=Role.OPTIMIZER)
+    ]
+    meta: dict[str, Any] = {
+        "shape": list(parameter.shape),
+        "group": member.group,
+        "position": member.position,
+        "named": member.named,
+        "objects": sum(isinstance(entry, StateObject) for entry in entries),
+    }
+    # Such as `step`, which most optimizers keep on the host: a restore before the first step has no
+    # live state to take the device from.
+    if parameter.device.type != "cpu":
+        meta["host"] = [
+            key
+            for key, item in state.items()
+            if isinstance(item, torch.Tensor) and item.device.type == "cpu"
+        ]
+    yield Node(here, PARAMETER_FORM, meta)
+    yield from entries
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield from (part for part in plain_tensors(value) if part.numel())
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _own_memory(value: Any) -> Iterator[MemoryKey]:
+    """Yield the memory of tensors in `value` that is not shared with other processes.
+
+    No fence in this process holds back another process's writes.
+    """
+    for tensor in _tensors(value):
+        storage = tensor.untyped_storage()
+        # For memory on a device `is_shared` is always true.
+        if tensor.device.type != "cpu" or not storage.is_shared():
+            yield memory_key(tensor, storage)
+
+
+def _text(key: object, path: ObjectPath) -> str:
+    if isinstance(key, str):
+        return key
+    msg = f"{show_path(path)} has the state key {key!r}: only strings can be stored there"
+    raise UnsupportedStateError(msg)

@@ -1,0 +1,95 @@
+"""The rebuilding of optimizer state: a dict that torch's `load_state_dict` takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from penstock.core.abc import Placement
+from penstock.providers.optimizer.match import index_of, malformed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.abc import Node, PlaceContext
+    from penstock.core.types import ObjectPath
+
+Maker: TypeAlias = "Callable[[], object]"
+
+
+class Rebuilder:
+    """Plans the state dict of one optimizer, with parameters numbered in the order of groups."""
+
+    def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
+        counts = stored.meta.get("groups")
+        if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise malformed(stored.path)
+        self._path = stored.path
+        self._counts: list[int] = counts
+        self._starts = [sum(counts[:index]) for index in range(len(counts))]
+        self._device = device
+        self._context = context
+        self._result = Placement()
+
+    def rebuild(self) -> Placement:
+        """Return the plan; its `finish` returns the dict.
+
+        Raises:
+            FormatError: The stored objects do not make an optimizer.
+        """
+        state = self._state()
+        groups = self._groups()
+
+        def finish() -> object:
+            made: dict[str, Any] = {"state": {number: make() for number, make in state}}
+            if groups:
+                made["param_groups"] = [{k: make() for k, make in g.items()} for g in groups]
+            return made
+
+        self._result.finish = finish
+        return self._result
+
+    def _state(self) -> list[tuple[int | str, Maker]]:
+        found: list[tuple[int | str, Maker]] = []
+        for name in self._context.children((*self._path, "state")):
+            here = (*self._path, "state", name)
+            number = self._number(here)
+            make = self._maker(here)
+            if make is not None and self._context.children(here):
+                found.append((number, make))
+        for key in self._context.children((*self._path, "shared")):
+            make = self._maker((*self._path, "shared", key))
+            if make is not None:
+                found.append((key, make))
+        return found
+
+    def _groups(self) -> list[dict[str, Maker]]:
+        found = []
+        for index in self._context.children((*self._path, "param_groups")):
+            here = (*self._path, "param_groups", index)
+            at = index_of(index, here)
+            if at >= len(self._counts):
+                raise malformed(here)
+            makers = {key: self._maker((*here, key)) for key in self._context.children(here)}
+            numbers = list(range(self._starts[at], self._starts[at] + self._counts[at]))
+            group: dict[str, Maker] = {k: m for k, m in makers.items() if m is not None}
+            found.append(group | {"params": _constant(numbers)})
+        return found
+
+    def _maker(self, path: ObjectPath) -> Maker | None:
+        placed = self._context.rebuild(path, device=self._device)
+        self._result.absorb(placed)
+        return placed.finish
+
+    def _number(self, path: ObjectPath) -> int:
+        node = self._context.node(path)
+        meta = {} if node is None else node.meta
+        group, position = meta.get("group"), meta.get("position")
+        if not isinstance(group, int) or not isinstance(position, int):
+            raise malformed(path)
+        if not 0 <= group < len(self._starts):
+            raise malformed(path)
+        return self._starts[group] + position
+
+
+def _constant(value: object) -> Maker:
+    return lambda: value

@@ -1,0 +1,328 @@
+"""The memory of tensors as byte sources and sinks; asynchronous copies are in `cuda`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from penstock.core.abc import ByteSink, ByteSource, MemoryKey, copy_bytes
+from penstock.core.errors import RestoreMismatchError, TornSnapshotError
+from penstock.core.types import show_path
+from penstock.providers.tensor import sharing
+from penstock.providers.tensor.blocks import blocks, may_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import PendingCopy
+    from penstock.core.types import ObjectPath
+
+T = TypeVar("T")
+
+# Elements are copied as integers of the same size: exact for NaNs, and some dtypes have no copy.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_DTYPES: dict[torch.dtype, tuple[str, int]] = {}
+_DEVICES: dict[torch.device, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> tuple[str, int]:
+    """Return the name without torch's prefix, and the bytes of an element."""
+    # Cached: a state has thousands of tensors, and few dtypes.
+    known = _DTYPES.get(dtype)
+    if known is None:
+        known = (str(dtype).removeprefix("torch."), dtype.itemsize)
+        _DTYPES[dtype] = known
+    return known
+
+
+def device_name(device: torch.device) -> str:
+    """Return `"cpu"`, `"cuda:0"`, and so on; cached, as in `dtype_name`."""
+    known = _DEVICES.get(device)
+    if known is None:
+        known = _DEVICES[device] = str(device)
+    return known
+
+
+def memory_key(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> MemoryKey:
+    """Return the identity of a strided tensor's memory; pass `storage` if it is known already."""
+    if storage is None:
+        storage = tensor.untyped_storage()
+    name, itemsize = dtype_name(tensor.dtype)
+    if tensor.is_conj():
+        name += " conj"
+    if tensor.is_neg():
+        name += " neg"
+    return MemoryKey(
+        device_name(tensor.device),
+        storage.data_ptr(),
+        int(tensor.storage_offset()) * itemsize,
+        tuple(tensor.shape),
+        tuple([st * itemsize for st in tensor.stride()]),
+        name,
+    )
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of the tensor's values lie row-major in host memory."""
+    return (
+        tensor.is_cpu  # `device.type` takes twenty times as long
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view whose elements copy bit by bit; the tensor itself if it has no such view."""
+    dtype = _CARRIERS.get(tensor.dtype.itemsize)
+    return tensor if dtype is None or tensor.is_conj() or tensor.is_neg() else tensor.view(dtype)
+
+
+def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Return a 1-dim tensor over `buffer` without copying; a read-only one must only be read."""
+    if buffer.readonly:
+        # By address: `frombuffer` warns of a read-only buffer, although it is only read here.
+        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        raw = (ctypes.c_char * buffer.nbytes).from_address(address)
+        return torch.frombuffer(raw, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """Return the bytes of a flat tensor (see `is_flat`) without copying; keeps its storage alive.
+
+    Not by `tensor.numpy()`: after that torch refuses for ever to resize the storage, so that code
+    which offloads weights, or enlarges a buffer, would fail in training.
+    """
+    return np.asarray(_StorageBytes(tensor, nbytes)).data
+
+
+class _StorageBytes:
+    """Memory of a tensor that numpy makes an array of; keeps the storage alive."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self._storage = tensor.untyped_storage()  # the tensor itself may get another one
+        if tensor.storage_offset() * tensor.dtype.itemsize + nbytes > self._storage.nbytes():
+            msg = "the storage of a tensor was freed or shrunk while its memory was asked for"
+            raise RuntimeError(msg)
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a strided tensor reaches beyond its storage.
+
+    Then its memory was freed or shrunk (`untyped_storage().resize_`), as FSDP and offloaders do.
+    torch does not check: reading such a tensor returns foreign bytes, or ends the process.
+    """
+    count = tensor.numel()
+    if not count:
+        return False
+    if not tensor.is_contiguous():
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        count = sum((size - 1) * stride for size, stride in pairs) + 1
+    end = (tensor.storage_offset() + count) * tensor.itemsize
+    return end > tensor.untyped_storage().nbytes()
+
+
+class _TensorMemory:
+    __slots__ = ("address", "device", "memory", "nbytes", "storage", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An alias: it keeps this memory if training assigns `.data` later, and any thread may write
+        # it, as it takes no part in autograd.
+        alias = tensor.detach()
+        self.tensor = alias
+        self.nbytes = alias.nbytes
+        # Tensors on the meta device have no memory, but all the address 0: they are not tied.
+        there = self.nbytes > 0 and not alias.is_meta
+        self.storage = alias.untyped_storage()
+        self.memory = memory_key(alias, self.storage) if there else None
+        self.device = device_name(alias.device)
+        self.address = alias.data_ptr() if self.nbytes and is_flat(alias) else None
+
+    def view(self) -> memoryview | None:
+        return None if self.address is None else flat_memory(self.tensor, self.nbytes)
+
+
+class TensorSource(_TensorMemory, ByteSource):
+    """The source of a tensor's bytes; copies from devices block."""
+
+    __slots__ = ()
+
+    def view(self) -> memoryview | None:
+        self._check_memory()
+        return super().view()
+
+    def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
+        if not out.nbytes:
+            return None
+        self._check_memory()
+        if self.address is not None:
+            flat = torch.frombuffer(flat_memory(self.tensor, self.nbytes), dtype=torch.uint8)
+            host_tensor(out, torch.uint8).copy_(flat[start : start + out.nbytes])
+            return None
+        copy_range(self.tensor, start, out)
+        return None
+
+    def _check_memory(self) -> None:
+        """Raise if the memory was freed after the tensor was described, before its capture."""
+        if lacks_memory(self.tensor):
+            msg = (
+                "the storage of a tensor was freed or shrunk between `save` and the end of its "
+                "capture: call fence() before you do that, or save with mode='async'"
+            )
+            raise TornSnapshotError(msg)
+
+    def steady(self) -> bool:
+        return self.version() is not None and not self.storage.is_shared()
+
+    def version(self) -> int | None:
+        return None if self.tensor.is_inference() else self.tensor._version  # noqa: SLF001 - torch has no other name
+
+    def locate(self) -> int | None:
+        if self.memory is None:
+            return None
+        start = self.storage.data_ptr()
+        return start + self.memory.offset if start else 0
+
+    def keep(self) -> None:
+        if self.device == "cpu" and self.nbytes and not lacks_memory(self.tensor):
+            # torch refuses to resize a storage that numpy has seen, so that an offloader cannot
+            # free this one while it is copied.
+            torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage).numpy()
+
+    @staticmethod
+    def hold(sources: Sequence[ByteSource], /) -> Callable[[], None]:
+        on_host = _on_host(sources)
+        release = sharing.hold([source.storage for source in on_host])
+        try:
+            for source in on_host:
+                if source.address is not None:
+                    source.address = source.locate()
+        except BaseException:
+            release()
+            raise
+        return release
+
+    @staticmethod
+    def still(sources: Sequence[ByteSource], action: Callable[[], T], /) -> T:
+        return sharing.still(lambda: (s.storage for s in _on_host(sources)), action)
+
+
+def _on_host(sources: Sequence[ByteSource]) -> list[TensorSource]:
+    return [s for s in sources if isinstance(s, TensorSource) and s.device == "cpu" and s.nbytes]
+
+
+def copy_range(
+    tensor: torch.Tensor, start: int, out: memoryview, *, non_blocking: bool = False
+) -> None:
+    """Copy row-major bytes from `start` on to host memory, without a copy of the whole tensor."""
+    source = carrier(tensor)
+    target = host_tensor(out, source.dtype)
+    first = start // tensor.dtype.itemsize
+    for index, position in blocks(tuple(tensor.shape), first, first + target.numel()):
+        # Resolved on the tensor's device: otherwise torch flips the signs on the host, right after
+        # it has started a copy that may not have arrived.
+        block = source[index].resolve_conj().resolve_neg()
+        part = target[position : position + block.numel()]
+        part.view(block.shape).copy_(block, non_blocking=non_blocking)
+
+
+class TensorSink(_TensorMemory, ByteSink):
+    """The sink that fills a tensor's memory in place."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        if self.tensor.is_cuda:
+            # Kernels that the caller has queued may still write to this memory.
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    def copy_in(self, start: int, data: memoryview, /) -> None:
+        if not data.nbytes:
+            return
+        if self.address is not None:
+            copy_bytes(flat_memory(self.tensor, self.nbytes)[start : start + data.nbytes], data)
+            return
+        target = carrier(self.tensor)
+        source = host_tensor(data, target.dtype)
+        first = start // self.tensor.dtype.itemsize
+        for index, position in blocks(tuple(target.shape), first, first + source.numel()):
+            block = target[index]
+            block.copy_(source[position : position + block.numel()].view(block.shape))
+
+    def opened(self) -> None:
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+
+    def written(self) -> None:
+        if self.tensor.is_cuda:
+            # A strided target is scattered by a kernel that runs after the copy.
+            torch.cuda.synchronize(self.tensor.device)
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+
+
+class OverlapSink(TensorSink):
+    """The sink of a tensor whose elements share memory (`expand`): filled by way of scratch.
+
+    `written` raises RestoreMismatchError where the stored values disagree about one place.
+    """
+
+    __slots__ = ("_live", "_path")
+
+    def __init__(self, tensor: torch.Tensor, path: ObjectPath) -> None:
+        super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+        self._live = tensor.detach()
+        self._path = path
+        self.memory = memory_key(tensor)
+
+    def opened(self) -> None:
+        if not self._live.is_inference():
+            torch.autograd.graph.increment_version(self._live)
+
+    def written(self) -> None:
+        strides = self._live.stride()
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+        carrier(self._live)[once].copy_(_as(self.tensor, self._live)[once])
+        if not torch.equal(_bits(self._live), _bits(self.tensor)):
+            msg = (
+                f"{show_path(self._path)} is an expanded or overlapping tensor, and what is "
+                "stored has different values for one place of its memory: restore into a "
+                "contiguous tensor"
+            )
+            raise RestoreMismatchError(msg, [msg])
+        self.tensor = self._live  # frees the scratch memory
+
+
+def _as(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return carrier(source) if carrier(like).dtype != like.dtype else source
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg()
+    if plain.dtype.itemsize not in _CARRIERS:
+        plain = torch.view_as_real(plain)
+    return plain.view(_CARRIERS[plain.dtype.itemsize])
+
+
+def make_sink(tensor: torch.Tensor, path: ObjectPath) -> TensorSink:
+    """Return the sink for the layout of `tensor`."""
+    return OverlapSink(tensor, path) if overlaps_itself(tensor) else TensorSink(tensor)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory; False is always right."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    return may_overlap(tensor.shape, tensor.stride(), 1)

@@ -1,0 +1,245 @@
+"""Tensors that consist of other tensors: classes with `__tensor_flatten__`, as torch.compile asks.
+
+Quantized weights and optimizer state are examples. The parts are stored as tensors below the path,
+and restored in place; the node holds the class and the context to put them together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.core.abc import Difference, Node, Placement, StateObject
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.types import show_path
+from penstock.providers.rebuild import leaves
+from penstock.providers.tensor.context import (
+    decode_context,
+    encode_context,
+    global_name,
+    safe_global,
+)
+from penstock.providers.tensor.memory import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from penstock.core.abc import DescribeContext, PlaceContext
+    from penstock.core.types import ObjectPath, Role
+
+FORM = "tensor.parts"
+_REFUSED = ("torch.distributed", "torch.nested")
+
+
+def has_parts(kind: type) -> bool:
+    """Return whether tensors of this class consist of parts that can be stored instead."""
+    if not callable(getattr(kind, "__tensor_flatten__", None)):
+        return False
+    if not callable(getattr(kind, "__tensor_unflatten__", None)):
+        return False
+    # These have both methods for torch.compile, but more state than their parts.
+    return not any(base.__module__.startswith(_REFUSED) for base in kind.__mro__)
+
+
+def parts_of(tensor: Any, path: ObjectPath) -> tuple[dict[str, torch.Tensor], object]:
+    """Return the parts by name, and the context.
+
+    Raises:
+        UnsupportedStateError: The tensor makes its parts anew at each call, so that a restore could
+            not write into them.
+    """
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor) or getattr(tensor, name) is not part:
+            msg = (
+                f"{show_path(path)} is a {global_name(type(tensor))} whose part {name!r} is no "
+                "tensor of its own: install a state provider for it"
+            )
+            raise UnsupportedStateError(msg)
+    return parts, context
+
+
+def describe_parts(
+    tensor: torch.Tensor, path: ObjectPath, *, role: Role, context: DescribeContext
+) -> Iterator[StateObject | Node]:
+    """Yield the node of `tensor`, then its parts."""
+    parts, _ = parts_of(tensor, path)
+    entries = [
+        entry
+        for name, part in parts.items()
+        for entry in context.describe(part, (*path, name), role=role)
+    ]
+    objects = sum(isinstance(entry, StateObject) for entry in entries)
+    yield Node(path, FORM, {**_kind(tensor, path), "objects": objects})
+    yield from entries
+
+
+def place_parts(tensor: torch.Tensor, path: ObjectPath, *, context: PlaceContext) -> Placement:
+    """Plan the restore of every part in place."""
+    result = Placement(finish=lambda: tensor)
+    parts, _ = parts_of(tensor, path)
+    # A list, so that `any` does not stop early: `selected` notes which patterns matched.
+    wanted = any([context.selected(here) for here in (path, *((*path, n) for n in parts))])  # noqa: C419
+    node, found = context.node(path), leaves(context, path)
+    if node is None or node.form != FORM:
+        if found:
+            form = "a tensor" if context.stored(path) is not None else "a container"
+            result.differ(_difference(path, form, f"a {global_name(type(tensor))}"))
+        elif wanted:
+            result.missing.append(path)
+        return result
+    if not found and not wanted:
+        return result
+    if found != node.meta.get("objects"):
+        result.problems.append(
+            f"{show_path(path)} comes whole or not at all, but only {found} of its "
+            f"{node.meta.get('objects')} parts are selected and stored"
+        )
+        return result
+    there, here = _shown(node.meta), _shown(_kind(tensor, path))
+    if there != here:
+        unequal = [key for key in here if there.get(key) != here[key]]
+        result.differ(
+            _difference(
+                path,
+                ", ".join(f"{key} {there.get(key)}" for key in unequal),
+                ", ".join(f"{key} {here[key]}" for key in unequal),
+                skippable=unequal == ["shape"],
+            )
+        )
+        return result
+    return _place_each(tensor, parts, path, context)
+
+
+def _place_each(
+    tensor: torch.Tensor,
+    parts: Mapping[str, torch.Tensor],
+    path: ObjectPath,
+    context: PlaceContext,
+) -> Placement:
+    """Plan the restore of all parts, or of none: a tensor of both states would be neither."""
+    result = Placement(finish=lambda: tensor)
+    placed = {name: context.place(part, (*path, name)) for name, part in parts.items()}
+    misfit = _misfit(parts, placed, path, context)
+    if misfit is not None:
+        result.differ(misfit)
+        return result
+    for each in placed.values():
+        result.absorb(each)
+
+    def finish() -> torch.Tensor:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+        return tensor
+
+    result.finish = finish
+    return result
+
+
+def fits(tensor: object, node: Node | None, path: ObjectPath, device: torch.device) -> bool:
+    """Return whether `tensor` can take the stored parts in place, on `device`."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and node is not None
+        and node.form == FORM
+        and has_parts(type(tensor))
+        and tensor.device == device
+        and _shown(_kind(tensor, path)) == _shown(node.meta)
+    )
+
+
+def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> Placement:
+    """Plan building the tensor anew, of new parts.
+
+    Raises:
+        UnsupportedStateError: The class is not loaded, or not known to torch as safe.
+        FormatError: The node is not that of a tensor of parts.
+    """
+    path, meta = node.path, node.meta
+    match meta:
+        case {"class": str(name), "parts": list(names), "shape": list(shape), "strides": list()}:
+            kind = safe_global(name, path)
+        case _:
+            names, shape, kind = [], [], None
+    if not isinstance(kind, type) or not issubclass(kind, torch.Tensor) or not has_parts(kind):
+        shown = show_path(path)
+        msg = f"{shown} is not stored as a tensor of parts is"
+        raise FormatError(msg, [shown])
+    made = decode_context(meta.get("context"), path)
+    result = Placement()
+    makers: dict[str, Callable[[], object]] = {}
+    for part in names:
+        placed = context.rebuild((*path, part), device=device)
+        result.absorb(placed)
+        if placed.finish is not None:
+            makers[part] = placed.finish
+    unflatten: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]  # `has_parts` says so
+    strides = tuple(meta["strides"])
+    result.finish = lambda: unflatten(
+        {part: make() for part, make in makers.items()}, made, torch.Size(shape), strides
+    )
+    return result
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors without parts that `tensor` consists of; itself, if it has no parts."""
+    if not has_parts(type(tensor)):
+        yield tensor
+        return
+    for part in parts_of(tensor, ())[0].values():
+        yield from plain_parts(part)
+
+
+def _misfit(
+    parts: Mapping[str, torch.Tensor],
+    placed: Mapping[str, Placement],
+    path: ObjectPath,
+    context: PlaceContext,
+) -> Difference | None:
+    """Return a difference in any part as one of the whole tensor.
+
+    By itself it would be skipped with `strict=False`, and the other parts would be filled.
+    """
+    for name, part in parts.items():
+        for each in placed[name].differences:
+            return _part_differs(path, name, each.stored, each.here, skippable=each.skippable)
+        stored = context.stored((*path, name))
+        if stored is None or has_parts(type(part)):
+            continue
+        there = (list(stored.spec.shape), stored.spec.dtype)
+        here = (list(part.shape), dtype_name(part.dtype)[0])
+        if there != here:
+            shown = [f"shape {shape} and dtype {dtype}" for shape, dtype in (there, here)]
+            return _part_differs(path, name, *shown, skippable=there[1] == here[1])
+    return None
+
+
+def _part_differs(
+    path: ObjectPath, part: str, stored: str, here: str, *, skippable: bool
+) -> Difference:
+    there, here = f"a tensor whose part {part} has {stored}", f"one where it has {here}"
+    return _difference(path, there, here, skippable=skippable)
+
+
+def _kind(tensor: torch.Tensor, path: ObjectPath) -> dict[str, Any]:
+    parts, context = parts_of(tensor, path)
+    return {
+        "class": global_name(type(tensor)),
+        "dtype": dtype_name(tensor.dtype)[0],
+        "shape": list(tensor.shape),
+        "strides": list(tensor.stride()),
+        "parts": list(parts),
+        "context": encode_context(context, path),
+    }
+
+
+def _shown(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that have to be equal for parts to fit."""
+    return {key: meta.get(key) for key in ("class", "dtype", "shape", "parts", "context")}
+
+
+def _difference(path: ObjectPath, stored: str, here: str, *, skippable: bool = False) -> Difference:
+    sentence = f"{show_path(path)} is stored as {stored}, but is {here} in the template"
+    return Difference(path, stored, here, (sentence,), skippable=skippable)

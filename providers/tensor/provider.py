@@ -1,0 +1,218 @@
+"""The provider of tensors: loose ones, and the leaves of every composite."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from penstock.core.abc import Node, Placement, StateObject, StateProvider, Target
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
+from penstock.providers.tensor.cuda import CudaSource
+from penstock.providers.tensor.memory import TensorSource, dtype_name, lacks_memory, make_sink
+from penstock.providers.tensor.parts import FORM as PARTS_FORM
+from penstock.providers.tensor.parts import (
+    describe_parts,
+    has_parts,
+    place_parts,
+    plain_parts,
+    rebuild_parts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
+    from penstock.core.types import ObjectPath
+
+EXACT = 50
+SUBCLASS = 20
+
+_KNOWN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class TensorProvider(StateProvider):
+    """Stores plain tensors and parameters, and classes that consist of such; refuses others."""
+
+    name = "tensor"
+    forms = ("tensor", PARTS_FORM)
+
+    def __init__(self) -> None:
+        # One event per device and save is enough, recorded again for each tensor: the copies, which
+        # wait for the event, begin after the last tensor was described.
+        self._moments: WeakKeyDictionary[DescribeContext, dict[torch.device, torch.cuda.Event]]
+        self._moments = WeakKeyDictionary()
+
+    def claims(self, kind: type, /) -> int | None:
+        if kind in _KNOWN:
+            return EXACT
+        return SUBCLASS if issubclass(kind, torch.Tensor) else None
+
+    def describe(
+        self, value: torch.Tensor, path: ObjectPath, /, *, context: DescribeContext
+    ) -> Iterator[StateObject | Node]:
+        kind = type(value)
+        # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long.
+        is_parameter = kind is not torch.Tensor and isinstance(value, torch.nn.Parameter)
+        role = Role.PARAMETER if is_parameter else Role.OTHER
+        if kind not in _KNOWN and has_parts(kind):
+            yield from describe_parts(value, path, role=role, context=context)
+            return
+        refuse_unsupported(value, path)
+        source = self._cuda(value, context) if value.is_cuda else TensorSource(value)
+        spec, region = _whole(value.dtype, value.shape)
+        yield StateObject(path, Kind.TENSOR, spec, region, role, "tensor", source)
+
+    def place(
+        self, value: torch.Tensor, path: ObjectPath, /, *, context: PlaceContext
+    ) -> Placement:
+        if has_parts(type(value)):
+            return place_parts(value, path, context=context)
+        if not context.selected(path):
+            return Placement(finish=lambda: value)
+        refuse_unsupported(value, path)
+        return Placement([tensor_target(value, path)], finish=lambda: value)
+
+    def rebuild(
+        self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
+    ) -> Placement:
+        if isinstance(stored, Node):
+            return rebuild_parts(stored, device=device, context=context)
+        tensor = empty_tensor(stored, device)
+        return Placement([tensor_target(tensor, stored.path)], finish=lambda: tensor)
+
+    def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
+        return [("", value)] if value.requires_grad and value.is_leaf else ()
+
+    def _cuda(self, tensor: torch.Tensor, context: DescribeContext) -> TensorSource:
+        moments = self._moments.setdefault(context, {})
+        event = moments.get(tensor.device)
+        if event is None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type for it
+            moments[tensor.device] = event
+        event.record(torch.cuda.current_stream(tensor.device))
+        return CudaSource(tensor, event)
+
+
+@lru_cache(maxsize=1024)
+def _whole(dtype: torch.dtype, shape: torch.Size) -> tuple[TensorSpec, Region]:
+    """Return the spec and region of a whole tensor; cached, since few shapes serve thousands."""
+    name, itemsize = dtype_name(dtype)
+    return TensorSpec(name, itemsize, tuple(shape)), Region.whole(shape)
+
+
+def tensor_target(tensor: torch.Tensor, path: ObjectPath) -> Target:
+    """Return the whole memory of `tensor` as a target for the object at `path`."""
+    spec, region = _whole(tensor.dtype, tensor.shape)
+    return Target(path, spec, region, make_sink(tensor, path))
+
+
+def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
+    """Return a new tensor for a stored object to be read into.
+
+    Raises:
+        FormatError: This torch has no such dtype.
+    """
+    # Not `getattr`, which imports the modules that torch loads lazily: a checkpoint would run code.
+    dtype = vars(torch).get(stored.spec.dtype)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != stored.spec.itemsize:
+        shown = show_path(stored.path)
+        msg = f"{shown} is stored as {stored.spec.dtype}, which torch {torch.__version__} lacks"
+        raise FormatError(msg, [shown])
+    # Created within inference mode it would be an inference tensor for ever: no optimizer could
+    # step it.
+    with torch.inference_mode(mode=False):
+        return torch.empty(stored.spec.shape, dtype=dtype, device=device or "cpu")
+
+
+def same_kind(tensor: object, stored: StoredObject | None, device: torch.device) -> bool:
+    """Return whether `tensor` can take the stored tensor in place, on `device`."""
+    return (
+        stored is not None
+        and stored.kind is Kind.TENSOR
+        and type(tensor) in _KNOWN
+        and isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and tensor.device == device
+        and tuple(tensor.shape) == stored.spec.shape
+        and dtype_name(tensor.dtype)[0] == stored.spec.dtype
+        and not lacks_memory(tensor)
+    )
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield those of the tensors that `tensor` consists of whose bytes can be stored."""
+    return filter(is_plain, plain_parts(tensor))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's bytes can be stored."""
+    return (
+        type(tensor) in _KNOWN
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
+
+
+def refuse_unsupported(tensor: torch.Tensor, path: ObjectPath) -> None:
+    """Refuse tensors whose bytes are not plain strided memory.
+
+    Raises:
+        UnsupportedStateError: The tensor cannot be stored; the message says what to do instead.
+    """
+    kind = type(tensor)
+    if tensor.is_nested:
+        _refuse(path, "is a nested tensor: save the tensors that its `.unbind()` gives")
+    if kind not in _KNOWN:
+        _refuse(path, _subclass_reason(kind))
+    if tensor.is_meta:
+        _refuse(path, "is on the meta device and has no values: materialise it first")
+    if tensor.is_mkldnn:
+        _refuse(path, "is in the layout of mkldnn: save `.to_dense()`")
+    if tensor.layout is not torch.strided:
+        _refuse(
+            path,
+            f"is sparse ({str(tensor.layout).removeprefix('torch.')}): save `.to_dense()`, or its "
+            "indices and values as tensors",
+        )
+    if tensor.is_quantized:
+        _refuse(path, "is quantized: save `.int_repr()` with its scale and zero point")
+    if lacks_memory(tensor):
+        _refuse(
+            path,
+            f"has a storage of {tensor.untyped_storage().nbytes()} bytes, too few for its shape "
+            f"{list(tensor.shape)}: it was freed or shrunk, so bring its memory back first",
+        )
+
+
+def _subclass_reason(kind: type) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if issubclass(kind, UninitializedParameter | UninitializedBuffer):
+        return f"is a {kind.__name__}: run one forward of the lazy module before saving it"
+    if any(base.__module__.startswith("torch.distributed") for base in kind.__mro__):
+        return (
+            f"is a {kind.__name__}, and sharded tensors are not supported yet: call "
+            "`.full_tensor()` on every rank that has a part of it (on one alone that would wait "
+            "for ever), and save what it returns"
+        )
+    dispatch = "__torch_dispatch__"
+    if getattr(kind, dispatch, None) is not getattr(torch.Tensor, dispatch):
+        return (
+            f"is a {name}, a tensor subclass that Penstock does not know: give it the methods "
+            "`__tensor_flatten__` and `__tensor_unflatten__`, or install a state provider for it"
+        )
+    return (
+        f"is a {name}, a tensor subclass that Penstock does not know: save "
+        "`.as_subclass(torch.Tensor)`, or install a state provider for it"
+    )
+
+
+def _refuse(path: ObjectPath, reason: str) -> None:
+    msg = f"{show_path(path)} {reason}"
+    raise UnsupportedStateError(msg)

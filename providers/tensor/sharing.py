@@ -1,0 +1,120 @@
+"""Holds that keep torch.multiprocessing from moving a tensor's memory while it is read.
+
+Sending a tensor to another process moves its storage to shared memory, usually on a thread of the
+queue, and frees the memory where it was. torch enters a storage that it moves into a table, so that
+no two threads move it at once. A hold is an entry in that table: a thread that wants to move the
+storage waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+T = TypeVar("T")
+
+_torch: Any = torch.storage
+# A version of torch without table and lock moves storages unseen: then holds have no effect.
+_moves: dict[int, Any] = getattr(_torch, "_share_memory_map", {})
+if not hasattr(_torch, "_share_memory_lock"):
+    _torch._share_memory_lock = threading.Lock()  # noqa: SLF001 - torch has no other name
+
+
+class _Hold:
+    """The entry in torch's table for a storage that is being read; torch waits on entering it."""
+
+    __slots__ = ("_storage", "_unread", "holders")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._unread = threading.Lock()  # locked while any holder reads the storage
+        self._unread.acquire()
+        self.holders = 1  # guarded by torch's lock of the table
+
+    def release(self) -> None:
+        self._unread.release()
+
+    def __enter__(self) -> None:
+        with self._unread:
+            pass
+        # torch, having waited for an entry, moves the storage without an entry of its own: the next
+        # hold would not see the move. Moved here, under an entry, nothing is left to move.
+        self._storage.share_memory_()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def hold(storages: Iterable[torch.UntypedStorage]) -> Callable[[], None]:
+    """Keep `storages` where they are, until the returned function is called, on any thread."""
+    held: list[int] = []
+    for storage in storages:
+        key: int = storage._cdata  # noqa: SLF001 - the key of torch's table
+        while (moving := _enter(key, storage)) is not None:
+            with moving:
+                pass
+        held.append(key)
+
+    def release() -> None:
+        with _torch._share_memory_lock:  # noqa: SLF001
+            over = [_leave(key) for key in held]
+        for entry in over:
+            if entry is not None:
+                entry.release()
+
+    return release
+
+
+def still(storages: Callable[[], Iterable[torch.UntypedStorage]], action: Callable[[], T]) -> T:
+    """Run `action`, which may take milliseconds, while no thread moves `storages`."""
+    while True:
+        with _torch._share_memory_lock:  # noqa: SLF001
+            moving = _first_move(storages()) if _moves else None
+            if moving is None:
+                return action()
+        with moving:
+            pass
+
+
+def _enter(key: int, storage: torch.UntypedStorage) -> Any:
+    """Add a hold and return None; or return torch's entry to wait for if it moves the storage."""
+    with _torch._share_memory_lock:  # noqa: SLF001
+        entry = _moves.get(key)
+        if entry is None:
+            _moves[key] = _Hold(storage)
+        elif isinstance(entry, _Hold):
+            entry.holders += 1
+        else:
+            return entry
+        return None
+
+
+def _leave(key: int) -> _Hold | None:
+    """Remove a hold; return the entry if that was its last hold."""
+    entry = _moves[key]
+    entry.holders -= 1
+    if entry.holders:
+        return None
+    del _moves[key]
+    return entry  # type: ignore[no-any-return]  # only holds have holders
+
+
+def _first_move(storages: Iterable[torch.UntypedStorage]) -> Any:
+    entries = (_moves.get(storage._cdata) for storage in storages)  # noqa: SLF001
+    return next((e for e in entries if e is not None and not isinstance(e, _Hold)), None)
+
+
+def _forget_in_child() -> None:
+    """Drop all holds and torch's lock in a forked child, which has no threads to release them."""
+    _torch._share_memory_lock = threading.Lock()  # noqa: SLF001
+    for key in [key for key, entry in _moves.items() if isinstance(entry, _Hold)]:
+        del _moves[key]
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,216 @@
+"""The decoding of plain Python values from JSON that `encode` wrote; trusts nothing."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import enum
+import json
+import pathlib
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+
+from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.types import collide, loaded_class, show_path
+from penstock.providers.values.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.types import ObjectPath
+
+
+_UCS4_BYTES = 4
+
+
+def decode_value(data: bytes, path: ObjectPath) -> object:
+    """Decode a value that `encode_value` encoded; trusts nothing.
+
+    Raises:
+        FormatError: `data` is not what `encode_value` writes.
+        UnsupportedStateError: A class that `data` names is not loaded.
+    """
+    try:
+        return _decode(json.loads(data))
+    except UnsupportedStateError as error:
+        msg = f"{show_path(path)}: {error}"
+        raise UnsupportedStateError(msg) from None
+    except (
+        RuntimeError,  # too deep, or torch does not know a device
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        OSError,  # a time zone that is a folder, or has too long a name
+        SyntaxError,  # of numpy, about a dtype with commas
+        struct.error,
+    ) as error:
+        msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
+        raise FormatError(msg, [show_path(path)]) from error
+
+
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if TAG not in data:
+        return {key: _decode(item) for key, item in data.items()}
+    tag = data[TAG]
+    return _TAGS[tag](data["v"], data)
+
+
+def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    decoded = [(_decode(key), _decode(value)) for key, value in pairs]
+    _without_collisions([key for key, _ in decoded])
+    return decoded
+
+
+def _without_collisions(keys: list[Any]) -> list[Any]:
+    """Return `keys`, but refuse so many of one hash that a set of them holds the GIL for hours."""
+    if collide(keys):
+        msg = "too many members or keys of one hash"
+        raise ValueError(msg)
+    return keys
+
+
+def _decode_defaultdict(pairs: Any, data: dict[str, Any]) -> Any:
+    name = data["factory"]
+    return defaultdict(None if name is None else FACTORIES[name], _decode_pairs(pairs))
+
+
+def _decode_deque(items: Any, data: dict[str, Any]) -> Any:
+    limit = data["maxlen"]
+    if limit is not None and len(items) > limit:
+        raise ValueError(limit)
+    return deque(_decode(items), limit)
+
+
+def _decode_path(text: Any, data: dict[str, Any]) -> Any:
+    kind = PATHS[data["class"]]
+    if issubclass(kind, pathlib.Path) and not isinstance(pathlib.Path(), kind):
+        # Python refuses to construct a concrete path of the other system.
+        kind = kind.__bases__[1]
+    return kind(_decode(text))
+
+
+def _decode_numpy(text: Any, data: dict[str, Any]) -> Any:
+    dtype = np.dtype(data["dtype"])
+    if dtype.kind not in NUMPY_KINDS or dtype.hasobject:
+        raise ValueError(str(dtype))
+    raw = bytes.fromhex(text)
+    if len(raw) != dtype.itemsize:
+        raise ValueError(text)
+    value = np.ndarray((), dtype, raw)[()] if raw else dtype.type()
+    if dtype.kind in "SU" and value.dtype != dtype:
+        return _padded(value, dtype)
+    return value
+
+
+def _padded(text: Any, dtype: np.dtype[Any]) -> Any:
+    """Return the scalar with the zeros at its end, which numpy drops when it reads an element."""
+    if dtype.kind == "S":
+        return np.bytes_(text + b"\0" * (dtype.itemsize - len(text)))
+    return np.str_(text + "\0" * (dtype.itemsize // _UCS4_BYTES - len(text)))
+
+
+def _decode_enum(name: Any, data: dict[str, Any]) -> Any:
+    return _find(data["class"], enum.Enum)[name]
+
+
+def _decode_flag(value: Any, data: dict[str, Any]) -> Any:
+    return _find(data["class"], enum.Flag)(_decode(value))
+
+
+def _decode_namedtuple(items: Any, data: dict[str, Any]) -> Any:
+    kind = _find(data["class"], tuple)
+    if not hasattr(kind, "_fields"):
+        raise ValueError(str(kind))
+    return kind._make(_decode(items))
+
+
+def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
+    def decode(value: Any, data: dict[str, Any]) -> Any:
+        del data
+        import torch  # noqa: PLC0415 - only values that came from torch need it
+
+        if name == "Size":
+            return torch.Size(value)
+        if name == "device":
+            return torch.device(value)
+        found = vars(torch)[value]  # getattr would import the modules that torch loads lazily
+        if not isinstance(found, torch.dtype):
+            raise TypeError(value)
+        return found
+
+    return decode
+
+
+def _find(name: str, base: type) -> Any:
+    kind = loaded_class(name)
+    if kind is None:
+        msg = f"{name} is not loaded: import its module before reading this value"
+        raise UnsupportedStateError(msg)
+    if not issubclass(kind, base):
+        raise TypeError(name)
+    return kind
+
+
+def _decode_date_time(kind: Any) -> Callable[[Any, dict[str, Any]], Any]:
+    def decode(text: Any, data: dict[str, Any]) -> Any:
+        value = kind.fromisoformat(text)
+        return value.replace(tzinfo=_decode_zone(data["tz"]), fold=data["fold"])
+
+    return decode
+
+
+def _float(text: str) -> float:
+    if text in ("inf", "-inf", "nan"):
+        return float(text)
+    (value,) = struct.unpack("<d", bytes.fromhex(text))
+    return float(value)
+
+
+def _decode_zone(zone: Any) -> dt.tzinfo | None:
+    if zone is None:
+        return None
+    if isinstance(zone, str):
+        return ZoneInfo(zone)
+    offset, name = zone
+    delta = dt.timedelta(*offset)
+    return dt.timezone(delta) if name is None else dt.timezone(delta, _decode(name))
+
+
+_TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "str": lambda v, _: bytes.fromhex(v).decode("utf-8", "surrogatepass"),
+    "int": lambda v, _: int(v, 16),
+    "float": lambda v, _: _float(v),
+    "complex": lambda v, _: complex(*_decode(v)),
+    "bytes": lambda v, _: base64.b64decode(v, validate=True),
+    "bytearray": lambda v, _: bytearray(base64.b64decode(v, validate=True)),
+    "tuple": lambda v, _: tuple(_decode(v)),
+    "set": lambda v, _: set(_without_collisions(_decode(v))),
+    "frozenset": lambda v, _: frozenset(_without_collisions(_decode(v))),
+    "dict": lambda v, _: dict(_decode_pairs(v)),
+    "OrderedDict": lambda v, _: OrderedDict(_decode_pairs(v)),
+    "Counter": lambda v, _: Counter(dict(_decode_pairs(v))),
+    "defaultdict": _decode_defaultdict,
+    "deque": _decode_deque,
+    "namedtuple": _decode_namedtuple,
+    "enum": _decode_enum,
+    "flag": _decode_flag,
+    "numpy": _decode_numpy,
+    "path": _decode_path,
+    "date": lambda v, _: dt.date.fromisoformat(v),
+    "datetime": _decode_date_time(dt.datetime),
+    "time": _decode_date_time(dt.time),
+    "timedelta": lambda v, _: dt.timedelta(*v),
+    "torch.Size": _decode_torch("Size"),
+    "torch.dtype": _decode_torch("dtype"),
+    "torch.device": _decode_torch("device"),
+}

@@ -1,0 +1,577 @@
+"""Answers that no store should give, of which a backend makes the right bytes, or an error.
+
+The servers here answer by a script, so nothing of this depends on what another server can do.
+"""
+
+import json
+import socket
+import sys
+
+import pytest
+from tests.backends.fsspec.scripted_server import ScriptedServer, answering, then_closing
+
+pytest.importorskip("botocore", reason="needs botocore (pip install 'penstock[s3]')")
+
+from penstock.backends.fsspec import FsspecConfig
+from penstock.core.errors import BlobExistsError, StorageError, StorageTimeoutError
+from penstock.core.types import ReadRequest, WriteRequest
+
+RANGE = "Content-Range: bytes 0-3/4\r\n"
+WHOLE = answering(b"abcd", more=RANGE)
+OK = "HTTP/1.1 206 Partial Content\r\n"
+LENGTH = "Content-Length: 4\r\n"
+CHUNKED_CUT = "Transfer-Encoding: chunked\r\n\r\n9\r\nsome"
+
+
+def saying(text):
+    def script(server, connection):
+        server.head_of(connection)
+        connection.sendall(text.encode())
+
+    return then_closing(script)
+
+
+def answering_all(answer_to):
+    """What `answer_to` makes of the head of each request, as often as there is one."""
+
+    def script(server, connection):
+        while True:
+            head = server.head_of(connection)
+            if any(line.lower().startswith("expect:") for line in head):
+                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            announced = next((h for h in head if h.lower().startswith("content-length:")), ":0")
+            left = int(announced.partition(":")[2])
+            while left:
+                left -= len(connection.recv(left))
+            answer = answer_to(head)
+            connection.sendall(answer)
+            if b"\r\n\r\n" not in answer:
+                connection.shutdown(socket.SHUT_RDWR)
+                return
+
+    return script
+
+
+@pytest.fixture
+def at(opened):
+    """Opens a backend at an endpoint."""
+
+    def open_at(endpoint, *, bucket="bucket", **options):
+        given = {"endpoint_url": endpoint, "addressing_style": "path", **options.pop("more", {})}
+        return opened(
+            f"s3://{bucket}/run",
+            options=given,
+            **{"conditional_put": "yes", "attempts": 3, **options},
+        )
+
+    return open_at
+
+
+def read(backend):
+    target = memoryview(bytearray(4))
+    backend.read([ReadRequest("b.raw", 0, target)])
+    return bytes(target)
+
+
+# -- heads --------------------------------------------------------------------------------------
+
+NO_HEADS = {
+    "ends in the first line": "HTTP/1.1 206",
+    "ends in a name": OK + LENGTH + "Content-Ra",
+    "ends in a value": OK + RANGE + "Content-Length: 4",
+    "ends between lines": OK + LENGTH + RANGE,
+    "line without a colon": OK + "rubbish\r\n" + LENGTH + RANGE + "\r\nabcd",
+    "length is a word": OK + "Content-Length: four\r\n" + RANGE + "\r\nabcd",
+    "length below zero": OK + "Content-Length: -4\r\n" + RANGE + "\r\nabcd",
+    "two lengths": OK + LENGTH + "Content-Length: 2\r\n" + RANGE + "\r\nabcd",
+    "compressed": OK + "Transfer-Encoding: gzip, chunked\r\n" + LENGTH + RANGE + "\r\n4\r\nabcd",
+    "HTTP/2": "HTTP/2 206\r\n" + LENGTH + RANGE + "\r\nabcd",
+    "no head": "abcd",
+    "status of two digits": "HTTP/1.1 99 Odd\r\n" + LENGTH + RANGE + "\r\nabcd",
+    "provisional": "HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK + LENGTH + RANGE + "\r\nabcd",
+    "endless line": OK + "X: " + "a" * 70_000 + "\r\n" + LENGTH + RANGE + "\r\nabcd",
+    "endless head": OK + "X: a\r\n" * 101 + LENGTH + RANGE + "\r\nabcd",
+    "no body": "HTTP/1.1 204 No Content\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("text", NO_HEADS.values(), ids=NO_HEADS)
+def test_answer_of_which_the_head_is_no_head_is_asked_for_again(at, text):
+    with ScriptedServer(saying(text), WHOLE) as server:
+        assert read(at(server.url)) == b"abcd"
+    assert len(server.heads) == 2
+
+
+@pytest.mark.parametrize("text", NO_HEADS.values(), ids=NO_HEADS)
+def test_store_that_gives_no_other_answer_is_said(at, text):
+    told = r"cannot read b\.raw on s3://bucket/run: [^\n]*answer[^\n]*; look whether"
+    with ScriptedServer(saying(text)) as server, pytest.raises(StorageError, match=told) as caught:
+        read(at(server.url, attempts=1))
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OK + RANGE + "\r\nabcd",
+        OK + RANGE + "Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n3\r\nbcd\r\n0\r\n\r\n",
+        OK + RANGE + "Content-Type: multipart/byteranges; boundary=x\r\n" + LENGTH + "\r\nabcd",
+    ],
+    ids=["until the end", "in chunks", "of several types"],
+)
+def test_range_in_another_form_is_read(at, text):
+    with ScriptedServer(saying(text)) as server:
+        assert read(at(server.url, attempts=1)) == b"abcd"
+
+
+def test_record_of_unknown_length_is_asked_for_again(at):
+    with ScriptedServer(saying(OK + "\r\nab"), answering(b"abcd", status="200 OK")) as server:
+        assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
+
+
+def test_part_of_a_record_is_not_taken_for_all_of_it(at):
+    part = answering(b"ab", more="Content-Range: bytes 0-1/4\r\n")
+    with ScriptedServer(then_closing(part), answering(b"abcd", status="200 OK")) as server:
+        assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
+
+
+def test_record_of_two_lengths_is_not_cut_to_the_shorter(at):
+    twice = saying("HTTP/1.1 200 OK\r\n" + LENGTH + "Content-Length: 2\r\n\r\nabcd")
+    with ScriptedServer(twice, answering(b"abcd", status="200 OK")) as server:
+        assert at(server.url).read_record("r.json", limit_bytes=9) == b"abcd"
+
+
+# -- answers that end early, or never -----------------------------------------------------------
+
+
+def half_of(announced, *, closing):
+    more = f"Content-Range: bytes 0-{announced - 1}/{announced}\r\n"
+    head = f"{OK}Content-Length: {announced}\r\n{more}\r\n"
+
+    def script(server, connection):
+        server.head_of(connection)
+        connection.sendall(head.encode() + bytes(announced // 2))
+        if not closing:
+            connection.recv(1)
+
+    return then_closing(script)
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_range_that_ends_early_is_an_error(at, size):
+    requests = [ReadRequest("b.raw", 0, memoryview(bytearray(size)))]
+    told = rf"read b\.raw on s3://bucket/run: no whole answer came \(.*{size - size // 2} more"
+    with (
+        ScriptedServer(half_of(size, closing=True)) as server,
+        pytest.raises(StorageError, match=told),
+    ):
+        at(server.url, attempts=1).read(requests)
+
+
+@pytest.mark.parametrize("text", [OK + "Content-Length: 9\r\n\r\nsome", OK + CHUNKED_CUT])
+@pytest.mark.parametrize("what", ["record", "listing"])
+def test_text_that_ends_early_is_an_error(at, what, text):
+    with ScriptedServer(saying(text)) as server:
+        backend = at(server.url, attempts=1)
+        with pytest.raises(StorageError, match="answer"):
+            backend.read_record("r", limit_bytes=99) if what == "record" else backend.list("")
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_range_that_stops_in_the_middle_is_a_timeout(at, size):
+    requests = [ReadRequest("b.raw", 0, memoryview(bytearray(size)))]
+    with (
+        ScriptedServer(half_of(size, closing=False)) as server,
+        pytest.raises(StorageTimeoutError, match="no answer in time"),
+    ):
+        at(server.url, attempts=1, timeout_s=0.2).read(requests)
+
+
+def test_store_that_takes_no_more_of_a_body_is_a_timeout(at):
+    def script(server, connection):
+        server.head_of(connection)
+        server.ending.wait(60)
+
+    with ScriptedServer(script) as server:
+        backend = at(server.url, attempts=1, timeout_s=0.2)
+        with pytest.raises(StorageTimeoutError, match="no answer in time"):
+            backend.publish("r.json", bytes(32 << 20))
+
+
+def closes_at_the_second(server, connection):
+    answering(b"abcd", more=RANGE)(server, connection)
+    server.head_of(connection)
+    connection.close()
+
+
+def test_request_that_meets_the_end_of_a_kept_connection_is_sent_again(at):
+    with ScriptedServer(closes_at_the_second, WHOLE) as server:
+        backend = at(server.url)
+        assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
+    assert (server.connections, len(server.heads)) == (2, 3)
+
+
+def test_store_that_closes_each_connection_unannounced_is_read(at):
+    script = then_closing(answering(b"abcd", more="Connection: keep-alive\r\n" + RANGE))
+    with ScriptedServer(script) as server:
+        backend = at(server.url)
+        assert [read(backend) for _ in range(3)] == [b"abcd"] * 3
+    assert server.connections == 3
+
+
+def test_requests_that_meet_the_end_of_a_connection_count_as_attempts(at):
+    with ScriptedServer(closes_at_the_second) as server:
+        backend = at(server.url, attempts=1)
+        assert read(backend) == b"abcd"
+        with pytest.raises(StorageError, match="no whole answer came"):
+            read(backend)
+    assert (server.connections, len(server.heads)) == (1, 2)
+
+
+# -- what answers is no store -------------------------------------------------------------------
+
+
+def ok(body="", more=""):
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{more}\r\n{body}".encode()
+
+
+LISTING = (
+    "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>run/r.json</Key>"
+    "<Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents></ListBucketResult>"
+)
+
+
+@pytest.mark.parametrize("page", ["<html><body>log in</body></html>", ""])
+def test_page_to_log_in_is_no_empty_listing(at, page):
+    answers = [ok(page), ok(LISTING)]
+    with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
+        assert [info.name for info in at(server.url).list("")] == ["r.json"]
+    assert answers == []
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_page_to_log_in_is_no_word_that_a_record_is_stored(at, exclusive):
+    answers = [ok("<html></html>"), ok(more='ETag: "x"\r\n')]
+    with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
+        at(server.url).publish("r.json", b"x", exclusive=exclusive)
+    assert answers == []
+
+
+def test_what_the_store_does_not_say_to_be_deleted_is_not(at):
+    def deleted(key):
+        return ok(f"<DeleteResult><Deleted><Key>run/{key}</Key></Deleted></DeleteResult>")
+
+    answers = [ok("<html></html>"), deleted("a"), deleted("b")]
+    with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
+        at(server.url).delete(["a", "b"])
+    assert answers == []
+
+
+def test_page_to_log_in_is_no_word_that_anything_was_deleted(at):
+    page = answering_all(lambda _: ok("<html></html>"))
+    told = "cannot delete a on .*: the answer does not name it"
+    with ScriptedServer(page) as server, pytest.raises(StorageError, match=told):
+        at(server.url).delete(["a"])
+
+
+@pytest.mark.parametrize("entry", ["Error", "Deleted"])
+def test_an_entry_without_a_name_is_no_word_that_anything_was_deleted(at, entry):
+    text = f"<DeleteResult><{entry}><Code>InternalError</Code></{entry}></DeleteResult>"
+    told = "cannot delete a on .*: the answer does not name it"
+    with (
+        ScriptedServer(answering_all(lambda _: ok(text))) as server,
+        pytest.raises(StorageError, match=told),
+    ):
+        at(server.url).delete(["a"])
+
+
+def test_page_to_log_in_is_no_word_about_a_blob(at):
+    answers = [ok(), ok(more="Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n")]
+    with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
+        assert at(server.url).stat("r.json").size_bytes == 0
+    assert answers == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ok("<html></html>"), b"HTTP/1.1 200", b'HTTP/1.1 200 OK\r\nETag: "ab'],
+    ids=["page to log in", "cut in the first line", "cut in a line"],
+)
+def test_answer_that_is_none_of_a_store_is_no_word_that_a_part_is_stored(at, page):
+    size, pages, completed = (5 << 20) + 1, [page], []
+
+    def answer(head):
+        method, target, _ = head[0].split()
+        if method == "HEAD":
+            there = f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n"
+            return (there if completed else "HTTP/1.1 404 X\r\n\r\n").encode()
+        if method == "PUT":
+            return pages.pop() if pages else ok(more='ETag: "x"\r\n')
+        if "uploads" not in target:
+            completed.append(target)
+        return ok("<Result><UploadId>u</UploadId></Result>")
+
+    with ScriptedServer(answering_all(answer)) as server:
+        writer = at(server.url, part_bytes=5 << 20).create("b.raw", size_hint=size)
+        writer.write([WriteRequest(0, (memoryview(bytes(size)),))])
+        writer.seal(size)
+    assert (len(completed), pages) == (1, [])
+    assert (
+        sum(head[0].startswith("PUT") for head in server.heads) == 3
+    )  # two parts, one of them twice
+
+
+def test_store_that_begins_no_upload_is_an_error_of_ours(at):
+    def answer(head):
+        missing = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+        return missing if head[0].startswith("HEAD") else ok("<html></html>")
+
+    with ScriptedServer(answering_all(answer)) as server:
+        writer = at(server.url, attempts=1).create("b.raw", size_hint=64 << 20)
+        with pytest.raises(StorageError, match=r"create b\.raw on s3://bucket/run.*lacks UploadId"):
+            writer.seal(64 << 20)
+        writer.abort()
+
+
+def test_listing_that_does_not_say_where_it_goes_on_is_an_error(at):
+    with (
+        ScriptedServer(answering_all(lambda _: ok(LISTING.replace("false", "true")))) as server,
+        pytest.raises(StorageError, match=r"list the root on s3://.*NextContinuationToken"),
+    ):
+        at(server.url).list("")
+
+
+def test_a_listing_that_goes_on_from_one_place_twice_is_an_error(at):
+    more = LISTING.replace("false", "true").replace(
+        "<IsTruncated>", "<NextContinuationToken>a</NextContinuationToken><IsTruncated>"
+    )
+    with (
+        ScriptedServer(answering_all(lambda _: ok(more))) as server,
+        pytest.raises(StorageError, match="a second time; the listing would never end"),
+    ):
+        at(server.url).list("")
+    assert len(server.heads) == 2
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+
+
+def going_on(first, piece, last):
+    """An answer that ends only long after anybody should have given it up."""
+
+    def script(server, connection):
+        server.head_of(connection)
+        connection.sendall(first)
+        for _ in range(32):
+            connection.sendall(piece)
+        connection.sendall(last)
+
+    return script
+
+
+@pytest.mark.parametrize("what", ["record", "listing"])
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((b"HTTP/1.1 404 Not Found\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "goes on behind"),
+        ((b"HTTP/1.1 200 OK\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "goes on behind|lacks"),
+    ],
+    ids=["refusal", "answer"],
+)
+def test_an_answer_that_goes_on_and_on_is_given_up(at, answer, told, what):
+    with ScriptedServer(going_on(*answer)) as server:
+        backend = at(server.url, attempts=1)
+        calls = {
+            "record": lambda: backend.read_record("r.json", limit_bytes=1000),
+            "listing": lambda: backend.list(""),
+        }
+        with pytest.raises(StorageError, match=told):
+            calls[what]()
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def refusing(status, code="", more=""):
+    text = f"<Error><Code>{code}</Code>{more}</Error>" if code else "<html>wait</html>"
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+
+
+@pytest.mark.parametrize("code", ["", "SomethingElse"])
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_status_that_asks_to_come_back_is_obeyed(at, status, code):
+    answers = [refusing(status, code)] * 2
+    with ScriptedServer(
+        answering_all(lambda _: answers.pop() if answers else ok("abcd", RANGE))
+    ) as server:
+        assert read(at(server.url)) == b"abcd"
+    assert len(server.heads) == 3
+
+
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_status_that_asks_to_come_back_is_not_obeyed_for_ever_or_at_once(at, status):
+    with ScriptedServer(answering_all(lambda _: refusing(status))) as server:
+        with pytest.raises(StorageError, match=r"read b\.raw on s3://bucket/run"):
+            read(at(server.url, retry_total_s=0))  # any pause is too long
+        assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize("code", ["BadDigest", "IncompleteBody"])
+def test_record_that_was_damaged_on_its_way_is_sent_again(at, code):
+    answers = [refusing(400, code), ok(more='ETag: "x"\r\n')]
+    with ScriptedServer(answering_all(lambda _: answers.pop(0))) as server:
+        at(server.url).publish("r.json", b"x")
+    assert answers == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        (403, "RequestTimeTooSkewed", "set the clock"),
+        (400, "ExpiredToken", "renew them"),
+        (400, "", r"no reason \(HTTP 400\); have the credentials expired"),
+        (403, "", "lack the permission"),
+    ],
+)
+def test_refusal_for_good_is_said_at_once_with_what_to_do(at, status, code, advice):
+    with ScriptedServer(answering_all(lambda _: refusing(status, code))) as server:
+        with pytest.raises(StorageError, match=rf"read b\.raw on s3://bucket/run.*{advice}"):
+            read(at(server.url))
+        assert len(server.heads) == 1
+
+
+def test_by_default_what_met_a_timeout_is_tried_again():
+    config = FsspecConfig(url="s3://bucket/run")
+    assert config.retry_total_s >= 2 * config.timeout_s
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        b"HTTP/1.1 301 X\r\nx-amz-bucket-region: eu-west-3\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 307 X\r\nx-amz-bucket-region: eu-west-3\r\nContent-Length: 0\r\n\r\n",
+        refusing(400, "AuthorizationHeaderMalformed", "<Region>eu-west-3</Region>"),
+    ],
+    ids=["301", "307", "malformed"],
+)
+def test_bucket_of_another_region_is_read_there(at, refusal):
+    def answer(head):
+        there = any("/eu-west-3/s3/" in line for line in head)
+        return ok("abcd", RANGE) if there else refusal
+
+    with ScriptedServer(answering_all(answer)) as server:
+        backend = at(server.url, attempts=1)
+        assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
+    assert len(server.heads) == 3
+
+
+# -- addresses ----------------------------------------------------------------------------------
+
+
+def test_host_in_capitals_is_asked_as_it_is_signed(at):
+    with ScriptedServer(WHOLE) as server:
+        assert read(at(f"HTTP://LOCALHOST:{server.port}")) == b"abcd"
+    assert f"Host: localhost:{server.port}" in server.heads[0]
+
+
+def test_address_of_the_new_kind_is_understood(at):
+    try:
+        server = ScriptedServer(WHOLE, host="::1")
+    except OSError as error:
+        pytest.skip(f"needs IPv6 on loopback: {error}")
+    with server:
+        assert read(at(server.url)) == b"abcd"
+    assert f"Host: [::1]:{server.port}" in server.heads[0]
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_endpoint_below_a_path_is_asked_there(at, end):
+    with ScriptedServer(WHOLE) as server:
+        assert read(at(f"{server.url}/s3/store{end}")) == b"abcd"
+    assert server.heads[0][0] == "GET /s3/store/bucket/run/b.raw HTTP/1.1"
+
+
+def test_bucket_with_dots_is_asked_by_its_host(at, monkeypatch):
+    names = socket.getaddrinfo
+
+    def loopback(host, *arguments, **options):  # as a wildcard in the DNS would
+        host = "127.0.0.1" if host == "my.bucket.store.example" else host
+        return names(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", loopback)
+    with ScriptedServer(WHOLE) as server:
+        endpoint = f"http://store.example:{server.port}"
+        backend = at(endpoint, bucket="my.bucket", more={"addressing_style": "virtual"})
+        assert read(backend) == b"abcd"
+    assert server.heads[0][0] == "GET /run/b.raw HTTP/1.1"
+    assert f"Host: my.bucket.store.example:{server.port}" in server.heads[0]
+
+
+# -- credentials that expire --------------------------------------------------------------------
+
+AGENT = """
+import datetime, json, pathlib, sys
+runs = pathlib.Path(sys.argv[1])
+number = len(runs.read_text()) + 1 if runs.exists() else 1
+runs.write_text("x" * number)
+if number == int(sys.argv[2]):
+    sys.exit("the agent is busy")
+ends = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=1)
+print(json.dumps({"Version": 1, "AccessKeyId": f"AKID{number}X", "SecretAccessKey": "s",
+                  "SessionToken": "t", "Expiration": ends.isoformat()}))
+"""
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """Configures a process that tells credentials which last a minute: too short to use twice."""
+
+    def configure(*, fails_at=0):
+        program, runs = tmp_path / "agent.py", tmp_path / "runs"
+        program.write_text(AGENT)
+        command = json.dumps(f"{sys.executable} {program} {runs} {fails_at}")[1:-1]
+        config = tmp_path / "config"
+        config.write_text(f"[profile agent]\ncredential_process = {command}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+        return runs
+
+    return configure
+
+
+def key_ids(server):
+    lines = [line for head in server.heads for line in head if line.startswith("Authorization")]
+    return [line.partition("Credential=")[2].partition("/")[0] for line in lines]
+
+
+def test_credentials_are_renewed_between_requests_of_one_backend(at, agent):
+    agent()
+    with ScriptedServer(answering_all(lambda _: ok("abcd", RANGE))) as server:
+        backend = at(server.url, more={"profile": "agent"})
+        assert [read(backend), read(backend)] == [b"abcd", b"abcd"]
+    first, second = key_ids(server)
+    assert first != second
+
+
+@pytest.mark.parametrize("time", [1, 3])
+def test_agent_that_is_busy_once_is_asked_again(at, agent, time):
+    runs = agent(fails_at=time)
+    with ScriptedServer(answering_all(lambda _: ok("abcd", RANGE))) as server:
+        backend = at(server.url, more={"profile": "agent"})
+        assert [read(backend), read(backend), read(backend)] == [b"abcd"] * 3
+    assert len(runs.read_text()) > 3
+
+
+def test_agent_that_is_busy_leaves_no_doubt_who_won(at, agent):
+    agent(fails_at=2)
+    with ScriptedServer(answering_all(lambda _: refusing(412, "PreconditionFailed"))) as server:
+        backend = at(server.url, more={"profile": "agent"})
+        with pytest.raises(BlobExistsError, match="the name is taken"):
+            backend.publish("c.json", b"x", exclusive=True)
+        assert len(server.heads) == 1
+
+
+def test_agent_that_has_none_is_said_on_one_line(at, agent):
+    agent(fails_at=1)
+    with pytest.raises(StorageError, match=r"open the root on .*\(.*agent is busy\); set AWS_"):
+        at("http://127.0.0.1:9", attempts=1, more={"profile": "agent"})

@@ -1,0 +1,424 @@
+"""How requests travel: whole answers or an error, connections kept, certificates, proxies."""
+
+import datetime as dt
+import ipaddress
+import socket
+import ssl
+import struct
+import threading
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.backends.fsspec.scripted_server import ScriptedServer, answering, then_closing
+
+pytest.importorskip("botocore", reason="needs botocore (pip install 'penstock[s3]')")
+
+from botocore.awsrequest import AWSPreparedRequest, HeadersDict
+from botocore.exceptions import SSLError
+
+from penstock.backends.fsspec import FsspecConfig
+from penstock.backends.fsspec.s3.connect import Transport, Views
+from penstock.backends.fsspec.s3.errors import BrokenAnswerError
+from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.testing.expectations import pattern, read_all
+from penstock.core.types import ReadRequest, WriteRequest
+
+DATA = pattern(300_000)
+PART = 5 << 20
+
+
+@pytest.fixture
+def transport():
+    found = []
+
+    def make(*, verify=True, timeout_s=10, **options):
+        config = FsspecConfig(url="s3://bucket/run", timeout_s=timeout_s)
+        place = "http://127.0.0.1"
+        found.append(Transport(config, endpoint_url=place, verify=verify, **options))
+        return found[-1]
+
+    yield make
+    for one in found:
+        one.close()
+
+
+def request(server, *, method="GET", body=None, streamed=True, **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    if body is not None:
+        headers["Content-Length"] = str(len(body))
+    url = f"{server.url}/bucket/key?x=1"
+    return AWSPreparedRequest(method, url, HeadersDict(headers), body, streamed)
+
+
+def body_of(answer, size):
+    target = memoryview(bytearray(size))
+    at = 0
+    while at < size and (count := answer.raw.readinto(target[at:])):
+        at += count
+    return bytes(target[:at])
+
+
+def test_request_and_answer_arrive_as_they_are(transport):
+    with ScriptedServer(answering(DATA, more="ETag: abc\r\n")) as server:
+        answer = transport().send(request(server, Range="bytes=0-9"))
+        assert (answer.status_code, answer.headers["etag"]) == (206, "abc")
+        assert body_of(answer, len(DATA)) == DATA
+        assert answer.raw.readinto(memoryview(bytearray(1))) == 0
+    head = server.heads[0]
+    assert head[0] == "GET /bucket/key?x=1 HTTP/1.1"
+    assert f"Host: {server.netloc}" in head
+    assert "Range: bytes=0-9" in head
+
+
+def test_connection_is_used_again_once_an_answer_is_read(transport):
+    with ScriptedServer(answering(b"one", b"", DATA, b"four")) as server:
+        carrier = transport()
+        assert body_of(carrier.send(request(server)), 3) == b"one"
+        assert carrier.send(request(server)).content == b""
+        assert carrier.send(request(server, streamed=False)).content == DATA
+        assert carrier.send(request(server)).content == b"four"
+    assert server.connections == 1
+
+
+def test_body_does_not_wait_until_its_head_is_acknowledged(transport):
+    with ScriptedServer(answering(DATA)) as server:
+        answer = transport().send(request(server))
+        at_once = answer.raw.connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        answer.raw.close()
+    assert at_once
+
+
+@pytest.mark.parametrize(("rest_s", "connections"), [(29, 1), (31, 2)])
+def test_connection_that_rested_long_is_not_used_again(transport, rest_s, connections):
+    times = iter([0, 0, rest_s])
+    with ScriptedServer(answering(b"one", b"two"), answering(b"two")) as server:
+        carrier = transport(clock=lambda: next(times))
+        assert carrier.send(request(server)).content == b"one"
+        assert carrier.send(request(server)).content == b"two"
+    assert server.connections == connections
+
+
+def test_connection_is_not_used_again_while_an_answer_is_not_read(transport):
+    with ScriptedServer(answering(DATA, b"x")) as server:
+        carrier = transport()
+        first, second = carrier.send(request(server)), carrier.send(request(server))
+        assert second.content == DATA
+        assert body_of(first, len(DATA)) == DATA
+        assert server.connections == 2
+
+
+def test_connection_is_not_used_again_after_an_answer_that_was_given_up(transport):
+    def late(server, connection):
+        server.head_of(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + DATA[:10])
+        server.head_of(connection)
+        connection.sendall(DATA[10:20])
+
+    with ScriptedServer(late, answering(DATA)) as server:
+        carrier = transport()
+        first = carrier.send(request(server))
+        body_of(first, 10)
+        first.raw.close()
+        assert carrier.send(request(server)).content == DATA
+    assert server.connections == 2
+
+
+def test_body_is_sent_whole_without_waiting_to_be_asked_for_it(transport):
+    views = [memoryview(DATA)[:1], memoryview(DATA)[1:250_000], memoryview(DATA)[250_000:]]
+    got = bytearray()
+
+    def script(server, connection):
+        server.head_of(connection)
+        while len(got) < len(DATA):
+            got.extend(connection.recv(1 << 20))
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    with ScriptedServer(script) as server:
+        body = Views(views)
+        answer = transport().send(request(server, method="PUT", body=body, Expect="100-continue"))
+        assert answer.status_code == 200
+        assert answer.content == b""
+    assert got == DATA
+    assert not any(line.lower().startswith("expect") for line in server.heads[0])
+
+
+def test_connection_that_the_store_closes_is_replaced(transport):
+    script = then_closing(answering(b"x", more="Connection: close\r\n"))
+    with ScriptedServer(script) as server:
+        carrier = transport()
+        for _ in range(3):
+            assert carrier.send(request(server)).content == b"x"
+    assert server.connections == 3
+
+
+def test_body_that_was_not_sent_to_its_end_is_not_stored(transport):
+    def script(server, connection):
+        server.head_of(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        connection.close()
+
+    with ScriptedServer(script) as server:
+        body = Views([memoryview(bytes(32 << 20))])
+        with pytest.raises(BrokenAnswerError, match="not sent to its end"):
+            transport().send(request(server, method="PUT", body=body))
+
+
+@pytest.mark.parametrize("status", ["101 Switching Protocols", "103 Early Hints"])
+def test_provisional_answer_is_not_taken_for_the_answer(transport, status):
+    def script(server, connection):
+        server.head_of(connection)
+        connection.sendall(f"HTTP/1.1 {status}\r\n\r\nHTTP/1.1 200 OK\r\n\r\n".encode())
+
+    with ScriptedServer(script) as server:
+        with pytest.raises(BrokenAnswerError, match=f"provisional answer .{status[:3]}"):
+            transport().send(request(server))
+        assert server.connections == 1
+
+
+def test_answer_that_is_whole_counts_though_the_connection_is_reset_behind_it(transport):
+    reset = threading.Event()
+
+    def script(server, connection):
+        answering(b"whole")(server, connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        reset.set()
+
+    with ScriptedServer(script) as server:
+        carrier = transport()
+        for _ in range(2):
+            reset.clear()
+            answer = carrier.send(request(server))
+            reset.wait()
+            assert body_of(answer, 5) == b"whole"
+        assert server.connections == 2
+
+
+def test_connection_over_tls_is_used_again_after_small_answers(transport, certificate):
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate)
+    with ScriptedServer(answering(b"one", b"", b"two"), tls=tls) as server:
+        carrier = transport(verify=certificate)
+        assert body_of(carrier.send(request(server)), 3) == b"one"
+        assert carrier.send(request(server)).content == b""
+        assert carrier.send(request(server)).content == b"two"
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize("status", ["403 Forbidden", "503 Slow Down"])
+def test_refusal_that_closes_in_the_middle_of_a_body_is_heard(transport, status):
+    text = b"<Error><Code>Refused</Code></Error>"
+
+    def script(server, connection):
+        server.head_of(connection)
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode() + text)
+        connection.close()
+
+    with ScriptedServer(script, answering(b"")) as server:
+        carrier = transport()
+        body = Views([memoryview(bytes(32 << 20))])
+        answer = carrier.send(request(server, method="PUT", body=body))
+        assert answer.status_code == int(status[:3])
+        assert answer.content == text
+        assert carrier.send(request(server)).content == b""
+    assert server.connections == 2
+
+
+def test_refusal_in_the_middle_of_a_body_is_heard(transport):
+    def script(server, connection):
+        server.head_of(connection)
+        text = b"<Error><Code>AccessDenied</Code></Error>"
+        head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(text)}\r\n\r\n"
+        connection.sendall(head.encode() + text)
+        connection.close()
+
+    with ScriptedServer(script) as server:
+        carrier = transport()
+        body = Views([memoryview(bytes(32 << 20))])
+        answer = carrier.send(request(server, method="PUT", body=body))
+        assert answer.status_code == 403
+        assert b"AccessDenied" in answer.content
+        again = carrier.send(request(server, method="PUT", body=body))
+        assert b"AccessDenied" in again.content
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nsome text\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\nsome text",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nsome text",
+    ],
+)
+@pytest.mark.parametrize("how", ["readinto", "content"])
+def test_other_forms_of_answers_are_understood(transport, raw, how):
+    def script(server, connection):
+        server.head_of(connection)
+        connection.sendall(raw)
+
+    with ScriptedServer(then_closing(script)) as server:
+        answer = transport().send(request(server, streamed=how == "readinto"))
+        found = answer.content if how == "content" else body_of(answer, 99)
+    assert found == b"some text"
+
+
+@given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 130), max_size=4))
+def test_views_are_one_file(pieces, places):
+    views, whole = Views([memoryview(p) for p in pieces]), b"".join(pieces)
+    assert len(views) == len(whole)
+    for place in [0, *places]:
+        assert views.seek(place) == place
+        found = b""
+        while piece := bytes(views.read(3)):
+            found += piece
+        assert found == whole[place:]
+        assert views.tell() == max(place, len(whole))
+
+
+# -- certificates -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A file with a key and a certificate, which signs itself, for 127.0.0.1."""
+    x509 = pytest.importorskip("cryptography.x509", reason="needs cryptography")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loopback")])
+    now = dt.datetime.now(dt.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + signed.public_bytes(serialization.Encoding.PEM)
+    )
+    return str(path)
+
+
+@pytest.fixture
+def secured(certificate):
+    """A server that answers over TLS, for ever."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    more = f"Content-Range: bytes 0-{len(DATA) - 1}/{len(DATA)}\r\n"
+    with ScriptedServer(answering(*[DATA] * 9, more=more), tls=context) as server:
+        yield server
+
+
+def test_certificates_are_checked_by_default(transport, secured):
+    with pytest.raises(SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+        transport().send(request(secured))
+    assert secured.heads == []
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@pytest.mark.parametrize("trusting", ["file", "nothing checked"])
+def test_trusted_file_or_no_check_lets_pass(transport, secured, certificate, trusting):
+    carrier = transport(verify=certificate if trusting == "file" else False)
+    for _ in range(2):
+        answer = carrier.send(request(secured))
+        assert body_of(answer, len(DATA)) == DATA
+    assert secured.connections == 1
+
+
+def test_certificate_of_another_host_is_refused(transport, secured, certificate):
+    named = SimpleNamespace(url=secured.url.replace("127.0.0.1", "localhost"))
+    with pytest.raises(SSLError, match="localhost"):
+        transport(verify=certificate).send(request(named))
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@pytest.mark.parametrize(
+    "how", ["nothing", "option", "option off", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"]
+)
+def test_backend_trusts_what_options_and_environment_say(
+    opened, secured, certificate, monkeypatch, how
+):
+    for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    options = {"endpoint_url": secured.url, "addressing_style": "path"}
+    if how == "option":
+        options["verify"] = certificate
+    elif how == "option off":
+        options["verify"] = False
+    elif how != "nothing":
+        monkeypatch.setenv(how, certificate)
+    backend = opened("s3://bucket/run", options=options, conditional_put="yes", attempts=1)
+    target = memoryview(bytearray(len(DATA)))
+    if how != "nothing":
+        backend.read([ReadRequest("b.raw", 0, target)])
+        assert target == DATA
+    else:
+        with pytest.raises(StorageError, match=r"read b.raw on s3://bucket/run.*CERTIFICATE"):
+            backend.read([ReadRequest("b.raw", 0, target)])
+        assert secured.heads == []
+
+
+# -- proxies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("spared", [False, True])
+def test_proxy_of_the_environment_gets_all_requests(opened, folder, proxy, monkeypatch, spared):
+    monkeypatch.setenv("HTTP_PROXY", proxy.url)
+    monkeypatch.setenv("http_proxy", proxy.url)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1" if spared else "")
+    options = {"endpoint_url": proxy.upstream}
+    backend = opened(f"s3://{folder}", options=options, part_bytes=PART, conditional_put="yes")
+    data = pattern(2 * PART + 99)
+    writer = backend.create("b.raw", size_hint=len(data))
+    writer.write([WriteRequest(0, (memoryview(data),))])
+    writer.seal(len(data))
+    assert read_all(backend, "b.raw", len(data)) == data
+    with pytest.raises(BlobNotFoundError):
+        backend.read_record("none.json", limit_bytes=9)
+    seen = len(proxy.requests("PUT", "partNumber")), len(proxy.requests("GET"))
+    assert (seen == (0, 0)) if spared else (seen[0] == 3 and seen[1] >= 2)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NO_PROXY": "127.0.0.1"},
+        {"no_proxy": "127.0.0.1"},
+        {"NO_PROXY": "other.example"},
+        {"no_proxy": "*"},
+        {"NO_PROXY": "127.0.0.1", "http_proxy": "http://127.0.0.1:9"},  # where nobody is
+        {"no_proxy": "127.0.0.1", "HTTP_PROXY": "http://127.0.0.1:9"},
+        {"https_proxy": "http://127.0.0.1:9"},
+    ],
+)
+def test_requests_go_to_the_store_itself_where_no_proxy_is_for_it(
+    opened, folder, proxy, monkeypatch, environment
+):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    data = pattern(2 * PART)
+    backend = opened(f"s3://{folder}", options={"endpoint_url": proxy.url}, part_bytes=PART)
+    writer = backend.create("b.raw", size_hint=len(data))
+    writer.write([WriteRequest(0, (memoryview(data),))])
+    writer.seal(len(data))
+    assert len(proxy.requests("PUT", "partNumber")) == 2

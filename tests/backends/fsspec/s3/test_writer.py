@@ -1,0 +1,342 @@
+"""How blobs become parts: by offset, in bounded memory, without needless copies."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.backends.fsspec.config import MAX_PARTS
+from penstock.backends.fsspec.parts import Part, PartMemory
+from penstock.backends.fsspec.s3.writer import part_bytes_for
+from penstock.core.errors import BlobExistsError, StorageError
+from penstock.core.testing.expectations import pattern, read_all
+from penstock.core.types import PAGE_BYTES, WriteRequest, align_up
+
+MIB = 1 << 20
+PART = 5 * MIB
+
+
+@pytest.mark.parametrize("size", [None, 0, 1, 80 << 30, 5 << 40])
+def test_part_size_follows_the_hint_within_the_rules_of_s3(size):
+    part = part_bytes_for(size, PART)
+    assert part >= PART
+    assert part * MAX_PARTS >= (size or 0)
+    assert part <= 5 << 30
+
+
+def test_parts_of_large_blobs_are_larger_but_enough_to_share():
+    sizes = [part_bytes_for(size, PART) for size in (PART, 320 * MIB, 512 * MIB, 4 << 30)]
+    assert sizes == [PART, PART, 8 * MIB, 16 * MIB]
+
+
+def test_memory_in_flight_is_bounded_but_one_part_always_fits():
+    memory = PartMemory(100)
+    first, second = memory.take(80), memory.take(80)
+    memory.send(first)
+    waiting = threading.Thread(target=memory.send, args=(second,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    memory.sent(first)
+    waiting.join()
+    memory.sent(second)
+    alone = memory.take(500)
+    memory.send(alone)
+    memory.sent(alone)
+
+
+def test_memory_is_used_again():
+    memory = PartMemory(100)
+    first = memory.take(80)
+    memory.give(first)
+    assert memory.take(80) is first
+    assert memory.take(80) is not first
+
+
+@pytest.mark.parametrize("length", [20, 19, 14, 12, 8, 4, 1, 0])
+@pytest.mark.parametrize("lent", [{}, {12}, {3}, {3, 12}])
+@pytest.mark.parametrize("owned", [False, True])
+def test_gaps_of_a_part_are_zero_whatever_is_copied(length, lent, owned):
+    memory = PartMemory(100)
+    memory.give(memoryview(bytearray(b"\xff" * 20)))
+    part = Part(0, 20)
+    for at, data in ((12, b"later"), (3, b"first")):
+        if at in lent:
+            part.lend(at, memoryview(data))
+        else:
+            part.put(at, memoryview(data), memory=memory)
+    if owned:
+        part.own(memory=memory)
+    expected = b"\0\0\0first\0\0\0\0later\0\0\0"
+    assert b"".join(part.views(length)) == expected[:length]
+    assert bool(part.lent) == (bool(lent) and not owned)
+
+
+def test_part_that_nobody_wrote_is_zero():
+    assert b"".join(Part(0, 3 * MIB).views(2 * MIB + 5)) == bytes(2 * MIB + 5)
+
+
+def test_part_of_lent_memory_takes_none_and_is_sent_from_where_it_lies():
+    data = memoryview(bytearray(pattern(3 * MIB)))
+    part = Part(0, 3 * MIB)
+    part.lend(MIB, data[MIB:])
+    part.lend(0, data[:MIB])
+    data[5] ^= 1
+    assert b"".join(part.views(3 * MIB)) == bytes(data)
+    assert part.memory is None
+
+
+def test_memory_of_one_size_gives_way_to_that_of_another():
+    memory = PartMemory(100)
+    for view in [memory.take(40), memory.take(40)]:
+        memory.give(view)
+    large = memory.take(90)
+    memory.give(large)
+    assert memory.take(90) is large
+
+
+def request(offset, data):
+    return WriteRequest(offset, (memoryview(data),))
+
+
+@pytest.mark.s3
+def test_blob_with_gaps_is_what_was_written_and_zero(store):
+    rng = random.Random(5)
+    size = 6 * PART + 4321
+    expected, requests, at = bytearray(size), [], 0
+    while at < size - 3 * MIB:
+        data = pattern(rng.choice([100, 70_000, 2 * MIB, 7 * MIB]), at)[: size - at]
+        expected[at : at + len(data)] = data
+        requests.append(request(at, data))
+        at = align_up(at + len(data), PAGE_BYTES) + rng.choice([0, 0, 77, 4096, 900_000])
+    writer = store.create("b.raw", size_hint=size)
+    for some in range(0, len(requests), 3):
+        store.submit_write(writer, requests[some : some + 3])
+    writer.seal(size)
+    assert read_all(store, "b.raw", size) == bytes(expected)
+
+
+@pytest.mark.s3
+def test_parts_that_nobody_wrote_are_zero(store):
+    writer = store.create("b.raw")
+    writer.write([request(3 * PART + 5, b"end")])
+    writer.seal(4 * PART + 9)
+    expected = bytes(3 * PART + 5) + b"end"
+    assert read_all(store, "b.raw", 4 * PART + 9) == expected.ljust(4 * PART + 9, b"\0")
+
+
+@pytest.mark.s3
+def test_calls_that_overtake_each_other_land_where_they_belong(store):
+    size = 12 * PART
+    data = pattern(size)
+    requests = [request(at, data[at : at + 3 * MIB]) for at in range(0, size, 3 * MIB)]
+    writer = store.create("b.raw", size_hint=size)
+    with ThreadPoolExecutor(4) as pool:
+        for some in range(0, len(requests), 4):
+            group = requests[some : some + 4]
+            list(pool.map(lambda r: writer.write([r]), reversed(group)))
+    writer.seal(size)
+    assert read_all(store, "b.raw", size) == data
+
+
+@pytest.mark.s3
+def test_write_into_a_part_that_is_gone_is_refused_not_lost(store):
+    writer = store.create("b.raw")
+    for number in range(6):
+        writer.write([request(number * PART + 100, b"x" * 1000)])
+    with pytest.raises(StorageError, match=r"offset 0 comes too late"):
+        writer.write([request(0, b"late")])
+    with pytest.raises(StorageError, match="dead"):
+        writer.seal(6 * PART)
+    writer.abort()
+
+
+@pytest.mark.s3
+def test_what_covers_a_part_is_sent_from_where_it_lies(store):
+    taken = []
+    memory = store._store()._memory
+    take = memory.take
+    memory.take = lambda size: taken.append(size) or take(size)
+    writer = store.create("b.raw", size_hint=4 * PART)
+    data = pattern(4 * PART)
+    writer.write([request(0, data)])
+    assert taken == []
+    writer.seal(4 * PART)
+    assert read_all(store, "b.raw", 4 * PART) == data
+
+
+@pytest.mark.s3
+def test_copied_parts_in_flight_stay_within_the_budget(opened, folder, proxy):
+    backend = opened(
+        f"s3://{folder}",
+        options={"endpoint_url": proxy.url},
+        part_bytes=PART,
+        buffer_bytes=2 * PART,
+        conditional_put="yes",
+    )
+    writer = backend.create("b.raw", size_hint=10 * PART)
+    data = pattern(10 * PART)
+    small = MIB // 2  # copied, whatever comes along with it
+    writer.write([request(at, data[at : at + small]) for at in range(0, len(data), small)])
+    writer.seal(len(data))
+    assert read_all(backend, "b.raw", len(data)) == data
+    assert len(proxy.requests("PUT", "partNumber")) == 10
+    assert proxy.most_putting <= 2
+
+
+@pytest.mark.s3
+def test_uploads_in_flight_stay_within_parallel(opened, folder, proxy):
+    backend = opened(
+        f"s3://{folder}",
+        options={"endpoint_url": proxy.url},
+        part_bytes=PART,
+        parallel=3,
+        conditional_put="yes",
+    )
+    writer = backend.create("b.raw", size_hint=12 * PART)
+    data = pattern(PART) * 12
+    writer.write([request(0, data)])
+    writer.seal(len(data))
+    assert 1 <= proxy.most_putting <= 3
+
+
+@pytest.mark.s3
+def test_blob_of_one_part_is_one_put(shaky, proxy):
+    writer = shaky.create("b.raw", size_hint=1000)
+    writer.write([request(0, b"x" * 1000)])
+    writer.seal(1000)
+    assert len(proxy.requests("PUT")) == 1
+    assert proxy.requests("POST") == []
+
+
+@pytest.mark.s3
+def test_blob_that_is_smaller_than_announced_leaves_no_upload(shaky, proxy, look, folder):
+    for size in (0, 1000):
+        writer = shaky.create(f"{size}.raw", size_hint=3 * PART)
+        writer.write([request(0, b"x" * size)])
+        writer.seal(size)
+    assert [info.size_bytes for info in shaky.list("")] == [0, 1000]
+    assert uploads_below(look, folder) == []
+    assert len(proxy.requests("POST", "uploads")) == 2
+
+
+@pytest.mark.s3
+def test_blob_that_is_given_up_before_its_first_part_leaves_no_upload(shaky, look, folder):
+    shaky.create("b.raw", size_hint=3 * PART).abort()
+    shaky.publish("taken.raw", b"x")
+    with pytest.raises(BlobExistsError):
+        shaky.create("taken.raw", size_hint=3 * PART)
+    assert uploads_below(look, folder) == []
+
+
+def uploads_below(look, folder):
+    bucket, _, prefix = folder.partition("/")
+    found = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    return [upload for upload in found if upload["Key"].startswith(prefix)]
+
+
+@pytest.mark.s3
+def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
+    """A part that two batches share is sent after the first one's memory was handed back."""
+    data = pattern(4 * PART)
+    writer = store.create("b.raw", size_hint=len(data))
+    at = 0
+    while at < len(data):
+        lent = bytearray(data[at : at + 3 * MIB])
+        writer.write([request(at, lent)])
+        lent[:] = bytes(len(lent))
+        at += len(lent)
+    writer.seal(len(data))
+    assert read_all(store, "b.raw", len(data)) == data
+
+
+@pytest.mark.s3
+def test_batch_lasts_until_its_memory_is_sent(shaky, proxy):
+    stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
+    data = pattern(PART)
+    writer = shaky.create("b.raw", size_hint=2 * PART)
+    half = 2 * MIB
+    first = shaky.submit_write(writer, [request(0, data[:half])])
+    first.result(60)  # its memory was copied
+    second = shaky.submit_write(writer, [request(half, data[half:])])
+    while not stalled.seen:
+        time.sleep(0.01)
+    assert not second.done()
+    second.result(60)
+    writer.seal(PART)
+    assert read_all(shaky, "b.raw", PART) == data
+
+
+@pytest.mark.s3
+def test_blob_does_not_exist_before_it_is_sealed(store):
+    writer = store.create("b.raw", size_hint=2 * PART)
+    writer.write([request(0, bytes(2 * PART))])
+    assert store.list("") == []
+    writer.seal(2 * PART)
+    assert [info.name for info in store.list("")] == ["b.raw"]
+
+
+@pytest.mark.s3
+def test_seal_cuts_at_a_part_and_refuses_to_cut_inside_one_that_is_gone(store):
+    data = pattern(3 * PART)
+    whole = store.create("whole.raw")
+    whole.write([request(0, data)])
+    whole.seal(2 * PART)
+    assert store.stat("whole.raw").size_bytes == 2 * PART
+    inside = store.create("inside.raw")
+    inside.write([request(0, data)])
+    with pytest.raises(StorageError, match="cannot be cut to"):
+        inside.seal(2 * PART - 1)
+    inside.abort()
+    with pytest.raises(StorageError):
+        inside.seal(PART)
+
+
+@pytest.mark.s3
+def test_blob_of_more_parts_than_s3_takes_is_refused(store):
+    writer = store.create("b.raw")
+    with pytest.raises(StorageError, match="at most 10,000 parts"):
+        writer.write([request(10_000 * PART, b"x")])
+    writer.abort()
+
+
+@pytest.mark.s3
+def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
+    bucket, _, prefix = folder.partition("/")
+    outside = look.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
+    young = look.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
+    # The server dates every upload to 2010, but its parts rightly.
+    look.upload_part(
+        Bucket=bucket,
+        Key=f"{prefix}/data/u/b.raw",
+        UploadId=young["UploadId"],
+        PartNumber=1,
+        Body=b"part",
+    )
+    now = store.store_time_s()
+
+    def ours():
+        uploads = look.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        return sorted(u["Key"] for u in uploads if u["Key"].startswith((prefix, "elsewhere")))
+
+    store.sweep(now - 3600)
+    assert ours() == sorted(["elsewhere/b.raw", f"{prefix}/data/u/b.raw"])
+    store.sweep(now + 3600 * 24 * 365 * 20)
+    assert ours() == ["elsewhere/b.raw"]
+    look.abort_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw", UploadId=outside["UploadId"])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("short", [0, 1, PAGE_BYTES - 1, PAGE_BYTES])
+@pytest.mark.parametrize("step", [PART, 1 << 20])
+def test_a_blob_may_end_anywhere_in_the_last_page_of_a_part(store, parts, short, step):
+    length = parts * PART - short
+    data = pattern(length)
+    writer = store.create("data/last-page")
+    for offset in range(0, length, step):
+        view = memoryview(data)[offset : offset + step]
+        store.submit_write(writer, [WriteRequest(offset, (view,))]).result(60)
+    writer.seal(length)
+    assert read_all(store, "data/last-page", length) == data

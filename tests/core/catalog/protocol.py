@@ -1,0 +1,787 @@
+"""Tries every order in which savers, deleters, pruners and readers can meet. No threads.
+
+What runs is the engine's own code: `SaveJob._run` and `Finish` with `Publisher` and the table,
+`prune` and `Catalog`. Each store operation is one atomic step on a `MemoryBackend`. An actor is a
+function of what the store has answered so far; so it is run again from its beginning with those
+answers, and stopped at the first operation that has none yet. That makes a state of everything a
+value that can be hashed: the store, the time, and what each actor has been answered.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+from collections import deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
+
+from penstock import PenstockError
+from penstock.backends.memory import MemoryBackend, MemoryConfig, _Blob
+from penstock.core.abc import Backend
+from penstock.core.catalog import publisher as publishing
+from penstock.core.catalog import survey
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.commit_table import Commit
+from penstock.core.catalog.generation import claim_generation
+from penstock.core.catalog.publisher import Publisher
+from penstock.core.catalog.retention import clean_up_after
+from penstock.core.catalog.survey import survey_records
+from penstock.core.concurrency.latch import Latch
+from penstock.core.concurrency.timing import Clock, Timing
+from penstock.core.concurrency.watchdog import Watchdog
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    LostRaceError,
+    SaveAbortedError,
+    StepExistsError,
+    StorageError,
+)
+from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
+from penstock.core.format.records import (
+    CommitRecord,
+    IndexEntry,
+    IntentRecord,
+    PartEntry,
+    commit_name,
+    index_name,
+    intent_name,
+    parse_commit_name,
+    part_name,
+)
+from penstock.core.pipeline.writer import BATCH_BYTES
+from penstock.core.reporting.handle import Ending
+from penstock.core.reporting.reports import SaveHandle
+from penstock.core.save.finish import Finish
+from penstock.core.save.job import SaveJob
+from penstock.core.save.manifest import EncodedManifest
+from penstock.core.save.request import Room
+from penstock.core.types import Capabilities
+
+_NOW = "2026-01-01T00:00:00Z"
+_decode = lru_cache(None)(decode_commit)  # what it says is a function of the bytes
+
+
+class ViolationError(AssertionError):
+    """Something that must never be; the message shows how it came about."""
+
+
+class _Pause(BaseException):
+    """The actor has come to an operation that has not been answered."""
+
+
+class Turn(Backend):
+    """What one actor sees of the store in one run from its beginning."""
+
+    name = "turn"
+
+    def __init__(self, answers, scenario):
+        self._answers = iter(answers)
+        self._exclusive = scenario.exclusive
+        self._timeless = not scenario.ticks
+        self._notes = {}
+        self.stop = None  # the operation that has no answer, with the notes of that moment
+
+    @property
+    def url(self):
+        return "model://"
+
+    @property
+    def capabilities(self):
+        return Capabilities(exclusive_publish=self._exclusive, local=True)
+
+    def note(self, **notes):
+        """What the actor knows, is, or was told, from here on."""
+        self._notes = {**self._notes, **notes}
+
+    def ask(self, *operation):
+        if self.stop is None:
+            if self._timeless and operation[0] in {"time", "clock"}:
+                return 0.0
+            answer = next(self._answers, _Pause)
+            if answer is not _Pause:
+                if isinstance(answer, PenstockError):
+                    raise type(answer)(str(answer))
+                return answer
+            self.stop = operation, self._notes
+        raise _Pause
+
+    def end(self):
+        if self.stop is None:
+            self.stop = None, self._notes
+
+    def publish(self, name, data, /, *, exclusive=False):
+        self.ask("publish", name, bytes(data), exclusive)
+
+    def read_record(self, name, /, *, limit_bytes):
+        return self.ask("read", name)
+
+    def list(self, prefix, /):
+        return self.ask("list", prefix)
+
+    def stat(self, name, /):
+        return self.ask("stat", name)
+
+    def delete(self, names, /):
+        if names:
+            self.ask("delete", *names)
+
+    def store_time_s(self):
+        return self.ask("time")
+
+    def create(self, name, /, *, size_hint=None):
+        raise NotImplementedError
+
+    def read(self, requests, /):
+        raise NotImplementedError
+
+
+# -- actors ----------------------------------------------------------------------------------------
+
+
+class ReferringPublisher(Publisher):
+    """Step 1 of the design for a save that uses another attempt's blobs."""
+
+    references = ()
+
+    def publish_intent(self):
+        record = IntentRecord(self._uid, self._step, self.references, "host", 1, _NOW, _NOW)
+        began_s = self._clock.boot_s()
+        self._backend.publish(intent_name(self._uid), encode_intent(record))
+        self._refreshed_s = began_s
+
+    def publish_intent_and_look(self):
+        self.publish_intent()
+        if not survey_records(self._backend).needed.issuperset(self.references):
+            raise SaveAbortedError("what it refers to is gone")
+
+
+class _Writer:
+    """In place of the writer of frames: one blob that appears when it is sealed."""
+
+    idle = True
+    blob_names = ()  # what `list` shows is all there is
+
+    def __init__(self, turn, uid):
+        self._turn = turn
+        self._uid = uid
+        self.results = []
+
+    def put(self, batch):
+        self.results.append(batch)
+
+    def finish(self):
+        name = f"data/{self._uid}/blobs/0.raw"
+        self._turn.publish(name, self._uid.encode())
+        return [(name, 32)]
+
+    def abort(self):
+        pass
+
+
+class _ModelClock(Clock):
+    """Time is the model's, and stands still for an actor whose clock is stopped."""
+
+    def __init__(self, turn, *, stopped):
+        self._turn = turn
+        self._stopped = stopped
+
+    def boot_s(self):
+        return 0.0 if self._stopped else self._turn.ask("clock")
+
+    def now_iso(self):
+        return _NOW
+
+
+class _Finish(Finish):
+    """The engine's save from intent to clean-up; only what captures and writes is small."""
+
+    def __init__(self, turn, clock, ending, *, uid, generation, grace_s, batches, references):
+        step = ending.handle.step
+        self.uid = uid
+        self.bytes_done = 0
+        self.commit = Commit()
+        self.watchdog = Watchdog(600)
+        self._backend = turn
+        self._onward = None
+        self._ending = ending
+        self._timing = Timing()
+        self._references = references
+        chunks = [SimpleNamespace(view=SimpleNamespace(nbytes=BATCH_BYTES))] * batches
+        self._request = SimpleNamespace(
+            step=step,
+            generation=generation,
+            plan=SimpleNamespace(chunks=chunks, raw_bytes=32),
+            without_state=lambda: self._request,
+        )
+        self._manifest = SimpleNamespace(encode=self._encode)
+        self._writer = _Writer(turn, uid)
+        kind = ReferringPublisher if references else Publisher
+        self._publisher = kind(turn, self.commit, uid=uid, step=step, grace_s=grace_s, clock=clock)
+        if references:
+            self._publisher.references = references
+        self._capture = _Capture(chunks)
+        self._clock = SimpleNamespace(commit_began=None)
+
+    def _report(self, blobs):
+        return SimpleNamespace(
+            step=self._request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
+        )
+
+    def _encode(self, uid, results, blobs, *, engine, created):
+        index, part = index_name(uid), part_name(uid, 0)
+        record = CommitRecord(
+            uid, self._request.step, self._request.generation, created, 1,
+            IndexEntry(index, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
+            1, 32, 32, references=self._references,
+            engine=engine,
+        )  # fmt: skip
+        return EncodedManifest(part, uid.encode(), index, uid.encode(), record)
+
+
+class _Capture:
+    """In place of a capture: all is captured."""
+
+    def __init__(self, chunks):
+        self.handed_on = queue.SimpleQueue()
+        for chunk in chunks:
+            self.handed_on.put(chunk)
+
+    def cancel(self, error):
+        pass
+
+    def nothing(self):
+        pass
+
+    check = close = forget = release_unwritten = nothing
+
+
+class _Job(SaveJob):
+    """The engine's save on one thread, which is the actor's."""
+
+    def __init__(self, turn, clock, *, step, **finish):
+        self._turn = turn
+        self.handle = SaveHandle(step)
+        self._over = self.handle.durable
+        self._onward = None
+        self._room = Room()
+        self.ending = Ending(self.handle)
+        self.ending.capture()
+        self._finish = _Finish(turn, clock, self.ending, **finish)
+        self.request = self._finish._request
+        self._capture = self._finish._capture
+        self._capture_over = Latch()
+        self._capture_over.open()
+        self.released = Latch()
+        self.handle.durable.add_done_callback(self._told)
+        self._after_commit = lambda report: None
+
+    def _told(self, durable):
+        error = durable.exception()
+        self._turn.note(told="success" if error is None else _word(error))
+
+
+def _word(error):
+    words = {
+        LostRaceError: "lost", CommitUnknownError: "unknown", SaveAbortedError: "aborted",
+        StepExistsError: "refused", CheckpointGoneError: "gone", CheckpointNotFoundError: "none",
+        StorageError: "failed",
+    }  # fmt: skip
+    return words.get(type(error), repr(error))
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Claims a step, saves, cleans up as `Checkpointer` does. `like`: a step to refer to."""
+
+    uid: str
+    step: int
+    overwrite: bool = False
+    like: int | None = None
+    grace_s: float = 4.0
+    batches: int = 1
+    keep_last: int | None = None
+    stopped_clock: bool = False
+
+    def run(self, turn):
+        catalog = Catalog(turn)
+        retention = self.keep_last and SimpleNamespace(keep_last=self.keep_last, keep_every=None)
+        references = ()
+        try:
+            generation = claim_generation(
+                self.step, catalog.entries(), url=turn.url, overwrite=self.overwrite
+            )
+            if self.like is not None:
+                references = (catalog.record(self.like).uid,)
+        except (StepExistsError, CheckpointNotFoundError) as error:
+            turn.note(told=_word(error))
+            return
+        job = _Job(
+            turn, _ModelClock(turn, stopped=self.stopped_clock), uid=self.uid, step=self.step,
+            generation=generation, grace_s=self.grace_s, batches=self.batches,
+            references=references,
+        )  # fmt: skip
+        name = commit_name(self.step, generation)
+        turn.note(name=name, uid=self.uid)
+        publisher = job._finish._publisher
+        if references:
+            first, publisher.publish_intent = publisher.publish_intent, None
+            publisher.publish_intent = lambda: _first_then(publisher, first)
+        publish, read_back = publisher.publish_commit, publisher._read_back
+        check_data = publisher._check_data
+
+        def publish_commit(record, *, begin):
+            turn.note(looking=True)
+            publish(record, begin=begin)
+
+        def resolve(name):
+            turn.note(looking=False)
+            return read_back(name)
+
+        def landed(name):
+            turn.note(looking=False)
+            check_data(name)
+
+        publisher.publish_commit = publish_commit
+        publisher._read_back = resolve
+        publisher._check_data = landed
+        job._after_commit = lambda report: (
+            turn.note(looking=False),
+            clean_up_after(
+                report,
+                catalog,
+                overwrite=self.overwrite,
+                retention=retention,
+                protect=(),
+                events=SimpleNamespace(emit=lambda event: None),
+            ),
+        )
+        job._run()
+
+
+def _first_then(publisher, refresh):
+    """The first intent is followed by a look at what is referred to; later ones are refreshes."""
+    publisher.publish_intent = refresh
+    publisher.publish_intent_and_look()
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """`prune`, by another process or (`own`) by a saver's; then perhaps `delete` of a step.
+
+    It takes all that it ever takes, so that what else protects data is put to the test.
+    """
+
+    grace_s: float = 4.0
+    own: tuple[str, ...] = ()
+    then_delete: int | None = None
+    everything: bool = True
+
+    def run(self, turn):
+        catalog = Catalog(turn)
+        catalog.prune(grace_s=self.grace_s, own_uids=self.own, everything=self.everything)
+        if self.then_delete is not None:
+            with suppress(CheckpointNotFoundError):
+                catalog.delete(self.then_delete)
+
+
+@dataclass(frozen=True)
+class Deleter:
+    """`delete`, or `rewind` to a step."""
+
+    step: int
+    rewind: bool = False
+
+    def run(self, turn):
+        catalog = Catalog(turn)
+        try:
+            (catalog.rewind if self.rewind else catalog.delete)(self.step)
+        except CheckpointNotFoundError:
+            turn.note(told="none")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads all that a checkpoint has, in the order in which a restore does."""
+
+    step: int
+
+    def run(self, turn):
+        catalog = Catalog(turn)
+        try:
+            record = catalog.record(self.step)
+        except CheckpointNotFoundError:
+            turn.note(told="none")
+            return
+        try:
+            for name in needed_names(record):
+                data = turn.read_record(name, limit_bytes=64)
+                if data.decode() != name.split("/")[1]:
+                    turn.note(told="a mix")
+                    return
+        except BlobNotFoundError as error:
+            turn.note(told=_word(catalog.gone_or_damaged(self.step, record.uid, error)))
+        else:
+            turn.note(told="whole")
+
+
+def needed_names(record):
+    yield record.index.name
+    yield from (part.name for part in record.parts)
+    yield from (f"data/{uid}/blobs/0.raw" for uid in (record.uid, *record.references))
+
+
+# -- the world -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who meets, over what, and what can go wrong.
+
+    `faults`: how many answers of publishes of commit records can get lost; `ticks`: how far time
+    can go, one second each; `nap`: ticks that may pass between a saver's look at its intent and
+    the landing of its record (the engine's assumption: less than half the grace time); `late`:
+    whether a record whose answer was lost may land after that; `alone`: nobody else moves then;
+    `scattered`: a call that deletes several names does so in any order, not only in one.
+    """
+
+    actors: tuple
+    stored: tuple = ()  # (step, generation, uid) or (uid,): without a record
+    exclusive: bool = True
+    faults: int = 0
+    crashes: int = 0
+    ticks: int = 0
+    nap: int = 0
+    late: bool = False
+    alone: bool = False
+    scattered: bool = False
+
+
+class _Actor(NamedTuple):  # made a million times: a dataclass takes three times as long
+    history: int = 0
+    left: frozenset | None = None  # names that a deletion under way has yet to delete
+    slept: int = 0
+    dead: bool = False
+
+
+class _State(NamedTuple):
+    store: int
+    now: int
+    actors: tuple[_Actor, ...]
+    flying: tuple = ()  # publishes without an answer that may still land: (operation, slept)
+    faults: int = 0
+    crashes: int = 0
+    deleted: frozenset = frozenset()  # names of commit records that somebody deleted
+
+
+@dataclass
+class Explored:
+    """What a search has seen."""
+
+    states: int = 0
+    told: set = field(default_factory=set)  # what all actors together were told at an end
+
+
+class Search:
+    """Every state of one scenario, breadth first."""
+
+    def __init__(self, scenario, limit=400_000):
+        self._scenario = scenario
+        self._limit = limit
+        self._stores = []  # number -> {name: (data, modified)}
+        self._store_numbers = {}
+        self._histories = [(None, None)]  # number -> (previous, answer)
+        self._history_numbers = {}
+        self._runs = {}
+        self._applied = {}
+        self._parents = {}
+        self._records = {}  # of a store, by its number
+
+    def run(self):
+        with _small_engine(), _no_collection():
+            return self._explore()
+
+    def _explore(self):
+        first = _State(
+            self._store_number(_stored(self._scenario.stored)),
+            0,
+            tuple(_Actor() for _ in self._scenario.actors),
+            faults=self._scenario.faults,
+            crashes=self._scenario.crashes,
+        )
+        self._parents[first] = None
+        result = Explored()
+        todo = deque([first])
+        while todo:
+            state = todo.popleft()
+            self._check(state)
+            notes = [self._peek(n, actor)[1] for n, actor in enumerate(state.actors)]
+            ended = all(a.dead or self._peek(n, a)[0] is None for n, a in enumerate(state.actors))
+            if ended:
+                result.told.add(tuple(note.get("told", "-") for note in notes))
+            for label, following in self._following(state):
+                if following not in self._parents:
+                    self._parents[following] = (state, label)
+                    todo.append(following)
+            assert len(self._parents) <= self._limit, "the scenario is too large"
+        result.states = len(self._parents)
+        return result
+
+    # -- what can happen next ----------------------------------------------------------------------
+
+    def _following(self, state):
+        scenario = self._scenario
+        looking = [n for n, a in enumerate(state.actors) if self._is_looking(n, a)]
+        for number, actor in enumerate(state.actors):
+            operation, _ = self._peek(number, actor)
+            if operation is None or actor.dead:
+                continue
+            if scenario.alone and looking and number not in looking:
+                continue
+            yield from self._steps(state, number, actor, operation)
+            if state.crashes:
+                dead = actor._replace(dead=True)
+                crashed = self._with(state, number, dead, crashes=state.crashes - 1)
+                yield f"{number} crashes", crashed
+        for place, (operation, _) in enumerate(state.flying):
+            rest = state.flying[:place] + state.flying[place + 1 :]
+            yield "a record is lost for ever", state._replace(flying=rest)
+            _, store = self._apply(state, operation)
+            yield "a record lands late", state._replace(store=store, flying=rest)
+        if state.now < scenario.ticks:
+            yield from self._tick(state, looking)
+
+    def _tick(self, state, looking):
+        nap = self._scenario.nap
+        if any(state.actors[n].slept >= nap for n in looking):
+            return
+        if not self._scenario.late and any(slept >= nap for _, slept in state.flying):
+            return
+        actors = tuple(
+            a._replace(slept=a.slept + 1) if n in looking else a for n, a in enumerate(state.actors)
+        )
+        flying = tuple((operation, slept + 1) for operation, slept in state.flying)
+        yield "time passes", state._replace(now=state.now + 1, actors=actors, flying=flying)
+
+    def _steps(self, state, number, actor, operation):
+        if operation[0] == "delete":
+            left = actor.left if actor.left is not None else frozenset(operation[1:])
+            for name in sorted(left)[: None if self._scenario.scattered else 1]:
+                yield f"{number} deletes {name}", self._delete(state, number, actor, name, left)
+            return
+        answer, store = self._apply(state, operation)
+        word = f"{number} {' '.join(map(str, operation[:2]))}"
+        slept = actor.slept if operation[0] == "stat" else 0
+        yield word, self._answered(state, number, answer, store, slept=slept)
+        if operation[0] == "publish" and operation[1].startswith("commits/") and state.faults:
+            lost = StorageError("no answer")
+            fewer = {"faults": state.faults - 1}
+            yield word + " lost", self._answered(state, number, lost, state.store, **fewer)
+            yield word + " lost answer", self._answered(state, number, lost, store, **fewer)
+            flying = ((operation, actor.slept), *state.flying)
+            late = self._answered(state, number, lost, state.store, flying=flying, **fewer)
+            yield word + " late", late
+            if self._scenario.exclusive:
+                met = BlobExistsError("a retry met itself")
+                yield word + " twice", self._answered(state, number, met, store, **fewer)
+
+    def _delete(self, state, number, actor, name, left):
+        _, store = self._apply(state, ("delete", name))
+        left = left - {name}
+        deleted = state.deleted | {name} if name.startswith("commits/") else state.deleted
+        if left:
+            return self._with(
+                state, number, actor._replace(left=left), store=store, deleted=deleted
+            )
+        return self._answered(state, number, None, store, deleted=deleted)
+
+    def _answered(self, state, number, answer, store, *, slept=0, **changes):
+        before = state.actors[number].history
+        key = (before, repr(answer) if isinstance(answer, Exception) else answer)
+        if key not in self._history_numbers:
+            self._history_numbers[key] = len(self._histories)
+            self._histories.append((before, answer))
+        actor = _Actor(self._history_numbers[key], None, slept)
+        if changes.get("flying") is None:
+            changes.pop("flying", None)
+        return self._with(state, number, actor, store=store, **changes)
+
+    @staticmethod
+    def _with(state, number, actor, **changes):
+        actors = (*state.actors[:number], actor, *state.actors[number + 1 :])
+        return state._replace(actors=actors, **changes)
+
+    def _is_looking(self, number, actor):
+        if actor.dead:
+            return False
+        operation, notes = self._peek(number, actor)
+        return operation is not None and operation[0] != "clock" and notes.get("looking", False)
+
+    # -- actors and store --------------------------------------------------------------------------
+
+    def _peek(self, number, actor):
+        key = number, actor.history
+        if key not in self._runs:
+            answers = []
+            at = actor.history
+            while at:
+                at, answer = self._histories[at]
+                answers.append(answer)
+            turn = self.turn = Turn(reversed(answers), self._scenario)
+            self.actor = self._scenario.actors[number]
+            try:
+                self.actor.run(turn)
+            except _Pause:
+                pass
+            except Exception as error:  # noqa: BLE001 - told to whoever called
+                turn.note(told=_word(error))
+            turn.end()
+            self._runs[key] = turn.stop
+        return self._runs[key]
+
+    def _apply(self, state, operation):
+        if operation[0] in {"time", "clock"}:
+            return float(state.now), state.store
+        key = state.store, state.now, operation
+        if key not in self._applied:
+            self._applied[key] = self._do(*key)
+        return self._applied[key]
+
+    def _do(self, store, now, operation):
+        memory = MemoryBackend(MemoryConfig())
+        blobs = memory._store.blobs
+        blobs.update({n: _Blob(data, at) for n, (data, at) in self._stores[store].items()})
+        kind, *rest = operation
+        try:
+            if kind == "publish":
+                name, data, exclusive = rest
+                memory.publish(name, data, exclusive=exclusive)
+                blobs[name] = _Blob(data, float(now))
+                answer = None
+            elif kind == "delete":
+                answer = memory.delete(rest)
+            elif kind == "read":
+                answer = memory.read_record(rest[0], limit_bytes=1 << 20)
+            elif kind == "list":
+                answer = tuple(memory.list(rest[0]))
+            else:
+                answer = memory.stat(rest[0])
+        except PenstockError as error:
+            return error, store
+        return answer, self._store_number({n: (b.data, b.modified_s) for n, b in blobs.items()})
+
+    def _store_number(self, store):
+        key = frozenset(store.items())
+        if key not in self._store_numbers:
+            self._store_numbers[key] = len(self._stores)
+            self._stores.append(store)
+        return self._store_numbers[key]
+
+    # -- what must never be ------------------------------------------------------------------------
+
+    def _check(self, state):
+        if state.store not in self._records:
+            self._records[state.store] = self._check_store(state)
+        records = self._records[state.store]
+        succeeded = set()
+        for number, actor in enumerate(state.actors):
+            _, notes = self._peek(number, actor)
+            told = notes.get("told")
+            self._check_actor(state, number, told, notes, records)
+            if told == "success":
+                name = notes["name"]
+                if self._scenario.exclusive and name in succeeded and name not in state.deleted:
+                    self._fail(state, f"two savers were told that they own {name}")
+                succeeded.add(name)
+
+    def _check_store(self, state):
+        """The records that are there, of which all must have what they need."""
+        store = self._stores[state.store]
+        records = {}
+        for name, (data, _) in store.items():
+            if parse_commit_name(name) is not None:
+                record = records[name] = _decode(data, name)
+                missing = [n for n in needed_names(record) if n not in store]
+                if missing:
+                    self._fail(state, f"{name} is there without {missing}")
+        return records
+
+    def _check_actor(self, state, number, told, notes, records):
+        actor = self._scenario.actors[number]
+        allowed = {
+            Saver: {"success", "lost", "unknown", "aborted", "refused", "failed", "none"},
+            Reader: {"whole", "gone", "none"},
+            Deleter: {"none"},
+            Pruner: set(),
+        }[type(actor)]
+        if told is not None and told not in allowed:
+            self._fail(state, f"{actor} was told {told}")
+        if not isinstance(actor, Saver) or told is None or "uid" not in notes:
+            return
+        name = notes["name"]
+        ours = name in records and records[name].uid == notes["uid"]
+        lied = told == "success" and not ours and name not in state.deleted
+        if lied and self._scenario.exclusive:
+            self._fail(state, f"{actor} was told success, but {name} is not its own")
+        if told in {"aborted", "failed"} and ours:
+            self._fail(state, f"{actor} was told {told}, but its record is there")
+        if told == "lost" and ours and not (state.deleted or not self._scenario.exclusive):
+            self._fail(state, f"{actor} was told that it lost, but its record is there")
+
+    def _fail(self, state, why):
+        lines = []
+        at = state
+        while self._parents[at] is not None:
+            at, label = self._parents[at]
+            lines.append(label)
+        raise ViolationError("\n  ".join([why, *reversed(lines)]))
+
+
+@contextmanager
+def _no_collection():
+    """Nothing that a search makes is garbage before its end, and there are millions of it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def _small_engine():
+    """What logs or decodes the same bytes again is quick."""
+    with (
+        patch.object(publishing, "decode_commit", _decode),
+        patch.object(survey, "decode_commit", _decode),
+        patch.object(survey, "decode_intent", lru_cache(None)(survey.decode_intent)),
+    ):
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _stored(checkpoints):
+    store = {}
+    for *place, uid in checkpoints:
+        for name in (f"data/{uid}/blobs/0.raw", index_name(uid), part_name(uid, 0)):
+            store[name] = (uid.encode(), 0.0)
+        intent = IntentRecord(uid, place[0] if place else 0, (), "host", 1, _NOW, _NOW)
+        store[intent_name(uid)] = (encode_intent(intent), 0.0)
+        if place:
+            record = CommitRecord(
+                uid, *place, _NOW, 1, IndexEntry(index_name(uid), 32, "0" * 64),
+                (PartEntry(part_name(uid, 0), 32, 32, "0" * 64),), 1, 32, 32,
+            )  # fmt: skip
+            store[commit_name(*place)] = (encode_commit(record), 0.0)
+    return store

@@ -1,0 +1,135 @@
+"""The states of a save: every pair of state and event, and every short history."""
+
+import itertools
+
+import pytest
+
+from penstock.core.catalog.commit_table import (
+    TABLE,
+    Action,
+    Commit,
+    Event,
+    IllegalEventError,
+    State,
+)
+
+FAILURES = [Event.FAILED, Event.ABORT, Event.INTENT_GONE, Event.GRACE_HALF_PASSED]
+
+
+def histories(length):
+    """Every sequence of events that can happen, with the commit it led to and its actions."""
+    open_ends = [((), ())]
+    for _ in range(length):
+        longer = []
+        for events, actions in open_ends:
+            for event in Event:
+                commit = replay(events)
+                try:
+                    action = commit.feed(event)
+                except IllegalEventError:
+                    continue
+                longer.append(((*events, event), (*actions, action)))
+                yield (*events, event), (*actions, action), commit
+        open_ends = longer
+
+
+def replay(events):
+    commit = Commit()
+    for event in events:
+        commit.feed(event)
+    return commit
+
+
+HISTORIES = list(histories(5))
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(State, Event)))
+def test_every_pair_is_in_the_table_or_refused_without_a_change(state, event):
+    commit = Commit()
+    commit._state = state
+    if (state, event) in TABLE:
+        assert commit.feed(event) is TABLE[state, event][1]
+        assert commit.state is TABLE[state, event][0]
+    else:
+        with pytest.raises(IllegalEventError, match=str(event)):
+            commit.feed(event)
+        assert commit.state is state
+        assert not commit.may_delete_own_data
+
+
+def test_what_may_come_from_another_thread_is_legal_in_every_state():
+    assert {(s, e) for s in State for e in FAILURES} <= TABLE.keys()
+
+
+def test_every_state_can_be_reached():
+    assert {commit.state for _, _, commit in HISTORIES} | {State.WRITING} == set(State)
+
+
+def test_nothing_is_deleted_once_a_rank_has_sealed_unless_another_saver_has_won_for_good():
+    for events, actions, commit in HISTORIES:
+        if Event.SEALED in events:
+            lost = Event.RECORD_IS_OTHER_FOR_GOOD in events
+            assert commit.may_delete_own_data == lost, events
+            assert Action.FAIL_MAY_DELETE not in actions, events
+
+
+def test_own_data_may_be_deleted_when_a_save_fails_before_it_has_sealed():
+    for failure in FAILURES:
+        commit = Commit()
+        assert commit.feed(failure) is Action.FAIL_MAY_DELETE
+        assert commit.may_delete_own_data
+
+
+def test_nothing_is_published_after_the_intent_was_gone_or_too_old():
+    for events, actions, _ in HISTORIES:
+        for position, event in enumerate(events):
+            if event in FAILURES:
+                assert Action.PUBLISH not in actions[position:], events
+
+
+def test_the_record_is_published_at_most_once_and_only_when_sealed():
+    for events, actions, _ in HISTORIES:
+        assert actions.count(Action.PUBLISH) <= 1, events
+        if Action.PUBLISH in actions:
+            assert Event.SEALED in events[: actions.index(Action.PUBLISH)], events
+
+
+def test_committed_is_reached_only_by_the_stores_yes_or_our_own_record():
+    proofs = {Event.PUBLISH_OK, Event.RECORD_IS_OURS}
+    for events, actions, commit in HISTORIES:
+        assert (commit.state is State.COMMITTED) == bool(proofs & set(events)), events
+        assert actions.count(Action.DONE) == (commit.state is State.COMMITTED), events
+
+
+def test_committed_and_aborted_are_final():
+    for state in (State.COMMITTED, State.ABORTED):
+        for event in Event:
+            next_state, action = TABLE.get((state, event), (state, Action.NONE))
+            assert (next_state, action) == (state, Action.NONE)
+
+
+def test_once_publishing_a_save_never_counts_as_failed_without_looking():
+    for event in Event:
+        state, action = TABLE.get((State.PUBLISHING, event), (State.PUBLISHING, Action.NONE))
+        assert state is not State.ABORTED
+        assert action in {Action.NONE, Action.DONE, Action.RESOLVE}
+
+
+def test_an_absent_record_proves_nothing():
+    commit = replay([Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_ANSWER_LOST])
+    assert commit.feed(Event.RECORD_ABSENT) is Action.FAIL_UNKNOWN
+    assert commit.state is State.UNKNOWN
+    assert commit.feed(Event.RECORD_IS_OURS) is Action.DONE
+
+
+def test_a_taken_name_may_be_our_own_earlier_try():
+    commit = replay([Event.SEALED, Event.PUBLISH_STARTED])
+    assert commit.feed(Event.PUBLISH_LOST) is Action.RESOLVE
+    assert commit.feed(Event.RECORD_IS_OURS) is Action.DONE
+
+
+def test_another_savers_record_loses_the_race_and_keeps_the_data():
+    commit = replay([Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_LOST])
+    assert commit.feed(Event.RECORD_IS_OTHER) is Action.FAIL_LOST_RACE
+    assert commit.state is State.ABORTED
+    assert not commit.may_delete_own_data

@@ -1,0 +1,249 @@
+"""Every order in which savers, deleters, pruners and readers can meet, over the engine's own code.
+
+See `protocol.py` for how, and `docs/design/commit-protocol.md` for what was found.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.core.catalog.protocol import (
+    Deleter,
+    Pruner,
+    Reader,
+    Saver,
+    Scenario,
+    Search,
+    ViolationError,
+)
+
+from penstock.core.catalog import catalog, prune, survey
+from penstock.core.catalog.commit_table import TABLE, Action, Event, State
+from penstock.core.catalog.publisher import Publisher
+from penstock.core.errors import BlobNotFoundError
+from penstock.core.format.records import data_prefix
+
+A, B, OLD, RUBBISH = "a" * 32, "b" * 32, "c" * 32, "d" * 32
+ONE = ((1, 0, OLD),)
+
+# One tick is more than half of this grace time, and less than all of it; two are more than all.
+SLEEPY = Saver(A, 2, grace_s=1.5)
+PRUNER = Pruner(1.5)
+REFERRING = replace(SLEEPY, like=1, batches=2)
+
+SCENARIOS = {
+    "same step": Scenario((Saver(A, 2), Saver(B, 2)), ONE, faults=2),
+    "same step, one dies": Scenario((Saver(A, 2), Saver(B, 2)), ONE, faults=1, crashes=1),
+    "different steps": Scenario((Saver(A, 2), Saver(B, 3)), ONE, faults=2),
+    "same step and a reader": Scenario((Saver(A, 2), Saver(B, 2), Reader(2)), ONE, faults=1),
+    "without exclusive publish": Scenario(
+        (Saver(A, 2), Saver(B, 2)), ONE, exclusive=False, faults=2
+    ),
+    "overwrite and readers": Scenario(
+        (Saver(A, 1, overwrite=True), Reader(1), Reader(1)), ONE, faults=1
+    ),
+    "overwrite and delete": Scenario((Saver(A, 1, overwrite=True), Deleter(1)), ONE, faults=1),
+    "overwrite, without exclusive publish, and delete": Scenario(
+        (Saver(A, 1, overwrite=True), Deleter(1)), ONE, exclusive=False
+    ),
+    "delete and read": Scenario((Deleter(1), Deleter(1), Reader(1)), ONE, scattered=True),
+    "retention and read": Scenario((Saver(A, 2, keep_last=1), Reader(1)), ONE, faults=1),
+    "resume, while the old process saves": Scenario(
+        (Saver(A, 3), Deleter(1, rewind=True), Saver(B, 2)), ((1, 0, OLD), (2, 0, RUBBISH))
+    ),
+    "a reference and delete": Scenario(
+        (Saver(A, 2, like=1), Deleter(1), Deleter(2)), ONE, faults=1, scattered=True
+    ),
+    "a reference and overwrite": Scenario(
+        (Saver(A, 2, like=1), Saver(B, 1, overwrite=True)), ONE
+    ),
+    "prune and a saver that may sleep": Scenario((SLEEPY, PRUNER), ticks=3, faults=1),
+    "prune that spares what may lack its record, and a saver that may sleep": Scenario(
+        (SLEEPY, replace(PRUNER, everything=False)), ONE, ticks=2, faults=1
+    ),
+    "prune of what an overwrite left": Scenario(
+        (Pruner(), Reader(1), Reader(1)), ((1, 0, OLD), (1, 1, RUBBISH))
+    ),
+    "prune by the saver's own process": Scenario(
+        (SLEEPY, Pruner(1.5, (A,))), ticks=3, faults=1, late=True
+    ),
+    "prune, and naps of a quarter": Scenario(
+        (Saver(A, 1, grace_s=3.9), Pruner(3.9)), ticks=4, nap=1
+    ),
+    "a reference, prune and delete": Scenario(
+        (REFERRING, Pruner(1.5, then_delete=1)), ONE, ticks=2
+    ),
+}  # fmt: skip
+
+LARGE = {"prune, and naps of a quarter"}
+
+
+def scenario(name):
+    marks = [pytest.mark.slow] if name in LARGE else []
+    return pytest.param(SCENARIOS[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("scenario", [scenario(name) for name in SCENARIOS])
+def test_no_order_of_steps_breaks_a_promise(scenario):
+    explored = Search(scenario).run()
+    assert explored.states > 100
+    print(f"{explored.states} states; told at the end: {sorted(explored.told)}")
+
+
+# -- what the search would find --------------------------------------------------------------------
+
+
+def data_first(backend, names):
+    names = list(names)
+    for name in names:
+        uid = survey.read_commit(backend, name).uid
+        survey.delete_data(backend, uid, backend.list(data_prefix(uid)))
+    for name in names:
+        backend.delete([name])
+
+
+def without_data_check(backend, names):
+    """Deletes the data of a record whoever else refers to it."""
+    uids = {survey.read_commit(backend, name).uid for name in names}
+    for name in names:
+        backend.delete([name])
+    for uid in sorted(uids):
+        survey.delete_data(backend, uid, backend.list(data_prefix(uid)))
+
+
+def break_deletion(patch):
+    patch.setattr(catalog, "delete_records", data_first)
+
+
+def break_references(patch):
+    patch.setattr(catalog, "delete_records", without_data_check)
+
+
+def break_half_grace(patch):
+    real = Publisher._check_intent
+
+    def check(self):
+        self._grace_s, grace_s = 1e9, self._grace_s
+        try:
+            real(self)
+        finally:
+            self._grace_s = grace_s
+
+    patch.setattr(Publisher, "_check_intent", check)
+
+
+def break_lost_answers(patch):
+    """Absence after a lost answer counts as "not published"."""
+    patch.setitem(
+        TABLE, (State.UNKNOWN, Event.RECORD_ABSENT), (State.ABORTED, Action.FAIL_MAY_DELETE)
+    )
+
+
+def break_resolving(patch):
+    """A lost answer counts as a failure without a look."""
+    patch.setitem(
+        TABLE,
+        (State.PUBLISHING, Event.PUBLISH_ANSWER_LOST),
+        (State.ABORTED, Action.FAIL_LOST_RACE),
+    )
+
+
+def break_taken_names(patch):
+    """A name that is taken counts as ours."""
+    patch.setattr(Publisher, "_read_back", lambda self, name: Event.RECORD_IS_OURS)
+
+
+def break_seal_rule(patch):
+    patch.setitem(TABLE, (State.UNKNOWN, Event.FAILED), (State.ABORTED, Action.FAIL_MAY_DELETE))
+
+
+def break_exclusive(patch):
+    def attempt(self, name, data):
+        self._backend.publish(name, data)
+        return Event.PUBLISH_OK
+
+    patch.setattr(Publisher, "_try", attempt)
+
+
+def break_gone(patch):
+    patch.setattr(catalog.Catalog, "gone_or_damaged", lambda self, step, uid, error: error)
+
+
+def break_own_uids(patch):
+    real = prune.prune
+    patch.setattr(
+        catalog, "prune", lambda backend, **options: real(backend, **{**options, "own_uids": ()})
+    )
+
+
+def break_age(patch):
+    real = prune.prune
+    patch.setattr(
+        catalog, "prune", lambda backend, **options: real(backend, **{**options, "grace_s": -1.0})
+    )
+
+
+def break_intents_of_references(patch):
+    patch.setattr(survey, "decode_intent", gone_intent)
+
+
+def gone_intent(data, name):
+    raise BlobNotFoundError(name)
+
+
+BROKEN = [
+    (break_deletion, "overwrite and delete"),
+    (break_references, "a reference and delete"),
+    (break_half_grace, "prune and a saver that may sleep"),
+    (break_lost_answers, "prune by the saver's own process"),
+    (break_resolving, "same step"),
+    (break_taken_names, "same step"),
+    (break_seal_rule, "different steps"),
+    (break_exclusive, "same step"),
+    (break_gone, "delete and read"),
+    (break_own_uids, "prune by the saver's own process"),
+    (break_age, "prune by another, without naps"),
+    (break_intents_of_references, "a reference and delete"),
+]
+ONLY_BROKEN = {
+    "prune by another, without naps": Scenario((SLEEPY, PRUNER)),
+}
+
+
+@pytest.mark.parametrize(("breaks", "name"), BROKEN, ids=[b.__name__ for b, _ in BROKEN])
+def test_a_broken_guard_is_found(breaks, name, monkeypatch):
+    breaks(monkeypatch)
+    with pytest.raises(ViolationError):
+        Search({**SCENARIOS, **ONLY_BROKEN}[name]).run()
+
+
+def test_the_assumption_is_needed_that_a_record_lands_within_half_the_grace_time():
+    scenario = Scenario((SLEEPY, PRUNER), ticks=3, nap=2)
+    with pytest.raises(ViolationError, match="is there without"):
+        Search(scenario).run()
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_table_as_it_is():
+    page = Path(__file__).parents[3] / "docs/design/commit-protocol.md"
+    assert table() in page.read_text()
+
+
+def table():
+    lines = ["| state | event | next state | what the saver does |", "|---|---|---|---|"]
+    lines += [
+        f"| {state} | {event} | {following} | {action} |"
+        for (state, event), (following, action) in TABLE.items()
+    ]
+    return "\n".join(lines)
+
+
+def test_from_every_state_of_the_table_a_save_can_end():
+    ends = {Action.DONE, Action.FAIL_MAY_DELETE, Action.FAIL_KEEP, Action.FAIL_LOST_RACE}
+    ends |= {Action.FAIL_UNKNOWN}
+    ending = {State.COMMITTED, State.ABORTED}
+    for _ in State:
+        ending |= {s for (s, _), (t, action) in TABLE.items() if action in ends or t in ending}
+    assert ending == set(State)

@@ -1,0 +1,99 @@
+"""Publishing: what a lost or half answer of the store means."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tests.integration.support import holding
+
+import penstock
+from penstock.backends.memory import MemoryBackend
+from penstock.core.catalog.commit_table import Commit
+from penstock.core.catalog.publisher import Publisher
+from penstock.core.errors import (
+    CommitUnknownError,
+    SaveAbortedError,
+    StorageError,
+    StorageTimeoutError,
+    UnsyncedError,
+)
+from penstock.core.format.records import intent_name
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.timing import ShiftedClock
+
+
+@pytest.fixture
+def store():
+    backend = FaultyBackend(MemoryBackend(MemoryBackend.Config()))
+    yield backend
+    backend.close()
+
+
+def test_a_lost_answer_is_success_if_the_record_is_ours(store):
+    store.add(_fault(StorageError("connection reset"), late=True))
+    with penstock.Checkpointer(store) as ckpt:
+        assert ckpt.save({"w": torch.ones(3)}, 1).result().step == 1
+
+
+def test_a_record_that_may_not_survive_a_power_cut_is_not_called_durable(store):
+    store.add(_fault(UnsyncedError("fsync of commits/ failed"), late=True))
+    with penstock.Checkpointer(store) as ckpt:
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        with pytest.raises(CommitUnknownError, match="perhaps not durably"):
+            handle.result()
+        assert ckpt.steps() == [1]
+        assert ckpt.verify(1).ok  # and nothing of it was deleted
+
+
+def test_no_answer_and_no_record_leaves_the_outcome_open_and_the_data_in_place(store):
+    store.add(_fault(StorageError("connection reset"), late=False))
+    with penstock.Checkpointer(store) as ckpt:
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        with pytest.raises(CommitUnknownError, match="unknown"):
+            handle.result()
+        assert ckpt.steps() == []
+        assert any("/blobs/" in blob.name for blob in store.list("data/"))
+
+
+def test_an_intent_that_was_pruned_does_not_come_back(store):
+    uid = "a" * 32
+    clock = ShiftedClock()
+    publisher = Publisher(store, Commit(), uid=uid, step=1, grace_s=100, clock=clock)
+    publisher.publish_intent()
+    store.delete([intent_name(uid)])
+    clock.ahead_s = 20  # a fifth of the grace time has passed: time to refresh it
+    with pytest.raises(SaveAbortedError, match="its intent is gone"):
+        publisher.refresh_intent()
+    assert store.list("data/") == []
+
+
+def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store):
+    with (
+        penstock.Checkpointer(store, io_timeout_s=0.1) as ckpt,
+        holding(store, "publish", match="/index") as held,
+    ):
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        assert held.reached.wait(30)
+        assert isinstance(handle.durable.exception(10), StorageTimeoutError)
+        held.until.set()
+        assert ckpt._job.released.wait(30)
+        assert ckpt.steps() == []
+
+
+def test_close_returns_when_the_save_under_way_has_ended(store):
+    with holding(store, "publish", match="commits/") as held:
+        ckpt = penstock.Checkpointer(store)
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        assert held.reached.wait(30)
+        threading.Timer(0.3, held.until.set).start()
+        ckpt.close()
+        assert handle.durable.done()
+    assert handle.result().step == 1
+
+
+def _fault(error, *, late):
+    from penstock.core.testing.faults import Fault
+
+    return Fault("publish", match="commits/", error=error, late=late)

@@ -1,0 +1,973 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from tests import interpreters
+from tests.core.cli.command import caller
+
+import penstock as penstock_package
+from penstock.backends.posix import PosixBackend
+from penstock.core.cli.app import log_visibly
+from penstock.core.cli.main import _wrapped, app
+from penstock.core.cli.output.render import (
+    Cell,
+    Column,
+    age_text,
+    fitting,
+    metadata_text,
+    print_line,
+    print_table,
+    print_wrapped,
+    ratio_text,
+    shortened,
+    visible,
+    visible_lines,
+)
+from penstock.core.format.commit_record import encode_commit
+from penstock.core.format.records import (
+    CommitRecord,
+    IndexEntry,
+    PartEntry,
+    commit_name,
+    index_name,
+    part_name,
+)
+from penstock.core.units import size_text
+
+ROOT = Path(__file__).resolve().parents[3]
+EVIL = "\x1b[31mred\x07 [bold]not bold[/] \u202egnorw"
+
+
+@pytest.fixture
+def environment(plugin_site):
+    """Of a process that finds Penstock's own plugins, and those of the test."""
+    plugin_site.add_penstock()
+    path = [str(plugin_site.folder), str(ROOT / "src"), *filter(None, sys.path)]
+    kept = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path), "TERM": "xterm"}
+
+
+@pytest.fixture
+def penstock(environment, capsys, monkeypatch):
+    """Runs the command with its output in pipes.
+
+    In this process, unless something in it must be fresh: what is installed, what is imported
+    (`before` runs first), how logging is set up.
+    """
+    call = caller(capsys, monkeypatch)
+
+    def run(*arguments, before=""):
+        if not before and not {"plugins", "--debug"} & {*map(str, arguments)}:
+            done = call(*arguments)
+            return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
+        code = f"import sys\n{before}\nfrom penstock.core.cli.main import main\nmain()"
+        if not before:
+            return interpreters.run("-c", code, *arguments, env=environment)
+        return subprocess.run(  # it looks at what is imported
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    return run
+
+
+@pytest.fixture
+def terminal(environment):
+    """Runs the command in a terminal of some width; gives its lines without colours."""
+
+    def run(*arguments, width=120, variables=None):
+        main_fd, terminal_fd = pty.openpty()
+        fcntl.ioctl(terminal_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        code = "from penstock.core.cli.main import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment | (variables or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=terminal_fd,
+            stderr=subprocess.DEVNULL,
+        )
+        output = b""
+        ended = False
+        while True:
+            ready, _, _ = select.select([main_fd], [], [], 0.02)
+            if ready:
+                output += os.read(main_fd, 65536)
+            elif ended:  # and nothing has come since
+                break
+            ended = process.poll() is not None
+        os.close(terminal_fd)  # only now: what is in the terminal may be lost with its last user
+        os.close(main_fd)
+        assert process.wait(60) == 0
+        return output.decode()
+
+    return run
+
+
+def _lines(output):
+    return re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()
+
+
+def _record(step, *, generation=0, created=None, **changes):
+    uid = f"{step:032x}"
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 7300))
+    return CommitRecord(
+        uid=uid,
+        step=step,
+        generation=generation,
+        created=created or now,
+        world_size=1,
+        index=IndexEntry(index_name(uid), 16 * 13, "0" * 64),
+        parts=(PartEntry(part_name(uid, 0), 10, 5, "0" * 64),),
+        objects=12,
+        bytes_raw=3 << 30,
+        bytes_stored=2 << 30,
+        **changes,
+    )
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run of which `ls` can read all there is to read."""
+    root = tmp_path / "run"
+    backend = PosixBackend(PosixBackend.Config(path=str(root)))
+    for record in (
+        _record(5, metadata={"loss": 2.5, "note": "ok"}),
+        _record(100, metadata={"note": EVIL}),
+        _record(100, generation=1, metadata={"note": EVIL, "lr": [0.1, None]}),
+    ):
+        name = commit_name(record.step, record.generation)
+        backend.publish(name, encode_commit(record))
+    backend.publish(commit_name(70, 0), b"nonsense\n")
+    backend.close()
+    return root
+
+
+# -- ls -----------------------------------------------------------------------------------------
+
+
+def test_ls_lists_every_step_with_its_newest_generation_and_state(penstock, run_folder):
+    done = penstock("ls", run_folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    header, five, seventy, hundred, *rest = done.stdout.splitlines()
+    titles = ["STEP", "GEN", "AGE", "OBJECTS", "RAW", "STORED", "RATIO", "STATE", "METADATA"]
+    assert header.split() == titles
+    assert five.split(maxsplit=11)[:2] == ["5", "0"]
+    assert "2 h" in five
+    assert re.search(r"12  3\.0 GiB  2\.0 GiB  1\.50x  ok +loss=2\.5 note=ok$", five)
+    assert seventy.split() == ["70", *"-" * 6, "damaged"]
+    assert hundred.split()[:2] == ["100", "1"]
+    assert "lr=[0.1, null]" in hundred
+    assert len(rest) == 1
+    assert rest[0].startswith("step 70: ")
+    assert "is not a record of Penstock" in rest[0] or "commits/00000070-0.json" in rest[0]
+
+
+def test_ls_json_says_the_same(penstock, run_folder):
+    done = penstock("ls", run_folder, "--json")
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    listing = json.loads(done.stdout)
+    assert listing["url"] == f"posix://{run_folder}"
+    five, seventy, hundred = listing["checkpoints"]
+    assert (five["step"], five["state"], five["bytes_raw"]) == (5, "ok", 3 << 30)
+    assert five["metadata"] == {"loss": 2.5, "note": "ok"}
+    assert (seventy["step"], seventy["state"]) == (70, "damaged")
+    assert seventy["error"]
+    assert (hundred["generation"], hundred["metadata"]["note"]) == (1, EVIL)
+
+
+def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
+    (tmp_path / "run").mkdir()
+    done = penstock("ls", tmp_path / "run")
+    assert (done.returncode, done.stdout) == (0, f"no checkpoints under posix://{tmp_path}/run\n")
+    assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
+
+
+def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "above" / "gpt")
+    shutil.copytree(run_folder, tmp_path / "above" / "old" / "bert")
+    (tmp_path / "above" / "notes" / "deep" / "er" / "commits").mkdir(parents=True)
+    done = penstock("ls", tmp_path / "above")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"no checkpoints under posix://{tmp_path}/above",
+        "these folders below it hold runs; list one of them:",
+        f"  {tmp_path}/above/gpt",
+        f"  {tmp_path}/above/notes/deep/er",
+        f"  {tmp_path}/above/old/bert",
+    ]
+
+
+@pytest.mark.parametrize("inside", ["commits", "data", "data/00ff/blobs"])
+def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside):
+    folder = run_folder / inside
+    folder.mkdir(parents=True, exist_ok=True)
+    done = penstock("ls", folder)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        f"no checkpoints under posix://{folder}",
+        f"this is a folder inside the run {run_folder}: list that",
+    ]
+
+
+def test_ls_of_an_empty_folder_beside_runs_says_nothing_of_them(penstock, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "gpt")
+    (tmp_path / "gpt" / "notes").mkdir()
+    done = penstock("ls", tmp_path / "gpt" / "notes")
+    assert done.stdout == f"no checkpoints under posix://{tmp_path}/gpt/notes\n"
+
+
+def test_json_may_stand_before_the_command(penstock, run_folder):
+    assert (
+        penstock("--json", "ls", run_folder).stdout == penstock("ls", run_folder, "--json").stdout
+    )
+    assert penstock("--json").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("show", "--step", "abc"),
+            "'abc' is no step: give a whole number of at least 0, or `latest`",
+        ),
+        (("verify", "--step", "-3"), "'-3' is no step: give a whole number of at least 0"),
+        (("diff", "--step-a", "new"), "'new' is no step: give a whole number of at least 0"),
+        (("delete", "1.5"), "'1.5' is no step: give a whole number of at least 0"),
+        (
+            ("copy", "to", "--step", "x"),
+            "'x' is no step: give a whole number of at least 0, or `latest`",
+        ),
+        (
+            ("copy", "to", "--rate", "fast"),
+            "'fast' is not a size: give bytes, or a number with one of",
+        ),
+        (("doctor", "--probe-size", "big"), "'big' is not a size: give bytes, or a number with"),
+        (("show", "--depth", "all"), "'all' is no depth: give a whole number of at least 1"),
+        (("drain", "--timeout", "soon"), "'soon' is no time: give seconds, such as 90 or 0.5"),
+        (("drain", "--timeout", "nan"), "'nan' is no time"),
+        (("prune", "--grace", "soon"), "'soon' is not a time such as 90s"),
+    ],
+)
+def test_a_wrong_option_is_shown_with_the_forms_that_are_right(
+    penstock, run_folder, arguments, words
+):
+    command, *rest = arguments
+    done = penstock(command, run_folder, *rest)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+def test_a_run_is_not_copied_onto_itself(penstock, tmp_path):
+    root = tmp_path / "run"
+    with penstock_package.Checkpointer(f"posix://{root}") as ckpt:
+        ckpt.save({"epoch": 1}, step=1, mode="blocking")
+    (tmp_path / "link").symlink_to(root)
+    for target in (root, f"posix://{root}", tmp_path / "link", tmp_path / "x" / ".." / "run"):
+        done = penstock("copy", f"posix://{root}", target)
+        assert done.returncode == 1
+        assert "FROM and TO are the same run, " in done.stderr
+        assert ": give another place to copy to" in done.stderr
+    anew = penstock("copy", root, root, "--codec", "zstd", "--overwrite")
+    assert "step 1, the latest, is encoded anew" in anew.stdout
+    assert "1 objects" in anew.stdout
+    assert penstock("copy", root, tmp_path / "run2").returncode == 0
+
+
+def test_the_latest_step_can_be_asked_for_by_that_name(penstock, tmp_path):
+    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"epoch": step}, step=step, mode="blocking")
+    named = penstock("show", tmp_path / "run", "--step", "latest", "--json").stdout
+    assert json.loads(named)["checkpoint"]["step"] == 2
+
+
+def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
+    with penstock_package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        state = {f"part{n}": torch.ones(100) for n in range(50)}  # a page for each
+        ckpt.save(state, step=1, mode="blocking")
+    row = penstock("ls", tmp_path / "run").stdout.splitlines()[1]
+    stored, ratio = re.search(r"(\S+ KiB) +(\S+x) +ok", row).groups()
+    whole = penstock("show", tmp_path / "run").stdout.splitlines()[-1]
+    part = penstock("show", tmp_path / "run", "--include", "part7").stdout.splitlines()[-1]
+    assert whole.endswith(f"stored (1.00x); its blobs take {stored} ({ratio}) with the gaps")
+    assert "gaps" not in part
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_looking_at_a_folder_that_is_not_there_makes_none(penstock, tmp_path, command):
+    done = penstock(command, tmp_path / "absent")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"penstock: there is no folder {tmp_path}/absent\n"
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [("ls",), ("show", "--step", "5"), ("plugins",)])
+def test_looking_changes_nothing(penstock, run_folder, arguments):
+    before = {p: p.stat().st_mtime_ns for p in run_folder.rglob("*")}
+    command, *options = arguments
+    penstock(command, *([] if command == "plugins" else [run_folder]), *options)
+    assert {p: p.stat().st_mtime_ns for p in run_folder.rglob("*")} == before
+
+
+# -- rendering ----------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_control_characters_and_markup_never_reach_the_terminal_as_such(
+    penstock, terminal, run_folder
+):
+    for output in (penstock("ls", run_folder).stdout, terminal("ls", run_folder, width=200)):
+        assert r"note=\x1b[31mred\x07 [bold]not bold[/] \u202egnorw" in output
+        assert "\x1b[31mred" not in output
+        assert "\x07" not in output
+        assert "\u202e" not in output
+
+
+def test_nothing_that_is_printed_steers_a_terminal(capsys):
+    """Whatever forgot to look at what it prints."""
+    print_line(EVIL)
+    print_wrapped(EVIL)
+    print_table([Column("A")], [[EVIL], [Cell(EVIL, "red")]])
+    assert capsys.readouterr().out.count(r"\x1b[31mred\x07") == 4
+
+
+def test_a_line_break_in_a_name_makes_no_line_of_a_message():
+    told = "w: ok\npenstock: everything is fine\u2028step 1 is whole"
+    assert visible_lines(f"penstock: {told} is damaged\n  its blob: a") == [
+        r"penstock: w: ok\npenstock: everything is fine\u2028step 1 is whole is damaged",
+        "  its blob: a",
+    ]
+
+
+def test_logs_are_made_harmless_too(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    log_visibly()
+    log_visibly(level=logging.DEBUG, form=logging.BASIC_FORMAT)  # as --debug does
+    logging.getLogger("somebody").warning("step 1: %s", f"{EVIL}\npenstock: all is well")
+    error = ValueError(EVIL)
+    logging.getLogger("somebody").error("failed", exc_info=error)
+    told = capsys.readouterr().err
+    assert told.count(r"\x1b[31mred\x07 [bold]not bold[/] \u202egnorw") == 2
+    assert not {"\x1b", "\x07", "\u202e"} & {*told}
+    assert "\npenstock" not in told
+    assert told.count("WARNING:somebody:") == 1  # by one handler
+
+
+def test_error_messages_are_made_harmless_too(penstock, tmp_path):
+    done = penstock("ls", f"{tmp_path}/\x1b[2Jabsent\u202e")
+    assert done.returncode == 1
+    assert done.stderr == f"penstock: there is no folder {tmp_path}/\\x1b[2Jabsent\\u202e\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 200])
+def test_table_fits_the_terminal_and_keeps_step_and_state(terminal, run_folder, width):
+    lines = _lines(terminal("ls", run_folder, width=width))
+    table = [line for line in lines if re.match(r"\s*(STEP|5|70|100)\b", line)]
+    assert len(table) == 4
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert "STEP" in table[0]
+    assert "STATE" in table[0]
+    assert "damaged" in table[2]
+    left_out = any("too narrow for" in line for line in lines)
+    assert left_out == (width < 80)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--metadata"), ("show", "--step", "5")])
+def test_with_no_color_nothing_has_a_style(terminal, run_folder, arguments):
+    command, *options = arguments
+    if command == "show":  # its manifest is not there: that of a real run is
+        with penstock_package.Checkpointer(f"posix://{run_folder}/real") as ckpt:
+            ckpt.save({"epoch": 1}, step=5, mode="blocking")
+        run_folder /= "real"
+    output = terminal(command, run_folder, *options, width=40, variables={"NO_COLOR": "1"})
+    assert "\x1b" not in output
+    assert "too narrow for" in output or "--metadata" in options
+    assert "\x1b[" in terminal(command, run_folder, *options, width=40)
+
+
+@pytest.mark.process
+def test_help_fits_a_narrow_terminal(environment):
+    for command in ("", *typer.main.get_command(app).commands):
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", *filter(None, [command]), "--help"],
+            env=environment | {"COLUMNS": "60"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
+
+
+def test_errors_are_wrapped_between_words_as_deep_as_they_stand(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert _wrapped("penstock: " + "word " * 6).splitlines() == [
+        "penstock: word word word word",
+        "  word word",
+    ]
+    assert _wrapped("  key: " + "x" * 40).splitlines() == ["  key:", "    " + "x" * 40]
+
+
+def test_a_path_is_cut_in_its_middle():
+    assert shortened("optimizer/state/0.weight/exp_avg", 40) == "optimizer/state/0.weight/exp_avg"
+    assert shortened("optimizer/state/0.weight/exp_avg", 20) == "optimi…eight/exp_avg"
+    assert shortened("optimizer/state/0.weight/exp_avg", 4) == "o…vg"
+
+
+def test_pipe_gets_whole_lines_without_colours(penstock, run_folder):
+    output = penstock("ls", run_folder).stdout
+    assert "\x1b[" not in output
+    assert "gnorw lr=[0.1, null]" in output
+    assert all(line == line.rstrip() for line in output.splitlines())
+
+
+@pytest.mark.process
+def test_reader_that_goes_away_is_no_error_message(environment, run_folder):
+    code = "from penstock.core.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "ls", str(run_folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+    assert errors == ""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--json")])
+def test_output_that_cannot_be_written_is_one_message(environment, run_folder, arguments):
+    code = "from penstock.core.cli.main import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, str(run_folder)],
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "penstock: standard output: No space left on device\n"
+
+
+def test_spare_columns_go_before_a_flexible_one_is_cut():
+    columns = [
+        Column("PATH", flexible=True),
+        Column("KIND"),
+        Column("A", keep=2, spare=True),
+        Column("B", keep=1, spare=True),
+    ]
+    rows = [["p" * 30, "kind", "aaaa", "bbbb"]]
+    assert fitting(columns, rows, 48) == {0: 30, 1: 4, 2: 4, 3: 4}
+    assert fitting(columns, rows, 47) == {0: 30, 1: 4, 2: 4}
+    assert fitting(columns, rows, 41) == {0: 30, 1: 4}
+    assert fitting(columns, rows, 35) == {0: 29, 1: 4}
+
+
+def test_columns_go_in_the_order_of_their_keep_and_flexible_ones_shrink():
+    columns = [Column("A"), Column("BB", keep=2), Column("CCC", keep=1), Column("D", flexible=True)]
+    rows = [["aaaa", "bbbb", Cell("cccc", "red"), "d" * 50]]
+    assert fitting(columns, rows, 100) == {0: 4, 1: 4, 2: 4, 3: 50}
+    assert fitting(columns, rows, 40) == {0: 4, 1: 4, 2: 4, 3: 22}
+    assert fitting(columns, rows, 30) == {0: 4, 1: 4, 2: 4, 3: 12}
+    assert fitting(columns, rows, 29) == {0: 4, 1: 4, 3: 17}
+    assert fitting(columns, rows, 23) == {0: 4, 3: 17}
+    assert fitting(columns, rows, 1) == {0: 4, 3: 12}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (3 << 40, "3.0 TiB"),
+        (1 << 80, "1048576.0 EiB"),
+    ],
+)
+def test_sizes_are_shown_in_binary_units(size, text):
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "now"), (0.4, "now"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (200_000, "2 d")],
+)
+def test_ages_are_shown_in_their_largest_unit(seconds, text):
+    assert age_text(seconds) == text
+
+
+def test_ratio_of_nothing_is_a_dash():
+    assert ratio_text(30, 20) == "1.50x"
+    assert ratio_text(0, 0) == ratio_text(1, 0) == ratio_text(0, 1) == "-"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain", "plain"),
+        ("ünï 文字", "ünï 文字"),
+        ("a\nb\tc\0", r"a\nb\tc\x00"),
+        ("\x9b31m", r"\x9b31m"),
+        ("\u202e\u200b", r"\u202e\u200b"),
+        ("\ud800", r"\ud800"),
+        ("a\u00a0b", "a b"),
+        ("\U000e0001", r"\U000e0001"),
+    ],
+)
+def test_invisible_characters_become_escapes(text, shown):
+    assert visible(text) == shown
+
+
+def test_metadata_is_shown_short():
+    assert metadata_text({"loss": 2.1 / 3, "nan": float("nan")}) == "loss=0.7 nan=NaN"
+    shown = metadata_text({"loss": 2.5, "name": "a\nb", "deep": {"x": [1, None]}, "ü": "ü"})
+    assert shown == r'loss=2.5 name=a\nb deep={"x": [1, null]} ü=ü'
+    assert metadata_text({}) == ""
+
+
+# -- plugins ------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_plugins_lists_ours_and_theirs_without_importing_them(penstock, plugin_site):
+    plugin_site.add(
+        "acme-store",
+        {"penstock.backends": {"acme": "acme_store:Store"}},
+        acme_store="raise SystemExit('imported')",
+    )
+    done = penstock("plugins")
+    assert re.search(
+        r"^backend +acme +found +acme-store +1\.0 +acme_store:Store$", done.stdout, re.MULTILINE
+    )
+    assert re.search(
+        r"^codec +zstd +found +penstock +0\.0 +penstock\.codecs\.zstd", done.stdout, re.MULTILINE
+    )
+    assert "imported" not in done.stderr
+
+
+@pytest.mark.process
+def test_plugins_check_finds_what_is_broken_and_exits_with_1(penstock, plugin_site):
+    plugin_site.add(
+        "acme-store",
+        {"penstock.backends": {"acme": "acme_store:Store"}},
+        acme_store="raise RuntimeError('no licence')",
+    )
+    done = penstock("plugins", "--check", "--json")
+    assert done.returncode == 1
+    found = {(p["kind"], p["name"]): p for p in json.loads(done.stdout)["plugins"]}
+    acme = found["backend", "acme"]
+    assert (acme["state"], acme["distribution"]) == ("failed", "acme-store")
+    assert acme["error"].endswith("RuntimeError: no licence")
+    assert found["codec", "zstd"]["state"] == "ok"
+    text = penstock("plugins", "--check")
+    assert "\nbackend 'acme' of acme-store 1.0 cannot be loaded: RuntimeError" in text.stdout
+
+
+PROVIDER = """
+    from penstock.core.abc import StateProvider
+
+    class Provider(StateProvider):
+        api_version = 1
+        name = "{name}"
+        forms = ("mean",)
+        def __init__(self):
+            if "{name}" == "keyless": raise OSError("no key")
+        def claims(self, kind, /): return None
+        def describe(self, value, path, /, *, context): raise NotImplementedError
+        def place(self, value, path, /, *, context): raise NotImplementedError
+        def rebuild(self, stored, /, *, device, context): raise NotImplementedError
+"""
+
+
+@pytest.mark.process
+def test_plugins_check_makes_what_needs_no_options_and_says_why_that_failed(penstock, plugin_site):
+    source = PROVIDER.format(name="keyless")
+    target = {"penstock.providers": {"keyless": "acme_key:Provider"}}
+    plugin_site.add("acme-key", target, acme_key=source)
+    done = penstock("plugins", "--check")
+    assert done.returncode == 1
+    assert re.search(r"^provider +keyless +failed +acme-key ", done.stdout, re.MULTILINE)
+    said = "\nprovider 'keyless' of acme-key 1.0 cannot be created: OSError: no key"
+    assert said in done.stdout
+    assert penstock("plugins").returncode == 0
+
+
+@pytest.mark.process
+def test_plugins_check_shows_providers_that_declare_one_form(penstock, plugin_site):
+    for name in ("one", "two"):
+        target = {"penstock.providers": {name: f"acme_{name}:Provider"}}
+        source = PROVIDER.format(name=name)
+        plugin_site.add(f"acme-{name}", target, **{f"acme_{name}": source})
+    done = penstock("plugins", "--check")
+    assert done.returncode == 1
+    assert len(re.findall(r"^provider +(?:one|two) +conflict ", done.stdout, re.MULTILINE)) == 2
+    assert done.stdout.count("form 'mean' is declared by provider 'one' of acme-one 1.0 and") == 1
+
+
+@pytest.mark.process
+def test_plugins_shows_a_conflict_with_a_shipped_name_for_the_one_that_is_not_used(
+    penstock, plugin_site
+):
+    plugin_site.add("acme-zstd", {"penstock.codecs": {"zstd": "acme_zstd:Zstd"}})
+    done = penstock("plugins")
+    assert done.returncode == 1
+    rows = re.findall(r"^codec +zstd +(\w+) +([\w-]+)", done.stdout, re.MULTILINE)
+    assert sorted(rows) == [("conflict", "acme-zstd"), ("found", "penstock")]
+    assert done.stdout.count("codec 'zstd' is claimed by") == 1
+
+
+# -- show and verify, of a real run -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    import torch
+
+    import penstock as package
+
+    root = tmp_path_factory.mktemp("saved") / "run"
+    weight = torch.arange(3000, dtype=torch.float32).reshape(50, 60)
+    state = {
+        "model": {"weight": weight, "tied": weight, "half": torch.ones(7, dtype=torch.bfloat16)},
+        "zeros": {"a": torch.zeros(40_000), "b": torch.zeros(10), "c": torch.zeros(10)},
+        EVIL: torch.zeros(()),
+        "epoch": 7,
+    }
+    rules = [{"match": "zeros", "codecs": ["lz4", "zstd"]}]
+    with package.Checkpointer(f"posix://{root}", rules=rules) as ckpt:
+        ckpt.save(state, step=3, mode="blocking")
+        ckpt.save(state, step=8, mode="blocking", metadata={"loss": 2.5})
+    return root
+
+
+@pytest.fixture
+def damaged_run(saved_run, tmp_path):
+    """A copy whose newest checkpoint has a flipped bit in every byte of its raw frames."""
+    root = shutil.copytree(saved_run, tmp_path / "run")
+    newest = max(root.glob("data/*"), key=lambda folder: _step_of(root, folder.name))
+    (blob,) = newest.glob("blobs/*.raw")
+    data = bytearray(blob.read_bytes())
+    for at in range(len(data)):
+        data[at] ^= 1
+    blob.write_bytes(data)
+    return root
+
+
+def _step_of(root, uid):
+    names = [p for p in root.glob("commits/*") if uid in p.read_text()]
+    return int(names[0].name.split("-")[0])
+
+
+def test_show_lists_the_objects_of_the_newest_step_in_tree_order(penstock, saved_run):
+    done = penstock("show", saved_run)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, metadata, _, header, *table, _, total = done.stdout.splitlines()
+    assert first.startswith("step 8, generation 0, of 20")
+    assert metadata == "loss=2.5"
+    titles = ["PATH", "TYPE", "SHAPE", "BYTES", "STORED", "RATIO", "CODECS", "ROLE"]
+    assert header.split() == titles
+    rows = [re.split(r"  +", line) for line in table]
+    assert rows[0] == [
+        "model/weight", "float32", "50x60", "11.7 KiB", "11.7 KiB", "1.00x", "raw", "other",
+    ]  # fmt: skip
+    assert rows[1] == [
+        "model/tied = model/weight", "float32", "50x60", "0 B", "0 B", "-", "raw", "other",
+    ]  # fmt: skip
+    assert rows[2][:4] == ["model/half", "bfloat16", "7", "14 B"]
+    assert (rows[3][0], rows[3][6]) == ("zeros/a", "lz4+zstd")
+    assert float(rows[3][5].removesuffix("x")) > 100
+    assert rows[-2][0] == r"\x1b[31mred\x07 [bold]not bold[%2F] \u202egnorw"
+    assert rows[-1][:2] == ["epoch", "json"]
+    assert total.startswith("8 of 8 objects, 168.1 KiB, ")
+
+
+def test_show_json_says_the_same_and_shares_out_stored_bytes(penstock, saved_run):
+    shown = json.loads(penstock("show", saved_run, "--step", "3", "--json").stdout)
+    assert shown["checkpoint"]["step"] == 3
+    objects = {tuple(o["segments"]): o for o in shown["objects"]}
+    assert objects[(EVIL,)]["shape"] == []
+    assert objects["model", "tied"]["same_as"] == "model/weight"
+    zeros = objects["zeros", "a"]
+    assert (zeros["codecs"], zeros["bytes_raw"]) == (["lz4", "zstd"], 160_000)
+    assert 0 < zeros["bytes_stored"] < 1000
+    stored = sum(o["bytes_stored"] for o in shown["objects"])
+    assert 12_000 < stored <= shown["checkpoint"]["bytes_stored"]  # which has padding too
+
+
+def test_show_takes_patterns(penstock, saved_run):
+    done = penstock(
+        "show", saved_run, "--include", "model", "--include", "epoch", "--exclude", "**/tied",
+        "--json",
+    )  # fmt: skip
+    paths = [o["path"] for o in json.loads(done.stdout)["objects"]]
+    assert paths == ["model/weight", "model/half", "epoch"]
+    wrong = penstock("show", saved_run, "--include", "modle/weight")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "matches nothing; nearest: model/weight" in wrong.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("width", [20, 50, 100])
+def test_show_fits_the_terminal(terminal, saved_run, width):
+    lines = _lines(terminal("show", saved_run, width=width))
+    assert all(len(line.rstrip()) <= width for line in lines)
+    assert any(line.startswith("model/") for line in lines)  # a tree, with sums
+    assert any(line.startswith("  weight") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_step_that_is_not_there_says_which_are(penstock, saved_run, command):
+    done = penstock(command, saved_run, "--step", "4")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "steps there: 3, 8" in done.stderr
+
+
+def test_verify_finds_a_run_whole(penstock, saved_run):
+    done = penstock("verify", saved_run)
+    assert done.returncode == 0
+    assert done.stdout.startswith("step 8 is whole: ")
+    found = json.loads(penstock("verify", saved_run, "--step", "3", "--json").stdout)
+    (report,) = found["reports"]
+    assert found["ok"] is True
+    assert (report["step"], report["ok"], report["damaged"]) == (3, True, [])
+    assert report["deep"] is True
+    assert report["bytes_read"] > 12_000
+
+
+def test_verify_names_damaged_objects_and_exits_with_1(penstock, damaged_run):
+    done = penstock("verify", damaged_run)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(r"^checksum .* does not match\n    \S", done.stdout, re.MULTILINE)
+    assert re.search(r"^    model/weight$", done.stdout, re.MULTILINE)
+    assert re.search(r"step 8 is damaged: \d+ found", done.stdout)
+    found = json.loads(penstock("verify", damaged_run, "--json").stdout)
+    (report,) = found["reports"]
+    assert (found["ok"], report["ok"]) == (False, False)
+    assert "model/weight" in {d["what"] for d in report["damaged"]}
+    assert penstock("verify", damaged_run, "--step", "3").returncode == 0
+
+
+def test_verify_names_a_few_of_what_a_missing_blob_hits_and_all_in_json(penstock, tmp_path):
+    import torch
+
+    import penstock as package
+
+    with package.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        state = {f"weight{n}": torch.full((5000,), float(n)) for n in range(40)}
+        ckpt.save(state, step=1, mode="blocking")
+    (blob,) = (tmp_path / "run").glob("data/*/blobs/*")
+    blob.unlink()
+    done = penstock("verify", tmp_path / "run")
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) < 12
+    assert re.search(r"^    weight\d+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^    and \d+ more: --json names all$", done.stdout, re.MULTILINE)
+    (report,) = json.loads(penstock("verify", tmp_path / "run", "--json").stdout)["reports"]
+    assert {d["what"] for d in report["damaged"]} >= {f"weight{n}" for n in range(40)}
+
+
+def test_quick_verify_reads_no_frames_but_sees_a_blob_that_was_cut(penstock, damaged_run):
+    assert penstock("verify", damaged_run, "--quick").returncode == 0
+    for blob in damaged_run.glob("data/*/blobs/*.raw"):
+        os.truncate(blob, blob.stat().st_size - 1)
+    done = penstock("verify", damaged_run, "--quick")
+    assert done.returncode == 1
+    assert ".raw" in done.stdout
+
+
+@pytest.mark.process
+def test_verify_shows_progress_only_where_somebody_watches(terminal, penstock, saved_run):
+    assert "step 8 is whole" in terminal("verify", saved_run)
+    assert penstock("verify", saved_run).stderr == ""
+
+
+# -- the whole ----------------------------------------------------------------------------------
+
+
+def test_version_is_that_of_the_package(penstock):
+    import penstock as package
+
+    assert penstock("--version").stdout == f"penstock {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("lss",), ("ls",), ("show", "x", "--step", "-1"), ("show", "x", "--step", "y")]
+)
+def test_wrong_calls_exit_with_2(penstock, arguments):
+    done = penstock(*arguments)
+    assert done.returncode == 2
+    assert "Usage: penstock" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_debug_shows_the_traceback_wherever_it_stands(penstock, tmp_path, place):
+    arguments = ["show", tmp_path, "--step", "3"]
+    plain = penstock(*arguments)
+    assert "Traceback" not in plain.stderr
+    if place < 3:
+        arguments.insert(place, "--debug")
+    else:
+        arguments.append("--debug")
+    done = penstock(*arguments)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.endswith(plain.stderr)
+
+
+@pytest.mark.process
+def test_debug_behind_two_dashes_is_a_name(penstock):
+    done = penstock("ls", "--", "--debug")
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock: there is no folder ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_error_that_nobody_expected_is_one_message_too(penstock, tmp_path):
+    broken = (
+        "import penstock.core.cli.commands.ls as ls\n"
+        "def run(*_, **__): raise ZeroDivisionError('\x1b[31m')\n"
+        "ls.run = run"
+    )
+    done = penstock("ls", tmp_path, before=broken)
+    assert done.returncode == 1
+    assert done.stderr.startswith("penstock: unexpected ZeroDivisionError: \\x1b[31m; run ")
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in penstock("--debug", "ls", tmp_path, before=broken).stderr
+
+
+@pytest.mark.process
+def test_completion_knows_the_commands(environment):
+    code = "from penstock.core.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **environment,
+            "_PENSTOCK_COMPLETE": "complete_bash",
+            "COMP_WORDS": "penstock p",
+            "COMP_CWORD": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert sorted(done.stdout.split()) == ["plugins", "prune"]
+
+
+def test_show_completion_prints_a_script(penstock, monkeypatch):
+    # The shell is looked for among the parents otherwise, and there may be none.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    assert "_PENSTOCK_COMPLETE=complete_bash" in penstock("--show-completion", "bash").stdout
+
+
+@pytest.mark.process
+def test_no_color_is_heeded(environment, terminal, run_folder):
+    assert "\x1b[32mok" in terminal("ls", run_folder)
+    environment["NO_COLOR"] = "1"
+    assert "\x1b[32m" not in terminal("ls", run_folder)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["doctor", "verify"])
+def test_long_lines_are_wrapped_to_the_terminal_and_stay_whole(
+    environment, terminal, saved_run, command
+):
+    environment["COLUMNS"] = "40"  # wins over the terminal's own width
+    options = ["--no-probe"] if command == "doctor" else []
+    lines = _lines(terminal(command, saved_run, *options, width=90))
+    assert all(len(line.rstrip()) <= 40 for line in lines)
+    assert "…" not in "".join(lines)
+    if command == "doctor":
+        assert any(re.match(r" {6}\S", line) for line in lines)  # the rest of a long finding
+
+
+def test_help_names_every_command(penstock):
+    done = penstock("--help")
+    assert done.returncode == 0
+    for command in ("ls", "show", "verify", "prune", "delete", "doctor", "plugins", "schema"):
+        assert f"\n  {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ls",), ("ls", "--json"), ("show",), ("verify", "--quick"), ("verify",)]
+)
+def test_wrong_url_is_one_message_without_traceback(penstock, arguments):
+    command, *options = arguments
+    done = penstock(command, "s3://user:s3cret@bucket/run", *options)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("penstock: options in s3://bucket/run: 1 problem\n  url: cred")
+    assert "s3cret" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show",),
+        ("verify",),
+        ("prune",),
+        ("delete", "8", "--dry-run"),
+        ("doctor", "--probe-size", "1MiB"),
+    ],
+)
+def test_what_only_looks_at_a_real_run_does_not_import_torch(penstock, saved_run, arguments):
+    report = (
+        "import atexit\natexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    )
+    command, *options = arguments
+    done = penstock(command, saved_run, *options, before=report)
+    assert (done.returncode, done.stderr) == (0, "False\n")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [("--help",), ("ls",), ("ls", "--json"), ("plugins",)])
+def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_folder, arguments):
+    report = (
+        "import atexit\n"
+        "heavy = {'torch', 'numpy', 'liburing', 'rich'}\n"
+        "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))"
+    )
+    run = [run_folder] if arguments[0] == "ls" else []
+    done = penstock(*arguments, *run, before=report)
+    assert done.stderr.splitlines()[-1] == "[]"

@@ -1,0 +1,161 @@
+"""`penstock diff`: what differs, and with what it exits."""
+
+import shutil
+
+import pytest
+import torch
+from tests.core.cli.command import caller
+from tests.core.cli.test_page import documented, keys
+
+import penstock
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+def state(step):
+    return {
+        "model": {"w": torch.full((6000,), float(step)), "b": torch.ones(7)},
+        "epoch": step,
+        **({"late": torch.zeros(2, 3)} if step > 1 else {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved") / "run"
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        for step in (1, 2, 4):
+            ckpt.save(state(step), step=step, mode="blocking", metadata={"loss": 1.0 / step})
+    return root
+
+
+@pytest.fixture
+def other(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "other")
+
+
+def lines(done):
+    return [line.split() for line in done.out.splitlines()]
+
+
+def test_two_newest_of_one_run_are_compared_by_default(call, run):
+    done = call("diff", run)
+    assert (done.code, done.err) == (1, "")
+    assert done.out.splitlines()[:2] == [
+        f"A: step 2 of uring://{run}" if "uring" in done.out else f"A: step 2 of posix://{run}",
+        f"B: step 4 of uring://{run}" if "uring" in done.out else f"B: step 4 of posix://{run}",
+    ]
+    assert ["model/w", "bytes", "float32", "6000", "float32", "6000"] in lines(done)
+    assert ["epoch", "value", "2", "4"] in lines(done)
+    assert ["loss", "metadata", "0.5", "0.25"] in lines(done)
+    assert "2 of 4 objects that both have differ, 0 are in one only" in done.out
+
+
+def test_same_checkpoint_of_two_runs_does_not_differ(call, run, other):
+    done = call("diff", run, other)
+    assert done.code == 0
+    assert done.out.splitlines()[2] == "nothing differs in 4 objects, 0 B read"
+    assert call("diff", run, "--step-a", "2", "--step-b", "2").code == 0
+
+
+def test_steps_are_chosen(call, run, other):
+    done = call("diff", run, other, "--step-a", "1", "--step-b", "2")
+    assert done.code == 1
+    assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
+    assert call("diff", run, "--step-b", "2").out.startswith("A: step 1 of ")
+    assert call("diff", run, other, "--step-a", "2", "--step-b", "2").code == 0
+
+
+def test_only_what_is_selected_is_compared(call, run):
+    assert call("diff", run, "--include", "model/b").code == 0
+    assert call("diff", run, "--exclude", "model/w", "--exclude", "epoch").code == 0
+    assert call("diff", run, "--include", "model").code == 1
+
+
+def test_norms_are_those_of_the_difference(call, run):
+    done = call("diff", run, "--norms", "--json")
+    (change,) = [c for c in done.json["changes"] if c["path"] == "model/w"]
+    assert change["norms"] == {
+        "elements": 6000,
+        "differing": 6000,
+        "max_abs": 2.0,
+        "l2": pytest.approx(2.0 * 6000**0.5),
+        "relative_l2": pytest.approx(1.0),
+        "nan": 0,
+        "inf": 0,
+    }
+    table = call("diff", run, "--norms").out
+    assert "REL L2" in table
+    assert "154.9" in table
+
+
+def test_an_object_that_is_in_one_only_has_no_norms(call, run):
+    done = call("diff", run, "--step-a", "1", "--step-b", "2", "--norms")
+    assert (done.code, done.err) == (1, "")
+    assert ["late", "only", "in", "B", "-", "float32", "2x3"] in lines(done)
+
+
+def test_json_is_as_documented(call, run):
+    found = call("diff", run, "--norms", "--json").json
+    found["changes"] = [change for change in found["changes"] if change["norms"]]
+    assert keys(found) == keys(documented("diff"))
+    assert "norms" not in call("diff", run, "--json").json["changes"][0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["RUN", "--step-b", "1"],
+        ["RUN", "--step-a", "3"],
+        ["RUN", "RUN/nothing"],
+        ["RUN", "--include", "modle"],
+        ["nonsense://x"],
+        ["RUN", "--step-a", "-1"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_trouble_is_another_exit_code_than_a_difference(call, run, arguments):
+    done = call("diff", *(a.replace("RUN", str(run)) for a in arguments))
+    assert done.code == 2
+    assert done.err
+    assert "Traceback" not in done.err
+    assert call("ls", run / "nothing").code == 1  # other commands keep theirs
+
+
+def test_damage_where_bytes_have_to_be_read_is_trouble(call, run, other):
+    for blob in other.rglob("*.raw"):
+        data = bytearray(blob.read_bytes())
+        data[len(data) // 2] ^= 1
+        blob.write_bytes(data)
+    done = call("diff", run, other, "--step-a", "2", "--norms")
+    assert done.code == 2
+    assert "is damaged" in done.err
+
+
+def test_odd_names_and_values_cannot_steer_the_terminal(call, tmp_path):
+    with penstock.Checkpointer(f"posix://{tmp_path}") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"a\x1b[31m": f"\x1b]0;{step}\x07"}, step=step, mode="blocking")
+    out = call("diff", tmp_path).out
+    assert "\x1b" not in out
+    assert "a\\x1b[31m" in out
+
+
+def test_a_configuration_file_stands_for_its_backend(call, run, other, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(f'backend = "posix://{run}"\n')
+    assert call("diff", config, other).code == 0
+    assert call("diff", other, config).code == 0
+    assert call("copy", config, tmp_path / "copied").code == 0
+    assert call("diff", tmp_path / "copied", config).code == 0
+
+
+@pytest.mark.parametrize("command", ["diff", "ls"])
+def test_a_configuration_file_that_is_not_there_is_said(call, command):
+    done = call(command, "missing.toml")
+    assert "configuration missing.toml cannot be read" in done.err
+    assert done.code == (2 if command == "diff" else 1)

@@ -1,0 +1,97 @@
+"""Latches: everyone passes once they are open, and Ctrl-C in the middle harms nobody."""
+
+import gc
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from penstock.core.concurrency.latch import Latch
+from penstock.core.reporting.reports import Outcome
+
+
+def test_it_opens_once_for_all_who_wait_and_for_who_comes_later():
+    latch = Latch()
+    assert not latch.is_open
+    assert not latch.wait(0)
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(latch.wait) for _ in range(8)]
+        timed = latch.wait(0.01)
+        latch.open()
+        latch.open()
+        assert all(future.result(30) for future in waiting)
+    assert not timed
+    assert latch.is_open
+    assert latch.wait()
+    assert latch.wait(0)
+
+
+def test_many_may_open_it_at_once():
+    for _ in range(200):
+        latch = Latch()
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(latch.wait) for _ in range(2)]
+            for done in [pool.submit(latch.open) for _ in range(2)]:
+                done.result(30)
+            assert all(future.result(30) for future in waiting)
+
+
+def interrupted_at(number, wait):
+    """Whether `wait` was still running when its `number`-th bytecode raised KeyboardInterrupt."""
+    left = number
+
+    def trace(frame, event, arg):
+        del arg
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    def run():
+        sys.settrace(trace)
+        try:
+            wait()
+        except (KeyboardInterrupt, RuntimeError):  # the latter from an interrupted `Condition`
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            sys.settrace(None)
+        return False
+
+    # A thread of its own: an exception at such a place may stay "the one being handled" in it.
+    # No collection meanwhile: an interrupt in one of its callbacks goes nowhere.
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(run).result(30)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["latch", "outcome", "future"])
+def test_an_interrupted_wait_never_keeps_others_from_ending_it(kind):
+    """Ctrl-C at every single bytecode of a wait; a plain Future shows what can go wrong."""
+    number = 0
+    hung = 0
+    interrupted = True
+    while interrupted:
+        number += 1
+        if kind == "latch":
+            one = Latch()
+            wait, end = one.wait, one.open
+        else:
+            one = Outcome(lambda: None) if kind == "outcome" else Future()
+            wait, end = one.result, partial(one.set_result, None)
+        interrupted = interrupted_at(number, partial(wait, 0.001))
+        ender = threading.Thread(target=end, daemon=True)
+        ender.start()
+        ender.join(0.2 if kind == "future" else 30)
+        hung += ender.is_alive()
+    assert number > 20
+    assert (hung > 0) == (kind == "future")

@@ -1,0 +1,79 @@
+"""A pool of threads that calls which never return neither use up nor keep open."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.core.concurrency.pool import Pool
+from penstock.core.concurrency.timing import Timing
+
+QUICK = Timing(poll_s=0.01)
+
+
+def test_tasks_run_in_order_on_as_many_threads_as_were_asked_for():
+    pool = Pool(1, "one")
+    seen = []
+    futures = [pool.submit(lambda n=n: seen.append((n, threading.get_ident()))) for n in range(50)]
+    for future in futures:
+        future.result(60)
+    assert [n for n, _ in seen] == list(range(50))
+    assert len({thread for _, thread in seen}) == 1
+    pool.shutdown(wait=True)
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.submit(print)
+
+
+def test_an_error_goes_to_who_waits_and_the_thread_goes_on():
+    pool = Pool(1, "one")
+
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        pool.submit(fail).result(60)
+    assert pool.submit(lambda: 3).result(60) == 3
+    pool.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("stuck_s", [-1.0, float("inf")], ids=["stuck", "patient"])
+def test_calls_that_hang_do_not_use_up_the_pool_for_ever(stuck_s):
+    """Once they count as stuck: here either at once, or never."""
+    pool = Pool(2, "two", stuck_s=stuck_s, timing=QUICK)
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def hang():
+        begun.release()
+        assert gate.wait(60)
+
+    hanging = [pool.submit(hang) for _ in range(2)]
+    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=60)
+    third = pool.submit(lambda: "done")
+    if stuck_s < 0:
+        assert third.result(60) == "done"
+        assert not any(future.done() for future in hanging)
+        pool.shutdown(wait=True)  # although they still hang
+        assert not any(future.done() for future in hanging)
+        gate.set()
+    else:
+        assert not third.done()
+        gate.set()
+        pool.shutdown(wait=True)
+        assert third.result(0) == "done"
+    for future in hanging:
+        future.result(60)
+
+
+def test_calls_that_hang_are_replaced_in_a_pool_that_was_busy_before():
+    """Whatever was queued then: a thread that goes on with it was never idle."""
+    pool = Pool(2, "two", stuck_s=0.05, timing=QUICK)
+    for future in [pool.submit(threading.get_ident) for _ in range(200)]:
+        future.result(60)
+    gate = threading.Event()
+    hanging = [pool.submit(lambda: gate.wait(60)) for _ in range(2)]
+    # The first of them comes before the others count as stuck.
+    assert [pool.submit(lambda: 3).result(10) for _ in range(20)] == [3] * 20
+    gate.set()
+    assert all(future.result(60) for future in hanging)

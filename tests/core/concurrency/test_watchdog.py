@@ -1,0 +1,189 @@
+"""Calls that may never return, and what notices that."""
+
+import gc
+import itertools
+import math
+import signal
+import threading
+import weakref
+
+import pytest
+
+from penstock.core.concurrency.timing import Timing
+from penstock.core.concurrency.watchdog import (
+    Deadline,
+    Watchdog,
+    call_all_with_deadline,
+    call_with_deadline,
+)
+from penstock.core.testing.timing import ShiftedClock
+
+QUICK = Timing(poll_s=0.01, interrupt_s=0.01)
+
+
+class LateError(Exception):
+    pass
+
+
+@pytest.fixture
+def hang():
+    """A call that hangs until the test is over; `begun` says that it does."""
+    gate = threading.Event()
+
+    def call():
+        call.begun.set()
+        assert gate.wait(60)
+
+    call.begun = threading.Event()
+    yield call
+    gate.set()
+
+
+def left_behind(name):
+    return [thread for thread in threading.enumerate() if thread.name == f"penstock-{name}"]
+
+
+def test_a_deadline_comes_once_and_a_watchdog_is_put_off_by_each_progress():
+    clock = ShiftedClock()
+    deadline, watchdog = Deadline(10.0, clock), Watchdog(10.0, clock)
+    clock.ahead_s = 9.0
+    assert not deadline.is_over()
+    assert 0 < deadline.left_s() <= 1.0
+    watchdog.moved()
+    clock.ahead_s = 12.0
+    assert deadline.is_over()
+    assert deadline.left_s() == 0.0
+    assert deadline.taken_s() >= 12.0
+    assert not watchdog.is_over()
+    clock.ahead_s = 25.0
+    assert watchdog.is_over()
+
+
+@pytest.mark.parametrize("limit_s", [None, math.inf])
+def test_without_a_limit_the_end_never_comes(limit_s):
+    deadline = Deadline(limit_s, ShiftedClock())
+    assert not deadline.is_over()
+    assert deadline.left_s() == math.inf
+
+
+def test_a_watchdog_does_not_count_what_has_limits_of_its_own():
+    clock = ShiftedClock()
+    watchdog = Watchdog(10.0, clock)
+    with watchdog.paused():
+        clock.ahead_s = 1000.0
+        assert not watchdog.is_over()
+        assert watchdog.left_s() == math.inf
+    assert not watchdog.is_over()
+    clock.ahead_s = 1011.0
+    assert watchdog.is_over()
+
+
+def test_what_a_call_gives_or_raises_comes_back():
+    assert call_with_deadline("x", lambda: 3, Deadline(None), LateError, timing=QUICK) == 3
+    with pytest.raises(KeyError, match="y"):
+        call_with_deadline("x", lambda: {}["y"], Deadline(60), LateError, timing=QUICK)
+
+
+def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(hang):
+    cancelled, others = [], {*left_behind("ask")}  # those of other tests
+    with pytest.raises(LateError) as caught:
+        call_with_deadline(
+            "ask", hang, Deadline(0.01), LateError, timing=QUICK, cancel=lambda: cancelled.append(1)
+        )
+    assert caught.value.__notes__ == ["penstock: a stuck ask was left behind"]
+    assert cancelled == [1]
+    (thread,) = {*left_behind("ask")} - others
+    assert thread.daemon  # no interpreter waits for it
+
+
+def test_a_call_that_moves_is_not_given_up():
+    clock = ShiftedClock()
+    watchdog = Watchdog(10.0, clock)
+    looks = threading.Semaphore(0)
+
+    class Looking(Watchdog):
+        def is_over(self):
+            looks.release()
+            return super().is_over()
+
+    watchdog = Looking(10.0, clock)
+
+    def call():
+        for _ in range(5):
+            watchdog.moved()
+            clock.ahead_s += 9.0
+            assert looks.acquire(timeout=60)
+            assert looks.acquire(timeout=60)
+        return "done"
+
+    assert call_with_deadline("x", call, watchdog, LateError, timing=QUICK) == "done"
+
+
+def test_ctrl_c_cancels_the_call_and_waits_for_its_end():
+    begun, cancelled = threading.Event(), threading.Event()
+    seen = []
+
+    def call():
+        begun.set()
+        assert cancelled.wait(60)
+        seen.append("over")
+
+    def interrupt():
+        assert begun.wait(60)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call_with_deadline(
+            "x",
+            call,
+            Deadline(None),
+            LateError,
+            timing=Timing(interrupt_s=60),
+            cancel=cancelled.set,
+        )
+    thread.join()
+    assert seen == ["over"]
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_of_several_calls_those_that_hang_are_late_and_the_others_are_not(hang):
+    def fail():
+        raise KeyError("x")
+
+    looks = itertools.count()
+    clock = ShiftedClock(lambda: 1000.0 if next(looks) > 3 else 0.0)  # when it comes to the last
+    found = call_all_with_deadline(
+        "several", [lambda: 1, fail, lambda: 2, hang], Deadline(60, clock), LateError
+    )
+    assert found[::2] == [1, 2]
+    assert isinstance(found[1], KeyError)
+    assert isinstance(found[3], LateError)
+
+
+@pytest.mark.parametrize("how", ["one", "all"])
+def test_an_error_keeps_nothing_alive_once_it_was_handled(how):
+    class Held:
+        pass
+
+    def fail(held):
+        raise KeyError(held.__class__)
+
+    held = Held()
+    ref = weakref.ref(held)
+    gc.disable()
+    try:
+        if how == "one":
+            with pytest.raises(KeyError):
+                call_with_deadline(
+                    "x", lambda held=held: fail(held), Deadline(None), LateError, timing=QUICK
+                )
+        else:
+            call_all_with_deadline("x", [lambda held=held: fail(held)], Deadline(60), LateError)
+        del held
+        for thread in left_behind("x"):
+            thread.join(60)
+        assert ref() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,680 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+import penstock
+from penstock.codecs.zstd import ZstdCodec
+from penstock.core.config.explain import validated
+from penstock.core.config.model import (
+    CheckpointerConfig,
+    Retention,
+    json_schema,
+    load_config,
+    parse_size,
+)
+from penstock.core.config.plugin_choice import BackendConfig, shown_url
+from penstock.core.errors import BlobNotFoundError, ConfigError, PluginError, StorageError
+from penstock.core.plugins.registry import Registry
+from penstock.core.save.prepare import codec_chain
+from penstock.core.storage.open import open_backend
+
+ROOT = Path(__file__).resolve().parents[3]
+
+EXAMPLE = {
+    "backend": {"type": "posix", "path": "runs/gpt", "direct_io": "off"},
+    "rules": [
+        {"match": "optimizer/**", "codecs": ["lz4", {"type": "zstd", "level": 5}]},
+        {"match": ["model/**", "ema/**"], "codecs": []},
+    ],
+    "retention": {"keep_last": 3, "keep_every": 1000},
+    "staging_bytes": "4 GiB",
+    "mode": "lazy",
+}
+
+TOML = """
+staging_bytes = "4 GiB"
+mode = "lazy"
+[backend]
+type = "posix"
+path = "runs/gpt"
+direct_io = "off"
+[[rules]]
+match = "optimizer/**"
+codecs = ["lz4", { type = "zstd", level = 5 }]
+[[rules]]
+match = ["model/**", "ema/**"]
+codecs = []
+[retention]
+keep_last = 3
+keep_every = 1000
+"""
+
+YAML = """
+staging_bytes: 4 GiB
+mode: lazy
+backend: {type: posix, path: runs/gpt, direct_io: "off"}
+rules:
+  - match: optimizer/**
+    codecs: [lz4, {type: zstd, level: 5}]
+  - match: ["model/**", "ema/**"]
+    codecs: []
+retention: {keep_last: 3, keep_every: 1000}
+"""
+
+
+@pytest.fixture
+def registry(plugin_site):
+    plugin_site.add_penstock()
+    return Registry()
+
+
+# -- loading ------------------------------------------------------------------------------------
+
+
+def test_mapping_becomes_a_configuration():
+    config = load_config(EXAMPLE)
+    assert config.backend == BackendConfig(type="posix", path="runs/gpt", direct_io="off")
+    assert config.backend.options == {"path": "runs/gpt", "direct_io": "off"}
+    assert config.staging_bytes == 4 << 30
+    assert config.mode == "lazy"
+    assert config.rules[0].match == ("optimizer/**",)
+    assert [(c.type, c.options) for c in config.rules[0].codecs] == [
+        ("lz4", {}),
+        ("zstd", {"level": 5}),
+    ]
+    assert config.rules[1].match == ("model/**", "ema/**")
+    assert config.retention.keep_every == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", TOML),
+        ("a.yaml", YAML),
+        ("a.YML", YAML),
+        ("a.json", json.dumps(EXAMPLE)),
+    ],
+)
+def test_files_of_every_kind_say_the_same_as_the_mapping(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert load_config(path) == load_config(str(path)) == load_config(EXAMPLE)
+
+
+def test_configuration_is_returned_as_it_is():
+    config = load_config({"backend": "x"})
+    assert load_config(config) is config
+
+
+def test_configuration_can_be_taken_apart_and_put_together_again():
+    config = load_config(EXAMPLE)
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    assert load_config(fields) == config
+    assert load_config(config.model_dump()) == config
+
+
+def test_backend_may_be_a_path_object():
+    assert load_config({"backend": Path("runs/gpt")}).backend == "runs/gpt"
+
+
+def test_defaults_are_those_of_the_design():
+    config = load_config({"backend": "x"})
+    assert (config.mode, config.on_busy, config.allow_pickle) == ("async", "wait", False)
+    assert (config.chunk_bytes, config.grace_s) == (16 << 20, 86400)
+    assert (config.rules, config.retention, config.staging_bytes) == ((), None, None)
+
+
+def test_one_pattern_needs_no_list():
+    assert load_config({"backend": "x", "defer": "ema/**"}).defer == ("ema/**",)
+
+
+# -- refusing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"mod": "lazy"}, "mod: unknown key; did you mean mode?"),
+        ({"zzz": 1}, "zzz: unknown key; known are allow_pickle, backend"),
+        ({"retention": {"keep_lats": 1}}, "retention.keep_lats: unknown key; did you mean keep_l"),
+        (
+            {"rules": [{"match": "a", "codecs": [], "macth": "b"}]},
+            "rules[0].macth: unknown key; did you mean match?",
+        ),
+        ({"rules": [{"match": "a"}]}, "rules[0].codecs: Field required"),
+        (
+            {"rules": [{"match": "a", "codecs": ["zstd", {"level": 1}]}]},
+            "rules[0].codecs[1].type: Field required",
+        ),
+        ({"mode": "asink"}, "mode: Input should be 'blocking', 'async' or 'lazy'"),
+        ({"staging_bytes": "4 GiBs"}, "staging_bytes: not a size: give bytes, or a number with"),
+        ({"staging_bytes": -1}, "staging_bytes: Input should be greater than or equal to 0"),
+        ({"chunk_bytes": 5000}, "chunk_bytes: Input should be a multiple of 4096"),
+        ({"retention": {}}, "retention: needs keep_last or keep_every"),
+        ({"retention": {"keep_last": 0}}, "retention.keep_last: Input should be greater than"),
+        ({"backend": {"path": "x"}}, "backend.type: Field required"),
+        ({"backend": 7}, "backend: Input should be a valid string"),
+        ({"fence_timeout_s": 0}, "fence_timeout_s: Input should be greater than 0"),
+        ({"grace_s": 0}, "grace_s: has to be above 0: a save whose intent is older than half of"),
+        ({"grace_s": "long"}, "grace_s: Input should be a valid number"),
+        ({"workers": 0}, "workers: Input should be greater than or equal to 1"),
+        ({"rules": {"match": "a", "codecs": []}}, "rules: Input should be a list"),
+        ({"rules": [{"match": "a", "codecs": "zstd"}]}, "rules[0].codecs: Input should be a list"),
+    ],
+)
+def test_wrong_values_are_named_by_their_place(changes, line):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"backend": "x", **changes})
+    assert f"\n  {line}" in str(caught.value)
+
+
+class Knobs(BaseModel):
+    inner: str | dict[str, int] = ""
+    many: list[int | Literal["auto"]] = []
+    nested: Retention | str = ""
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"inner": 5}, ["  inner: Input should be a valid string or a table"]),
+        (
+            {"inner": {"a": "x"}},
+            [
+                "  inner: Input should be a valid string",
+                "  inner.a: Input should be a valid integer, unable to parse string as an integer",
+            ],
+        ),
+        ({"many": [1, []]}, ["  many[1]: Input should be a valid integer or 'auto'"]),
+        (
+            {"nested": {"keep_last": 0}},
+            [
+                "  nested.keep_last: Input should be greater than or equal to 1",
+                "  nested: Input should be a valid string",
+            ],
+        ),
+    ],
+)
+def test_what_fits_none_of_several_kinds_is_named_without_them(options, lines):
+    with pytest.raises(ConfigError) as caught:
+        validated(Knobs, options, what="knobs")
+    assert str(caught.value).splitlines()[1:] == lines
+
+
+def test_a_tier_of_the_wrong_kind_is_one_problem():
+    with pytest.raises(ConfigError, match="1 problem\n  fast: Input should be a valid string or a"):
+        open_backend({"type": "tiered", "fast": 5, "durable": "x"})
+
+
+def test_without_fsspec_a_scheme_of_its_own_is_answered_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.registry", None)
+    with pytest.raises(ConfigError, match=r"gs://.*pip install 'penstock\[fsspec\]'"):
+        open_backend("gs://bucket/run")
+
+
+def test_every_problem_is_listed():
+    with pytest.raises(ConfigError, match="configuration: 3 problems") as caught:
+        load_config({"mod": 1, "workers": 0})
+    assert "  backend: Field required" in str(caught.value).splitlines()
+
+
+def test_messages_never_show_values():
+    wrong = {
+        "backend": {"path": "s3cret"},
+        "mode": "s3cret",
+        "staging_bytes": "s3cret",
+        "workers": "s3cret",
+        "unknown": "s3cret",
+        "retention": "s3cret",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(wrong)
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.toml", "mode = ", "is not valid"),
+        ("a.json", "{", "is not valid"),
+        ("a.yaml", "a: [", "is not valid"),
+        ("a.yaml", "- 1", "holds a list, not a table"),
+        ("a.yaml", "", "holds a NoneType, not a table"),
+        ("a.ini", "", "ends in .ini; .toml, .yaml, .yml and .json are known"),
+        ("plain", "", "ends in nothing"),
+        ("a.toml", "mod = 1", "mod: unknown key"),
+    ],
+)
+def test_file_that_is_wrong_is_refused_by_name(tmp_path, name, text, complaint):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_file_that_is_not_there_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read: No such file"):
+        load_config(tmp_path / "absent.toml")
+
+
+def test_file_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not valid"):
+        load_config(tmp_path / "a.toml")
+
+
+def test_an_error_in_yaml_quotes_nothing_of_the_file(tmp_path):
+    (tmp_path / "a.yaml").write_text('backend:\n  options:\n    secret: "hunter2SECRET\n')
+    with pytest.raises(ConfigError, match=r"is not valid.* in line 4, column 1") as caught:
+        load_config(tmp_path / "a.yaml")
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.toml"])
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path, name):
+    deep = "[" * 5000 + "]" * 5000
+    key = "backend" if name.endswith("toml") else '"backend"'
+    text = f"{key} = {deep}" if name.endswith("toml") else f"{{{key}: {deep}}}"
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(tmp_path / name)
+
+
+def test_a_configuration_shows_no_credentials():
+    options = {"key": "AKIASECRET", "secret": "hunter2SECRET"}
+    table = {"type": "fsspec", "url": "s3://u:SECRET@b/r", "options": options}
+    for backend in (
+        table,
+        {"type": "tiered", "fast": "/nvme", "durable": table},
+        "sftp://user:SECRET@host/run",
+    ):
+        config = load_config({"backend": backend})
+        told = f"{config!r} {config} {config.backend!s} {config.backend!r}"
+        assert "SECRET" not in (told if isinstance(backend, dict) else f"{config!r} {config}")
+    assert "type='fsspec', options=['options', 'url']" in repr(load_config({"backend": table}))
+
+
+def test_yaml_cannot_make_objects(tmp_path):
+    (tmp_path / "a.yaml").write_text("backend: !!python/object/apply:os.getcwd []")
+    with pytest.raises(ConfigError, match="is not valid"):
+        load_config(tmp_path / "a.yaml")
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("17B", 17),
+        ("1 kB", 1000),
+        ("2KiB", 2048),
+        ("1.5 MiB", 3 << 19),
+        (" 4 GiB ", 4 << 30),
+        ("4gib", 4 << 30),
+        ("1 TB", 10**12),
+        ("1 TiB", 1 << 40),
+    ],
+)
+def test_size_with_a_unit_is_bytes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 G", "-1 GiB", "4 GiB GiB", "1e3", "4 XB", "nan"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 60))
+def test_numbers_are_sizes_as_they_are(size):
+    assert load_config({"backend": "x", "staging_bytes": size}).staging_bytes == size
+
+
+# -- schema -------------------------------------------------------------------------------------
+
+
+def test_json_schema_names_every_key_and_both_forms_of_a_codec():
+    schema = json_schema()
+    assert set(schema["properties"]) == set(CheckpointerConfig.model_fields)
+    assert schema["additionalProperties"] is False
+    forms = schema["$defs"]["CodecConfig"]["anyOf"]
+    assert [form["type"] for form in forms] == ["string", "object"]
+    assert {"type": "string"} in schema["properties"]["backend"]["oneOf"]
+    json.dumps(schema)
+
+
+# -- rules --------------------------------------------------------------------------------------
+
+
+def test_rule_builds_its_chain(registry):
+    config = load_config(EXAMPLE)
+    chain = codec_chain(config.rules[0], registry)
+    assert [codec.name for codec in chain.codecs] == ["lz4", "zstd"]
+    assert chain.codecs[1].config.level == 5
+    assert codec_chain(config.rules[1], registry) is None
+
+
+@pytest.mark.parametrize(
+    ("codec", "error", "complaint"),
+    [
+        ("zstt", PluginError, "did you mean zstd"),
+        ({"type": "zstd", "level": 99}, ConfigError, "level: Input should be less than"),
+        ({"type": "zstd", "lvl": 3}, ConfigError, "lvl: unknown key; did you mean level"),
+        ({"type": "lz4", "level": 3, "acceleration": 2}, ConfigError, "not both"),
+    ],
+)
+def test_rule_with_a_wrong_codec_is_refused(registry, codec, error, complaint):
+    config = load_config({"backend": "x", "rules": [{"match": "a", "codecs": [codec]}]})
+    with pytest.raises(error) as caught:
+        codec_chain(config.rules[0], registry)
+    assert complaint in str(caught.value)
+
+
+# -- opening ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(registry):
+    """Opens with our own backends, and closes."""
+    backends = []
+
+    def open_one(spec, **options):
+        backends.append(open_backend(spec, registry, **options))
+        return backends[-1]
+
+    yield open_one
+    for backend in backends:
+        backend.close()
+
+
+@pytest.mark.parametrize("scheme", ["posix://", "uring://"])
+def test_explicit_scheme_opens_that_backend(opened, tmp_path, scheme):
+    if scheme == "uring://":
+        _skip_without_uring(opened, tmp_path)
+    backend = opened(f"{scheme}{tmp_path}/run")
+    assert backend.name == scheme.removesuffix("://")
+    backend.publish("a", b"1")
+    assert (tmp_path / "run" / "a").read_bytes() == b"1"
+
+
+def _skip_without_uring(opened, tmp_path):
+    try:
+        opened(f"uring://{tmp_path}")
+    except StorageError as error:
+        pytest.skip(f"needs io_uring: {error}")
+
+
+@pytest.mark.parametrize("form", ["path", "Path", "file", "table", "config"])
+def test_every_form_of_a_local_folder_leads_there(opened, tmp_path, form):
+    root = tmp_path / "a run%20"
+    spec = {
+        "path": str(root),
+        "Path": root,
+        "file": f"file://{tmp_path}/a%20run%2520?direct_io=off",
+        "table": {"type": "posix", "path": str(root)},
+        "config": BackendConfig(type="posix", path=str(root)),
+    }[form]
+    opened(spec).publish("a", b"1")
+    assert (root / "a").read_bytes() == b"1"
+
+
+def test_question_mark_in_a_plain_path_is_part_of_it(opened, tmp_path):
+    opened(f"{tmp_path}/what?direct_io=off").publish("a", b"1")
+    assert (tmp_path / "what?direct_io=off" / "a").exists()
+
+
+def test_open_backend_is_returned_as_it_is(opened):
+    backend = opened("memory://")
+    assert opened(backend) is backend
+    assert load_config({"backend": backend}).backend is backend
+
+
+def test_light_opening_of_a_path_takes_posix(opened, tmp_path):
+    assert opened(tmp_path, light=True).name == "posix"
+
+
+def test_folder_that_must_exist_is_not_made(opened, tmp_path):
+    for spec in (tmp_path / "no", f"posix://{tmp_path}/no", {"type": "posix", "path": "no/no"}):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            opened(spec, must_exist=True)
+    assert list(tmp_path.glob("no")) == []
+    (tmp_path / "run").mkdir()
+    assert opened(tmp_path / "run", must_exist=True).list("") == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "complaint"),
+    [
+        ("nope://b/run", ConfigError, "no installed backend serves nope://; known are "),
+        ("s3://", ConfigError, "url: it should be s3://bucket/folder"),
+        ("s3://key:word@bucket/run", ConfigError, "credentials do not belong into the URL"),
+        ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
+        ("posx:///a", ConfigError, "did you mean posix?"),
+        ("my_store://h/run", ConfigError, "my_store:// begins no URL: a scheme is of letters"),
+        ("7z:///a", ConfigError, "write ./7z:/... if a folder is meant"),
+        ("posix:///a?dirct_io=on", ConfigError, "dirct_io: unknown key; did you mean direct_io?"),
+        ("posix:///a?direct_io=on&direct_io=off", ConfigError, "'direct_io' is given twice"),
+        ({"type": "posx", "path": "a"}, PluginError, "no backend called 'posx' is installed; did"),
+        ({"type": "posix", "pth": "a"}, ConfigError, "options of backend 'posix'"),
+        ({"path": "a"}, ConfigError, "type: Field required"),
+        ("", ConfigError, "path"),
+    ],
+)
+def test_wrong_spec_is_refused(opened, spec, error, complaint):
+    with pytest.raises(error) as caught:
+        opened(spec)
+    assert complaint in str(caught.value)
+
+
+def test_urls_are_shown_without_credentials(opened):
+    with pytest.raises(ConfigError) as caught:
+        opened("s3://key:s3cret@bucket/run?token=s3cret")
+    assert "s3cret" not in str(caught.value)
+    assert "s3://bucket/run" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        opened("posix:///a?token=s3cret")
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://a:b@c/d?e=f", "s3://c/d"),
+        ("s3://c/d@e", "s3://c/d@e"),
+        ("plain/a?b@c", "plain/a?b@c"),
+    ],
+)
+def test_shown_url_keeps_what_is_no_secret(url, shown):
+    assert shown_url(url) == shown
+
+
+def test_third_party_backend_is_opened_by_its_scheme(plugin_site):
+    plugin_site.add(
+        "acme-store",
+        {"penstock.backends": {"acme": "acme_store:Store"}},
+        acme_store="""
+            from penstock.core.abc import PluginConfig
+            from penstock.backends.memory import MemoryBackend
+
+            class Config(PluginConfig):
+                url: str
+                region: str = "eu"
+
+            class Store(MemoryBackend):
+                api_version = 1
+                name = "acme"
+                from_url = classmethod(lambda cls, url, options: Config(url=url, **options))
+                Config = Config
+                def __init__(self, config, /):
+                    if config.region == "moon":
+                        raise RuntimeError("too far")
+                    self.asked = config
+        """,
+    )
+    registry = Registry()
+    backend = open_backend("acme://bucket/run?region=us", registry)
+    assert backend.inner.asked.model_dump() == {"url": "acme://bucket/run", "region": "us"}
+    with pytest.raises(
+        PluginError, match=r"backend 'acme' \(acme_store\.Store of acme-store 1\.0\).*too far"
+    ):
+        open_backend("acme://bucket?region=moon", registry)
+
+
+_FALL_BACK = """
+import sys, logging
+from penstock.core.storage.open import open_backend
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout)
+for _ in range(3):
+    backend = open_backend(sys.argv[1])
+    print(backend.name)
+    backend.close()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("reason", ["EPERM", "ENOSYS"])
+def test_path_falls_back_to_threads_with_one_warning_that_says_why(plugin_site, tmp_path, reason):
+    plugin_site.add_penstock()
+    path = os.pathsep.join([str(plugin_site.folder), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "PENSTOCK_DISABLE_URING": reason}
+    done = subprocess.run(
+        [sys.executable, "-c", _FALL_BACK, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert sorted(lines)[1:] == ["posix"] * 3
+    (warning,) = (line for line in lines if line != "posix")
+    assert warning.startswith("WARNING uring is not used, posix takes its place")
+    assert reason in warning
+
+
+def test_only_what_uring_cannot_do_falls_back(plugin_site, tmp_path, caplog):
+    plugin_site.add(
+        "acme-store",
+        {
+            "penstock.backends": {
+                "uring": "acme_uring:Store",
+                "posix": "penstock.backends.posix:PosixBackend",
+            }
+        },
+        acme_uring="""
+            from penstock.core.errors import StorageError
+            from penstock.backends.posix import PosixBackend
+
+            class Store(PosixBackend):
+                api_version = 1
+                name = "uring"
+                def __init__(self, config, /):
+                    raise StorageError("the disk is on fire")
+        """,
+    )
+    from importlib.metadata import entry_points
+
+    mine = [e for e in entry_points(group="penstock.backends") if e.dist.name == "acme-store"]
+    with caplog.at_level(logging.WARNING), pytest.raises(StorageError, match="on fire"):
+        open_backend(tmp_path, Registry(mine))
+    assert caplog.records == []
+
+
+def test_missing_backend_file_is_the_backends_own_error(opened, tmp_path):
+    with pytest.raises(BlobNotFoundError):
+        opened(tmp_path).stat("absent")
+
+
+@pytest.mark.process
+def test_importing_the_configuration_imports_neither_torch_nor_plugins(tmp_path):
+    code = (
+        "import sys, penstock.core.config\n"
+        "heavy = {'torch', 'numpy', 'yaml', 'typer', 'rich', 'xxhash', 'liburing'}\n"
+        "plugins = {'penstock.codecs', 'penstock.backends', 'penstock.providers'}\n"
+        "print(sorted((heavy | plugins) & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "file", "posix", "uring"])
+def test_a_url_that_pathlib_has_shortened_is_no_folder(opened, scheme):
+    with pytest.raises(ConfigError, match=f"pass the URL as text, {scheme}://"):
+        opened(Path(f"{scheme}://bucket/run"))
+
+
+def test_a_folder_may_look_like_a_scheme(opened, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    opened("./s3:/run").publish("r.json", b"x")
+    opened("mine:/run").publish("r.json", b"x")
+    assert {"mine:", "s3:"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_preferred_distributions_are_written_into_the_configuration(plugin_site, tmp_path):
+    for name in ("first", "second"):
+        plugin_site.add(
+            f"{name}-stores",
+            {"penstock.backends": {"acme": f"{name}_stores:Store"}},
+            **{
+                f"{name}_stores": f"""
+                    from penstock.backends.memory import MemoryBackend
+                    class Store(MemoryBackend):
+                        api_version = 1
+                        name = "acme"
+                        url = "acme://{name}"
+                """
+            },
+        )
+    path = tmp_path / "penstock.toml"
+    path.write_text('backend = "acme://"\n')
+    with pytest.raises(PluginError, match=r'prefer=\{"backend": \{"acme": "first-stores"'):
+        penstock.Checkpointer.from_config(path, registry=Registry())
+    for name in ("first", "second"):
+        path.write_text(f'backend = "acme://"\n[prefer.backend]\nacme = "{name}-stores"\n')
+        with penstock.Checkpointer.from_config(path, registry=Registry()) as ckpt:
+            assert ckpt._backend.url == f"acme://{name}"
+    path.write_text('backend = "acme://"\n[prefer]\ncodecs = {}\n')
+    with pytest.raises(ConfigError, match=r"prefer\.codecs: unknown key; did you mean codec"):
+        penstock.Checkpointer.from_config(path)
+
+
+def test_from_config_takes_what_no_file_can_hold(tmp_path, monkeypatch):
+    class Own(ZstdCodec):
+        api_version = 1
+        name = "own"
+
+    path, events, registry = tmp_path / "penstock.toml", [], Registry()
+    registry.register(Own)
+    monkeypatch.setenv("OWN_CODEC", "own")
+    path.write_text('backend = "memory://"\n[[rules]]\nmatch = "w"\ncodecs = ["${OWN_CODEC}"]\n')
+    with penstock.Checkpointer.from_config(path, registry=registry, on_event=events.append) as ckpt:
+        ckpt.save({"w": np.zeros(5000)}, 1, mode="blocking")
+        assert list(ckpt.info(1).codecs) == ["own"]
+    assert [type(event).__name__ for event in events][:1] == ["SaveEvent"]

@@ -1,0 +1,907 @@
+"""A copied checkpoint is the same byte for byte, or it is not there; and what was copied stays."""
+
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.integration.support import ENCODED, checkpointer, holding, make_state, memory, same
+
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.prune import GRACE_S
+from penstock.core.concurrency.timing import CountedClock, Timing
+from penstock.core.concurrency.workers import Workers
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
+from penstock.core.copy.checks import CheckedBlob, Checks, Cursor
+from penstock.core.copy.copy_source import CopySource
+from penstock.core.copy.lease import SILENT_S, Claim, claim_name
+from penstock.core.copy.mover import BlobMover, BlobTransfer, Calls, Throttle
+from penstock.core.copy.verify import confirmed
+from penstock.core.errors import (
+    BusyError,
+    CheckpointGoneError,
+    CommitUnknownError,
+    DamagedError,
+    SaveAbortedError,
+    SaveError,
+    StepExistsError,
+    StorageError,
+    UnsyncedError,
+)
+from penstock.core.format.commit_record import decode_intent, encode_commit, encode_intent
+from penstock.core.format.records import commit_name, data_prefix, intent_name
+from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.types import ByteRange
+
+STEP = 7
+SMALL = 8 * 4096  # buffers of one page each: hundreds of pieces
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with closing(Workers(2)) as threads:
+        yield threads
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """A store with one checkpoint of a raw and an encoded blob, which no test changes."""
+    backend = memory()
+    save(backend, STEP, seed=3)
+    return backend
+
+
+@pytest.fixture
+def own():
+    """The same, for one test alone."""
+    backend = memory()
+    save(backend, STEP, seed=3)
+    return backend
+
+
+def save(backend, step, *, seed, **options):
+    with checkpointer(backend, **ENCODED) as ckpt:
+        ckpt.save(make_state(seed), step=step, mode="blocking", metadata={"seed": seed}, **options)
+
+
+def files(folder):
+    return PosixBackend(PosixConfig(path=str(folder), direct_io="off"))
+
+
+def contents(backend):
+    """All that a store holds of checkpoints; intents say when, and so differ."""
+    return {
+        info.name: backend.read_record(info.name, limit_bytes=1 << 30)
+        for info in backend.list("")
+        if not info.name.endswith("intent.json")
+    }
+
+
+def copy_of(source, target, workers, *, step=STEP, **options):
+    options = {"buffer_bytes": SMALL, "grace_s": GRACE_S, **options}
+    return CheckpointCopy(source, target, Catalog(source).record(step), workers=workers, **options)
+
+
+def blobs_of(backend, step=STEP):
+    uid = Catalog(backend).record(step).uid
+    return [info.name for info in backend.list(f"{data_prefix(uid)}blobs/")]
+
+
+def rewrite(backend, name, data):
+    """Put other bytes in the place of a blob or record."""
+    backend.delete([name])
+    backend.publish(name, bytes(data))
+
+
+def release_claim(backend, uid):
+    """What a copy leaves that failed before anything was sealed."""
+    claim = {"token": "", "host": "node7", "pid": 1, "process": "", "sealed": []}
+    backend.publish(claim_name(uid), json.dumps(claim).encode())
+
+
+def bury(backend, uid):
+    """Make the process that copied look dead, as it is after a crash."""
+    name = claim_name(uid)
+    if name not in {info.name for info in backend.list(name)}:
+        return
+    claim = json.loads(backend.read_record(name, limit_bytes=1 << 20))
+    claim["process"] = claim["process"].rpartition("-")[0] + "-0"
+    backend.publish(name, json.dumps(claim).encode())
+
+
+# -- what a copy is -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, SMALL, 64 << 20])
+def test_copy_is_the_same_byte_for_byte(saved, workers, buffer_bytes):
+    target, seen = memory(), []
+    copy = copy_of(saved, target, workers, buffer_bytes=buffer_bytes)
+    report = copy.run(on_progress=seen.append)
+    assert contents(target) == contents(saved)
+    record = Catalog(saved).record(STEP)
+    assert sum(seen) == report.bytes_copied == record.bytes_stored
+    assert (report.uid, report.blobs, report.already_there) == (record.uid, 2, False)
+    with checkpointer(target) as ckpt:
+        assert ckpt.verify(STEP).ok
+        assert same(ckpt.load(STEP), make_state(3))
+
+
+def test_source_is_only_read(saved, workers):
+    watched = FaultyBackend(saved)
+    copy_of(watched, memory(), workers).run()
+    assert not {operation for operation, _ in watched.calls} & set(EFFECTS)
+
+
+def test_copy_between_files_and_back_is_the_same(saved, workers, tmp_path):
+    back = memory()
+    with closing(files(tmp_path / "run")) as middle:
+        copy_of(saved, middle, workers).run()
+        copy_of(middle, back, workers).run()
+    assert contents(back) == contents(saved)
+
+
+def test_empty_state_is_copied(workers):
+    source, target = memory(), memory()
+    with checkpointer(source) as ckpt:
+        ckpt.save({}, step=0, mode="blocking")
+    report = copy_of(source, target, workers, step=0).run()
+    assert (report.blobs, report.bytes_copied) == (0, 0)
+    assert contents(target) == contents(source)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 3 * 4096, SMALL, 1 << 20])
+def test_memory_stays_within_the_buffers_and_is_given_back(saved, workers, buffer_bytes):
+    copy, allocated = None, []
+
+    def look(_):
+        allocated.append(copy._mover._staging.allocated_bytes)
+
+    copy = copy_of(saved, memory(), workers, buffer_bytes=buffer_bytes)
+    copy.run(on_progress=look)
+    assert 0 < max(allocated) <= max(buffer_bytes, 2 * 4096)
+    assert copy._mover._staging.allocated_bytes == 0
+
+
+def test_record_comes_last_and_blobs_before_the_manifest(saved, workers):
+    watched = FaultyBackend(memory())
+    copy_of(saved, watched, workers).run()
+    effects = [(what, names[0]) for what, names in watched.calls if what in {"publish", "seal"}]
+    names = [name for what, name in effects if not name.endswith("copy.json")]
+    record = Catalog(saved).record(STEP)
+    assert names[0] == intent_name(record.uid)
+    assert names[-1] == commit_name(STEP, 0)
+    last_seal = max(n for n, (what, _) in enumerate(effects) if what == "seal")
+    assert all(n > last_seal for n, (_, name) in enumerate(effects) if "/parts/" in name)
+
+
+def test_copy_that_is_there_already_is_left_alone(saved, workers):
+    target = memory()
+    copy_of(saved, target, workers).run()
+    before = dict(target._store.blobs)
+    report = copy_of(saved, target, workers).run()
+    assert report.already_there
+    name = commit_name(STEP, 0)
+    assert target._store.blobs[name].data == before[name].data  # confirmed, since nobody knows
+    assert target._store.blobs | {name: None} == before | {name: None}
+
+
+def test_copy_confirms_a_record_that_an_earlier_try_could_not_sync(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", UnsyncedError("no sync"), match="commits/", late=True)
+    with pytest.raises(CommitUnknownError):
+        copy_of(saved, target, workers).run()
+    target.clear()
+    before = len(target.calls)
+    assert copy_of(saved, target, workers).run().already_there
+    assert ("publish", (commit_name(STEP, 0),)) in target.calls[before:]
+
+
+def test_copy_of_what_lost_its_data_at_the_target_is_made_again(saved, workers):
+    target = memory()
+    copy_of(saved, target, workers).run()
+    blob = next(name for name in target._store.blobs if "/blobs/" in name)
+    target.delete([blob])
+    assert not copy_of(saved, target, workers).run().already_there
+    assert blob in target._store.blobs
+
+
+def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
+    """As several ranks make them."""
+    source, target = memory(), FaultyBackend(memory())
+    mover_calls = []
+    blobs = []
+    for number in range(20):
+        name = f"data/{'0' * 32}/blobs/{number:05d}-0.raw"
+        data = bytes([number]) * (3 * 4096 + number)
+        source.publish(name, data)
+        sums = np.array([xxhash.xxh3_64_intdigest(data)], np.uint64)
+        checks = Checks(np.array([0]), np.array([len(data)]), sums)
+        blobs.append(CheckedBlob(name, len(data), checks))
+
+    def fail(*_):
+        raise AssertionError
+
+    calls = Calls(
+        moved=lambda _: None,
+        sealed=mover_calls.append,
+        damaged=fail,
+        missing=fail,
+        alive=lambda: None,
+    )
+    mover = BlobMover(
+        workers=workers, buffer_bytes=SMALL, unit_bytes=4096, bytes_per_s=None, calls=calls
+    )
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "seal"):
+            running = pool.submit(mover.run, [BlobTransfer(b, source, target) for b in blobs])
+            while [what for what, _ in target.calls].count("seal") < 4:
+                assert not running.done()
+            created = [what for what, _ in target.calls].count("create")
+        running.result(30)
+    assert created <= 8  # four that are being sealed, and what is just under way
+    assert sorted(mover_calls) == [blob.name for blob in blobs]
+    assert contents(target) == contents(source)
+
+
+# -- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["raw", "enc"])
+@pytest.mark.parametrize("where", [0, 1, 2, 3, 4, 5, 6])
+def test_damage_in_a_frame_is_named_and_nothing_is_committed(own, workers, kind, where):
+    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
+    blob = next(b for b in CopySource(own, Catalog(own).record(STEP)).read() if b.name == name)
+    checks = blob.checks
+    which = where * (len(checks.starts) - 1) // 6
+    at = int(checks.starts[which]) + where * (int(checks.lengths[which]) - 1) // 6
+    data = bytearray(contents(own)[name])
+    data[at] ^= 0x10
+    rewrite(own, name, data)
+    with checkpointer(own) as ckpt:
+        expected = {damage.what for damage in ckpt.verify(STEP).damaged}
+    target = memory()
+    with pytest.raises(DamagedError, match="was not copied") as caught:
+        copy_of(own, target, workers).run()
+    assert set(caught.value.damaged) == expected
+    assert Catalog(target).steps() == []
+
+
+@pytest.mark.parametrize("place", ["parts/00000.json.zst", "index"])
+def test_damage_anywhere_in_the_manifest_is_found(own, workers, place):
+    name = data_prefix(Catalog(own).record(STEP).uid) + place
+    whole = contents(own)[name]
+    for at in {*range(0, len(whole), max(1, len(whole) // 40)), len(whole) - 1}:
+        data = bytearray(whole)
+        data[at] ^= 1
+        rewrite(own, name, data)
+        target = memory()
+        with pytest.raises(DamagedError) as caught:
+            copy_of(own, target, workers).run()
+        assert name in str(caught.value)
+        assert target.list("") == []
+
+
+@pytest.mark.parametrize("kind", ["raw", "enc"])
+def test_blob_that_is_cut_off_or_missing_is_damage(own, workers, kind):
+    (name,) = [n for n in blobs_of(own) if n.endswith(kind)]
+    data = contents(own)[name]
+    for bytes_left in (data[:-1], None):
+        own.delete([name])
+        if bytes_left is not None:
+            own.publish(name, bytes_left)
+        with pytest.raises(DamagedError) as caught:
+            copy_of(own, memory(), workers).run()
+        assert caught.value.damaged == (name,)
+
+
+def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
+    watched, target = FaultyBackend(own), FaultyBackend(memory())
+    copy = copy_of(watched, target, workers)
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "create") as fault:
+            running = pool.submit(copy.run)
+            assert fault.reached.wait(30)
+            Catalog(own).delete(STEP)
+        with pytest.raises(CheckpointGoneError):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
+# -- going on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_copy_goes_on_wherever_it_crashed(saved, workers, tmp_path, after):
+    """Crashes at every change of the target; meanwhile nobody sees half of a checkpoint."""
+    uid, whole, crashes, kept = Catalog(saved).record(STEP).uid, contents(saved), 0, 0
+    while True:
+        with closing(files(tmp_path / str(crashes))) as target:
+            crash = CrashAt(target, crashes + 1, after=after, operations=EFFECTS)
+            with suppress(SimulatedCrashError):
+                copy_of(saved, crash, workers, buffer_bytes=64 << 20).run()
+            if not crash.crashed:
+                break
+            if Catalog(target).steps():
+                with checkpointer(target) as ckpt:
+                    assert ckpt.verify(STEP).ok
+            bury(target, uid)
+            kept += copy_of(saved, target, workers).run().bytes_kept > 0
+            found = contents(target)
+            found.pop(claim_name(uid), None)  # a crash in between leaves it, and it means nothing
+            assert found == whole
+        crashes += 1
+    assert crashes > 10
+    assert kept > 3
+
+
+def test_sealed_blob_is_read_but_not_copied_again(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", match="/parts/")
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    assert Catalog(target).steps() == []
+    created = [names for what, names in target.calls if what == "create"]
+    report = copy_of(saved, target, workers).run()
+    assert [names for what, names in target.calls if what == "create"] == created
+    assert (report.bytes_copied, report.bytes_kept) == (0, Catalog(saved).record(STEP).bytes_stored)
+    assert contents(target) == contents(saved)
+
+
+def test_sealed_blob_may_be_trusted(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", match="/parts/")
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    seen = []
+    copy_of(saved, target, workers, trust_sealed=True).run(on_progress=seen.append)
+    assert not any(".raw" in names[0] for what, names in target.calls if what == "read")
+    assert contents(target) == contents(saved)
+
+
+@pytest.mark.parametrize("kind", ["raw", "enc"])
+def test_sealed_blob_that_was_damaged_since_is_copied_again(saved, workers, kind):
+    target = FaultyBackend(memory())
+    target.fail("publish", match="/parts/")
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    (name,) = [n for n in blobs_of(saved) if n.endswith(kind)]
+    data = bytearray(contents(target)[name])
+    data[8192] ^= 1
+    rewrite(target.inner, name, data)
+    report = copy_of(saved, target, workers).run()
+    assert report.bytes_copied == len(data)
+    assert report.bytes_kept > 0
+    assert contents(target) == contents(saved)
+
+
+def test_blob_of_which_nobody_knows_whether_it_is_durable_is_copied_again(saved, workers):
+    target = memory()
+    release_claim(target, Catalog(saved).record(STEP).uid)
+    for name in blobs_of(saved):
+        target.publish(name, contents(saved)[name])
+    report = copy_of(saved, target, workers).run()
+    assert report.bytes_kept == 0
+    assert contents(target) == contents(saved)
+
+
+def test_what_prune_may_take_at_any_moment_is_not_built_on(saved, workers, tmp_path):
+    with closing(files(tmp_path)) as inner:
+        target = FaultyBackend(inner)
+        target.fail("publish", match="/parts/")
+        with pytest.raises(StorageError):
+            copy_of(saved, target, workers).run()
+        for name in blobs_of(saved):
+            old_s = (tmp_path / name).stat().st_mtime - GRACE_S / 2 - 60
+            os.utime(tmp_path / name, (old_s, old_s))
+        assert copy_of(saved, target, workers).run().bytes_kept == 0
+        assert contents(target) == contents(saved)
+
+
+def test_cancelled_copy_ends_leaves_no_record_and_can_go_on(saved, workers):
+    target = FaultyBackend(memory())
+    copy = copy_of(saved, target, workers)
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "write", nth=3) as fault:
+            running = pool.submit(copy.run)
+            assert fault.reached.wait(30)
+            copy.cancel()
+        with pytest.raises(SaveAbortedError, match="copy again"):
+            running.result(30)
+    assert Catalog(target).steps() == []
+    assert not any("/blobs/" in info.name for info in target.list(""))
+    copy_of(saved, target, workers).run()
+    assert contents(target) == contents(saved)
+
+
+def test_copy_that_is_cancelled_right_before_the_record_is_not_committed(saved, workers):
+    target = FaultyBackend(memory())
+    copy = copy_of(saved, target, workers)
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "publish", match="/index") as fault:
+            running = pool.submit(copy.run)
+            assert fault.reached.wait(30)
+            copy.cancel()
+        with pytest.raises(SaveAbortedError, match="copy again"):
+            running.result(30)
+    assert Catalog(target).steps() == []
+    assert copy_of(saved, target, workers).run().bytes_copied == 0
+
+
+def test_copy_that_was_cancelled_before_does_nothing(saved, workers):
+    target = FaultyBackend(memory())
+    copy = copy_of(saved, target, workers)
+    copy.cancel()
+    with pytest.raises(SaveAbortedError):
+        copy.run()
+    assert target.calls == []
+
+
+@pytest.mark.parametrize(
+    "operation", ["create", "write", "seal", "publish", "read", "stat", "list"]
+)
+def test_failing_target_leaves_no_record_and_the_next_copy_goes_on(saved, workers, operation):
+    target = FaultyBackend(memory())
+    match = {"publish": "/index", "read": "copy.json"}.get(operation, "")
+    target.fail(operation, match=match, times=None)
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    target.clear()
+    assert Catalog(target).steps() == []
+    bury(target, Catalog(saved).record(STEP).uid)  # it could not say that it had ended
+    copy_of(saved, target, workers).run()
+    assert contents(target) == contents(saved)
+
+
+def test_failing_source_leaves_no_record_and_the_next_copy_goes_on(saved, workers):
+    source, target = FaultyBackend(saved), memory()
+    source.fail("read", nth=20)
+    with pytest.raises(StorageError):
+        copy_of(source, target, workers).run()
+    assert Catalog(target).steps() == []
+    copy_of(source, target, workers).run()
+    assert contents(target) == contents(saved)
+
+
+def test_lost_answer_to_the_record_is_resolved(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", match="commits/", late=True)
+    copy_of(saved, target, workers).run()
+    assert contents(target) == contents(saved)
+
+
+def test_record_of_which_nothing_is_known_is_reported_so(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("publish", match="commits/")
+    with pytest.raises(CommitUnknownError):
+        copy_of(saved, target, workers).run()
+    report = copy_of(saved, target, workers).run()
+    assert report.bytes_copied == 0
+    assert contents(target) == contents(saved)
+
+
+def test_blob_that_vanishes_before_the_record_is_noticed(saved, workers):
+    target = FaultyBackend(memory())
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "publish", match="/index") as fault:
+            running = pool.submit(copy_of(saved, target, workers).run)
+            assert fault.reached.wait(30)
+            target.inner.delete(blobs_of(saved)[:1])
+        with pytest.raises(SaveAbortedError, match="vanished"):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
+# -- others at the same time --------------------------------------------------------------------
+
+
+def test_prune_at_the_target_leaves_a_copy_under_way_alone(saved, workers):
+    target = FaultyBackend(memory())
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "seal") as fault:
+            running = pool.submit(copy_of(saved, target, workers).run)
+            assert fault.reached.wait(30)
+            assert Catalog(target).prune().uids == ()
+        running.result(30)
+    assert contents(target) == contents(saved)
+
+
+def test_copy_whose_intent_was_pruned_is_not_committed(saved, workers):
+    target = FaultyBackend(memory())
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "publish", match="/index") as fault:
+            running = pool.submit(copy_of(saved, target, workers).run)
+            assert fault.reached.wait(30)
+            target.inner.delete([intent_name(Catalog(saved).record(STEP).uid)])
+        with pytest.raises(SaveAbortedError, match="intent"):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
+def test_second_copy_at_the_same_time_is_refused(saved, workers):
+    target = FaultyBackend(memory())
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "write", nth=2) as fault:
+            running = pool.submit(copy_of(saved, target, workers).run)
+            assert fault.reached.wait(30)
+            with pytest.raises(BusyError, match="already"):
+                copy_of(saved, target, workers).run()
+        running.result(30)
+    assert contents(target) == contents(saved)
+
+
+def claim_of_another_machine(uid):
+    claim = {
+        "token": "a" * 32,
+        "host": "node7",
+        "pid": 1,
+        "process": "boot/space/1-1",
+        "sealed": [],
+    }
+    return claim_name(uid), json.dumps(claim).encode()
+
+
+def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
+    target = FaultyBackend(memory())
+    target.fail("seal", times=None)
+    target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
+    with pytest.raises(StorageError):
+        copy_of(saved, target, workers).run()
+    assert claim_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
+    target.clear()
+    copy_of(saved, target, workers).run()
+    assert contents(target) == contents(saved)
+
+
+@pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
+def test_silent_claim_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
+    name, claim = claim_of_another_machine(Catalog(saved).record(STEP).uid)
+    with closing(files(tmp_path)) as target:
+        target.publish(name, claim)
+        with pytest.raises(BusyError, match="process 1 on node7"):
+            copy_of(saved, target, workers).run()
+        old_s = (tmp_path / name).stat().st_mtime - age_s
+        os.utime(tmp_path / name, (old_s, old_s))
+        copy_of(saved, target, workers).run()
+        assert contents(target) == contents(saved)
+
+
+def test_copy_that_lost_its_claim_commits_nothing_and_removes_nothing(saved, workers):
+    target = FaultyBackend(memory())
+    name, claim = claim_of_another_machine(Catalog(saved).record(STEP).uid)
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "seal"):
+            running = pool.submit(copy_of(saved, target, workers).run)
+            while [what for what, _ in target.calls].count("seal") < 2:
+                assert not running.done()
+            target.inner.publish(name, claim)
+        with pytest.raises(BusyError, match="another copy's"):
+            running.result(30)
+    assert Catalog(target).steps() == []
+    assert target.read_record(name, limit_bytes=1000) == claim
+    assert not {"abort", "delete"} & {what for what, _ in target.calls}
+
+
+def test_copy_that_lost_its_claim_after_its_last_blob_is_not_committed(saved, workers):
+    target = FaultyBackend(memory())
+    name, claim = claim_of_another_machine(Catalog(saved).record(STEP).uid)
+    with ThreadPoolExecutor(1) as pool:
+        with holding(target, "publish", match="/index") as fault:
+            running = pool.submit(copy_of(saved, target, workers).run)
+            assert fault.reached.wait(30)
+            target.inner.publish(name, claim)
+        with pytest.raises(BusyError, match="another copy's"):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
+def test_unreadable_claim_holds_nobody_up_and_proves_nothing(saved, workers):
+    target = memory()
+    target.publish(claim_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
+    assert copy_of(saved, target, workers).run().bytes_kept == 0
+    assert contents(target) == contents(saved)
+
+
+# -- what the target has at that step -------------------------------------------------------------
+
+
+def test_other_checkpoint_at_that_step_stands(saved, workers):
+    target = memory()
+    save(target, STEP, seed=9)
+    before = contents(target)
+    with pytest.raises(StepExistsError, match="--overwrite"):
+        copy_of(saved, target, workers).run()
+    assert contents(target) == before
+
+
+def test_higher_generation_replaces_what_is_there(own, workers):
+    target = memory()
+    copy_of(own, target, workers).run()
+    save(own, STEP, seed=4, overwrite=True)
+    report = copy_of(own, target, workers).run()
+    assert report.generation == 1
+    assert contents(target) == contents(own)
+
+
+def test_generation_that_the_target_has_replaced_is_refused(own, workers):
+    target = memory()
+    save(target, STEP, seed=1)
+    save(target, STEP, seed=2, overwrite=True)
+    with pytest.raises(StepExistsError):
+        copy_of(own, target, workers).run()
+
+
+def test_record_may_be_copied_as_a_higher_generation(own, workers):
+    target = memory()
+    save(target, STEP, seed=9)
+    record = replace(Catalog(own).record(STEP), generation=1)
+    CheckpointCopy(own, target, record, workers=workers, grace_s=GRACE_S).run()
+    assert list(Catalog(target).entries().values()) == [[commit_name(STEP, 1)]]
+    with checkpointer(target) as ckpt:
+        assert same(ckpt.load(STEP), make_state(3))
+
+
+def test_step_in_the_middle_is_copied_beside_others(own, workers):
+    target = memory()
+    for step in (1, 9):
+        save(target, step, seed=step)
+    copy_of(own, target, workers).run()
+    assert Catalog(target).steps() == [1, STEP, 9]
+    with checkpointer(target) as ckpt:
+        assert all(ckpt.verify(step).ok for step in (1, STEP, 9))
+
+
+# -- what else at the target has that uid ---------------------------------------------------------
+
+
+def forged(saved, **changes):
+    """A store with another checkpoint under the uid of `saved`'s, and records that fit it."""
+    made, uid = memory(), Catalog(saved).record(STEP).uid
+    save(made, STEP, seed=8)
+    record = Catalog(made).record(STEP)
+    for info in made.list(data_prefix(record.uid)):
+        data = made.read_record(info.name, limit_bytes=1 << 30)
+        made.publish(info.name.replace(record.uid, uid), data)
+    named = [replace(part, name=part.name.replace(record.uid, uid)) for part in record.parts]
+    index = replace(record.index, name=record.index.name.replace(record.uid, uid))
+    record = replace(record, uid=uid, parts=tuple(named), index=index, **changes)
+    made.delete([commit_name(STEP, 0)])
+    made.publish(commit_name(record.step, record.generation), encode_commit(record))
+    return made
+
+
+def refused_without_a_trace(source, target, workers, error, *, step, match):
+    faulty = FaultyBackend(target)
+    before = target._store.blobs.copy()
+    with pytest.raises(error, match=match):
+        copy_of(source, faulty, workers, step=step).run()
+    assert target._store.blobs == before
+    assert not {what for what, _ in faulty.calls} & {*EFFECTS}
+
+
+@pytest.mark.parametrize("crashed", [False, True], ids=["", "its copy left a claim"])
+def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, crashed):
+    if crashed:
+        release_claim(own, Catalog(own).record(STEP).uid)
+    evil = forged(own, step=200)
+    refused_without_a_trace(
+        evil, own, workers, StepExistsError, step=200, match="commits/00000007-0.json uses it"
+    )
+
+
+@pytest.mark.parametrize("user", ["checkpoint", "save"])
+def test_a_uid_that_something_of_the_target_refers_to_is_refused(own, workers, user):
+    evil, record = forged(own, step=200), Catalog(own).record(STEP)
+    release_claim(own, record.uid)
+    save(own, 8, seed=1)
+    later = replace(Catalog(own).record(8), references=(record.uid,))
+    own.delete([commit_name(8, 0), commit_name(STEP, 0)])
+    if user == "checkpoint":
+        own.publish(commit_name(8, 0), encode_commit(later))
+    else:
+        intent = decode_intent(contents_of_intent(own, later.uid), intent_name(later.uid))
+        refers = replace(intent, references=(record.uid,))
+        own.publish(intent_name(later.uid), encode_intent(refers))
+    refused_without_a_trace(
+        evil, own, workers, StepExistsError, step=200, match="another checkpoint, or a save"
+    )
+
+
+def contents_of_intent(backend, uid):
+    return backend.read_record(intent_name(uid), limit_bytes=1 << 20)
+
+
+def test_a_uid_of_which_the_target_has_data_that_no_copy_brought_is_refused(own, workers):
+    """It may be that of a save that is under way there."""
+    evil = forged(own)
+    own.delete([commit_name(STEP, 0)])
+    refused_without_a_trace(
+        evil, own, workers, BusyError, step=STEP, match="no copy has brought it"
+    )
+
+
+def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers):
+    refused_without_a_trace(
+        forged(own), own, workers, StepExistsError, step=STEP, match="tampered with"
+    )
+    data = contents(own)
+    with pytest.raises(StepExistsError, match="tampered with"):
+        confirmed(own, Catalog(forged(own)).record(STEP))
+    assert contents(own) == data
+
+
+@pytest.mark.parametrize("comes_as", ["blobs/x", "intent.json", "index"])
+def test_what_comes_while_a_copy_takes_its_claim_is_not_replaced(saved, workers, comes_as):
+    uid = Catalog(saved).record(STEP).uid
+    name = f"{data_prefix(uid)}{comes_as}"
+
+    class Meanwhile(WrapperBackend):
+        def publish(self, published, data, /, *, exclusive=False):
+            before = {"index": "/parts/", "intent.json": "/intent.json"}.get(comes_as, "/copy.json")
+            if before in published:
+                self.inner.publish(name, b"of a save")
+            super().publish(published, data, exclusive=exclusive)
+
+    target = Meanwhile(memory())
+    with pytest.raises(BusyError, match="no copy has brought it"):
+        copy_of(saved, target, workers).run()
+    assert target.read_record(name, limit_bytes=100) == b"of a save"
+    left = {info.name for info in target.list("")} - {name}
+    assert comes_as == "index" or not left  # nor does a claim stay, which would make it a copy's
+
+
+def test_references_to_other_saves_are_refused(saved, workers):
+    record = replace(Catalog(saved).record(STEP), references=("0" * 32,))
+    with pytest.raises(SaveError, match="other save"):
+        CheckpointCopy(saved, memory(), record, workers=workers, grace_s=GRACE_S).run()
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+offsets = st.lists(st.integers(0, 300), max_size=8)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=10),
+    st.integers(0, 9),
+    offsets,
+    offsets,
+)
+def test_every_damaged_byte_is_seen_however_the_bytes_come(gaps_and_lengths, tail, damage, cuts):
+    """Padding between ranges is the one thing that nobody checks."""
+    ranges, end = [], 0
+    for gap, length in gaps_and_lengths:
+        ranges.append(ByteRange(end + gap, end + gap + length))
+        end += gap + length
+    end += tail
+    content = bytearray(np.random.default_rng(end).bytes(end))
+    sums = [xxhash.xxh3_64_intdigest(content[r.start : r.stop]) for r in ranges]
+    damaged = {at for at in damage if at < end}
+    for at in damaged:
+        content[at] ^= 1
+    cuts = sorted({0, end, *(at for at in cuts if at < end)})
+    starts, lengths = [r.start for r in ranges], [r.length for r in ranges]
+    cursor = Cursor(
+        Checks(np.array(starts, np.int64), np.array(lengths, np.int64), np.array(sums, np.uint64))
+    )
+    wrong, compared = [], 0
+    for start, stop in pairwise(cuts):
+        view = memoryview(content)[start:stop]
+        whole, expected, late = cursor.take(start, view)
+        wrong += late
+        compared += len(whole)
+        for r, want in zip(whole, expected, strict=True):
+            if xxhash.xxh3_64_intdigest(view[r.start : r.stop]) != want:
+                wrong.append(ByteRange(start + r.start, start + r.stop))
+    assert set(wrong) == {r for r in ranges if any(r.start <= at < r.stop for at in damaged)}
+    assert compared <= len(ranges)
+
+
+def test_throttle_spreads_bytes_and_saves_nothing_up():
+    clock = CountedClock()
+    throttle = Throttle(100.0, clock)
+    assert throttle.take(50) == 0.0
+    assert throttle.take(100) == 0.5
+    clock.advance(0.5)
+    assert throttle.take(10) == 1.0
+    clock.advance(59.5)
+    assert throttle.take(200) == 0.0
+    assert throttle.take(1) == 2.0
+    assert Throttle(None, clock).take(1 << 40) == 0.0
+
+
+def test_slow_copy_is_the_same(saved, workers):
+    target = memory()
+    copy_of(saved, target, workers, bytes_per_s=2e6).run()
+    assert contents(target) == contents(saved)
+
+
+def test_cancel_ends_a_copy_that_waits_for_its_turn(saved, workers):
+    target, moved = memory(), threading.Event()
+    copy = copy_of(saved, target, workers, bytes_per_s=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(copy.run, on_progress=lambda _: moved.set())
+        assert moved.wait(30)
+        copy.cancel()
+        with pytest.raises(SaveAbortedError):
+            running.result(30)
+    assert Catalog(target).steps() == []
+
+
+def blob_named(store, ending):
+    return next(name for name in store._store.blobs if name.endswith(ending))
+
+
+def spoil(store, name):
+    blob = store._store.blobs[name]
+    data = bytearray(blob.data)
+    data[len(data) // 2] ^= 1
+    store._store.blobs[name] = replace(blob, data=data)
+
+
+def test_what_lies_beside_the_blobs_makes_no_copy_a_bad_one(saved, workers):
+    target = memory()
+    copy_of(saved, target, workers).run()
+    uid = Catalog(saved).record(STEP).uid
+    target.publish(f"{data_prefix(uid)}blobs/junk", b"x")
+    assert copy_of(saved, target, workers).run().already_there
+
+
+def test_a_copy_is_not_given_up_for_a_source_that_is_damaged_itself(saved, workers):
+    """Each has lost another blob: what is left of both is all that there is."""
+    source, target = memory(), memory()
+    copy_of(saved, source, workers).run()
+    copy_of(saved, target, workers).run()
+    spoil(source, blob_named(source, ".raw"))
+    target.delete([blob_named(target, ".enc")])
+    before = dict(target._store.blobs)
+    with pytest.raises(DamagedError):
+        copy_of(source, target, workers).run()
+    assert target._store.blobs == before
+
+
+def test_a_record_that_is_known_to_be_durable_is_not_published_again(saved, workers):
+    """It could replace what was saved at that step since it was looked at."""
+    target = FaultyBackend(memory())
+    copy_of(saved, target, workers).run()
+    before = len(target.calls)
+    assert copy_of(saved, target, workers).run().already_there
+    assert "publish" not in [what for what, _ in target.calls[before:]]
+
+
+def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted(saved, workers):
+    target = memory()
+    with checkpointer(target) as ckpt:
+        ckpt.save(make_state(3), STEP).result()
+    record = replace(Catalog(saved).record(STEP), generation=1)
+    options = {"workers": workers, "buffer_bytes": SMALL, "grace_s": GRACE_S}
+    with pytest.raises(StepExistsError, match="--overwrite"):
+        CheckpointCopy(saved, target, record, replace=False, **options).run()
+    assert Catalog(target).record(STEP).uid != record.uid
+    CheckpointCopy(saved, target, record, **options).run()
+    assert Catalog(target).record(STEP).uid == record.uid
+
+
+@pytest.mark.process
+def test_the_claim_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(saved, tmp_path):
+    target, uid = files(tmp_path), Catalog(saved).record(STEP).uid
+    copier = os.fork()
+    if copier == 0:
+        Claim(target, uid, Timing()).take()
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, copier, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert json.loads(target.read_record(claim_name(uid), limit_bytes=1 << 20))["pid"] == copier
+        Claim(target, uid, Timing()).take()
+    finally:
+        os.waitpid(copier, 0)

@@ -1,0 +1,70 @@
+"""A checkpoint that a store lists, but of which nobody knows whether it is whole there."""
+
+import pytest
+from tests.integration.support import saved_in_memory
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.copy.lease import claim_name
+from penstock.core.copy.verify import confirmed
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+
+DATA = [
+    "intent.json",
+    "parts/00000.json.zst",
+    "index",
+    "blobs/00000-0.raw",
+    "blobs/00000-0.enc",
+]
+
+
+@pytest.fixture
+def store():
+    return saved_in_memory(1, step=1)
+
+
+def test_what_is_whole_is_a_copy(store):
+    record = Catalog(store).record(1)
+    assert {i.name for i in store.list("data/")} == {f"data/{record.uid}/{n}" for n in DATA}
+    assert confirmed(store, record)
+    assert Catalog(store).steps() == [1]
+
+
+def test_a_record_whose_copy_never_had_the_answer_is_published_once_more(store):
+    record = Catalog(store).record(1)
+    store.publish(claim_name(record.uid), b"{}")
+    watched = FaultyBackend(store)
+    for _ in range(2):
+        assert confirmed(watched, record)
+    assert [operation for operation, _ in watched.calls].count("publish") == 1
+
+
+@pytest.mark.parametrize(
+    ("lacking", "how"),
+    [(name, "gone") for name in DATA] + [(name, "short") for name in DATA[1:]],
+)
+def test_a_record_that_lacks_some_of_its_data_is_no_copy_and_goes(lacking, how, store):
+    record = Catalog(store).record(1)
+    name = f"data/{record.uid}/{lacking}"
+    data = store.read_record(name, limit_bytes=1 << 30)
+    store.delete([name])
+    if how == "short":
+        store.publish(name, data[:-1])
+    store.publish(claim_name(record.uid), b"{}")  # else nothing would be published in any case
+    watched = FaultyBackend(store)
+    assert not confirmed(watched, record)
+    assert Catalog(store).steps() == []
+    assert "publish" not in {operation for operation, _ in watched.calls}
+
+
+def test_a_record_that_is_deleted_while_it_is_confirmed_does_not_come_back(store):
+    record = Catalog(store).record(1)
+    store.publish(claim_name(record.uid), b"{}")  # its copy never had the answer
+
+    class Racing(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            Catalog(self.inner).delete(1)  # as another process may at any moment
+            super().publish(name, data, exclusive=exclusive)
+
+    assert not confirmed(Racing(store), record)
+    assert store.list("") == []

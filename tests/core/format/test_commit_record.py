@@ -1,0 +1,154 @@
+"""Bytes of the commit record and the intent."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core import manifests
+
+from penstock.core.errors import FormatError
+from penstock.core.format.commit_record import (
+    decode_commit,
+    decode_intent,
+    encode_commit,
+    encode_intent,
+)
+from penstock.core.format.records import (
+    IndexEntry,
+    IntentRecord,
+    PartEntry,
+    commit_name,
+    index_name,
+    intent_name,
+    part_name,
+)
+from penstock.core.format.zstd import digest
+
+UID, OTHER = manifests.UID, manifests.OTHER
+NAME = commit_name(100, 0)
+metadata = st.dictionaries(
+    st.text(st.characters()),
+    st.integers() | st.floats(allow_nan=False) | st.text(st.characters()) | st.none(),
+    max_size=4,
+)
+
+
+def record(**changes):
+    return manifests.commit_record(
+        index=IndexEntry(index_name(UID), 160, "ab" * 32),
+        parts=tuple(PartEntry(part_name(UID, r), 999, 99, "cd" * 32) for r in range(2)),
+        **changes,
+    )
+
+
+INTENT = IntentRecord(
+    UID, 100, (OTHER,), "host", 4321, "2026-11-21T03:36:10Z", "2026-11-21T03:37:10Z"
+)
+
+
+def resigned(data, change):
+    """The record with its body changed and signed again."""
+    _, _, content = data.partition(b"\n")
+    body = json.loads(content)
+    change(body)
+    content = json.dumps(body).encode()
+    header = {"penstock": 0, "length": len(content), "sha256": digest(content)}
+    return json.dumps(header).encode() + b"\n" + content
+
+
+@given(metadata, st.integers(0, 10**10), st.integers(0, 50))
+def test_a_commit_record_comes_back(user, step, generation):
+    made = record(metadata=user, step=step, generation=generation, references=(OTHER,))
+    assert decode_commit(encode_commit(made), commit_name(step, generation)) == made
+
+
+def test_a_commit_record_is_read_by_people():
+    header, _, content = encode_commit(record()).partition(b"\n")
+    assert json.loads(header)["length"] == len(content)
+    assert content.count(b"\n") > 20
+    assert json.loads(content)["metadata"] == {"loss": 2.1, "tags": ["a", "ü"]}
+
+
+@pytest.mark.parametrize("data", [encode_commit(record()), encode_intent(INTENT)])
+def test_no_flipped_bit_goes_unseen(data):
+    decode = decode_commit if b"generation" in data else decode_intent
+    name = NAME if b"generation" in data else intent_name(UID)
+    good = decode(data, name)
+    for at in range(len(data) * 8):
+        bad = bytearray(data)
+        bad[at // 8] ^= 1 << at % 8
+        try:
+            assert decode(bytes(bad), name) == good
+        except FormatError as error:
+            assert error.damaged == (name,)  # noqa: PT017
+
+
+@given(data=st.data())
+def test_cut_off_or_prolonged_it_is_refused(data):
+    good = encode_commit(record())
+    cut = data.draw(st.integers(0, len(good) - 1))
+    for bad in (good[:cut], good + b" ", b"", b"\n", good[cut:] + good[:cut] if cut else b"x"):
+        with pytest.raises(FormatError, match=NAME):
+            decode_commit(bad, NAME)
+
+
+def test_an_unknown_version_is_refused_before_anything_else_is_looked_at():
+    good = encode_commit(record())
+    newer = good.replace(b'"penstock": 0', b'"penstock": 7, "new": 1', 1)[:-20]
+    with pytest.raises(FormatError, match="version 7"):
+        decode_commit(newer, NAME)
+
+
+@pytest.mark.parametrize("name", [commit_name(100, 1), commit_name(10, 0), "commits/x.json"])
+def test_the_record_of_another_name_is_refused(name):
+    with pytest.raises(FormatError, match="is the record of step 100, generation 0"):
+        decode_commit(encode_commit(record()), name)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda b: b.update(uid="A" * 32), "uid"),
+        (lambda b: b.update(step=-1), "step"),
+        (lambda b: b.update(step=True), "step"),
+        (lambda b: b.update(created="yesterday"), "created"),
+        (lambda b: b.update(created="2026-11-21T03:36:10Z\n"), "created"),
+        (lambda b: b.update(created="9999-99-99T99:99:99Z"), "created"),
+        (lambda b: b.update(world_size=3), "parts"),
+        (lambda b: b.update(world_size=0), "world_size"),
+        (lambda b: b["parts"].reverse(), "named otherwise"),
+        (lambda b: b["parts"][0].update(name="../../etc/passwd"), "named otherwise"),
+        (lambda b: b["parts"][0].update(head_length=1000), "head_length"),
+        (lambda b: b["parts"][0].update(head_sha256="x"), "head_sha256"),
+        (lambda b: b["index"].update(name=index_name(OTHER)), "is not data"),
+        (lambda b: b["index"].update(sha256="AB" * 32), "sha256"),
+        (lambda b: b.update(references=[OTHER, OTHER]), "ascending"),
+        (lambda b: b.update(references=[UID]), "uids of others"),
+        (lambda b: b.update(references=["x"]), "uids of others"),
+        (lambda b: b.update(codecs={"zstd": "1"}), "codecs"),
+        (lambda b: b.update(metadata=[]), "metadata"),
+        (lambda b: b.update(more=1), "unknown fields: 'more'"),
+        (lambda b: b.pop("engine"), "unknown fields: 'engine'"),
+    ],
+)
+def test_a_lie_that_is_signed_is_named(change, complaint):
+    with pytest.raises(FormatError, match=complaint):
+        decode_commit(resigned(encode_commit(record()), change), NAME)
+
+
+def test_a_record_that_could_not_be_read_is_never_written():
+    with pytest.raises(FormatError, match="created"):
+        encode_commit(record(created=""))
+    with pytest.raises(FormatError, match="host"):
+        encode_intent(replace(INTENT, host="h" * 100_000))
+
+
+def test_an_intent_comes_back():
+    assert decode_intent(encode_intent(INTENT), intent_name(UID)) == INTENT
+
+
+def test_the_intent_of_another_save_is_refused():
+    with pytest.raises(FormatError, match="is the intent of"):
+        decode_intent(encode_intent(INTENT), intent_name(OTHER))

@@ -1,0 +1,282 @@
+"""Manifests whose digests are right and whose content is not: what stands behind the digest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import interpreters
+from tests.core import fuzz_targets
+from tests.core.forging import forge, untouched
+from tests.core.pipeline.test_fuzz_frames import corpus
+
+from penstock.core.errors import DamagedError, FormatError, PenstockError, PluginError, RestoreError
+
+ROOT = Path(__file__).parents[3]
+STEP = fuzz_targets.STEP
+
+
+@pytest.fixture
+def stored():
+    stored = fuzz_targets.stored()
+    stored.put(stored.files)
+    return stored
+
+
+def test_an_untouched_forgery_reads_as_what_it_was(stored):
+    stored.put(forge(stored.files, untouched))
+    outcomes = stored.read_every_way()
+    assert {outcome for _, outcome in outcomes} <= {"read", "SelectionError", "KeyError"}
+
+
+@given(st.binary(max_size=48))
+@settings(max_examples=40)
+def test_a_forged_manifest_leads_to_our_own_errors_only(case):
+    fuzz_targets.manifest(case)
+
+
+def test_manifests_of_the_corpus_lead_to_our_own_errors_only():
+    for case in corpus("manifest"):
+        fuzz_targets.manifest(case)
+
+
+@given(st.binary(max_size=48))
+@settings(max_examples=200)
+def test_a_forged_record_is_read_or_refused(case):
+    fuzz_targets.records(case)
+
+
+def test_records_of_the_corpus_are_read_or_refused():
+    outcomes = {fuzz_targets.records(case) for case in corpus("records")}
+    assert len(outcomes) >= 12
+
+
+# -- known shapes of malice ------------------------------------------------------------------------
+
+
+def number(section, *path):
+    return section["objects"]["path"].index(list(path))
+
+
+def tie(section, path, other):
+    section["objects"]["same_as"].append([number(section, *path), list(other)])
+    section["objects"]["shards"][number(section, *path)] = []
+
+
+def dangling_tie(level, value):
+    if level == "section":
+        tie(value, ("big",), ("nothing",))
+    return value
+
+
+def tied_to_each_other(level, value):
+    if level == "section":
+        tie(value, ("big",), ("chained",))
+        tie(value, ("chained",), ("big",))
+    return value
+
+
+def tied_to_a_tied_one(level, value):
+    if level == "section":
+        tie(value, ("big",), ("chained",))
+        tie(value, ("chained",), ("array",))
+    return value
+
+
+def tied_to_another_kind(level, value):
+    if level == "section":
+        tie(value, ("big",), ("list", "1"))
+    return value
+
+
+def tied_to_another_shape(level, value):
+    if level == "section":
+        tie(value, ("big",), ("chained",))
+    return value
+
+
+def huge_and_empty(level, value):
+    if level == "section":
+        for path in (("big",), ("array",)):
+            value["objects"]["shape"][number(value, *path)] = [0, (1 << 62) - 1, (1 << 62) - 1]
+            value["objects"]["shards"][number(value, *path)] = [[[]]]
+    return value
+
+
+def frame_of(section, *path):
+    return section["objects"]["shards"][number(section, *path)][0][0][0]
+
+
+def a_tebibyte_of_one_frame(level, value):
+    """A blob that is said to be large, a frame of 1 GiB in it, and a tensor of 1024 such."""
+    if level == "head":
+        for blob in value["blobs"]:
+            blob[1] = 1 << 60
+        value["block_bytes"] = 1 << 30
+    if level == "section":
+        frames, place = value["frames"], frame_of(value, "big")
+        for n, chain in enumerate(frames["chain"]):
+            if not chain:
+                count = -(-(frames["offset"][n] % 4096 + frames["length"][n]) // (1 << 30))
+                frames["checksums"][n] = "0" * 16 * count
+        frames["offset"][place], frames["checksums"][place] = 0, "0" * 16
+        frames["length"][place] = frames["raw_length"][place] = 1 << 30
+        value["objects"]["shape"][number(value, "big")] = [1 << 38]
+        value["objects"]["shards"][number(value, "big")] = [[[place, 0, 1 << 30] * 1024]]
+    return value
+
+
+def a_tebibyte_as_a_value(level, value):
+    value = a_tebibyte_of_one_frame(level, value)
+    if level == "section":
+        objects, big = value["objects"], number(value, "big")
+        value["types"].append(["value", "uint8", 1, "other", "json"])
+        objects["type"][big] = len(value["types"]) - 1
+        objects["shape"][big] = [1 << 40]
+    return value
+
+
+def an_encoded_frame_of_a_pebibyte(level, value):
+    if level == "head":
+        for blob in value["blobs"]:
+            blob[1] = 1 << 60
+    if level == "section":
+        value["frames"]["length"][frame_of(value, "chained")] = 1 << 50
+    return value
+
+
+def forms_of_others(form):
+    def change(level, value):
+        if level == "section":
+            for node in value["nodes"]:
+                node[2] = form
+        return value
+
+    change.__name__ = f"nodes_of_form_{form}"
+    return change
+
+
+def leaves_of_form(form):
+    def change(level, value):
+        if level == "section":
+            for row in value["types"]:
+                row[4] = form
+        return value
+
+    change.__name__ = f"leaves_of_form_{form}"
+    return change
+
+
+def a_path_of_a_million_segments(level, value):
+    if level == "section":
+        value["objects"]["path"][number(value, "big")] = [""] * 1_000_000
+    return value
+
+
+def a_head_of_thirty_million_lists(level, value):
+    return b"[" + b"[]," * (30 << 20) + b"[]]" if level == "head" else value
+
+
+MALICE = [
+    dangling_tie, tied_to_each_other, tied_to_a_tied_one, tied_to_another_kind,
+    tied_to_another_shape, huge_and_empty, an_encoded_frame_of_a_pebibyte, forms_of_others("json"),
+    forms_of_others("tensor"), leaves_of_form("pickle"), leaves_of_form("optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MALICE, ids=lambda m: m.__name__)
+def test_a_manifest_that_makes_no_sense_is_refused(change, stored):
+    stored.put(forge(stored.files, change))
+    with pytest.raises((DamagedError, RestoreError)):
+        stored.ckpt.load(STEP)
+    stored.read_every_way()
+
+
+@pytest.mark.parametrize("change", [forms_of_others("nothing"), leaves_of_form("nothing")])
+def test_a_form_that_nobody_has_is_named(change, stored):
+    stored.put(forge(stored.files, change))
+    with pytest.raises(PluginError, match="nothing"):
+        stored.ckpt.load(STEP)
+    stored.read_every_way()
+
+
+def test_an_object_that_leads_only_to_itself_has_no_values_to_give(stored):
+    stored.put(forge(stored.files, tied_to_each_other))
+    for read in (stored.ckpt.load, lambda step: stored.ckpt.open(step)["big"]):
+        with pytest.raises(FormatError, match="tied"):
+            read(STEP)
+    report = stored.ckpt.verify(STEP)
+    assert {"big", "chained"} <= {damage.what for damage in report.damaged}
+
+
+def test_an_encoded_frame_is_no_longer_than_its_codecs_make_it(stored):
+    stored.put(forge(stored.files, an_encoded_frame_of_a_pebibyte))
+    with pytest.raises(DamagedError, match=r"codecs make at most \d+ of"):
+        stored.ckpt.load(STEP)
+
+
+def test_a_piece_of_what_is_built_whole_is_read_as_it_stands(stored):
+    piece = stored.ckpt.open(STEP)["opt/state/0.weight"]
+    assert {"exp_avg", "exp_avg_sq", "step"} <= piece.keys()
+
+
+def test_a_blob_outside_of_the_root_is_refused(stored):
+    for name in ("../../etc/passwd", "/etc/passwd", "data/x/blobs/a", "a\0b", "data/" + "x" * 9999,
+                 f"data/{'0' * 32}/blobs/00000-0.raw"):  # fmt: skip
+
+        def change(level, value, name=name):
+            if level == "head":
+                value["blobs"][0][0] = name
+            return value
+
+        stored.put(forge(stored.files, change))
+        with pytest.raises(FormatError, match="not one of this save"):
+            stored.ckpt.load(STEP)
+
+
+# -- bounded memory --------------------------------------------------------------------------------
+
+LIMIT_BYTES = 1 << 30
+
+_BOUNDED = """
+import resource, sys
+from tests.core import fuzz_targets
+from tests.core.format import test_fuzz_manifest as malice
+from tests.core.forging import forge
+stored = fuzz_targets.stored()
+for name in sys.argv[1:]:
+    stored.put(forge(stored.files, getattr(malice, name)))
+    used = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used + malice.LIMIT_BYTES, resource.RLIM_INFINITY))
+    print(name, malice.stored_size(stored), stored.read_every_way())
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+
+
+def stored_size(stored):
+    return sum(map(len, stored.now().values()))
+
+
+def test_claims_of_size_are_refused_within_bounded_memory():
+    """Nothing that a few stored kilobytes claim makes a reader take as much as `LIMIT_BYTES`."""
+    names = [
+        "a_tebibyte_of_one_frame", "a_tebibyte_as_a_value", "an_encoded_frame_of_a_pebibyte",
+        "a_path_of_a_million_segments", "a_head_of_thirty_million_lists",
+    ]  # fmt: skip
+    done = interpreters.run(
+        "-c",
+        _BOUNDED,
+        *names,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    for line in lines:
+        assert "('load', 'read')" not in line
+    assert issubclass(RestoreError, PenstockError)

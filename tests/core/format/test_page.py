@@ -1,0 +1,100 @@
+"""The worked example of docs/format.md is a checkpoint: it is read, and it reads as it says."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+import penstock
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.format.commit_record import decode_commit
+from penstock.core.format.index import IndexReader
+from penstock.core.format.part import decode_hashes, decode_head, decode_section
+from penstock.core.format.records import FORMAT_VERSION, commit_name
+from penstock.core.format.zstd import decompress
+from penstock.core.tree.paths import path_hash
+
+BLOCK = re.compile(r'^```\w+ title="(\w+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "format.md"
+
+
+def undump(text):
+    """The bytes of a hexdump in which `*` stands for repeated lines."""
+    data = bytearray()
+    for line in text.splitlines():
+        if line == "*":
+            continue
+        at, _, rest = line.partition(": ")
+        data += bytes(int(at, 16) - len(data))  # only zeros are left out
+        data += bytes.fromhex(rest[:39])
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def example():
+    blocks = BLOCK.findall(PAGE.read_text())
+    found = dict(blocks)
+    assert len(found) == len(blocks) == 8
+    return {
+        "commit": found["commit"].encode(),
+        "part": base64.b64decode(found["part"]),
+        **{name: undump(found[name]) for name in ("index", "raw", "enc")},
+        **{name: found[name].encode() for name in ("head", "hashes", "section")},
+    }
+
+
+@pytest.fixture(scope="module")
+def record(example):
+    return decode_commit(example["commit"], commit_name(100, 0))
+
+
+def test_the_page_is_about_the_version_that_is_written():
+    assert f"**version {FORMAT_VERSION}**" in PAGE.read_text()
+
+
+def test_the_records_of_the_example_are_what_the_page_shows(example, record):
+    entry = record.parts[0]
+    head = decode_head(example["part"][: entry.head_length], entry, record)
+    assert decompress(example["part"][: entry.head_length], "head") == example["head"]
+    for info, name in ((head.hashes, "hashes"), (head.sections[0], "section")):
+        data = example["part"][info.offset : info.offset + info.length]
+        assert decompress(data, name) == example[name]
+        json.loads(example[name])
+    decode_hashes(data=example["part"][324 : 324 + 77], head=head)
+    section = decode_section(data, head.sections[0], head)
+    for n, frame in enumerate(section.frames):
+        blob = example["enc" if frame.chain else "raw"]
+        assert len(blob) == head.blobs[frame.blob].length, n
+        stored = blob[frame.offset : frame.offset + frame.length]
+        assert frame.checksums == (xxhash.xxh3_64_intdigest(stored),)
+
+
+def test_the_index_of_the_example_finds_every_path(example, record):
+    index = example["index"]
+    reader = IndexReader(
+        lambda offset, length: index[offset : offset + length],
+        size=record.index.length,
+        sha256=record.index.sha256,
+        name=record.index.name,
+    )
+    for path in (("model", "w"), ("epoch",), ("history",)):
+        assert reader.find(path_hash(path)) == [(0, 0)]
+
+
+def test_the_example_loads(example, record):
+    backend = MemoryBackend(MemoryConfig())
+    backend.publish(commit_name(100, 0), example["commit"])
+    backend.publish(record.parts[0].name, example["part"])
+    backend.publish(record.index.name, example["index"])
+    for kind in ("raw", "enc"):
+        backend.publish(f"data/{record.uid}/blobs/00000-0.{kind}", example[kind])
+    with penstock.Checkpointer(backend) as checkpointer:
+        assert checkpointer.verify().ok
+        tree = checkpointer.load()
+    assert tree["epoch"] == 7
+    assert torch.equal(tree["model"]["w"], torch.arange(6, dtype=torch.float32).reshape(2, 3))
+    assert torch.equal(tree["history"], torch.zeros(64))

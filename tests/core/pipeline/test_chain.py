@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.codecs.lz4 import Lz4Codec, Lz4Config
+from penstock.codecs.zstd import ZstdCodec, ZstdConfig
+from penstock.core.abc import DECLINED, Codec, CodecContext, PluginConfig
+from penstock.core.errors import CodecError
+from penstock.core.pipeline.chain import (
+    _KEPT_SCRATCH_BYTES,
+    CodecChain,
+    _scratch,
+    checksum,
+    checksum_blocks,
+)
+from penstock.core.types import ByteRange
+
+
+class _Recording(Codec):
+    """Stores the chunk reversed behind one byte; keeps the contexts it is given."""
+
+    name = "recording"
+    lossless = True
+
+    def __init__(self, config=None, /):
+        super().__init__(config or PluginConfig())
+        self.contexts = []
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length + 1
+
+    def encode(self, chunk, out, /, *, context):
+        self.contexts.append(context)
+        out[0] = 7
+        out[1 : 1 + chunk.nbytes] = bytes(chunk)[::-1]
+        return chunk.nbytes + 1
+
+    def decode(self, frame, out, /, *, context):
+        self.contexts.append(context)
+        if frame.nbytes != out.nbytes + 1 or frame[0] != 7:
+            raise CodecError("not mine")
+        out[:] = bytes(frame[1:])[::-1]
+
+
+class _Rounding(_Recording):
+    """Lossy: clears the lowest bit."""
+
+    lossless = False
+
+    def encode(self, chunk, out, /, *, context):
+        return super().encode(memoryview(bytes(b & 0xFE for b in chunk)), out, context=context)
+
+
+class _Declining(_Recording):
+    """Takes no chunk, and leaves the output as a codec may that finds out late."""
+
+    def encode(self, chunk, out, /, *, context):
+        self.contexts.append(context)
+        out[: chunk.nbytes] = b"\xee" * chunk.nbytes
+        return DECLINED
+
+
+class _Uniform(_Recording):
+    """Takes only chunks of one byte over and over, so one byte is all that it needs."""
+
+    def max_encoded_size(self, raw_length, /):
+        return min(raw_length, 1)
+
+    def encode(self, chunk, out, /, *, context):
+        if len(set(bytes(chunk))) > 1:
+            return DECLINED
+        out[: chunk.nbytes and 1] = bytes(chunk[:1])
+        return min(chunk.nbytes, 1)
+
+    def decode(self, frame, out, /, *, context):
+        out[:] = bytes(frame) * out.nbytes
+
+
+class _Faulty(_Recording):
+    def __init__(self, fault):
+        super().__init__()
+        self._fault = fault
+
+    def encode(self, chunk, out, /, *, context):
+        return self._fault(chunk, out)
+
+    def decode(self, frame, out, /, *, context):
+        self._fault(frame, out)
+
+
+def _zstd():
+    return ZstdCodec(ZstdConfig())
+
+
+def _lz4():
+    return Lz4Codec(Lz4Config())
+
+
+def _context(length, **changes):
+    values = {"dtype": "float32", "itemsize": 4, "shape": (length // 4,), "start": 0}
+    return CodecContext(**{**values, **changes}, raw_length=length)
+
+
+def _encode(chain, chunk):
+    out = bytearray(chain.max_encoded_size(len(chunk)))
+    frame = chain.encode(memoryview(chunk), memoryview(out), context=_context(len(chunk)))
+    return frame, bytes(out[: frame.length])
+
+
+def _decode(chain, stored, length, **given):
+    out = bytearray(length)
+    chain.decode(memoryview(stored), memoryview(out), context=_context(length), **given)
+    return bytes(out)
+
+
+CHAINS = [
+    [_zstd],
+    [_lz4],
+    [_lz4, _zstd],
+    [_Recording, _zstd],
+    [_Recording, _lz4, _zstd],
+    [_Recording, _Recording, _Recording, _Recording],
+]
+
+
+@pytest.mark.parametrize("makers", CHAINS)
+@pytest.mark.parametrize("size", [0, 1, 5, 4096, 200_000])
+def test_chain_gives_back_what_it_encoded(makers, size):
+    chain = CodecChain([make() for make in makers])
+    chunk = random.Random(3).randbytes(size // 2) + bytes(size - size // 2)
+    frame, stored = _encode(chain, chunk)
+    assert len(frame.lengths) == len(makers) - 1
+    decoded = _decode(chain, stored, size, lengths=frame.lengths, raw_checksum=frame.raw_checksum)
+    assert decoded == chunk
+
+
+@given(st.binary(max_size=3000), st.lists(st.sampled_from([_zstd, _lz4, _Recording]), min_size=1))
+def test_any_chain_gives_back_what_it_encoded(chunk, makers):
+    chain = CodecChain([make() for make in makers])
+    frame, stored = _encode(chain, chunk)
+    assert _decode(chain, stored, len(chunk), lengths=frame.lengths) == chunk
+
+
+def test_checksums_are_of_the_stored_and_of_the_raw_bytes():
+    chunk = b"penstock" * 1000
+    frame, stored = _encode(CodecChain([_lz4(), _zstd()]), chunk)
+    assert frame.checksum == xxhash.xxh3_64_intdigest(stored)
+    assert frame.raw_checksum == xxhash.xxh3_64_intdigest(chunk)
+
+
+def test_the_raw_checksum_of_a_lossy_chain_is_that_of_what_decoding_gives():
+    chain = CodecChain([_Rounding(), _zstd()])
+    frame, stored = _encode(chain, b"\x01\x02\x03")
+    assert not chain.lossless
+    decoded = _decode(chain, stored, 3, lengths=frame.lengths, raw_checksum=frame.raw_checksum)
+    assert decoded == b"\x00\x02\x02"
+    assert frame.raw_checksum == xxhash.xxh3_64_intdigest(decoded)
+
+
+@given(
+    st.binary(min_size=1, max_size=3000),
+    st.lists(st.sampled_from([_zstd, _lz4, _Recording, _Rounding, _Declining]), min_size=1),
+)
+def test_a_frame_is_decoded_by_the_chain_of_those_that_did_not_decline(chunk, makers):
+    codecs = sorted((make() for make in makers), key=lambda codec: codec.lossless)
+    frame, stored = _encode(CodecChain(codecs), chunk)
+    declined, lossy = [], 0
+    for number, codec in enumerate(codecs):
+        if isinstance(codec, _Declining) or (lossy and not codec.lossless):
+            declined.append(number)
+        lossy += not codec.lossless
+    assert list(frame.declined) == declined
+    left = [codec for n, codec in enumerate(codecs) if n not in declined]
+    if not left:
+        assert frame.length == len(chunk)
+        return
+    decoded = _decode(
+        CodecChain(left),
+        stored,
+        len(chunk),
+        lengths=frame.lengths,
+        raw_checksum=frame.raw_checksum,
+    )
+    assert decoded == chunk or not CodecChain(left).lossless
+
+
+@pytest.mark.parametrize("chunk", [bytes(3000), random.Random(5).randbytes(3000)])
+@pytest.mark.parametrize("makers", [[_Uniform, _zstd], [_lz4, _Uniform], [_Uniform, _Uniform]])
+def test_there_is_room_for_what_a_codec_declines_that_would_have_made_it_small(chunk, makers):
+    codecs = [make() for make in makers]
+    frame, stored = _encode(CodecChain(codecs), chunk)
+    left = [codec for number, codec in enumerate(codecs) if number not in frame.declined]
+    if left:
+        assert _decode(CodecChain(left), stored, len(chunk), lengths=frame.lengths) == chunk
+
+
+def test_a_lossy_codec_behind_a_lossless_one_is_refused():
+    with pytest.raises(CodecError, match="put recording first"):
+        CodecChain([_zstd(), _Rounding()])
+
+
+def test_the_first_codec_that_takes_a_chunk_sees_its_elements():
+    first, second = _Declining(), _Recording()
+    _encode(CodecChain([first, second]), bytes(40))
+    assert first.contexts == second.contexts == [_context(40)]
+
+
+def test_scratch_beyond_what_usual_chunks_need_is_given_back():
+    chain = CodecChain([_zstd(), _zstd()])
+    large = bytes(_KEPT_SCRATCH_BYTES + (1 << 20))
+    _encode(chain, large)
+    assert all(buffer.nbytes <= _KEPT_SCRATCH_BYTES for buffer in _scratch._buffers)
+
+
+def test_first_codec_sees_the_chunk_as_it_is_and_later_ones_flat_bytes():
+    first, second = _Recording(), _Recording()
+    chain = CodecChain([first, second])
+    frame, stored = _encode(chain, bytes(40))
+    _decode(chain, stored, 40, lengths=frame.lengths)
+    assert first.contexts == [_context(40)] * 2
+    assert second.contexts == [CodecContext("uint8", 1, (41,), 0, 41)] * 2
+
+
+def test_codec_cannot_change_the_chunk():
+    def scribble(chunk, out):
+        chunk[0] = 1
+        return 1
+
+    chunk = bytearray(10)
+    with pytest.raises(CodecError, match="recording failed"):
+        _encode(CodecChain([_Faulty(scribble)]), chunk)
+    assert chunk == bytes(10)
+
+
+def test_foreign_error_of_a_codec_becomes_a_codec_error():
+    def fail(chunk, out):
+        raise KeyError("boom")
+
+    chain = CodecChain([_Faulty(fail)])
+    with pytest.raises(CodecError, match=r"recording failed on 10 bytes of float32.*boom"):
+        _encode(chain, bytes(10))
+    with pytest.raises(CodecError, match=r"recording failed on a frame of 10 bytes.*boom"):
+        _decode(chain, bytes(10), 10)
+
+
+@pytest.mark.parametrize("length", [-1, 12])
+def test_length_beyond_the_bound_is_a_breach_of_contract(length):
+    chain = CodecChain([_Faulty(lambda chunk, out: length)])
+    with pytest.raises(CodecError, match="broke its contract"):
+        _encode(chain, bytes(10))
+
+
+def test_output_smaller_than_the_bound_is_refused_before_encoding():
+    codec = _Recording()
+    chain = CodecChain([codec])
+    with pytest.raises(CodecError, match="may need 11 bytes of output, has 10"):
+        chain.encode(memoryview(bytes(10)), memoryview(bytearray(10)), context=_context(10))
+    assert codec.contexts == []
+
+
+@pytest.mark.parametrize("lengths", [(), (1, 2), (-1,), (1 << 40,)])
+def test_lengths_between_codecs_are_checked_before_memory_is_taken(lengths):
+    with pytest.raises(CodecError, match="cannot have lengths"):
+        _decode(CodecChain([_lz4(), _zstd()]), b"", 100, lengths=lengths)
+
+
+def test_frame_that_decodes_to_other_bytes_is_refused():
+    chain = CodecChain([_zstd()])
+    frame, _ = _encode(chain, b"right" * 10)
+    _, wrong = _encode(chain, b"wrong" * 10)
+    with pytest.raises(CodecError, match="not the ones encoded"):
+        _decode(chain, wrong, 50, raw_checksum=frame.raw_checksum)
+
+
+def test_target_of_another_size_than_the_chunk_is_refused():
+    chain = CodecChain([_zstd()])
+    _, stored = _encode(chain, bytes(100))
+    with pytest.raises(CodecError, match="decode 100 bytes into 99"):
+        chain.decode(memoryview(stored), memoryview(bytearray(99)), context=_context(100))
+
+
+def test_empty_chain_is_refused():
+    with pytest.raises(CodecError, match="at least one codec"):
+        CodecChain([])
+
+
+def test_one_chain_serves_several_threads():
+    chain = CodecChain([_Recording(), _lz4(), _zstd()])
+    chunks = [random.Random(n).randbytes(50_000 + n) for n in range(4)]
+    failures = []
+
+    def work(chunk):
+        for _ in range(20):
+            frame, stored = _encode(chain, chunk)
+            if _decode(chain, stored, len(chunk), lengths=frame.lengths) != chunk:
+                failures.append(len(chunk))
+
+    threads = [threading.Thread(target=work, args=(chunk,)) for chunk in chunks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(1, 50))
+def test_checksum_blocks_are_those_of_the_slices(data, block):
+    ranges = [ByteRange(n, min(n + block, len(data))) for n in range(0, len(data), block)]
+    expected = [checksum(data[r.start : r.stop]) for r in ranges]
+    assert checksum_blocks(memoryview(data), ranges) == expected

@@ -1,0 +1,401 @@
+"""Frames -> verified bytes in sinks, frame by frame and by hand."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.codecs.zstd import ZstdCodec
+from penstock.core.abc import ByteSink, CodecContext
+from penstock.core.concurrency.timing import Timing
+from penstock.core.concurrency.workers import Workers
+from penstock.core.errors import StorageError
+from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.records import Frame
+from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
+from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.staging import Staging
+from penstock.core.plan.restore import ChunkUse, FrameJob
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.types import ByteRange, WriteRequest
+
+BLOCK = 4096
+
+
+class Sink(ByteSink):
+    """Takes bytes; with `direct` it lends its memory, too."""
+
+    def __init__(self, nbytes, *, direct):
+        self.nbytes = nbytes
+        self.device = "cpu"
+        self.memory = self.address = None
+        self.data = bytearray(b"\xee" * nbytes)
+        self.copies = 0
+        self._direct = direct
+
+    def view(self):
+        return memoryview(self.data) if self._direct else None
+
+    def copy_in(self, start, data, /):
+        self.copies += 1
+        self.data[start : start + data.nbytes] = data
+
+
+class Store:
+    """A store to which frames are written by hand."""
+
+    def __init__(self):
+        self.backend = MemoryBackend(MemoryConfig())
+        self.chain = CodecChain([ZstdCodec(ZstdCodec.Config())])
+        self._chance = random.Random(1)
+
+    def write(self, name, content):
+        writer = self.backend.create(name)
+        writer.write([WriteRequest(0, (memoryview(content),))])
+        writer.seal(len(content))
+
+    def corrupt(self, name, offset):
+        self.backend._store.blobs[name].data[offset] ^= 0x40
+
+    def raw(self, length, *, name="raw", offset=64):
+        """`(frame job without uses, its bytes)`."""
+        data = self._chance.randbytes(length)
+        self.write(name, bytes(offset) + data)
+        sums = checksum_blocks(memoryview(data), frame_blocks(offset, length, BLOCK))
+        frame = Frame(0, offset, length, length, 0, tuple(sums))
+        return self.job(frame, name), data
+
+    def encoded(self, length, *, name="enc"):
+        data = self._chance.randbytes(length // 2) * 2
+        out = memoryview(bytearray(self.chain.max_encoded_size(length)))
+        context = CodecContext("uint8", 1, (length,), 0, length)
+        made = self.chain.encode(memoryview(data), out, context=context)
+        self.write(name, bytes(out[: made.length]))
+        frame = Frame(
+            0, 0, made.length, length, 1, (made.checksum,), made.raw_checksum, made.lengths
+        )
+        return self.job(frame, name), data
+
+    def job(self, frame, name, *, ranges=None, uses=(), label=("object",)):
+        encoded = frame.chain != 0
+        context = CodecContext("uint8", 1, (frame.raw_length,), 0, frame.raw_length)
+        return FrameJob(
+            frame, name, BLOCK,
+            ranges or (ByteRange(0, frame.length),), tuple(uses),
+            self.chain if encoded else None, context, label,
+        )  # fmt: skip
+
+
+def using(job, *uses, ranges=None, label=("object",)):
+    return FrameJob(
+        job.frame, job.blob, job.block_bytes, ranges or job.ranges, tuple(uses), job.chain,
+        job.context, label,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+@pytest.fixture
+def workers():
+    workers = Workers(2)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def loader(store, workers):
+    return Loader(store.backend, workers)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("kind", ["raw", "encoded"])
+def test_a_whole_frame_arrives_verified(kind, direct, store, loader):
+    job, data = getattr(store, kind)(20_000)
+    sink = Sink(30_000, direct=direct)
+    stats = loader.run([using(job, ChunkUse(sink, 0, 5000, 20_000))])
+    assert not stats.damaged
+    assert (stats.frames, stats.bytes_read) == (1, job.frame.length)
+    assert sink.data == b"\xee" * 5000 + data + b"\xee" * 5000
+    assert bool(sink.copies) is not direct
+
+
+@pytest.mark.parametrize("kind", ["raw", "encoded"])
+def test_pieces_of_a_slab_go_where_they_belong(kind, store, loader):
+    job, data = getattr(store, kind)(10_000)
+    one, other = Sink(100, direct=True), Sink(9000, direct=False)
+    uses = [ChunkUse(one, 0, 0, 100), ChunkUse(None, 100, 0, 64), ChunkUse(other, 512, 10, 8000)]
+    assert not loader.run([using(job, *uses)]).damaged
+    assert one.data == data[:100]
+    assert other.data[10:8010] == data[512:8512]
+    assert other.data[:10] == b"\xee" * 10
+
+
+def test_only_the_ranges_asked_for_are_read_and_placed(store, loader):
+    job, data = store.raw(20_000)
+    blocks = frame_blocks(64, 20_000, BLOCK)
+    ranges = (
+        ByteRange(blocks[0].start, blocks[0].stop),
+        ByteRange(blocks[3].start, blocks[4].stop),
+    )
+    sink = Sink(20_000, direct=True)
+    inside = [ByteRange(10, 500), ByteRange(blocks[3].start + 5, blocks[4].stop - 5)]
+    store.corrupt("raw", 64 + blocks[1].start)  # nobody looks there
+    stats = loader.run(
+        [using(job, *(ChunkUse(sink, r.start, r.start, r.length) for r in inside), ranges=ranges)]
+    )
+    assert not stats.damaged
+    assert stats.bytes_read == sum(r.length for r in ranges)
+    for part in inside:
+        assert sink.data[part.start : part.stop] == data[part.start : part.stop]
+    assert sink.data[: inside[0].start] == b"\xee" * inside[0].start
+
+
+def test_a_range_that_cuts_a_block_cannot_be_verified_and_is_refused(store, loader):
+    job, _ = store.raw(20_000)
+    sink = Sink(20_000, direct=False)
+    stats = loader.run([using(job, ChunkUse(sink, 0, 0, 100), ranges=(ByteRange(0, 100),))])
+    assert "not made of whole blocks" in stats.damaged[0][1]
+    assert not sink.copies
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4032, 19_999])
+def test_a_flipped_bit_anywhere_in_a_raw_frame_is_damage(offset, store, loader):
+    job, _ = store.raw(20_000)
+    store.corrupt("raw", 64 + offset)
+    sink = Sink(20_000, direct=False)
+    stats = loader.run([using(job, ChunkUse(sink, 0, 0, 20_000), label=("a/b", "c"))])
+    assert [name for name, _ in stats.damaged] == ["a/b", "c"]
+    assert "does not match" in stats.damaged[0][1]
+    assert not sink.copies
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_flipped_bit_in_an_encoded_frame_is_damage(decode, store, loader):
+    job, _ = store.encoded(20_000)
+    store.corrupt("enc", job.frame.length // 2)
+    sink = Sink(20_000, direct=True)
+    stats = loader.run([using(job, ChunkUse(sink, 0, 0, 20_000))], decode=decode)
+    assert [name for name, _ in stats.damaged] == ["object"]
+    assert sink.data == b"\xee" * 20_000
+
+
+def test_a_frame_that_decodes_to_other_bytes_is_damage(store, loader):
+    job, _ = store.encoded(20_000)
+    frame = job.frame
+    wrong = Frame(0, 0, frame.length, frame.raw_length, 1, frame.checksums, frame.raw_checksum ^ 1)
+    assert not loader.run([store.job(wrong, "enc")], decode=False).damaged
+    (damage,) = loader.run([store.job(wrong, "enc", uses=[ChunkUse(None, 0, 0, 20_000)])]).damaged
+    assert "decoded bytes" in damage[1]
+    assert "not the store is at fault, but zstd" in damage[1]
+
+
+def test_a_frame_that_does_not_decode_is_damage(store, loader):
+    garbage = bytes(range(200))
+    store.write("enc", garbage)
+    frame = Frame(0, 0, 200, 20_000, 1, (checksum(garbage),), 7)
+    (damage,) = loader.run([store.job(frame, "enc", uses=[ChunkUse(None, 0, 0, 20_000)])]).damaged
+    assert "does not decode" in damage[1]
+
+
+def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
+    sinks = [Sink(9000, direct=True) for _ in range(3)]
+    jobs = []
+    for number, name in enumerate(["whole", "gone", "cut"]):
+        job, data = store.raw(9000, name=name)
+        jobs.append(using(job, ChunkUse(sinks[number], 0, 0, 9000), label=(name,)))
+        if name == "whole":
+            expected = data
+    store.backend.delete(["gone"])
+    del store.backend._store.blobs["cut"].data[8000:]
+    stats = loader.run(jobs)
+    assert {name for name, _ in stats.damaged} == {"gone", "cut"}
+    assert stats.missing_blob
+    assert sinks[0].data == expected
+
+
+def test_a_blob_that_is_only_cut_is_not_missing(store, loader):
+    job, _ = store.raw(9000)
+    del store.backend._store.blobs["raw"].data[100:]
+    stats = loader.run([using(job, ChunkUse(None, 0, 0, 9000))])
+    assert stats.damaged
+    assert not stats.missing_blob
+
+
+def test_every_frame_arrives_however_little_scratch_there_is(store, loader):
+    scratch = Staging(8192)
+    loader._idle.append(scratch)
+    jobs, sinks = [], []
+    for number, length in enumerate([100, 5000, 8000, 4096, 100_000, 8192, 1, 20_000, 300]):
+        kind = [store.raw, store.encoded][number % 2]
+        job, data = kind(length + length % 2, name=f"b{number}")
+        sink = Sink(len(data), direct=False)
+        jobs.append(using(job, ChunkUse(sink, 0, 0, len(data))))
+        sinks.append((sink, data))
+    assert not loader.run(jobs).damaged
+    assert all(sink.data == data for sink, data in sinks)
+    assert scratch.used_bytes == 0
+
+
+def test_progress_adds_up_to_what_was_read(store, loader):
+    jobs = [store.raw(5000, name=f"b{n}")[0] for n in range(5)]
+    seen = []
+    stats = loader.run(
+        [using(job, ChunkUse(None, 0, 0, 5000)) for job in jobs], progress=seen.append
+    )
+    assert sum(seen) == stats.bytes_read == 25_000
+    assert stats.frames == 5
+
+
+def test_an_error_of_the_store_is_raised_and_the_next_run_works(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    jobs = [using(store.raw(9000, name=f"b{n}")[0], ChunkUse(None, 0, 0, 9000)) for n in range(4)]
+    faulty.fail("read", StorageError("the store is on fire"))
+    with pytest.raises(StorageError, match="on fire"):
+        loader.run(jobs)
+    assert not loader.run(jobs).damaged
+    faulty.close()
+
+
+class Failing(WrapperBackend):
+    """Holds on to no error, unlike one that is told what to raise."""
+
+    def read(self, requests, /):
+        raise StorageError("no")
+
+    def submit_read(self, requests, /):
+        if not self.late:
+            raise StorageError("no")
+        return super().submit_read(requests)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_after_an_error_no_cycle_of_references_keeps_targets_alive(store, workers, late):
+    faulty = Failing(store.backend)
+    faulty.late = late
+    loader = Loader(faulty, workers)
+    job, _ = store.raw(9000)
+    sink = Sink(9000, direct=True)
+    gone = weakref.ref(sink)
+    gc.disable()
+    try:
+        with pytest.raises(StorageError):
+            loader.run([using(job, ChunkUse(sink, 0, 0, 9000))])
+        del sink
+        deadline = time.monotonic() + 30
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # the thread has to end
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_back(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    job, _ = store.raw(9000)
+    sinks = [Sink(9000, direct=True) for _ in range(600)]  # several batches
+    faulty.fail("read", StorageError("no"))
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on, nth=2)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(loader.run, [using(job, ChunkUse(s, 0, 0, 9000)) for s in sinks])
+        assert blocked.reached.wait(30)
+        early = wait([run], timeout=0.1).done
+        go_on.set()
+        assert not early
+        assert isinstance(run.exception(30), StorageError)
+    faulty.close()
+
+
+def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    job, data = store.raw(9000)
+    sink = Sink(9000, direct=True)
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on)
+    main = threading.get_ident()
+
+    def interrupt():
+        assert blocked.reached.wait(30)
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        seen.append(bytes(sink.data))
+        go_on.set()
+
+    seen = []
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loader.run([using(job, ChunkUse(sink, 0, 0, 9000))])
+    assert seen  # the caller had to wait
+    assert sink.data == data
+    thread.join()
+    assert not loader.run([using(job, ChunkUse(sink, 0, 0, 9000))]).damaged
+    faulty.close()
+
+
+def test_ctrl_c_does_not_wait_for_ever_for_a_stuck_store(store):
+    workers = Workers(2, Timing(interrupt_s=0.3))
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    job, data = store.raw(9000)
+    sink = Sink(9000, direct=True)
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on)
+    main = threading.get_ident()
+
+    def interrupt():
+        assert blocked.reached.wait(30)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        loader.run([using(job, ChunkUse(sink, 0, 0, 9000))])
+    assert "left behind" in caught.value.__notes__[0]
+    thread.join()
+    go_on.set()
+    assert not loader.run([using(job, ChunkUse(sink, 0, 0, 9000))]).damaged
+    assert sink.data == data
+    faulty.close()
+    workers.close()
+
+
+def test_runs_do_not_wait_for_each_others_scratch(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers)
+    loader._idle.append(Staging(8192))
+    (held, data), (free, other) = store.raw(8000, name="held"), store.raw(8000, name="free")
+    go_on = threading.Event()
+    blocked = faulty.block("read", go_on, match="held")
+    sinks = [Sink(8000, direct=False) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(loader.run, [using(held, ChunkUse(sinks[0], 0, 0, 8000))])
+        assert blocked.reached.wait(30)
+        second = loader.run([using(free, ChunkUse(sinks[1], 0, 0, 8000))])
+        go_on.set()
+        assert not first.result(30).damaged
+    assert not second.damaged
+    assert [sink.data for sink in sinks] == [data, other]
+    faulty.close()
+
+
+def test_nothing_to_read_is_nothing_read(loader):
+    stats = loader.run([])
+    assert (stats.bytes_read, stats.frames, stats.damaged) == (0, 0, [])

@@ -1,0 +1,195 @@
+"""Staging: blocks never overlap, phases are kept, and everything comes back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.pipeline.staging import (
+    Staging,
+    available_memory,
+    container_memory,
+    default_budget,
+)
+from penstock.core.types import PAGE_BYTES
+
+MIB = 1 << 20
+
+requests = st.tuples(st.integers(1, 300_000), st.integers(0, PAGE_BYTES - 1))
+steps = st.lists(st.one_of(requests, st.integers(0, 50)), max_size=60)
+
+
+@given(steps=steps, budget=st.integers(1, 40).map(lambda n: n * 64 * 1024))
+def test_blocks_never_overlap_keep_their_phase_and_stay_in_the_budget(steps, budget):
+    staging = Staging(budget)
+    held = []
+    for step in steps:
+        if isinstance(step, int):
+            if held:
+                staging.release(held.pop(step % len(held)))
+        else:
+            length, phase = step
+            block = staging.acquire(length, phase)
+            if block is None:
+                continue
+            assert block.view.nbytes == length
+            assert block.address % PAGE_BYTES == phase
+            held.append(block)
+        spans = sorted((b.address - b.address % PAGE_BYTES, b.reserved) for b in held)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        assert staging.used_bytes == sum(b.reserved for b in held)
+        assert staging.allocated_bytes <= staging.budget_bytes
+    for block in held:
+        staging.release(block)
+    assert staging.used_bytes == 0
+
+
+@given(order=st.permutations(range(6)))
+def test_released_neighbours_become_one_piece_again(order):
+    staging = Staging(6 * 64 * 1024)
+    staging.expect(6 * 64 * 1024, pin=False)
+    blocks = [staging.acquire(64 * 1024, 0) for _ in range(6)]
+    assert staging.acquire(1, 0) is None
+    for index in order:
+        staging.release(blocks[index])
+    whole = staging.acquire(6 * 64 * 1024, 0)
+    assert whole is not None
+
+
+def test_memory_is_reused_instead_of_allocated():
+    staging = Staging(8 * MIB)
+    staging.expect(3 * MIB, pin=False)
+    addresses = set()
+    for _ in range(5):
+        block = staging.acquire(3 * MIB, 0)
+        addresses.add(block.address)
+        staging.release(block)
+    assert len(addresses) == 1
+    assert staging.allocated_bytes == 3 * MIB
+
+
+def test_what_is_written_into_a_block_is_seen_through_its_view_only():
+    staging = Staging(MIB)
+    first, second = staging.acquire(5000, 64), staging.acquire(5000, 64)
+    first.view[:] = b"a" * 5000
+    second.view[:] = b"b" * 5000
+    assert bytes(first.view) == b"a" * 5000
+
+
+def test_a_release_wakes_who_waits_for_room():
+    staging = Staging(MIB)
+    block = staging.acquire(MIB, 0)
+    waiting, seen = threading.Event(), []
+
+    def wait() -> None:
+        waiting.set()
+        while (other := staging.acquire(MIB, 0)) is None:
+            staging.wait(lambda: False, 30.0)
+        seen.append(other)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait()
+    staging.release(block)
+    thread.join(30)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("state", "ranks"), [(10, 1), (1 << 60, 1), (1 << 60, 8)])
+def test_the_default_budget_is_the_state_or_a_rank_s_share_of_half_the_memory(state, ranks):
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    total = next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemTotal"))
+    budget = default_budget(state, ranks)
+    assert 0 < budget <= min(state, total // 2 // ranks)
+
+
+def test_arenas_of_smaller_states_do_not_use_up_the_budget():
+    staging = Staging(8 * PAGE_BYTES)
+    for pages in (1, 2, 3, 4, 8):
+        need = pages * PAGE_BYTES
+        staging.expect(need, largest_bytes=need, pin=False)
+        block = staging.acquire(need, 0)
+        assert block is not None
+        assert staging.allocated_bytes <= staging.budget_bytes
+        staging.release(block)
+    # What is enough is kept, and what is in use is never let go.
+    kept = staging.acquire(PAGE_BYTES, 0)
+    staging.expect(PAGE_BYTES, largest_bytes=PAGE_BYTES, pin=False)
+    staging.expect(9 * PAGE_BYTES, largest_bytes=9 * PAGE_BYTES, pin=False)
+    assert staging.allocated_bytes == 8 * PAGE_BYTES
+    staging.release(kept)
+    assert staging.used_bytes == 0
+
+
+@given(steps=steps, budget=st.integers(1, 20).map(lambda n: n * 64 * 1024))
+def test_a_block_is_refused_only_where_no_gap_holds_it(steps, budget):
+    """Released neighbours are joined at once: no memory is lost to the allocator."""
+    staging = Staging(budget)
+    staging.expect(budget, pin=False)  # one arena
+    held = []
+    for step in steps:
+        if isinstance(step, int):
+            if held:
+                staging.release(held.pop(step % len(held)))
+            continue
+        length, phase = step
+        need = -(-(length + phase) // PAGE_BYTES) * PAGE_BYTES
+        ends = [0, *(b.offset + b.reserved for b in sorted(held, key=lambda b: b.offset))]
+        starts = [*(b.offset for b in sorted(held, key=lambda b: b.offset)), staging.budget_bytes]
+        gaps = [start - end for end, start in zip(ends, starts, strict=True)]
+        block = staging.acquire(length, phase)
+        assert (block is not None) == (max(gaps) >= need)
+        if block is not None:
+            held.append(block)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": ""}, None),
+        (
+            {
+                "memory.max": "1000",
+                "memory.current": "700",
+                "memory.stat": "anon 300\ninactive_file 150\n",
+            },
+            450,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "1200",
+                "memory/memory.stat": "total_inactive_file 50\n",
+            },
+            0,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "1",
+                "memory/memory.stat": "",
+            },
+            None,
+        ),
+    ],
+    ids=["no cgroup", "no limit", "version 2", "beyond the limit", "version 1 without limit"],
+)
+def test_the_limit_of_a_container_counts(tmp_path, files, expected):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert container_memory(str(tmp_path)) == expected
+
+
+def test_a_budget_is_at_most_the_state_and_half_of_what_is_free():
+    assert default_budget(1000) == 1000
+    half = available_memory() // 2
+    assert default_budget(1 << 60) <= half * 1.5
+    assert default_budget(1 << 60, 4) <= half * 1.5 / 4

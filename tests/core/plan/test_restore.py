@@ -1,0 +1,266 @@
+"""The restore plan and regions, against real bytes."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core.planned import NoBytes, planned
+
+from penstock.core.errors import FormatError
+from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.records import (
+    BlobRecord,
+    ChunkRef,
+    Frame,
+    ObjectRecord,
+    PartHead,
+    SectionInfo,
+    ShardRecord,
+)
+from penstock.core.plan.regions import copy_region, region_batches, region_runs
+from penstock.core.plan.restore import Located, ObjectRequest, plan_restore
+from penstock.core.plan.save import plan_save
+from penstock.core.types import PAGE_BYTES, ByteRange, Kind, Region, Role, TensorSpec
+
+
+def contents(number, nbytes):
+    return bytes((number * 31 + n * 7 + n // 251) % 256 for n in range(nbytes))
+
+
+def store(sizes, chunk_bytes, chains):
+    """Plan and "store" objects; frames of chain 1 hold the complement of their chunk."""
+    items = [planned(NoBytes(n), chain=chain) for n, chain in zip(sizes, chains, strict=True)]
+    plan = plan_save(items, chunk_bytes=chunk_bytes, slab_limit_bytes=700, encoded_slab_bytes=900)
+    blobs = {0: bytearray(plan.raw_blob_bytes), 1: bytearray()}
+    frames, refs = [], [[] for _ in sizes]
+    for number, chunk in enumerate(plan.chunks):
+        data = bytearray(chunk.length)
+        for piece in chunk.pieces:
+            whole = contents(piece.item, sizes[piece.item])
+            data[piece.at : piece.at + piece.stop - piece.start] = whole[piece.start : piece.stop]
+            refs[piece.item].append(ChunkRef(number, piece.at, piece.start, piece.stop))
+        offset = len(blobs[1]) if chunk.chain else chunk.offset
+        if chunk.chain:
+            blobs[1] += bytes(255 - b for b in data)
+        else:
+            blobs[0][offset : offset + chunk.length] = data
+        length = len(data)
+        frames.append(Frame(chunk.chain, offset, length, length, chunk.chain, ()))
+    return blobs, frames, refs
+
+
+def request(part, frames, refs, ranges=None):
+    """A request for all of an object of bytes, in one shard of these chunks."""
+    shape = (refs[-1].stop,)
+    record = ObjectRecord(
+        0, ("x",), Kind.TENSOR, TensorSpec("uint8", 1, shape), Role.OTHER, "tensor",
+        (ShardRecord(Region.whole(shape), tuple(refs)),),
+    )  # fmt: skip
+    return ObjectRequest(Located(record, part, frames), bytearray(shape[0]), ranges)
+
+
+def planned_reads(requests, block_bytes):
+    """The plan, where part n has blobs named after their numbers."""
+    nothing = SectionInfo(0, 0, 0, "", 0, 0, None)
+    heads = {}
+    for part, unit in block_bytes.items():
+        blobs = tuple(BlobRecord(f"part {part}, blob {n}", 0) for n in (0, 1))
+        heads[part] = PartHead("0" * 32, part, 1, 0, unit, blobs, (), nothing, ())
+    return plan_restore(requests, heads=heads, chain_of=lambda part, number: (part, number))
+
+
+def execute(plan, blobs):
+    for read in plan.jobs:
+        frame = read.frame
+        chunk = bytearray(b"\xee" * frame.raw_length)  # what is not fetched must not be used
+        for block in read.ranges:
+            at = frame.offset + block.start
+            got = blobs[frame.blob][at : at + block.length]
+            assert len(got) == block.length
+            chunk[block.start : block.stop] = got
+        if frame.chain:
+            chunk = bytes(255 - b for b in chunk)
+        for use in read.uses:
+            use.sink[use.start : use.start + use.length] = chunk[use.at : use.at + use.length]
+
+
+@st.composite
+def stores(draw):
+    count = draw(st.integers(1, 6))
+    sizes = draw(st.lists(st.integers(1, 20_000), min_size=count, max_size=count))
+    chains = draw(st.lists(st.sampled_from([0, 0, 1]), min_size=count, max_size=count))
+    return sizes, draw(st.integers(1, 4)) * PAGE_BYTES, chains
+
+
+@given(data=st.data(), store_of=stores(), block_pages=st.integers(1, 3))
+def test_any_ranges_of_any_objects_are_read_right_and_only_their_blocks(
+    data, store_of, block_pages
+):
+    sizes, chunk_bytes, chains = store_of
+    blobs, frames, refs = store(sizes, chunk_bytes, chains)
+    block_bytes = block_pages * PAGE_BYTES
+    requests, expected = [], []
+    for number in data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=5)):
+        bound = st.integers(0, sizes[number])
+        pairs = data.draw(st.none() | st.lists(st.tuples(bound, bound).map(sorted), max_size=3))
+        ranges = None if pairs is None else [ByteRange(a, b) for a, b in pairs]
+        requests.append(request(7, frames, refs[number], ranges))
+        out = bytearray(sizes[number])
+        for r in ranges if ranges is not None else [ByteRange(0, sizes[number])]:
+            out[r.start : r.stop] = contents(number, sizes[number])[r.start : r.stop]
+        expected.append(out)
+    plan = planned_reads(requests, {7: block_bytes})
+    execute(plan, blobs)
+    assert [r.sink for r in requests] == expected
+    places = [(r.frame.blob, r.frame.offset) for r in plan.jobs]
+    assert places == sorted(set(places))
+    needed = 0
+    for read in plan.jobs:
+        used = {n for u in read.uses for n in range(u.at, u.at + u.length)}
+        needed += read.frame.length if read.frame.chain else len(used)
+        if not read.frame.chain:
+            fetched = {n for b in read.ranges for n in range(b.start, b.stop)}
+            blocks = frame_blocks(read.frame.offset, read.frame.length, block_bytes)
+            touched = [b for b in blocks if used & set(range(b.start, b.stop))]
+            assert fetched == {n for b in touched for n in range(b.start, b.stop)}
+    assert plan.bytes_needed == needed
+
+
+def test_frames_that_two_sections_describe_differently_are_refused():
+    ref = ChunkRef(0, 0, 0, 100)
+    one, other = Frame(0, 0, 100, 100, 0, (1,)), Frame(0, 0, 100, 100, 0, (2,))
+    with pytest.raises(FormatError, match="differently"):
+        planned_reads([request(0, [one], [ref]), request(0, [other], [ref])], {0: 4096})
+
+
+def test_a_frame_that_two_sections_list_is_read_once():
+    ref = ChunkRef(0, 0, 0, 100)
+    requests = [request(0, [Frame(0, 0, 100, 100, 0, (1,))], [ref]) for _ in range(2)]
+    plan = planned_reads(requests, {0: 4096})
+    assert len(plan.jobs) == 1
+    assert plan.bytes_needed == sum(b.length for b in plan.jobs[0].ranges) == 100
+
+
+def test_frames_of_different_parts_are_kept_apart():
+    ref = ChunkRef(0, 0, 0, 100)
+    frame = Frame(0, 0, 100, 100, 0, (1,))
+    requests = [request(1, [frame], [ref]), request(0, [frame], [ref])]
+    plan = planned_reads(requests, {0: 4096, 1: 4096})
+    assert [read.blob for read in plan.jobs] == ["part 0, blob 0", "part 1, blob 0"]
+
+
+def rows(start, count, *, columns=(0, 4), at=0):
+    """A shard of a matrix of 4 columns of bytes, stored from byte `at` of frame 0."""
+    first, stop = columns
+    region = Region((start, first), (count, stop - first))
+    return ShardRecord(region, (ChunkRef(0, at, 0, region.numel),))
+
+
+def sharded(*shards):
+    spec = TensorSpec("uint8", 1, (6, 4))
+    record = ObjectRecord(0, ("w",), Kind.TENSOR, spec, Role.OTHER, "tensor", shards)
+    frame = Frame(0, 0, 64, 64, 0, (1,))
+    return ObjectRequest(Located(record, 0, [frame]), bytearray(24))
+
+
+def test_each_shard_goes_where_its_region_is():
+    stored = bytes(range(64))
+    shards = [rows(4, 2, at=0), rows(0, 1, at=8), rows(1, 3, at=12), rows(0, 1, at=40)]
+    request = sharded(*shards)
+    plan = planned_reads([request], {0: 4096})
+    execute(plan, {0: stored})
+    assert request.sink == stored[8:24] + stored[0:8]
+    # Ranges count from the object's first byte, not from a shard's.
+    part = replace(request, sink=bytearray(24), ranges=[ByteRange(3, 5), ByteRange(15, 18)])
+    execute(planned_reads([part], {0: 4096}), {0: stored})
+    assert part.sink[3:5] == stored[11:13]
+    assert part.sink[15:18] == bytes([*stored[23:24], *stored[0:2]])
+    assert part.sink.count(0) >= 24 - 6
+
+
+@pytest.mark.parametrize(
+    ("shards", "why"),
+    [
+        ([rows(0, 6, columns=(0, 2)), rows(0, 6, columns=(2, 4))], "no run of its bytes"),
+        ([rows(0, 2), rows(3, 3)], "at byte 8"),
+        ([rows(0, 3), rows(2, 4)], "at byte 12"),
+        ([rows(0, 2), rows(2, 3)], "end at byte 20 of 24"),
+        ([rows(1, 5)], "at byte 0"),
+    ],
+)
+def test_shards_that_cannot_be_put_together_are_refused(shards, why):
+    with pytest.raises(FormatError, match=f"w is stored in .* put it together: .*{why}"):
+        planned_reads([sharded(*shards)], {0: 4096})
+    # To verify them nothing is put together.
+    assert planned_reads([replace(sharded(*shards), sink=None)], {0: 4096}).jobs
+
+
+# -- regions ------------------------------------------------------------------------------------
+
+
+@st.composite
+def regions(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    spans = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    region = Region(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+    return shape, region, draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+
+
+def tensor(shape, itemsize):
+    flat = np.arange(math.prod(shape) * itemsize, dtype=np.uint32).astype(np.uint8)
+    return flat.reshape((*shape, itemsize))
+
+
+def cut(array, region):
+    index = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+    return array[index].tobytes()
+
+
+@given(regions(), st.integers(0, 20))
+def test_runs_are_exactly_the_bytes_of_a_region_with_small_gaps_joined(case, gap):
+    shape, region, itemsize = case
+    whole = tensor(shape, itemsize).tobytes()
+    exact = region_runs(shape, region, itemsize)
+    assert b"".join(whole[r.start : r.stop] for r in exact) == cut(tensor(shape, itemsize), region)
+    for before, after in itertools.pairwise(exact):
+        assert before.stop < after.start
+    joined = []
+    for run in exact:
+        if joined and run.start - joined[-1].stop <= gap:
+            joined[-1] = ByteRange(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    assert region_runs(shape, region, itemsize, merge_gap_bytes=gap) == joined
+
+
+def test_runs_are_joined_over_gaps_of_exactly_the_given_size():
+    region = Region((0, 0), (3, 4))
+    assert len(region_runs((3, 10), region, 2, merge_gap_bytes=11)) == 3
+    assert len(region_runs((3, 10), region, 2, merge_gap_bytes=12)) == 1
+
+
+@given(regions(), st.integers(1, 300))
+def test_a_region_read_in_batches_is_the_region(case, limit_bytes):
+    shape, region, itemsize = case
+    whole = tensor(shape, itemsize).tobytes()
+    out = bytearray(region.numel * itemsize)
+    end = elements = 0
+    for batch in region_batches(shape, region, itemsize, limit_bytes):
+        assert batch.cover.start >= end
+        assert batch.cover.length <= max(limit_bytes, itemsize)
+        end = batch.cover.stop
+        elements += batch.region.numel
+        source = bytearray(b"\xee" * batch.cover.length)
+        for run in region_runs(shape, batch.region, itemsize):
+            at = run.start - batch.cover.start
+            source[at : at + run.length] = whole[run.start : run.stop]
+        copy_region(
+            memoryview(source), batch.cover, batch.region, memoryview(out), region,
+            shape=shape, itemsize=itemsize,
+        )  # fmt: skip
+    assert elements == region.numel
+    assert bytes(out) == cut(tensor(shape, itemsize), region)

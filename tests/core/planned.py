@@ -1,0 +1,40 @@
+"""Objects for the tests of plans: as described, with bytes that only have a length and a place."""
+
+from penstock.core.abc import ByteSource, StateObject
+from penstock.core.plan.save import Capture, PlannedObject
+from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
+
+
+class NoBytes(ByteSource):
+    """So many bytes at a place; nobody may ask for them."""
+
+    __slots__ = ("address", "device", "memory", "nbytes")
+
+    def __init__(self, nbytes, *, phase=64, device="cpu"):
+        self.nbytes = nbytes
+        self.device = device
+        self.address = PAGE_BYTES + phase
+        self.memory = None
+
+    def view(self):
+        raise AssertionError
+
+    def copy_out(self, start, out, /):
+        raise AssertionError
+
+
+def planned(
+    source,
+    *,
+    itemsize=1,
+    path=("g",),
+    role=Role.OTHER,
+    chain=0,
+    capture=Capture.NOW,
+    dtype="uint8",
+):
+    """The object that `source` has the bytes of; its version is taken now."""
+    spec = TensorSpec(dtype, itemsize, (source.nbytes // itemsize,))
+    region = Region.whole(spec.shape)
+    entry = StateObject(path, Kind.TENSOR, spec, region, role, "tensor", source)
+    return PlannedObject(entry, capture, chain, source.version())

@@ -1,0 +1,699 @@
+from __future__ import annotations
+
+import logging
+import sys
+import textwrap
+import threading
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from penstock.core.errors import ConfigError, PluginError
+from penstock.core.plugins.registry import Registry
+from penstock.core.testing.static_providers import StaticProviders
+
+CODEC = """
+    from penstock.core.abc import Codec, PluginConfig
+
+    class GoodConfig(PluginConfig):
+        level: int = 1
+
+    class Good(Codec):
+        api_version = 1
+        name = "{name}"
+        version = {version}
+        lossless = True
+        Config = GoodConfig
+        def max_encoded_size(self, raw_length, /): return raw_length
+        def encode(self, chunk, out, /, *, context):
+            out[:] = chunk
+            return len(chunk)
+        def decode(self, frame, out, /, *, context): out[:] = frame
+"""
+
+PROVIDER = """
+    from penstock.core.abc import StateProvider
+
+    class Provider(StateProvider):
+        api_version = 1
+        name = "{name}"
+        forms = {forms}
+        def claims(self, kind, /):
+            return {claims}
+        def describe(self, value, path, /, *, context): raise NotImplementedError
+        def place(self, value, path, /, *, context): raise NotImplementedError
+        def rebuild(self, stored, /, *, device, context): raise NotImplementedError
+"""
+
+
+def _codec(name, version=1):
+    return CODEC.format(name=name, version=version)
+
+
+def _provider(name, claims="None", forms=()):
+    return PROVIDER.format(name=name, claims=claims, forms=tuple(forms))
+
+
+def _add_codec(site, distribution, name, *, module, source=None, cls="Good", **options):
+    target = f"{module}:{cls}"
+    source = source or _codec(name)
+    site.add(distribution, {"penstock.codecs": {name: target}}, **{module: source}, **options)
+
+
+def _add_provider(site, distribution, name, *, module, source):
+    target = {"penstock.providers": {name: f"{module}:Provider"}}
+    site.add(distribution, target, **{module: source})
+
+
+# -- finding and loading ------------------------------------------------------------------------
+
+
+def test_third_party_codec_is_found_loaded_and_configured(plugin_site):
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    codec = Registry().codec("acme", {"level": 4})
+    assert codec.name == "acme"
+    assert codec.config.model_dump() == {"level": 4}
+
+
+def test_nothing_is_imported_before_it_is_asked_for(plugin_site):
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    registry = Registry()
+    assert "acme" in registry.names("codec")
+    registry.listing(load=False)
+    assert "acme_codec" not in sys.modules
+    registry.codec_class("acme")
+    assert "acme_codec" in sys.modules
+
+
+def test_own_codecs_are_found_by_the_entry_points_that_pyproject_declares(plugin_site):
+    plugin_site.add_penstock()
+    registry = Registry()
+    for name in ("zstd", "lz4"):
+        assert registry.codec(name, {}).name == name
+    assert {"memory", "posix", "uring"} <= set(registry.names("backend"))
+    assert {"module", "optimizer", "tensor", "value"} <= set(registry.names("provider"))
+
+
+def test_unknown_name_says_the_nearest_and_what_is_installed(plugin_site):
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    with pytest.raises(PluginError, match=r"no codec called 'acne'.*did you mean acme") as caught:
+        Registry().codec_class("acne")
+    assert "installed: " in str(caught.value)
+
+
+def test_unknown_name_that_is_near_to_none_lists_what_is_installed_once(plugin_site):
+    plugin_site.add_penstock()
+    with pytest.raises(PluginError) as caught:
+        Registry().codec_class("brotli")
+    assert str(caught.value).count("zstd") == 1
+    assert str(caught.value).endswith("): install the package that provides it")
+
+
+def test_entry_points_can_be_given(plugin_site):
+    _add_codec(plugin_site, "acme-codecs", "hidden", module="acme_codec", source=_codec("seen"))
+    given = [EntryPoint("seen", "acme_codec:Good", "penstock.codecs")]
+    registry = Registry(given)
+    assert registry.names("codec") == ["seen"]
+    assert registry.names("backend") == []
+    assert registry.codec("seen", {}).name == "seen"
+
+
+# -- broken plugins -----------------------------------------------------------------------------
+
+BROKEN = {
+    "import": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
+    "syntax": ("def (:", "SyntaxError"),
+    "raises": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+    "exits": ("raise SystemExit('no licence')", "SystemExit: no licence"),
+    "missing": ("Bad = 1", "AttributeError"),
+    "not_a_class": ("Good = 3", "is not a subclass of Codec"),
+    "other_class": ("class Good: pass", "is not a subclass of Codec"),
+    "abstract": (_codec("bad").replace("def decode", "def decoed"), "lacks decode"),
+    "other_api": (_codec("bad") + "    Good.api_version = 99", "version 99 of the Codec contract"),
+    "no_api": (_codec("bad").replace("api_version", "other"), "write `api_version = 1` into"),
+    "other_name": (_codec("good"), "calls itself 'good', not 'bad'"),
+    "no_name": (_codec("bad") + "    del Good.name", "calls itself None, not 'bad'"),
+    "not_lossless_nor_lossy": (
+        _codec("bad").replace("lossless = True", "bound = 3"),
+        "does not say whether it is lossless: write `lossless = True` or `lossless = False`",
+    ),
+    "lossless_by_a_word": (
+        _codec("bad").replace("lossless = True", "lossless = 'yes'"),
+        "says 'yes' for lossless",
+    ),
+    "version_zero": (_codec("bad", 0), "has the version 0: it must be an integer, from 1 on"),
+    "other_signature": (
+        _codec("bad").replace("decode(self, frame, out, /, *, context)", "decode(self, frame, /)"),
+        "called as the contract has it, decode(self, frame, out, /, *, context): too many",
+    ),
+    "other_constructor": (
+        _codec("bad") + "        def __init__(self): pass",
+        "has __init__(self), which cannot be called as the contract has it",
+    ),
+    "other_config": (_codec("bad") + "    Good.Config = dict", "not a subclass of PluginConfig"),
+}
+
+
+@pytest.mark.parametrize("defect", BROKEN)
+def test_broken_plugin_is_reported_with_its_distribution_and_breaks_no_other(plugin_site, defect):
+    source, complaint = BROKEN[defect]
+    _add_codec(plugin_site, "bad-codecs", "bad", module="bad_codec", source=source, version="2.1")
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    registry = Registry()
+    for _ in range(2):  # the second answer is the remembered one
+        with pytest.raises(PluginError, match=r"codec 'bad' of bad-codecs 2\.1") as caught:
+            registry.codec_class("bad")
+        assert complaint in str(caught.value)
+    assert registry.codec("acme", {}).name == "acme"
+    states = {i.name: i for i in registry.listing() if i.distribution.endswith("-codecs")}
+    assert (states["bad"].state, states["acme"].state) == ("failed", "ok")
+    assert complaint in states["bad"].error
+    assert states["bad"].version == "2.1"
+    assert states["acme"].error is None
+
+
+def test_module_that_is_not_there_is_seen_without_loading(plugin_site):
+    plugin_site.add("bad-codecs", {"penstock.codecs": {"bad": "no_such_package.sub:Good"}})
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    states = {i.name: i for i in Registry().listing(load=False)}
+    assert states["bad"].state == "failed"
+    assert "no module 'no_such_package.sub'" in states["bad"].error
+    assert states["acme"].state == "found"
+
+
+def test_two_that_claim_one_name_are_an_error_naming_both(plugin_site):
+    _add_codec(plugin_site, "first-codecs", "same", module="first_codec")
+    _add_codec(plugin_site, "second-codecs", "same", module="second_codec", version="2.0")
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    registry = Registry()
+    with pytest.raises(PluginError, match=r"codec 'same' is claimed by") as caught:
+        registry.codec("same", {})
+    assert "first-codecs 1.0" in str(caught.value)
+    assert "second-codecs 2.0" in str(caught.value)
+    assert "first_codec" not in sys.modules
+    assert registry.codec("acme", {}).name == "acme"
+    same = [i for i in registry.listing() if i.name == "same"]
+    assert [i.state for i in same] == ["conflict", "conflict"]
+    assert {i.distribution for i in same} == {"first-codecs", "second-codecs"}
+
+
+def _shipped_codec_and(plugin_site, *more):
+    """The codec `zstd`, and distributions that claim its name."""
+    for name in more:
+        _add_codec(plugin_site, name, "zstd", module=name.replace("-", "_"), source=_codec("zstd"))
+    return [e for e in _installed() if e.group == "penstock.codecs"]
+
+
+def test_a_shipped_name_is_never_taken_away_and_the_warning_says_how_to(plugin_site, caplog):
+    registry = Registry(_shipped_codec_and(plugin_site, "acme-codecs"))
+    for _ in range(2):
+        assert registry.codec_class("zstd").__module__ == "penstock.codecs.zstd"
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "codec 'zstd' is claimed by acme-codecs 1.0 (acme_codecs:Good) as well" in said
+    assert 'prefer={"codec": {"zstd": "acme-codecs"}}' in said
+    states = {i.distribution: i for i in registry.listing() if i.name == "zstd"}
+    assert (states["penstock"].state, states["acme-codecs"].state) == ("ok", "conflict")
+    assert states["acme-codecs"].error == said
+
+
+def test_of_several_the_preferred_one_is_taken(plugin_site, caplog):
+    entries = _shipped_codec_and(plugin_site, "acme-codecs", "Other_Codecs")
+    for given, module in (
+        ("acme-codecs", "acme_codecs"),
+        ("other.codecs", "Other_Codecs"),
+        ("penstock", "penstock.codecs.zstd"),
+    ):
+        registry = Registry(entries, prefer={"codec": {"zstd": given}})
+        assert registry.codec_class("zstd").__module__ == module
+        assert (
+            Registry(entries).preferring({"codec": {"zstd": given}}).codec_class("zstd").__module__
+            == module
+        )
+    with pytest.raises(PluginError, match=r"`prefer` names 'nobody', which is none of them"):
+        Registry(entries, prefer={"codec": {"zstd": "nobody"}}).codec_class("zstd")
+    assert not caplog.records
+    plain = Registry(entries)
+    assert plain.preferring({"codec": {}}) is plain
+
+
+def test_a_conflict_of_two_others_says_how_to_settle_it(plugin_site):
+    for name in ("first", "second"):
+        _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")
+    hint = r'or say which by the option prefer, as prefer=\{"codec": \{"same": "first-codecs"\}\}'
+    with pytest.raises(PluginError, match=hint):
+        Registry().codec_class("same")
+
+
+def test_a_class_is_registered_at_run_time(plugin_site):
+    names = {}
+    exec(textwrap.dedent(_codec("mine")), names)
+    registry = Registry()
+    assert registry.register(names["Good"]) is names["Good"]
+    assert registry.codec("mine", {"level": 3}).config.level == 3
+    assert registry.codec("zstd", {}).name == "zstd"
+    assert [i.state for i in registry.listing() if i.name == "mine"] == ["ok"]
+    other = registry.preferring({"codec": {"x": "y"}})
+    assert other.codec_class("mine") is names["Good"]
+    with pytest.raises(PluginError, match="no codec called 'mine'"):
+        Registry().codec_class("mine")
+
+
+def test_a_taken_name_is_registered_only_where_that_is_said():
+    names = {}
+    exec(textwrap.dedent(_codec("zstd")), names)
+    registry = Registry()
+    with pytest.raises(PluginError, match=r"zstd' cannot be registered: penstock .* has it"):
+        registry.register(names["Good"])
+    registry.register(names["Good"], replace=True)
+    assert registry.codec_class("zstd") is names["Good"]
+
+
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        (lambda names: names["Good"](None), "is a subclass of none of StateProvider, Codec, Back"),
+        (lambda names: dict, "is a subclass of none of"),
+        (lambda names: type("Own", (names["Good"],), {"version": "1"}), "has the version '1'"),
+    ],
+)
+def test_what_breaks_the_contract_cannot_be_registered(made, complaint):
+    names = {}
+    exec(textwrap.dedent(_codec("mine")), names)
+    with pytest.raises(PluginError, match=complaint):
+        Registry().register(made(names))
+
+
+def test_a_registered_provider_is_asked_from_then_on():
+    names = {}
+    exec(textwrap.dedent(_provider("mine", claims="99 if kind is dict else None")), names)
+    registry = Registry()
+    assert registry.providers.for_type(dict).name != "mine"
+    registry.register(names["Provider"])
+    assert registry.providers.for_type(dict).name == "mine"
+
+
+def test_two_kinds_may_share_a_name(plugin_site):
+    groups = {
+        "penstock.codecs": {"acme": "acme_codec:Good"},
+        "penstock.providers": {"acme": "acme_provider:Provider"},
+    }
+    plugin_site.add(
+        "acme", groups, acme_codec=_codec("acme"), acme_provider=_provider("acme", forms=["x"])
+    )
+    registry = Registry([e for e in _installed() if e.dist.name == "acme"])
+    assert registry.codec("acme", {}).name == "acme"
+    assert registry.providers.for_form("x").name == "acme"
+
+
+# -- looking closely ----------------------------------------------------------------------------
+
+
+def _listed(name):
+    (info,) = [i for i in Registry().listing() if i.name == name]
+    return info
+
+
+NOT_USABLE = {
+    "no_instance": (
+        _provider("bad") + "        def __init__(self): raise OSError('no key')\n",
+        "provider 'bad' of p-bad 1.0 cannot be created: OSError: no key",
+    ),
+    "exits": (
+        _provider("bad") + "        def __init__(self): raise SystemExit(3)\n",
+        "provider 'bad' of p-bad 1.0 cannot be created: SystemExit: 3",
+    ),
+    "wants_arguments": (
+        _provider("bad") + "        def __init__(self, key): pass\n",
+        "missing 1 required positional argument: 'key'",
+    ),
+    "claims_by_a_word": (
+        _provider("bad", claims="'always'"),
+        "'bad' of p-bad 1.0 cannot be used: it returned 'always' of type str from claims(object)",
+    ),
+    "claims_by_truth": (_provider("bad", claims="kind is dict"), "returned False of type bool"),
+    "claims_fail": (_provider("bad", claims="1 // 0"), "ZeroDivisionError"),
+    "no_forms": (
+        _provider("bad").replace("forms = ()", "kinds = ()"),
+        "does not declare its forms: list in `forms` what its `rebuild` takes",
+    ),
+    "other_signature": (
+        _provider("bad").replace("path, /, *, context): raise", "path, /): raise"),
+        "has describe(self, value, path, /), which cannot be called as the contract has it",
+    ),
+    "form_is_a_word": (
+        _provider("bad").replace("forms = ()", "forms = 'bad'"),
+        "has the forms 'bad': they must be a tuple of strings",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", NOT_USABLE)
+def test_provider_that_only_fails_in_use_is_listed_as_failed_and_says_why(plugin_site, defect):
+    source, complaint = NOT_USABLE[defect]
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good"))
+    assert _listed("bad").state == "failed"
+    assert complaint in _listed("bad").error
+    assert _listed("good").state == "ok"
+
+
+INIT = "        def __init__(self, config, /): raise OSError('no card')\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (INIT, "codec 'bad' of bad-codecs 1.0 cannot be created: OSError: no card"),
+        ("        def max_encoded_size(self, raw_length, /): return raw_length / 2\n", "500.0"),
+        (
+            "        def decode(self, frame, out, /, *, context): pass\n",
+            "it is declared lossless, but 1000 bytes came back changed",
+        ),
+        (
+            "        def encode(self, chunk, out, /, *, context): out[:] = chunk\n",
+            "it returned None from encode",
+        ),
+        (
+            "        def __init__(self, config, /): self.options = config\n",
+            "cannot be created: AttributeError",
+        ),
+        (
+            "        def __init__(self, config, /): self.config = {}\n",
+            "it does not keep its options as `config`",
+        ),
+    ],
+)
+def test_codec_that_needs_no_options_is_made_to_see_whether_it_works(plugin_site, more, complaint):
+    source = _codec("bad") + more
+    _add_codec(plugin_site, "bad-codecs", "bad", module="bad_codec", source=source)
+    assert _listed("bad").state == "failed"
+    assert complaint in _listed("bad").error
+
+
+def test_codec_that_needs_options_is_not_made(plugin_site):
+    source = _codec("picky").replace("level: int = 1", "level: int") + INIT
+    _add_codec(plugin_site, "acme-codecs", "picky", module="acme_codec", source=source)
+    assert _listed("picky").state == "ok"
+
+
+BACKEND = """
+    from penstock.backends.memory import MemoryBackend, MemoryConfig
+
+    class Store(MemoryBackend):
+        api_version = 1
+        name = "{name}"
+        closed = []
+        def close(self):
+            super().close()
+            self.closed.append(True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ("", None),
+        ("        def __init__(self, config, /): raise OSError('no route')\n", "OSError: no route"),
+        ("        url = None\n", "says None for its url"),
+        ("        capabilities = {'direct_io': True}\n", "has capabilities of type dict"),
+    ],
+)
+def test_backend_that_needs_no_options_is_made_and_closed(plugin_site, more, complaint):
+    source = BACKEND.format(name="acme") + more
+    target = {"penstock.backends": {"acme": "acme_store:Store"}}
+    plugin_site.add("acme-store", target, acme_store=source)
+    info = _listed("acme")
+    assert info.state == ("failed" if complaint else "ok")
+    assert (complaint or "") in (info.error or "")
+    assert len(sys.modules["acme_store"].Store.closed) == (0 if "route" in more else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "complaint"),
+    [
+        ("Ev-Upper", "", "is called 'Ev-Upper', which no URL can begin with"),
+        ("ev_under", "", "is called 'ev_under', which no URL can begin with"),
+        ("acme", "        def url(self): return 'acme://'\n", "'url' as a method: core reads it"),
+        ("acme", "        stat = {}\n", "has 'stat' that is no method"),
+        ("acme", "        def list(self): return []\n", "has list(self), which cannot be called"),
+        (
+            "acme",
+            "        @classmethod\n        def open(cls, config, /): return cls(config)\n",
+            "has open(config, /), which cannot be called as the contract has it, open(config, /",
+        ),
+    ],
+)
+def test_backend_that_cannot_be_used_is_refused_without_making_one(
+    plugin_site, name, more, complaint
+):
+    source = BACKEND.format(name=name) + more
+    target = {"penstock.backends": {name: "acme_store:Store"}}
+    plugin_site.add("acme-store", target, acme_store=source)
+    assert complaint in _listed(name).error
+    with pytest.raises(PluginError, match=r"of acme-store 1\.0 cannot be used"):
+        Registry().backend_class(name)
+    assert sys.modules["acme_store"].Store.closed == []
+
+
+def test_providers_that_declare_one_form_are_a_conflict_and_the_others_are_not(plugin_site):
+    for name, forms in (("one", ["a", "both"]), ("two", ["b", "both"]), ("three", ["c"])):
+        source = _provider(name, forms=forms)
+        _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
+    found = {i.name: i for i in _third_party_only().listing()}
+    assert [found[n].state for n in ("one", "two", "three")] == ["conflict", "conflict", "ok"]
+    assert found["one"].error == found["two"].error
+    assert found["one"].error.startswith("form 'both' is declared by provider 'one' of p-one 1.0")
+    assert "provider 'two' of p-two 1.0" in found["one"].error
+
+
+def test_nothing_is_made_where_nobody_asked_to_look_closely(plugin_site):
+    source = _provider("bad") + "        def __init__(self): raise OSError('no key')\n"
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
+    assert {i.state for i in _third_party_only().listing(load=False)} == {"found"}
+
+
+# -- codecs of checkpoints ----------------------------------------------------------------------
+
+
+def test_wrong_options_name_the_codec_and_the_nearest_key(plugin_site):
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    with pytest.raises(ConfigError, match="options of codec 'acme'") as caught:
+        Registry().codec("acme", {"levle": 3})
+    assert "levle: unknown key; did you mean level?" in str(caught.value)
+
+
+def test_recorded_codec_is_made_again(plugin_site):
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    codec = Registry().codec_from_record("acme", 1, {"level": 7})
+    assert codec.config.model_dump() == {"level": 7}
+
+
+def test_recorded_codec_of_an_older_version_is_made(plugin_site):
+    source = _codec("acme", version=3)
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
+    assert Registry().codec_from_record("acme", 2, {}).version == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "config", "complaint"),
+    [
+        ("acme", 2, {}, "written by version 2 of codec 'acme', but acme-codecs 1.0 has version 1"),
+        ("gone", 1, {}, "no codec called 'gone' is installed"),
+        ("acme", 1, {"speed": 1}, "acme-codecs 1.0 cannot read what was written with these"),
+    ],
+)
+def test_recorded_codec_that_cannot_be_had_is_refused(
+    plugin_site, name, version, config, complaint
+):
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec")
+    with pytest.raises(PluginError, match=complaint):
+        Registry().codec_from_record(name, version, config)
+
+
+# -- providers ----------------------------------------------------------------------------------
+
+
+def _installed():
+    from importlib.metadata import entry_points
+
+    return [e for g in ("codecs", "providers") for e in entry_points(group=f"penstock.{g}")]
+
+
+def _third_party_only():
+    """A registry of what the test itself installed."""
+    return Registry([e for e in _installed() if e.dist.name.startswith("p-")])
+
+
+def test_provider_with_the_highest_priority_is_chosen(plugin_site):
+    low = _provider("low", claims="10 if issubclass(kind, dict) else None")
+    high = _provider("high", claims="20 if kind is dict else None")
+    _add_provider(plugin_site, "p-low", "low", module="p_low", source=low)
+    _add_provider(plugin_site, "p-high", "high", module="p_high", source=high)
+    providers = _third_party_only().providers
+    sub = type("Sub", (dict,), {})
+    assert providers.for_type(dict).name == "high"
+    assert providers.for_type(sub).name == "low"
+    assert providers.for_type(list) is None
+
+
+def test_negative_priorities_are_priorities_too(plugin_site):
+    source = _provider("low", claims="-5 if kind is dict else None")
+    _add_provider(plugin_site, "p-low", "low", module="p_low", source=source)
+    assert _third_party_only().providers.for_type(dict).name == "low"
+
+
+def test_tie_is_an_error_naming_both_distributions_for_that_type_only(plugin_site):
+    one = _provider("one", claims="{dict: 20, set: 5}.get(kind)")
+    two = _provider("two", claims="{dict: 20, set: 6}.get(kind)")
+    _add_provider(plugin_site, "p-one", "one", module="p_one", source=one)
+    _add_provider(plugin_site, "p-two", "two", module="p_two", source=two)
+    providers = _third_party_only().providers
+    with pytest.raises(PluginError, match=r"builtins\.dict is claimed with priority 20") as caught:
+        providers.for_type(dict)
+    assert "p-one 1.0" in str(caught.value)
+    assert "p-two 1.0" in str(caught.value)
+    assert providers.for_type(set).name == "two"
+
+
+def test_of_a_tie_with_a_shipped_provider_that_one_is_taken(plugin_site, caplog):
+    source = _provider("greedy", claims="50", forms=["tensor", "own"])
+    _add_provider(plugin_site, "p-greedy", "greedy", module="p_greedy", source=source)
+    entries = [e for e in _installed() if e.name in {"greedy", "ndarray"}]
+    ndarray = next(e for e in entries if e.name == "ndarray")
+    import numpy as np
+
+    providers = Registry(entries).providers
+    assert ndarray.load()().claims(np.ndarray) == 50
+    for _ in range(2):
+        assert providers.for_type(np.ndarray).name == "ndarray"
+    assert "provider 'greedy' of p-greedy 1.0 as well: provider 'ndarray' of pen" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_shipped_form_is_never_taken_away(plugin_site, caplog):
+    source = _provider("greedy", forms=["ndarray", "own"])
+    _add_provider(plugin_site, "p-greedy", "greedy", module="p_greedy", source=source)
+    registry = Registry([e for e in _installed() if e.name in {"greedy", "ndarray"}])
+    for _ in range(2):
+        assert registry.providers.for_form("ndarray").name == "ndarray"
+    assert len(caplog.records) == 1
+    states = {i.name: i.state for i in registry.listing()}
+    assert states == {"greedy": "conflict", "ndarray": "ok"}
+
+
+def test_tie_below_the_highest_priority_is_none(plugin_site):
+    for name, priority in (("one", 5), ("two", 5), ("top", 6)):
+        source = _provider(name, claims=str(priority))
+        _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
+    assert _third_party_only().providers.for_type(dict).name == "top"
+
+
+@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
+def test_claim_that_is_no_priority_is_an_error_that_names_the_provider(plugin_site, claim):
+    bad = _provider("bad", claims=f"{claim} if kind is dict else None")
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=bad)
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
+    providers = _third_party_only().providers
+    with pytest.raises(PluginError, match=r"^provider 'bad' of p-bad 1\.0 returned .* the prior"):
+        providers.for_type(dict)
+    assert providers.for_type(list).name == "good"
+
+
+@pytest.mark.parametrize("claim", ["'always'", "2.5", "True"])
+def test_a_fixed_list_of_providers_refuses_such_a_claim_too(claim):
+    names = {}
+    exec(textwrap.dedent(_provider("bad", claims=f"{claim} if kind is dict else None")), names)
+    providers = StaticProviders([names["Provider"]()])
+    with pytest.raises(PluginError, match=r"^provider 'bad' returned .* from claims\(dict\)"):
+        providers.for_type(dict)
+    assert providers.for_type(list) is None
+
+
+def test_claims_are_asked_once_per_type(plugin_site):
+    source = _provider("count", claims="self.asked.append(kind) or 1") + "        asked = []\n"
+    _add_provider(plugin_site, "p-count", "count", module="p_count", source=source)
+    providers = _third_party_only().providers
+    assert providers.for_type(dict) is providers.for_type(dict)
+    assert providers.for_type(dict).asked == [dict]
+
+
+def test_broken_third_party_provider_is_left_out_with_one_warning(plugin_site, caplog):
+    broken = "import no_such_module_anywhere"
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=broken)
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
+    registry = _third_party_only()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [p.name for p in registry.providers.all()] == ["good"]
+    assert len(caplog.records) == 1
+    assert "provider 'bad' of p-bad 1.0" in caplog.text
+
+
+def test_third_party_provider_that_cannot_be_created_is_left_out(plugin_site, caplog):
+    source = _provider("bad") + "        def __init__(self): raise OSError('no key')\n"
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=source)
+    assert _third_party_only().providers.all() == []
+    assert "OSError: no key" in caplog.text
+
+
+def test_third_party_provider_whose_claims_fail_is_passed_over_with_one_warning(
+    plugin_site, caplog
+):
+    _add_provider(plugin_site, "p-bad", "bad", module="p_bad", source=_provider("bad", "1 // 0"))
+    _add_provider(plugin_site, "p-good", "good", module="p_good", source=_provider("good", "1"))
+    providers = _third_party_only().providers
+    assert providers.for_type(dict).name == "good"
+    assert providers.for_type(list).name == "good"
+    assert len(caplog.records) == 1
+    assert "provider 'bad' of p-bad 1.0 failed on dict" in caplog.text
+
+
+def test_broken_provider_of_our_own_stops_everything():
+    entry = EntryPoint("tensor", "penstock.providers.no_such:Provider", "penstock.providers")
+    with pytest.raises(PluginError, match=r"provider 'tensor'.*no_such"):
+        _ = Registry([entry]).providers
+
+
+def test_two_providers_of_one_name_stop_everything(plugin_site):
+    for n in ("one", "two"):
+        _add_provider(plugin_site, f"p-{n}", "same", module=f"p_{n}", source=_provider("same"))
+    with pytest.raises(PluginError, match=r"p-one 1\.0.*p-two 1\.0|p-two 1\.0.*p-one 1\.0"):
+        _ = _third_party_only().providers
+
+
+def test_form_is_rebuilt_by_the_provider_that_declares_it(plugin_site):
+    for name, forms in (("one", ["a", "both"]), ("two", ["b", "both"])):
+        source = _provider(name, forms=forms)
+        _add_provider(plugin_site, f"p-{name}", name, module=f"p_{name}", source=source)
+    providers = _third_party_only().providers
+    assert providers.for_form("a").name == "one"
+    assert providers.for_form("b").name == "two"
+    with pytest.raises(PluginError, match=r"form 'both' is declared by.*p-one.*p-two"):
+        providers.for_form("both")
+    with pytest.raises(PluginError, match=r"no installed provider rebuilds 'bothe'.*mean both"):
+        providers.for_form("bothe")
+
+
+def test_instances_are_created_once_though_threads_ask_together(plugin_site):
+    source = _provider("slow") + (
+        "        made = []\n"
+        "        def __init__(self):\n"
+        "            import time; time.sleep(0.02); self.made.append(1)\n"
+    )
+    _add_provider(plugin_site, "p-slow", "slow", module="p_slow", source=source)
+    registry = _third_party_only()
+    seen = []
+    barrier = threading.Barrier(4)
+
+    def ask():
+        barrier.wait()
+        seen.append(registry.providers.all()[0])
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen[0].made == [1]
+    assert all(provider is seen[0] for provider in seen)

@@ -1,0 +1,170 @@
+"""Handles, futures and reports as a caller sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+from concurrent.futures import CancelledError, Future, wait
+
+import pytest
+
+from penstock.core.errors import SaveError
+from penstock.core.reporting.reports import (
+    Damage,
+    Outcome,
+    Progress,
+    RestoreReport,
+    SaveHandle,
+    SaveReport,
+    VerifyReport,
+)
+
+REPORT = SaveReport(
+    step=4, uid="0" * 32, generation=0, bytes_raw=10, bytes_stored=8, blobs=1, objects=2,
+    engine="memory", direct_io=False, exclusive=True, deferred_bytes=0, straight_bytes=0,
+    seconds={"total": 1.0},
+)  # fmt: skip
+
+
+@pytest.fixture
+def handle():
+    return SaveHandle(4)
+
+
+def futures(handle):
+    return [handle.captured, handle.committed, handle.durable]
+
+
+def test_a_good_end_is_told_by_result_every_time(handle):
+    assert not handle.done()
+    handle.captured.set_result(None)
+    handle.committed.set_result(REPORT)
+    handle.durable.set_result(REPORT)
+    assert handle.done()
+    assert handle.result() is handle.result(0) is handle.durable.result() is REPORT
+    assert handle.captured.result() is None
+    assert not handle.error_seen
+    assert not handle.skipped
+
+
+@pytest.mark.parametrize("name", ["captured", "committed", "durable"])
+@pytest.mark.parametrize("look", ["result", "exception"])
+def test_whoever_asks_any_future_has_seen_the_error(name, look, handle):
+    error = SaveError("no")
+    for future in futures(handle):
+        future.set_exception(error)
+    assert not handle.error_seen
+    future = getattr(handle, name)
+    if look == "result":
+        with pytest.raises(SaveError, match="no"):
+            future.result()
+    else:
+        assert future.exception() is error
+    assert handle.error_seen
+
+
+def test_a_bad_end_is_raised_every_time(handle):
+    handle.durable.set_exception(SaveError("no"))
+    for _ in range(3):
+        with pytest.raises(SaveError, match="no"):
+            handle.result()
+
+
+def test_looking_without_asking_does_not_count_as_seeing(handle):
+    error = SaveError("no")
+    assert not wait([handle.durable], timeout=0).done
+    for future in futures(handle):
+        future.set_exception(error)
+    assert wait(futures(handle)).done == set(futures(handle))
+    assert handle.done()
+    assert handle.durable.done()
+    assert handle.durable.peek_error() is error
+    assert "error" not in repr(handle).lower()
+    assert not handle.error_seen
+
+
+def test_running_out_of_time_is_not_seeing_an_error(handle):
+    for look in (handle.result, handle.durable.exception, handle.captured.result):
+        with pytest.raises(TimeoutError):
+            look(timeout=0)
+    assert not handle.error_seen
+
+
+def test_another_thread_may_wait(handle):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(handle.result(30)))
+    thread.start()
+    handle.durable.set_result(REPORT)
+    thread.join(30)
+    assert seen == [REPORT]
+
+
+def test_callbacks_are_called_with_the_future(handle):
+    seen = []
+    handle.durable.add_done_callback(seen.append)
+    handle.durable.set_result(REPORT)
+    assert seen == [handle.durable]
+    assert isinstance(handle.durable, Future)
+
+
+def test_nobody_can_cancel_a_save_by_its_futures(handle):
+    for future in futures(handle):
+        assert future.cancel() is False
+        assert not future.cancelled()
+    handle.captured.set_result(None)
+    handle.committed.set_result(REPORT)
+    handle.durable.set_result(REPORT)
+    try:
+        assert handle.result(0) is REPORT
+    except CancelledError:
+        pytest.fail("cancelled")
+
+
+def test_progress_comes_from_whoever_saves(handle):
+    assert handle.progress() == Progress(0, 0, "capture")
+    handle.progress_source = lambda: Progress(3, 10, "write")
+    assert handle.progress() == Progress(3, 10, "write")
+    assert repr(handle) == "<SaveHandle step=4 write 3/10 bytes>"
+
+
+def test_a_skipped_save_says_so():
+    handle = SaveHandle(4, skipped=True)
+    assert handle.skipped
+    assert handle.progress().phase == "skipped"
+
+
+def test_an_outcome_tells_its_owner_each_time():
+    seen = []
+    outcome = Outcome(lambda: seen.append(1))
+    outcome.set_exception(SaveError("no"))
+    for _ in range(2):
+        with pytest.raises(SaveError):
+            outcome.result()
+        assert outcome.exception() is not None
+    assert len(seen) == 4
+
+
+RECORDS = [
+    REPORT,
+    Progress(1, 2, "write"),
+    Damage("model/w", "checksum"),
+    VerifyReport(1, False, (Damage("a", "b"),), 1, 1, 10, True, 0.1),
+    RestoreReport(
+        step=1, restored=("a",), missing=(), unexpected=(), values={"e": 1}, matched_by="name",
+        bytes_needed=1, bytes_read=1, bytes_metadata=1, engine="memory", direct_io=False,
+        seconds={"total": 0.5},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_reports_cannot_be_changed_and_cross_processes(record):
+    name = dataclasses.fields(record)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, name, None)
+    assert pickle.loads(pickle.dumps(record)) == record
+
+
+def test_a_restore_falls_back_from_nothing_by_default():
+    assert RECORDS[-1].fell_back_from == ()

@@ -1,0 +1,590 @@
+"""Capture: what is copied, what is lent, in which order it is handed on, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from queue import Empty
+
+import numpy as np
+import pytest
+from tests.core.planned import planned
+
+from penstock.core.abc import ByteSource, PendingCopy
+from penstock.core.concurrency.timing import Timing
+from penstock.core.errors import SaveAbortedError, TornSnapshotError
+from penstock.core.pipeline.staging import Staging
+from penstock.core.plan.save import Capture, plan_save
+from penstock.core.save.capture import CaptureRun
+from penstock.core.types import PAGE_BYTES
+
+CHUNK = 4 * PAGE_BYTES
+NOW, DEFERRED, FROZEN = Capture.NOW, Capture.DEFERRED, Capture.FROZEN
+
+
+class Host(ByteSource):
+    """Bytes in memory that is flat, or (`flat=False`) only copied from."""
+
+    __slots__ = ("_array", "_version", "address", "device", "memory", "nbytes")
+
+    def __init__(self, nbytes, *, seed=0, flat=True, version=0, phase=64):
+        self._array = np.random.default_rng(seed).integers(1, 255, nbytes, np.uint8)
+        self.move(phase=phase)
+        self._version = version
+        self.nbytes = nbytes
+        self.device = "cpu"
+        self.memory = None
+        if not flat:
+            self.address = None
+
+    def move(self, *, phase):
+        """Take the same bytes to other memory."""
+        whole = np.zeros(self._array.nbytes + 2 * PAGE_BYTES, np.uint8)
+        start = (phase - whole.ctypes.data) % PAGE_BYTES
+        moved = whole[start : start + self._array.nbytes]
+        moved[:] = self._array
+        self._array, self.address = moved, moved.ctypes.data
+
+    def view(self):
+        return None if self.address is None else self._array.data
+
+    def copy_out(self, start, out, /):
+        out[:] = self._array[start : start + len(out)].data
+
+    def version(self):
+        return self._version
+
+    def change(self):
+        self._version += 1
+        self._array[:] = 255
+
+    def write(self, at, value):
+        """Change a byte without counting it."""
+        self._array[at] = value
+
+    def bytes(self):
+        return self._array.tobytes()
+
+
+class Broken(Host):
+    __slots__ = ()
+
+    def copy_out(self, start, out, /):
+        raise ZeroDivisionError
+
+
+class Device(Host):
+    """Copies are under way until somebody waits for them."""
+
+    __slots__ = ("copies",)
+
+    def __init__(self, nbytes, *, seed=0):
+        super().__init__(nbytes, seed=seed, flat=False)
+        self.device = "fake:0"
+        self.copies = []
+
+    def copy_out(self, start, out, /):
+        copy = Flight(self, start, out)
+        self.copies.append(copy)
+        return copy
+
+
+class Flight(PendingCopy):
+    def __init__(self, source, start, out):
+        self._source, self._start, self._out = source, start, out
+        self.landed = False
+        self.ordered = False
+
+    def wait(self):
+        Host.copy_out(self._source, self._start, self._out)
+        self.landed = True
+
+    def order(self):
+        self.ordered = True
+
+
+class Run:
+    """A capture of `(source, when)` pairs, and what it handed on."""
+
+    def __init__(self, *pairs, staging_bytes=1 << 20, chain=0, straight_first=False, device=None):
+        self.sources = [source for source, _ in pairs]
+        for source in self.sources:
+            source.device = device or source.device
+        objects = [
+            planned(source, path=("g", str(number)), chain=chain, capture=when)
+            for number, (source, when) in enumerate(pairs)
+        ]
+        self.plan = plan_save(objects, chunk_bytes=CHUNK, slab_limit_bytes=1000)
+        self.staging = Staging(staging_bytes)
+        self._captured = []
+        self.writer_needed = threading.Event()
+        self.capture = CaptureRun(
+            self.plan,
+            self.staging,
+            need_writer=self.writer_needed.set,
+            straight_first=straight_first,
+            timing=Timing(),
+        )
+
+    @property
+    def captured(self):
+        """Chunks that were handed on, in their order, and not given back yet."""
+        with suppress(Empty):
+            while True:
+                self._captured.append(self.capture.handed_on.get(block=False))
+        return self._captured
+
+    def contents(self):
+        """Bytes of each object, as they came."""
+        found = {}
+        for captured in self.captured:
+            for piece in self.plan.chunks[captured.index].pieces:
+                length = piece.stop - piece.start
+                part = bytes(captured.view[piece.at : piece.at + length])
+                found[piece.item] = found.get(piece.item, b"") + part
+        return [found.get(number, b"") for number in range(len(self.sources))]
+
+    def give_back(self, first=0):
+        """What the pipeline does with chunks that it has written."""
+        taken, self.captured[first:] = self.captured[first:], []
+        for captured in taken:
+            self.capture.release(captured)
+
+
+def in_background(action):
+    """Run `action` on a thread; the second of the pair gives its error, None, or its result."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(action())
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def join():
+        thread.join()
+        return outcome[0]
+
+    return thread, join
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_chunks_are_handed_on_in_plan_order_what_is_deferred_last():
+    sources = [Host(40_000, seed=n, flat=n % 2 == 0) for n in range(4)]
+    run = Run(*zip(sources, (DEFERRED, NOW, DEFERRED, FROZEN), strict=True))
+    run.capture.take_now()
+    assert run.contents()[0] == run.contents()[2] == b""
+    assert run.contents()[1] == sources[1].bytes()
+    assert run.capture.deferred_bytes == 80_000
+    run.capture.take_deferred()
+    assert [c.index for c in run.captured] == list(range(len(run.plan.chunks)))
+    assert run.contents() == [s.bytes() for s in sources]
+    assert run.capture.deferred_bytes == 80_000, "it is still asked for when the save is over"
+    assert run.capture.straight_bytes == 0
+    assert not run.writer_needed.is_set()
+
+
+def test_staged_bytes_are_a_copy_and_lie_at_the_planned_phase():
+    source = Host(40_000, phase=320)
+    run = Run((source, NOW))
+    run.capture.take_now()
+    before = source.bytes()
+    source.change()
+    assert run.contents() == [before]
+    for captured in run.captured:
+        address = np.frombuffer(captured.view, np.uint8).ctypes.data
+        assert address % PAGE_BYTES == run.plan.chunks[captured.index].phase
+
+
+def test_gaps_in_a_slab_are_zero_whatever_the_memory_held_before():
+    sources = [Host(10, seed=1), Host(20, seed=2, flat=False)]
+    run = Run(*((source, NOW) for source in sources))
+    (chunk,) = run.plan.chunks
+    assert chunk.slab
+    old = run.staging.acquire(4 * PAGE_BYTES, 0)
+    old.view[:] = b"\xff" * old.view.nbytes
+    run.staging.release(old)
+    run.capture.take_now()
+    expected = bytearray(chunk.length)
+    for piece, source in zip(chunk.pieces, sources, strict=True):
+        expected[piece.at : piece.at + source.nbytes] = source.bytes()
+    assert bytes(run.captured[0].view) == bytes(expected)
+
+
+# -- straight --------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_slab_are_counted_without_its_gaps():
+    run = Run((Host(10), DEFERRED), (Host(20), DEFERRED))
+    assert run.plan.chunks[0].slab
+    assert run.capture.deferred_bytes == 30
+
+
+def test_a_caller_that_waits_anyway_has_flat_memory_lent_and_the_rest_copied():
+    flat, other = Host(40_000, seed=1), Host(40_000, seed=2, flat=False)
+    run = Run((flat, NOW), (other, NOW), straight_first=True)
+    thread, join = in_background(run.capture.take_now)
+    assert run.writer_needed.wait(30)
+    while len(run.captured) < len(run.plan.chunks):
+        assert thread.is_alive()
+    assert run.contents() == [flat.bytes(), other.bytes()]
+    assert [c.straight for c in run.captured] == [True] * 3 + [False] * 3
+    assert run.capture.straight_bytes == 40_000
+    address = np.frombuffer(run.captured[0].view, np.uint8).ctypes.data
+    assert address == flat.address, "a copy was made"
+    assert thread.is_alive(), "lent memory is captured only when it is written"
+    run.give_back()
+    assert join() is None
+
+
+def test_what_has_no_room_in_staging_is_lent_and_waited_for():
+    source = Host(10 * CHUNK)
+    run = Run((source, NOW), staging_bytes=2 * CHUNK)
+    thread, join = in_background(run.capture.take_now)
+    while len(run.captured) < len(run.plan.chunks):
+        assert thread.is_alive()
+    kinds = [c.straight for c in run.captured]
+    assert kinds == sorted(kinds), "staging first"
+    assert kinds.count(False) == 2
+    assert run.contents() == [source.bytes()]
+    run.give_back()
+    assert join() is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [Host(6 * CHUNK, flat=False), Host(6 * CHUNK, version=None)],
+    ids=["not flat", "without a version"],
+)
+def test_what_cannot_be_lent_waits_for_staging(source):
+    """Hashed and written apart: a change in between that no version shows would be damage."""
+    run = Run((source, NOW), staging_bytes=2 * CHUNK)
+    expected, got = source.bytes(), b""
+    thread, join = in_background(run.capture.take_now)
+    while thread.is_alive() or run.captured:
+        if run.captured:
+            assert not run.captured[0].straight
+            got += bytes(run.captured[0].view)
+            run.staging.release(run.captured.pop(0).block)
+    assert join() is None
+    assert got == expected
+    assert run.writer_needed.is_set()
+
+
+def test_raw_bytes_at_another_phase_than_planned_are_not_lent():
+    source = Host(40_000, phase=64)
+    run = Run((source, NOW), straight_first=True)
+    source.move(phase=128)
+    run.capture.take_now()
+    assert not any(c.straight for c in run.captured)
+    assert run.contents() == [source.bytes()]
+
+
+def test_encoded_bytes_are_lent_at_any_phase():
+    source = Host(40_000, phase=77)
+    run = Run((source, NOW), straight_first=True, chain=1)
+    thread, join = in_background(run.capture.take_now)
+    while len(run.captured) < len(run.plan.chunks):
+        assert thread.is_alive()
+    assert all(c.straight for c in run.captured)
+    assert run.contents() == [source.bytes()]
+    run.give_back()
+    assert join() is None
+
+
+# -- the fence -------------------------------------------------------------------------------------
+
+
+def test_deferred_memory_is_lent_only_behind_the_fence():
+    source = Host(10 * CHUNK)
+    run = Run((source, DEFERRED), staging_bytes=2 * CHUNK)
+    run.capture.take_now()
+    _, join_capture = in_background(run.capture.take_deferred)
+    assert run.writer_needed.wait(30)  # staging is full
+    assert not run.capture.fence(0)
+    training, join_fence = in_background(lambda: run.capture.fence(None))
+    while len(run.captured) < len(run.plan.chunks):
+        assert training.is_alive()
+    assert [c.straight for c in run.captured].count(False) == 2
+    assert run.contents() == [source.bytes()]
+    assert training.is_alive(), "lent memory is not written yet"
+    run.give_back()
+    assert join_fence() is True
+    assert join_capture() is None
+    source.change()
+    run.capture.check()
+
+
+def test_before_the_fence_deferred_memory_waits_for_staging():
+    source = Host(6 * CHUNK)
+    run = Run((source, DEFERRED), staging_bytes=2 * CHUNK)
+    run.capture.take_now()
+    thread, join = in_background(run.capture.take_deferred)
+    got = b""
+    while thread.is_alive() or run.captured:
+        if run.captured:
+            assert not run.captured[0].straight
+            got += bytes(run.captured[0].view)
+            run.staging.release(run.captured.pop(0).block)
+    assert join() is None
+    assert got == source.bytes()
+
+
+def test_the_fence_of_a_capture_without_deferred_parts_is_open():
+    run = Run((Host(40_000), NOW))
+    assert run.capture.fence(0)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def test_device_copies_start_before_save_returns_and_are_handed_on_when_they_have_landed():
+    device = Device(3 * CHUNK)
+    run = Run((Host(40_000), NOW), (device, DEFERRED))
+    run.capture.take_now()
+    assert len(device.copies) == len(run.plan.chunks) - 3
+    assert not any(copy.landed for copy in device.copies)
+    assert run.capture.deferred_bytes == 3 * CHUNK, "they are under way, not captured"
+    run.capture.take_deferred()
+    assert all(copy.landed for copy in device.copies)
+    assert [c.index for c in run.captured] == list(range(len(run.plan.chunks)))
+    assert run.contents()[1] == device.bytes()
+
+
+def test_the_fence_orders_device_copies_instead_of_waiting_for_them():
+    device = Device(3 * CHUNK)
+    run = Run((device, DEFERRED))
+    run.capture.take_now()
+    run.capture._all_issued.open()
+    assert run.capture.fence(0)
+    assert all(copy.ordered for copy in device.copies)
+    assert not any(copy.landed for copy in device.copies)
+
+
+def test_who_waits_for_staging_hands_on_device_copies_first():
+    """They hold staging that only the writer frees."""
+    device = Device(6 * CHUNK)
+    run = Run((device, NOW), staging_bytes=2 * CHUNK)
+    thread, join = in_background(run.capture.take_now)
+    got = b""
+    while thread.is_alive() or run.captured:
+        if run.captured:
+            got += bytes(run.captured[0].view)
+            run.staging.release(run.captured.pop(0).block)
+    assert join() is None
+    assert got == device.bytes()
+
+
+def test_order_is_kept_where_host_chunks_follow_device_chunks():
+    pairs = [(Device(40_000), NOW), (Host(40_000, seed=1), NOW), (Device(40_000, seed=2), NOW)]
+    run = Run(*pairs)
+    run.capture.take_now()
+    assert [c.index for c in run.captured] == list(range(len(run.plan.chunks)))
+    assert run.contents() == [source.bytes() for source, _ in pairs]
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+def test_a_change_since_it_was_described_is_found():
+    source = Host(40_000)
+    run = Run((source, NOW))
+    source.change()
+    with pytest.raises(TornSnapshotError, match=r"^g/0 changed while save\(\) captured it"):
+        run.capture.take_now()
+
+
+def test_a_change_before_the_fence_is_found_by_whoever_looks_first():
+    for look in ("take_deferred", "fence"):
+        source = Host(40_000)
+        run = Run((source, DEFERRED))
+        run.capture.take_now()
+        if look == "fence":
+            run.capture.take_deferred()
+        source.change()
+        with pytest.raises(TornSnapshotError, match=r"^g/0 changed before the fence"):
+            run.capture.fence(None) if look == "fence" else run.capture.take_deferred()
+        with pytest.raises(TornSnapshotError):
+            run.capture.check()
+
+
+def test_a_message_lists_some_of_many():
+    sources = [Host(2000) for _ in range(11)]
+    run = Run(*((source, NOW) for source in sources))
+    for source in sources:
+        source.change()
+    with pytest.raises(TornSnapshotError, match=r"g/0, g/1, .*g/7 and 3 more changed"):
+        run.capture.take_now()
+
+
+def test_objects_without_a_version_are_not_compared():
+    source = Host(40_000, version=None)
+    run = Run((source, NOW))
+    run.capture.take_now()
+    assert run.contents() == [source.bytes()]
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 100, 130, 999, 40_000]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("when", ["before it is copied", "before the fence", "before the commit"])
+def test_change_that_no_version_counts_is_found_at_both_ends(nbytes, when):
+    for at in (0, nbytes - 1):
+        sources = [Host(nbytes, seed=n) for n in range(3)]
+        run = Run(*((source, DEFERRED) for source in sources))
+        run.capture.take_now()
+        if when == "before it is copied":
+            sources[1].write(at, 0)
+            look = run.capture.take_deferred
+        else:
+            run.capture.take_deferred()
+            sources[1].write(at, 0)
+            look = run.capture.check if when == "before the commit" else run.capture.fence
+        with pytest.raises(TornSnapshotError, match=r"^g/1 changed before the fence"):
+            look(None) if when == "before the fence" else look()
+
+
+def test_change_between_the_samples_is_found_if_it_was_counted():
+    source = Host(40_000)
+    run = Run((source, DEFERRED))
+    run.capture.take_now()
+    run.capture.take_deferred()
+    source._version += 1
+    with pytest.raises(TornSnapshotError):
+        run.capture.check()
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_samples_do_not_reach_beyond_the_object(nbytes):
+    whole = Host(nbytes + 128)
+    inner = Host(nbytes)
+    inner._array = whole._array[64:-64]
+    inner.address = whole.address + 64
+    run = Run((inner, DEFERRED))
+    run.capture.take_now()
+    whole.write(slice(0, 64), 0)
+    whole.write(slice(-64, None), 0)
+    run.capture.take_deferred()
+    assert run.capture.fence(None)
+    assert run.contents() == [inner.bytes()]
+
+
+def test_after_the_fence_memory_may_change_in_any_way():
+    source = Host(40_000)
+    run = Run((source, DEFERRED))
+    run.capture.take_now()
+    run.capture.take_deferred()
+    assert run.capture.fence(None)
+    source.write(0, 0)
+    run.capture.check()
+
+
+def test_fence_for_memory_of_others_only_waits():
+    """Another trainer's step: an operation on this one's tensors may still be under way."""
+    source = Host(40_000)
+    run = Run((source, DEFERRED))
+    run.capture.take_now()
+    run.capture.take_deferred()
+    assert run.capture.fence(None, passes=False)
+    source.change()
+    with pytest.raises(TornSnapshotError):
+        run.capture.check()
+
+
+# -- giving up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [SaveAbortedError("given up"), ZeroDivisionError("disk")])
+@pytest.mark.parametrize("waits_for", ["staging", "writing"])
+def test_cancel_ends_every_wait(error, waits_for):
+    if waits_for == "staging":
+        run = Run((Host(6 * CHUNK, flat=False), NOW), staging_bytes=2 * CHUNK)
+    else:
+        run = Run((Host(6 * CHUNK), NOW), straight_first=True)
+    _, join = in_background(run.capture.take_now)
+    assert run.writer_needed.wait(30)
+    run.capture.cancel(error)
+    raised = join()
+    assert isinstance(raised, SaveAbortedError)
+    assert raised is error or raised.__cause__ is error
+    run.give_back()
+    run.capture.close()
+    assert run.staging.used_bytes == 0
+
+
+def test_cancel_opens_the_fence():
+    run = Run((Host(6 * CHUNK), DEFERRED))
+    run.capture.take_now()
+    _, join = in_background(lambda: run.capture.fence(None))
+    run.capture.cancel(SaveAbortedError("given up"))
+    assert join() is True
+
+
+def test_close_gives_back_what_device_copies_hold_once_they_have_landed():
+    device = Device(3 * CHUNK)
+    run = Run((device, DEFERRED))
+    run.capture.take_now()
+    assert run.staging.used_bytes
+    run.capture.cancel(SaveAbortedError("given up"))
+    run.capture.close()
+    assert all(copy.landed for copy in device.copies)
+    assert run.staging.used_bytes == 0
+
+
+@pytest.mark.parametrize("when", [NOW, DEFERRED])
+def test_a_source_that_fails_leaves_no_staging_behind(when):
+    run = Run((Host(40_000), NOW), (Broken(40_000, flat=False), when))
+    if when is DEFERRED:
+        run.capture.take_now()
+    with pytest.raises(ZeroDivisionError):
+        run.capture.take_now() if when is NOW else run.capture.take_deferred()
+    run.give_back()
+    run.capture.close()
+    assert run.staging.used_bytes == 0
+
+
+class Lent(Host):
+    """Counts the holds on it; its memory cannot be looked at once it is held."""
+
+    __slots__ = ("held",)
+
+    def view(self):
+        if getattr(self, "held", 0):
+            raise ZeroDivisionError
+        return super().view()
+
+    @staticmethod
+    def hold(sources, /):
+        (source,) = sources
+        source.held = 1
+
+        def let_go():
+            source.held -= 1
+
+        return let_go
+
+
+def test_memory_that_cannot_be_lent_after_all_is_let_go():
+    source = Lent(40_000)
+    run = Run((source, NOW), straight_first=True)
+    with pytest.raises(ZeroDivisionError):
+        run.capture.take_now()
+    assert source.held == 0
+
+
+def test_memory_of_a_slab_goes_back_only_when_copies_under_way_have_landed():
+    device = Device(100)
+    run = Run((device, NOW), (Broken(100, flat=False), NOW), device="fake:0")
+    assert len(run.plan.chunks) == 1
+    with pytest.raises(ZeroDivisionError):
+        run.capture.take_now()
+    assert device.copies[0].landed
+    assert run.staging.used_bytes == 0

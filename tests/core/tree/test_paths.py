@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import SelectionError
+from penstock.core.tree.paths import parse_path, path_hash, show_path
+
+segments = st.one_of(
+    st.sampled_from(["", "a/b", "a%2Fb", "%", "%00", "%25", "..", ".", "\x00", "0", "\ud800", "/"]),
+    st.text(max_size=8),
+)
+paths = st.lists(segments, max_size=4).map(tuple)
+
+
+@given(paths)
+def test_every_path_is_shown_and_parsed_back(path):
+    assert parse_path(show_path(path)) == path
+
+
+@given(paths, paths)
+def test_two_paths_are_never_shown_alike(one, other):
+    assert (show_path(one) == show_path(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ((), ""),
+        (("model", "layers.0.weight"), "model/layers.0.weight"),
+        (("a/b", ""), "a%2Fb/%00"),
+        (("a%2Fb",), "a%252Fb"),
+        (("\x00",), "\x00"),
+    ],
+)
+def test_shown_form_is_as_documented(path, shown):
+    assert show_path(path) == shown
+
+
+@pytest.mark.parametrize("text", ["a//b", "/a", "a/", "100%", "a%2fb", "a%00", "%41"])
+def test_text_that_is_no_shown_path_is_refused(text):
+    with pytest.raises(SelectionError):
+        parse_path(text)
+
+
+def test_hash_is_that_of_the_shown_utf8_text():
+    assert path_hash(("é", "a/b")) == xxhash.xxh3_64_intdigest("é/a%2Fb".encode())
+    assert path_hash(("\ud800",)) == xxhash.xxh3_64_intdigest(b"\xed\xa0\x80")

@@ -1,0 +1,514 @@
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.abc import Node
+from penstock.core.errors import FormatError, PluginError, UnsupportedStateError
+from penstock.core.testing.providers import store
+from penstock.core.testing.static_providers import StaticProviders
+from penstock.core.tree.place import Placing
+from penstock.core.tree.stored_tree import StoredTree
+from penstock.providers.module.provider import ModuleProvider
+from penstock.providers.optimizer.provider import OptimizerProvider
+from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.values import ValueProvider
+
+PROVIDERS = StaticProviders(
+    [TensorProvider(), ValueProvider(), ModuleProvider(), OptimizerProvider()]
+)
+Pair = namedtuple("Pair", "left right")
+Pair.__module__ = "penstock_test_tree"
+sys.modules["penstock_test_tree"] = type(sys)("penstock_test_tree")
+sys.modules["penstock_test_tree"].Pair = Pair
+
+
+def save(state, **options):
+    return store(state, providers=PROVIDERS, **options)
+
+
+def t(*values):
+    return torch.tensor(values)
+
+
+def same(one, other):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=False)
+        return len(one) == len(other) and all(same(a, c) and same(b, d) for (a, b), (c, d) in pairs)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+TREES = {
+    "nested": {"a": {"b": [t(1), {"c": (t(2), 3)}]}, "x": 1},
+    "odd keys": {
+        "a/b": t(1),
+        "a%2Fb": t(2),
+        "..": t(3),
+        "": t(4),
+        "é": {"": {"%00": t(5)}},
+        "%": 1,
+    },
+    "integer keys": {0: t(1), 1: {2: t(3), -5: "x"}},
+    "mixed keys": {"m": {1: t(1), "a": t(2), None: 3, False: 4, 2.5: t(5), "1.5": 6}},
+    "ordered": {"o": OrderedDict(b=t(1), a=2)},
+    "default": {"d": defaultdict(list, {"a": [t(1)]})},
+    "named": {"p": Pair(t(1), [t(2)])},
+    "empties": {"a": {}, "b": [], "c": (), "d": None, "t": {"x": t(1), "e": {}}},
+    "deep": {"a": {"a": {"a": {"a": {"a": t(1)}}}}},
+    "values only": {"epoch": 7, "info": {"a": [1, {2: (3,)}]}, "c": Counter("aab")},
+    "nothing": {},
+    "long keys": {"k" * 5000: t(1), ("é" * 300): {"x" * 1000: 2}},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree_is_built_again_as_it_was(name):
+    assert same(save(TREES[name]).load(), TREES[name])
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree_is_restored_into_itself_without_a_difference(name):
+    stored = save(TREES[name])
+    stored.restore(TREES[name])
+    assert save(TREES[name]).data == stored.data
+
+
+@pytest.mark.parametrize("root", [OrderedDict(a=t(1)), defaultdict(list, {"a": [t(1)]}), {1: t(1)}])
+def test_the_kind_of_the_root_is_recorded(root):
+    assert same(save(root).load(), root)
+
+
+@pytest.mark.parametrize("root", [[t(1)], t(1), torch.nn.Linear(1, 1), None])
+def test_a_root_that_is_no_dict_is_refused(root):
+    with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
+        save(root)
+    with pytest.raises(UnsupportedStateError, match="pass a dict of named parts"):
+        save({"a": 1}).plan(root)
+
+
+def test_what_holds_no_object_is_one_value():
+    paths = [
+        o.path for o in save({"info": {"a": [1, 2], "b": {}}, "c": {"d": [1, t(1)]}}).tree.objects
+    ]
+    assert paths == [("info",), ("c", "d", "0"), ("c", "d", "1")]
+
+
+def test_dicts_with_string_keys_need_no_node_and_everything_else_has_one():
+    nodes = save(TREES["nested"] | TREES["ordered"] | {"n": TREES["integer keys"]}).tree.nodes
+    assert nodes == [
+        Node(("a", "b"), "list", {"length": 2}),
+        Node(("a", "b", "1", "c"), "tuple", {"length": 2}),
+        Node(("o",), "dict", {"class": "OrderedDict"}),
+        Node(("n",), "dict", {"keys": "int"}),
+        Node(("n", "1"), "dict", {"keys": "int"}),
+    ]
+
+
+keys = st.one_of(
+    st.sampled_from(["a/b", "a%2Fb", "..", ".", "", "%", "%00", "0", "a", "$", "a.b"]),
+    st.text(st.characters(codec=None), max_size=4), st.integers(-3, 3), st.booleans(), st.none(),
+)  # fmt: skip
+leaves = st.one_of(
+    st.integers(0, 9).map(t), st.integers(), st.text(max_size=3), st.none(),
+    st.lists(st.integers(-9, 9), max_size=3).map(torch.tensor),
+)  # fmt: skip
+
+
+def unambiguous(mapping):
+    return len({k if isinstance(k, str) else repr(k) for k in mapping}) == len(mapping)
+
+
+def dicts(inner, kind=dict):
+    return st.dictionaries(keys, inner, max_size=4).filter(unambiguous).map(kind)
+
+
+trees = dicts(
+    st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            dicts(inner), dicts(inner, OrderedDict), st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple), st.tuples(inner, inner).map(Pair._make),
+        ),
+        max_leaves=15,
+    )
+)  # fmt: skip
+
+
+@given(trees)
+def test_random_trees_come_back(tree):
+    stored = save(tree)
+    assert same(stored.load(), tree)
+    stored.restore(tree)
+    assert save(tree).data == stored.data
+
+
+@given(trees, st.data())
+def test_any_part_of_a_random_tree_can_be_restored_alone(tree, data):
+    stored = save(tree)
+    before = dict(stored.data)
+    for tensor in list(flat_tensors(tree)):
+        tensor.add_(1)
+    changed = dict(save(tree).data)
+    paths = [o.path for o in stored.tree.objects]
+    chosen = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
+    placing = Placing(PROVIDERS, stored.tree, chosen.__contains__, allow_pickle=False)
+    placement = placing.place_tree(tree)
+    assert not placement.missing
+    assert not placement.problems
+    stored.fill(placement)
+    placement.finish()
+    after = save(tree).data
+    assert after == {p: (before if p in chosen else changed)[p] for p in paths}
+
+
+MAPPINGS = {
+    "UserDict": UserDict,
+    "read-only": MappingProxyType,
+    "subclass": type("State", (dict,), {}),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPINGS.values(), ids=MAPPINGS)
+def test_any_mapping_may_be_the_root(kind):
+    stored = save(kind({"a": t(1), "epoch": 7, "list": [t(2), "x"]}))
+    assert same(stored.load(), {"a": t(1), "epoch": 7, "list": [t(2), "x"]})
+    target = kind({"a": t(0), "epoch": 7, "list": [t(0), "y"]})
+    stored.restore(target)
+    assert same(dict(target), {"a": t(1), "epoch": 7, "list": [t(2), "x"]})
+
+
+@pytest.mark.parametrize("kind", MAPPINGS.values(), ids=MAPPINGS)
+def test_values_right_in_a_root_that_takes_none_are_found_before_anything_is_written(kind):
+    stored = save({"a": t(1), "epoch": 7})
+    target = kind({"a": t(0), "epoch": 8})
+    if kind is not MappingProxyType:
+        stored.restore(target)
+        assert target["epoch"] == 7
+        return
+    assert stored.plan(target).problems == [
+        "epoch stands in a read-only mapping and differs from what is stored: pass a dict"
+    ]
+
+
+def flat_tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from flat_tensors(item)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({1: t(1), "1": t(2)}, "the state has two keys that are both written '1'"),
+        ({"a": {None: t(1), "None": 1}}, "a has two keys that are both written 'None'"),
+        ({"a": {(1, 2): t(1)}}, r"a has the key \(1, 2\) of type tuple"),
+        ({"a": {b"x": t(1)}}, "a has the key b'x' of type bytes"),
+        ({"a": defaultdict(lambda: 1, x=t(1))}, "a is a defaultdict of"),
+        ({"a": type("D", (dict,), {})(x=t(1))}, "a is a .*D that holds tensors"),
+        ({"a": type("L", (list,), {})([t(1)])}, "a is a .*L that holds tensors"),
+        ({"a": type("T", (tuple,), {})([t(1)])}, "a is a .*T: only plain tuples"),
+        ({"a": namedtuple("Local", "x")(t(1))}, "a is a .*Local: only plain tuples"),
+        ({"a": {"b": {t(1)}}}, r"a/b\{\} is a torch.Tensor"),
+    ],
+)
+def test_trees_that_cannot_be_built_again_are_refused(state, reason):
+    with pytest.raises(UnsupportedStateError, match=reason):
+        save(state)
+
+
+def test_cycles_are_refused_with_the_path():
+    state = {"a": {"x": t(1)}}
+    state["a"]["b"] = [state["a"]]
+    with pytest.raises(UnsupportedStateError, match=r"^a/b/0 holds itself"):
+        save(state)
+    with pytest.raises(UnsupportedStateError, match="holds itself"):
+        save({"a": {"x": t(1)}}).plan(state)
+
+
+def test_deep_trees_are_refused_not_crashed():
+    state = {"x": t(1)}
+    for _ in range(5000):
+        state = {"d": state}
+    with pytest.raises(UnsupportedStateError, match="too deeply"):
+        save(state)
+
+
+def test_one_container_in_two_places_is_stored_twice_and_its_tensors_once():
+    shared = {"t": t(1)}
+    stored = save({"a": shared, "b": [shared]})
+    assert stored.tree.aliases == {("b", "0", "t"): ("a", "t")}
+    loaded = stored.load()
+    assert loaded["a"]["t"] is loaded["b"][0]["t"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "template", "problem"),
+    [
+        (
+            {"a": {"t": t(1), "x": t(2)}},
+            {"a": {"t": 5, "x": t(2)}},
+            "a/t is stored as a tensor, but is a int",
+        ),
+        ({"a": {"t": 5}}, {"a": {"t": t(1)}}, "a is stored as one value, but is a dict of objects"),
+        ({"a": {"t": t(1)}}, {"a": 5}, "a is stored as a dict of objects, but is a plain int"),
+        ({"a": [t(1)]}, {"a": {"0": t(1)}}, "a is stored as a list, but is a dict in"),
+        ({"a": (t(1),)}, {"a": [t(1)]}, "a is stored as a tuple, but is a list in"),
+        ({"a": {"b": t(1)}}, {"a": t(1)}, "a is stored as a container, but is a tensor"),
+        ({"a": 5}, {"a": t(1)}, "a is stored as a value, but is a tensor in"),
+    ],
+)
+def test_other_kinds_are_problems(stored, template, problem):
+    (found,) = save(stored).plan(template).problems
+    assert found.startswith(problem)
+
+
+def test_all_that_is_missing_is_listed_and_only_within_the_selection():
+    stored = save({"a": t(1), "l": [t(1)]})
+    template = {"a": t(0), "b": t(1), "c": 5, "l": [t(0), t(0), "x"], "d": {"e": t(1)}}
+    placement = stored.plan(template)
+    assert placement.missing == [("c",), ("l", "2"), ("b",), ("l", "1"), ("d", "e")]
+    assert [target.path for target in placement.targets] == [("a",), ("l", "0")]
+    assert not stored.plan(template, include="a").missing
+
+
+def test_what_the_checkpoint_has_beyond_the_template_is_left_alone():
+    placement = save({"a": t(1), "b": t(2), "c": 3}).restore({"a": t(0)})
+    assert [target.path for target in placement.targets] == [("a",)]
+    assert not placement.values
+
+
+def test_nothing_changes_before_finish():
+    stored = save({"epoch": 5, "l": [1, t(1)]})
+    state = {"epoch": 0, "l": [0, t(0)]}
+    placement = stored.plan(state)
+    assert state["epoch"] == state["l"][0] == 0
+    stored.fill(placement)
+    assert state["epoch"] == state["l"][0] == 0
+    assert placement.finish() is state
+    assert state["epoch"] == 5
+    assert state["l"][0] == 1
+
+
+def test_parts_of_lists_are_loaded_by_index():
+    stored = save({"l": [t(0), t(1), 2], "p": Pair(t(1), t(2))})
+    assert same(stored.load(include="l/[12]"), {"l": {1: t(1), 2: 2}})
+    assert same(stored.load(include=["l/0", "p/1"]), {"l": {0: t(0)}, "p": {1: t(2)}})
+
+
+def test_a_stored_value_can_be_decoded_alone():
+    stored = save({"a": {"b": (1, 2)}, "t": t(1)})
+    placing = Placing(PROVIDERS, stored.tree, lambda _: True, allow_pickle=False)
+    assert placing.restored_value(("a",)) == {"b": (1, 2)}
+    for path in [("t",), ("nothing",)]:
+        with pytest.raises(KeyError):
+            placing.restored_value(path)
+
+
+class Counting(ValueProvider):
+    """Counts what it decodes."""
+
+    def __init__(self):
+        self.decoded = Counter()
+
+    def rebuild(self, stored, /, *, device, context):
+        self.decoded[stored.path] += 1
+        return super().rebuild(stored, device=device, context=context)
+
+
+def test_a_constant_is_decoded_once_for_the_state_and_its_report():
+    counting = Counting()
+    providers = StaticProviders([TensorProvider(), counting])
+    values = {"epoch": 7, "name": "x", "betas": (0.9, 0.999), "none": None}
+    stored = store({**values, "log": [1, 2], "t": t(1)}, providers=providers)
+    state = {**dict.fromkeys([*values, "log"]), "t": t(0)}
+    placing = Placing(providers, stored.tree, lambda _: True, allow_pickle=False)
+    stored.complete(placing.place_tree(state))
+    assert {name: placing.restored_value((name,)) for name in values} == values
+    assert set(counting.decoded.values()) == {1}
+    # What can change is the report's own: it says what was restored, whatever becomes of it.
+    assert placing.restored_value(("log",)) == [1, 2]
+    assert placing.restored_value(("log",)) is not state["log"]
+
+
+def test_planning_a_restore_takes_calls_in_proportion_to_the_values():
+    assert calls_of_a_restore(400) < 2.2 * calls_of_a_restore(200)
+
+
+def calls_of_a_restore(count):
+    state = {"t": t(1), **{f"v{n}": n for n in range(count)}}
+    stored = save(state)
+    calls = 0
+
+    def note(frame, event, arg):
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(note)
+    try:
+        placing = Placing(PROVIDERS, stored.tree, lambda _: True, allow_pickle=False)
+        stored.complete(placing.place_tree(state))
+        for n in range(count):
+            placing.restored_value((f"v{n}",))
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_named_tuples_are_not_imported_on_loading():
+    stored = save({"p": Pair(t(1), t(2))})
+    node = Node(("p",), "tuple", {"length": 2, "class": "antigravity:X"})
+    tree = StoredTree(stored.tree.objects, [node])
+    placing = Placing(PROVIDERS, tree, lambda _: True, allow_pickle=False)
+    placement = placing.rebuild_tree(device=None)
+    with pytest.raises(UnsupportedStateError, match=r"antigravity:X, which is not loaded"):
+        placement.finish()
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node(("p",), "dict", {"class": "Evil"}),
+        Node(("p",), "dict", {"class": "defaultdict", "factory": "eval"}),
+        Node(("p",), "dict", {"keys": "int"}),
+        Node(("p",), "dict", {"keys": "what"}),
+        Node(("p",), "list", {"length": 1}),
+    ],
+)
+def test_nodes_that_do_not_fit_are_a_format_error(node):
+    stored = save({"p": {"x": t(1)}})
+    tree = StoredTree(stored.tree.objects, [node])
+    placing = Placing(PROVIDERS, tree, lambda _: True, allow_pickle=False)
+    placement = placing.rebuild_tree(device=None)
+    with pytest.raises(FormatError, match="p "):
+        placement.finish()
+
+
+def test_several_ranks_are_refused(monkeypatch):
+    # One process cannot be two ranks; what torch would answer then is put in its place.
+    distributed = torch.distributed
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedStateError, match=r"2 ranks.*several.*process of its own"):
+        save({"a": t(1)})
+
+
+class Below(TensorProvider):
+    """Puts an object below an object."""
+
+    def describe(self, value, path, *, context):
+        yield from super().describe(value, path, context=context)
+        yield from super().describe(value + 1, (*path, "more"), context=context)
+
+
+def test_an_object_below_an_object_is_refused():
+    providers = StaticProviders([Below(), ValueProvider()])
+    with pytest.raises(UnsupportedStateError, match="a/b is an object, but"):
+        store({"a": {"b": t(1)}}, providers=providers)
+
+
+class Twice:
+    """Holds a tensor."""
+
+
+class Describes(TensorProvider):
+    """What it yields for a `Twice` is what a test sets."""
+
+    name = "describes"
+    forms = ("twice",)
+
+    def claims(self, kind, /):
+        return 50 if kind is Twice else None
+
+    def describe(self, value, path, *, context):
+        yield from self.entries(path, context)
+
+
+def of(entries):
+    provider = Describes()
+    provider.entries = entries
+    return StaticProviders([provider, TensorProvider(), ValueProvider()])
+
+
+def meta(value):
+    return lambda path, context: iter([Node(path, "twice", value)])
+
+
+HOLDS_ITSELF = {}
+HOLDS_ITSELF["again"] = HOLDS_ITSELF
+
+BROKEN_ENTRIES = {
+    "path twice": (
+        lambda path, context: [e for _ in "12" for e in context.describe(t(1), (*path, "x"))],
+        "describe yields the path a/b/x twice",
+    ),
+    "path of a number": (
+        lambda path, context: context.describe(t(1), (*path, 0)),
+        r"describe yields the path \('a', 'b', 0\), which is no tuple of strings",
+    ),
+    "path elsewhere": (
+        lambda path, context: context.describe(t(1), ("x",)),
+        "describe yields x, which is outside of its part",
+    ),
+    "form of nobody": (
+        lambda path, context: iter([Node(path, "twise")]),
+        r"describe yields the Node a/b of the form 'twise', which .*did you mean twice\?",
+    ),
+    "meta with a key of an integer": (meta({1: "x"}), "meta of the Node a/b .*come back equal"),
+    "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*come back equal"),
+    "meta with nan": (meta({"loss": float("nan")}), "meta of the Node a/b .*not JSON compliant"),
+    "meta with a class": (meta({"class": Twice}), "meta of the Node a/b .*type is not JSON"),
+    "meta that holds itself": (meta(HOLDS_ITSELF), "meta of the Node a/b .*Circular"),
+    "meta that is a list": (meta([]), "meta of the Node a/b .*it is no dict"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_ENTRIES)
+def test_what_a_provider_must_not_describe_is_refused_and_names_it_and_the_path(what):
+    entries, complaint = BROKEN_ENTRIES[what]
+    blamed = rf"a/b: provider 'describes' \(.*Describes\) broke its contract: .*{complaint}"
+    with pytest.raises(PluginError, match=blamed):
+        store({"a": {"b": Twice()}}, providers=of(entries))
+
+
+def test_what_a_checkpoint_gives_back_may_stand_in_a_meta():
+    good = {"class": "x.Y", "sizes": [1, 2.5, None, {"deep": [True]}]}
+    stored = store({"a": {"b": Twice()}}, providers=of(meta(good)))
+    assert [n.meta for n in stored.tree.nodes] == [good]
+
+
+class Rival(TensorProvider):
+    name = "rival"
+
+
+def test_a_tie_between_providers_is_an_error_that_names_both():
+    providers = StaticProviders([TensorProvider(), Rival(), ValueProvider()])
+    with pytest.raises(PluginError, match="'tensor' and 'rival' both claim Tensor"):
+        store({"a": t(1)}, providers=providers)
+
+
+def test_an_unknown_form_is_an_error():
+    stored = save({"a": t(1)})
+    providers = StaticProviders([ValueProvider()])
+    placing = Placing(providers, stored.tree, lambda _: True, allow_pickle=False)
+    with pytest.raises(PluginError, match="form 'tensor'"):
+        placing.rebuild_tree(device=None)
+
+
+def test_description_names_the_providers_that_took_part():
+    used = save({"m": torch.nn.Linear(1, 1), "x": 1}).description.providers_used
+    assert used == (("module", 1), ("tensor", 1), ("value", 1))

@@ -1,0 +1,321 @@
+"""Things that are done to a run while it may crash, and what may be left of it then."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from tests.integration.support import leaves
+from torch import nn
+
+from penstock import Checkpointer, PenstockError
+from penstock.core.catalog.survey import survey_records
+from penstock.core.format.records import data_uid, parse_commit_name
+from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
+from penstock.core.testing.powercut import Disk, PowerCut
+
+# So small that 30 KB of state have slabs, and raw and encoded chunks of several blocks.
+OPTIONS = {"chunk_bytes": 8192, "block_bytes": 4096, "workers": 1}
+RAW = {}
+ENCODED = {"rules": [{"match": "**", "codecs": ["zstd"]}]}
+BOTH = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
+DAY_S = 86400.0
+SAVED = 9  # the step that is saved to go on
+
+
+class Job:
+    """A job in which every tensor, and a value, carry one number."""
+
+    def __init__(self, number=0):
+        self.model = nn.Linear(50, 60)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.train()
+        self.state = {"model": self.model, "optimizer": self.optimizer, "number": 0}
+        self.fill(number)
+
+    def train(self):
+        self.model(torch.ones(1, 50)).sum().backward()
+        self.optimizer.step()
+
+    def tensors(self):
+        moments = [t for of in self.optimizer.state.values() for t in of.values()]
+        return [*self.model.state_dict().values(), *moments]
+
+    def fill(self, number):
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.fill_(number)
+        self.state["number"] = number
+
+    def number(self):
+        """What it carries; torn states carry several."""
+        return only_number({"tensors": dict(enumerate(self.tensors())), **self.state})
+
+
+def only_number(tree):
+    """The number that all of a tree carries."""
+    number = tree["number"]
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            assert bool((leaf == number).all()), f"{path} is torn: not all of it is {number}"
+    return number
+
+
+@functools.cache
+def job():
+    """One for all: making optimizers is slow. Fill it before use."""
+    return Job()
+
+
+def save(ckpt, step, number, **options):
+    """Save `number`, change everything at once, and wait for the end."""
+    its = job()
+    its.fill(number)
+    handle = ckpt.save(its.state, step, **options)
+    its.train()  # the step fences what is lazy
+    its.fill(-1)
+    return handle.result()
+
+
+def opened(backend, **options):
+    return Checkpointer(backend, **OPTIONS, **options)
+
+
+@contextmanager
+def mortal():
+    """Whoever uses a store without power dies, threads without a word; all have ended then."""
+    report = threading.excepthook
+
+    def unless_dead(args):
+        if not issubclass(args.exc_type, SimulatedCrashError):
+            report(args)
+
+    threading.excepthook = unless_dead
+    try:
+        with suppress(SimulatedCrashError, PenstockError):
+            yield
+    finally:
+        for thread in threading.enumerate():
+            if thread.name in {"penstock-save", "penstock-capture"}:
+                thread.join()
+        threading.excepthook = report
+
+
+# -- scenarios -------------------------------------------------------------------------------------
+
+
+def three_steps(disk):
+    with opened(PowerCut(disk), **BOTH) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, step, mode="blocking")
+
+
+@dataclass
+class Scenario:
+    """Something that is done to a run.
+
+    Attributes:
+        act: Does it; calls its second argument with the index of the `end` that is reached.
+        ends: What the run may hold, step -> number, from before to after.
+        prepare: Makes the run, on an empty disk.
+        options: Of the checkpointer that acts.
+        wrap: Makes the store that it acts on of the one that may die.
+    """
+
+    name: str
+    act: Callable
+    ends: list[dict[int, int]]
+    prepare: Callable = field(default=three_steps)
+    options: dict = field(default_factory=dict)
+    wrap: Callable = field(default=lambda backend: backend)
+
+    def prepared(self):
+        disk = Disk()
+        self.prepare(disk)
+        return disk.copy()
+
+    def run(self, backend):
+        """Do it, dying if the store does; the index of the end that was promised by then."""
+        reached = [0]
+        with mortal(), opened(self.wrap(backend), **self.options) as ckpt:
+            self.act(ckpt, reached.append)
+            ckpt.wait()
+            if ckpt._job is not None:
+                ckpt._job.released.wait()  # what follows the commit is over, too
+        return max(reached)
+
+
+def half_overwritten(disk):
+    """The process died between the commit of an overwrite, and the delete of what it replaced."""
+    three_steps(disk)
+    dying = CrashAt(PowerCut(disk), 1, operations=["delete"])
+    with mortal(), opened(dying, **BOTH) as ckpt:
+        save(ckpt, 3, 30, mode="blocking", overwrite=True)
+        ckpt._job.released.wait()
+    assert len(PowerCut(disk).list("commits/")) == 4
+
+
+def littered(disk):
+    """As that, and what two saves left when their process died."""
+    half_overwritten(disk)
+    for effect in (4, 7):
+        with mortal(), opened(CrashAt(PowerCut(disk), effect, operations=EFFECTS), **BOTH) as ckpt:
+            save(ckpt, 4, 4, mode="blocking")
+    disk.advance(2 * DAY_S)
+
+
+def saving(mode, **options):
+    def act(ckpt, reached):
+        save(ckpt, 4, 4, mode=mode, **options)
+        reached(1)
+
+    return act
+
+
+def overwriting(ckpt, reached, *, step=3):
+    save(ckpt, step, 10 * step, overwrite=True)
+    reached(1)
+
+
+def failing(backend, *, operation, match):
+    faulty = FaultyBackend(backend)
+    faulty.fail(operation, match=match)
+    return faulty
+
+
+BEFORE = {1: 1, 2: 2, 3: 3}
+AFTER = {**BEFORE, 4: 4}
+TWO_GENERATIONS = {**BEFORE, 3: 30}
+
+
+def without(run, *steps):
+    return {step: number for step, number in run.items() if step not in steps}
+
+
+SCENARIOS = [
+    *(
+        Scenario(f"save {mode} {kind}", saving(mode), [BEFORE, AFTER], options=rules)
+        for mode in ("blocking", "async", "lazy")
+        for kind, rules in (("raw", RAW), ("encoded", ENCODED), ("both", BOTH))
+    ),
+    Scenario("first save", saving("async"), [{}, {4: 4}], prepare=lambda disk: None, options=BOTH),
+    Scenario("overwrite the latest", overwriting, [BEFORE, TWO_GENERATIONS], options=BOTH),
+    Scenario(
+        "overwrite an older one",
+        partial(overwriting, step=2),
+        [BEFORE, {**BEFORE, 2: 20}],
+        options=BOTH,
+    ),
+    Scenario(
+        "overwrite again",
+        lambda ckpt, reached: save(ckpt, 3, 300, overwrite=True) and reached(1),
+        [TWO_GENERATIONS, {**BEFORE, 3: 300}],
+        prepare=half_overwritten,
+    ),
+    Scenario(
+        "retention",  # what an earlier process did not come to goes first
+        lambda ckpt, reached: save(ckpt, 4, 4, mode="async") and reached(2),
+        [BEFORE, without(BEFORE, 1), without(AFTER, 1), without(AFTER, 1, 2)],
+        options={"retention": {"keep_last": 2}},
+    ),
+    Scenario("delete", lambda ckpt, _: ckpt.delete(2), [BEFORE, without(BEFORE, 2)]),
+    Scenario(
+        "delete two generations",
+        lambda ckpt, _: ckpt.delete(3),
+        [TWO_GENERATIONS, without(BEFORE, 3)],
+        prepare=half_overwritten,
+    ),
+    Scenario(
+        "rewind",
+        lambda ckpt, _: ckpt.rewind(1),
+        [BEFORE, without(BEFORE, 3), without(BEFORE, 2, 3)],
+    ),
+    Scenario(
+        "rewind two generations",
+        lambda ckpt, _: ckpt.rewind(2),
+        [TWO_GENERATIONS, without(BEFORE, 3)],
+        prepare=half_overwritten,
+    ),
+    *(
+        Scenario(
+            f"save that fails to {operation}",
+            saving("async"),
+            [BEFORE, BEFORE],  # it cleans up before it has sealed, and leaves all to prune after
+            options=BOTH,
+            wrap=partial(failing, operation=operation, match=match),
+        )
+        for operation, match in (("write", ".enc"), ("seal", ".raw"), ("publish", "/index"))
+    ),
+    Scenario("prune", lambda ckpt, _: ckpt.prune(), [TWO_GENERATIONS] * 2, prepare=littered),
+]
+
+
+each_scenario = pytest.mark.parametrize(
+    "scenario", [pytest.param(s, id=s.name.replace(" ", "-")) for s in SCENARIOS]
+)
+
+
+# -- what must hold --------------------------------------------------------------------------------
+
+
+_numbers = {}  # by all that is stored of a checkpoint: nothing is read twice to the same end
+
+
+def contents(ckpt):
+    """Step -> number, of checkpoints that are all whole."""
+    return {step: number_stored(ckpt, step) for step in ckpt.steps()}
+
+
+def number_stored(ckpt, step):
+    """The number that a checkpoint carries: loaded, verified, and restored."""
+    stored = all_that_is_stored(ckpt, step)
+    if stored not in _numbers:
+        tree = ckpt.load(step)
+        assert set(tree) == {"model", "optimizer", "number"}
+        report = ckpt.verify(step)
+        assert report.ok, report.damaged
+        fresh = job()
+        fresh.fill(-2)
+        ckpt.restore(fresh.state, step)
+        assert fresh.number() == only_number(tree)
+        _numbers[stored] = fresh.number()
+    return _numbers[stored]
+
+
+def all_that_is_stored(ckpt, step):
+    backend, info = ckpt._backend, ckpt.info(step)
+    names = [f"commits/{step:08d}-{info.generation}.json"]
+    names += [blob.name for blob in backend.list(f"data/{info.uid}/")]
+    return tuple((name, backend.read_record(name, limit_bytes=1 << 20)) for name in names)
+
+
+def check_run(disk, ends):
+    """The run is one of `ends`, and can go on: save, prune, nothing left over."""
+    with opened(PowerCut(disk)) as ckpt:
+        found = contents(ckpt)
+        assert found in ends, f"holds {found}, which is none of {ends}"
+        if found:
+            assert ckpt.latest() == max(found)
+        save(ckpt, SAVED, SAVED, mode="blocking")
+        disk.advance(2 * DAY_S)
+        assert not ckpt.prune().refused
+        assert ckpt.steps() == [*found, SAVED]
+        assert only_number(ckpt.load(SAVED)) == SAVED
+        assert {step: number_stored(ckpt, step) for step in found} == found
+        check_no_garbage(PowerCut(disk), steps=len(found) + 1)
+    return found
+
+
+def check_no_garbage(backend, *, steps):
+    survey = survey_records(backend)
+    assert not survey.unreadable
+    assert len(survey.records) == steps, "an older generation is still there"
+    names = [info.name for info in backend.list("")]
+    left = [n for n in names if parse_commit_name(n) is None and data_uid(n) not in survey.needed]
+    assert not left, f"garbage: {left}"

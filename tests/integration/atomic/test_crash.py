@@ -1,0 +1,47 @@
+"""A process that dies at any effect on the store: old or new, whole, and nothing left for ever."""
+
+from __future__ import annotations
+
+from tests.integration.atomic.crash_scenarios import (
+    DAY_S,
+    check_run,
+    each_scenario,
+    littered,
+    mortal,
+    opened,
+)
+
+from penstock.core.testing.faults import EFFECTS, CrashAt
+from penstock.core.testing.powercut import Disk, PowerCut
+
+
+@each_scenario
+def test_a_crash_before_any_effect_leaves_old_or_new(scenario):
+    prepared = scenario.prepared()
+    found, points = [], 0
+    while True:
+        disk = prepared.copy()
+        dying = CrashAt(PowerCut(disk), points + 1, operations=EFFECTS)
+        promised = scenario.run(dying)
+        found.append(check_run(disk, scenario.ends[promised if dying.crashed else -1 :]))
+        if not dying.crashed:
+            break
+        points += 1
+    assert points, "there was nothing to crash at"
+    print(f"{scenario.name}: {points} crash points")
+    # Every end was met: the crashes were where things are decided.
+    assert all(end in found for end in scenario.ends)
+
+
+def test_a_probe_of_the_stores_clock_goes_with_the_next_prune():
+    disk = Disk()
+    littered(disk)
+    dying = CrashAt(PowerCut(disk), 1, after=True, operations=["publish"])
+    with mortal(), opened(dying) as ckpt:
+        ckpt.prune()
+    assert dying.crashed
+    assert PowerCut(disk).list("clock/")
+    disk.advance(2 * DAY_S)
+    with opened(PowerCut(disk)) as ckpt:
+        ckpt.prune()
+    assert not PowerCut(disk).list("clock/")

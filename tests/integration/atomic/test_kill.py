@@ -1,0 +1,165 @@
+"""Processes really killed while they save: what is listed afterwards is whole, old or new."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.atomic.forked_savers import STEP, Forker, make
+from tests.integration.support import checkpointer, same
+
+from penstock.core.catalog.survey import survey_records
+from penstock.core.testing.wrapper import OPERATIONS
+
+KEEP_LAST = 2
+
+
+@pytest.fixture(scope="module")
+def killer():
+    with Forker() as forker:
+
+        def kill(**request):
+            answer = forker.ask("kill", **request)
+            assert answer["signal"] == signal.SIGKILL, "it ended by itself"
+            return answer
+
+        yield kill
+
+
+class Watch:
+    """A run, one saver after the other, and what it must hold after each was killed."""
+
+    def __init__(self, root, kind, *, overwrite):
+        self.url = f"{kind}://{root}"
+        self.root = root
+        self.overwrite = overwrite
+        self.number = 1
+        self.done = None
+        self.in_the_middle = 0
+        self.olds = self.news = 0
+        self.most = 0  # steps there were at once
+        self.collected = ()
+
+    def kill(self, killer, **how):
+        request = {"commits": 0, "delay_s": 0.0, "crash": None, **how}
+        retention = None if self.overwrite else {"keep_last": KEEP_LAST}
+        answer = killer(
+            url=self.url, overwrite=self.overwrite, number=self.number, retention=retention,
+            **request,
+        )  # fmt: skip
+        self.done = answer["done"] or self.done
+        self.check(answer["started"])
+
+    def check(self, started):
+        """`started` is the number of the last save that began, None where none did."""
+        with checkpointer(f"posix://{self.root}") as ckpt:
+            steps = ckpt.steps()
+            for step in steps:
+                number = ckpt.info(step).metadata["number"]
+                assert same(ckpt.load(step), make(number)), f"step {step} is torn"
+                assert step == (STEP if self.overwrite else number)
+            if self.done is not None:
+                assert steps, "what was durable is gone"
+            if not steps:
+                return
+            report = ckpt.verify()
+            assert report.ok, report.damaged
+            target = make(0)
+            ckpt.restore(target)
+            latest = target["number"]
+            assert latest in {self.done, started}, "neither the old nor the new"
+            assert len(steps) >= min(self.most, KEEP_LAST), "retention took what is still needed"
+            self.most = max(self.most, len(steps))
+            if started is not None and started != self.done:
+                self.in_the_middle += 1
+                self.news += latest == started
+                self.olds += latest == self.done
+            self.done = latest
+            self.number = max(latest, started or 0) + 1
+
+    def save_on(self):
+        """A following process saves, and collects what the dead ones have left."""
+        with checkpointer(self.url, grace_s=1e-6) as ckpt:
+            report = ckpt.prune(everything=True)
+            self.collected = report.uids
+            assert not report.refused
+            latest = ckpt.latest()
+            assert same(ckpt.load(), make(ckpt.info().metadata["number"]))
+            backend = ckpt._backend
+            left = {info.name.split("/")[1] for info in backend.list("data/")}
+            assert left == survey_records(backend).needed
+        with checkpointer(self.url) as ckpt:
+            ckpt.save(make(99), latest + 1, mode="blocking")
+            assert same(ckpt.load(), make(99))
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
+    overwrite, kind, killer, tmp_path
+):
+    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    watch.kill(killer, commits=3)
+    # Two saves make some fifty calls; every fourth of them, others in each variant.
+    shift = 2 * (kind == "uring") + overwrite
+    for call in range(1 + shift, 45, 4):
+        watch.kill(killer, crash=[call, (call + shift) % 2 == 0, OPERATIONS])
+    assert watch.in_the_middle >= 3
+    watch.save_on()
+    assert watch.collected, "no saver was killed while it wrote"
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+def test_what_exists_is_decided_by_the_publish_of_the_commit_record(
+    overwrite, kind, killer, tmp_path
+):
+    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    watch.kill(killer, commits=2)
+    for number, record in enumerate(["intent", "part", "index", "commit record"], start=1):
+        for after in (False, True):
+            olds, news = watch.olds, watch.news
+            watch.kill(killer, crash=[number, after, ["publish"]])
+            committed = record == "commit record" and after
+            assert (watch.olds - olds, watch.news - news) == ((0, 1) if committed else (1, 0))
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(
+    overwrite, kind, killer, tmp_path
+):
+    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    chance = random.Random(f"{kind} {overwrite}")
+    for _ in range(6):
+        watch.kill(killer, commits=chance.randrange(3), delay_s=chance.random() * 0.02)
+    watch.save_on()
+
+
+def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
+    watch = Watch(tmp_path / "root", "posix", overwrite=False)
+    torn = make(4)
+    torn["raw"][1000:] = 5
+    with checkpointer(watch.url) as ckpt:
+        ckpt.save(torn, 4, mode="blocking", metadata={"number": 4})
+    with pytest.raises(AssertionError, match="torn"):
+        watch.check(4)
+    with checkpointer(watch.url) as ckpt:
+        ckpt.save(make(2), 9, mode="blocking", metadata={"number": 9})
+        assert isinstance(ckpt.load(9)["raw"], torch.Tensor)
+    with pytest.raises(AssertionError, match="torn"):
+        watch.check(9)
+
+
+def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_run(tmp_path):
+    """For some seconds; `tools/kill_savers.py` by itself goes on for longer."""
+    tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
+    done = subprocess.run(
+        [sys.executable, tool, "--kills", "90", "--seconds", "6", "--root", tmp_path],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 problems" in done.stdout
+    assert '"durable"' in done.stdout

@@ -1,0 +1,297 @@
+"""A run that is used, crashed and cut from its power at will, against a plain dict."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.effort import examples
+from tests.integration.atomic.crash_scenarios import (
+    BEFORE,
+    BOTH,
+    DAY_S,
+    ENCODED,
+    RAW,
+    check_no_garbage,
+    contents,
+    job,
+    mortal,
+    opened,
+    save,
+    three_steps,
+)
+
+from penstock import CheckpointNotFoundError, StepExistsError
+from penstock.core.testing.powercut import Disk, PowerCut
+
+LEFT_ALONE = -2
+
+modes = st.sampled_from(["blocking", "async", "lazy"])
+rules = st.sampled_from([RAW, ENCODED, BOTH])
+retentions = st.sampled_from([None, {"keep_last": 1}, {"keep_last": 2, "keep_every": 3}])
+picks = st.integers(0, 7)
+# Seeds of what survives a power cut; None: only the process dies.
+powers = st.none() | st.integers(0, 1 << 30)
+
+
+@functools.cache
+def run_of_three_steps():
+    disk = Disk()
+    three_steps(disk)
+    return disk
+
+
+class Runs(RuleBasedStateMachine):
+    """`run` is what there must be: step -> the number that all of its state carries.
+
+    How many effects a save has depends on threads, so what dies when does, too: no rule has a
+    precondition, as hypothesis would have to find the same ones enabled again.
+    """
+
+    @initialize(chains=rules, retention=retentions, empty=st.booleans())
+    def start(self, chains, retention, empty):
+        self.options = {**chains, "retention": retention}
+        self.disk = Disk() if empty else run_of_three_steps().copy()
+        self.run = {} if empty else BEFORE
+        self.number = len(self.run)
+        self.open()
+
+    def open(self):
+        self.ckpt = opened(PowerCut(self.disk), **self.options)
+        self.restored_from = None
+        self.has_saved = False
+
+    def close(self):
+        with mortal():
+            self.ckpt.close()
+
+    def pick(self, number):
+        """Some step that there is; None where there is none."""
+        return sorted(self.run)[number % len(self.run)] if self.run else None
+
+    def next_step(self, skipped=0):
+        return max(self.run, default=0) + 1 + skipped
+
+    # -- what an action does to the dict: all that the run may hold on the way, the last for good --
+
+    def after_save(self, step):
+        ends = [self.run]
+        if not self.has_saved:  # retention that an earlier process did not come to
+            for doomed in self.doomed(self.run, protected={step, self.restored_from}):
+                ends.append({s: n for s, n in ends[-1].items() if s != doomed})
+        self.has_saved = True
+        self.committed_at = len(ends)
+        ends.append({**ends[-1], step: self.number})
+        for doomed in self.doomed(ends[-1], protected={step, self.restored_from}):
+            ends.append({s: n for s, n in ends[-1].items() if s != doomed})
+        return ends
+
+    def after_deletes(self, steps):
+        ends = [self.run]
+        for step in steps:
+            ends.append({s: n for s, n in ends[-1].items() if s != step})
+        return ends
+
+    def doomed(self, run, *, protected):
+        keep = self.options["retention"]
+        if keep is None:
+            return []
+        steps = sorted(run)
+        kept = protected | set(steps[-keep["keep_last"] :])
+        every = keep.get("keep_every")
+        return [s for s in steps if s not in kept and not (every and s % every == 0)]
+
+    # -- actions that come to their end ---------------------------------------------------------
+
+    @rule(mode=modes, skipped=st.integers(0, 1))
+    def save(self, mode, skipped):
+        self.do(*self.saving(self.next_step(skipped), mode=mode))
+
+    @rule(mode=modes, pick=picks)
+    def overwrite(self, mode, pick):
+        self.do(*self.overwriting(self.pick(pick), mode=mode))
+
+    @rule(pick=picks)
+    def delete(self, pick):
+        self.do(*self.deleting(self.pick(pick)))
+
+    @rule(pick=picks)
+    def rewind(self, pick):
+        self.do(*self.rewinding(self.pick(pick)))
+
+    @rule(age_s=st.sampled_from([0, 2 * DAY_S]))
+    def prune(self, age_s):
+        self.disk.advance(age_s)
+        self.ckpt.prune()
+        if age_s:
+            # What a crash left right before its record stays else, and all before the first one.
+            assert not self.ckpt.prune(everything=True).refused
+            check_no_garbage(PowerCut(self.disk), steps=len(self.run))
+
+    def do(self, act, ends):
+        act()
+        self.settle()
+        self.run = ends[-1]
+
+    def settle(self):
+        self.ckpt.wait()
+        if self.ckpt._job is not None:
+            self.ckpt._job.released.wait()
+
+    def saving(self, step, **options):
+        self.number += 1
+        number = self.number
+
+        def act():
+            save(self.ckpt, step, number, **options)
+            self.promised = committed_at
+
+        ends = self.after_save(step)
+        committed_at = self.committed_at
+        return act, ends
+
+    def overwriting(self, step, **options):
+        """Also of a step that there is not."""
+        step = self.next_step() if step is None else step
+        return self.saving(step, overwrite=True, **options)
+
+    def deleting(self, step):
+        if step is None:
+            return lambda: None, [self.run]
+        return lambda: self.ckpt.delete(step), self.after_deletes([step])
+
+    def rewinding(self, step):
+        if step is None:
+            return lambda: None, [self.run]
+        later = sorted((s for s in self.run if s > step), reverse=True)
+        return lambda: self.ckpt.rewind(step), self.after_deletes(later)
+
+    # -- actions that do not --------------------------------------------------------------------
+
+    @rule(mode=modes, effect=st.integers(1, 12), power=powers)
+    def die_in_save(self, mode, effect, power):
+        self.die_during(*self.saving(self.next_step(), mode=mode), effect, power)
+
+    @rule(mode=modes, pick=picks, effect=st.integers(1, 14), power=powers)
+    def die_in_overwrite(self, mode, pick, effect, power):
+        self.die_during(*self.overwriting(self.pick(pick), mode=mode), effect, power)
+
+    @rule(pick=picks, effect=st.integers(1, 3), power=powers)
+    def die_in_delete(self, pick, effect, power):
+        self.die_during(*self.deleting(self.pick(pick)), effect, power)
+
+    @rule(pick=picks, effect=st.integers(1, 6), power=powers)
+    def die_in_rewind(self, pick, effect, power):
+        self.die_during(*self.rewinding(self.pick(pick)), effect, power)
+
+    @rule(effect=st.integers(1, 6), power=powers)
+    def die_in_prune(self, effect, power):
+        self.disk.advance(2 * DAY_S)
+        self.die_during(self.ckpt.prune, [self.run], effect, power)
+
+    def die_during(self, act, ends, effect, power):
+        self.promised = 0
+        self.disk.cut_in(effect)
+        with mortal():
+            act()
+            self.settle()
+        died = self.disk.dead
+        self.disk.cut_in(None)
+        self.go_on(power)
+        found = self.contents()
+        assert found in ends[self.promised if died else -1 :]
+        self.run = found
+
+    @rule(power=powers)
+    def die_at_rest(self, power):
+        self.go_on(power)
+
+    def go_on(self, power):
+        """Another process opens what is left."""
+        dead = self.disk
+        left = dead.copy() if power is None else dead.cut(random.Random(power))
+        self.close()
+        self.disk = left
+        self.open()
+
+    def contents(self):
+        """By another process: retention spares what its own has restored from."""
+        with opened(PowerCut(self.disk)) as ckpt:
+            return contents(ckpt)
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @rule(pick=picks, part=st.sampled_from([None, "model", "optimizer", "number"]))
+    def restore(self, pick, part):
+        if not self.run:
+            return
+        step = self.pick(pick)
+        live = job()
+        live.fill(LEFT_ALONE)
+        before = live.optimizer.state_dict()["param_groups"]
+        self.ckpt.restore(live.state, step, include=part)
+        self.restored_from = step
+        expected = {
+            name: self.run[step] if part in {None, name} else LEFT_ALONE
+            for name in ("model", "optimizer", "number")
+        }
+        moments = [t for of in live.optimizer.state.values() for t in of.values()]
+        assert all(bool((t == expected["model"]).all()) for t in live.model.parameters())
+        assert all(bool((t == expected["optimizer"]).all()) for t in moments)
+        assert live.state["number"] == expected["number"]
+        assert live.optimizer.state_dict()["param_groups"] == before
+
+    @rule(pick=picks)
+    def verify(self, pick):
+        if self.run:
+            report = self.ckpt.verify(self.pick(pick))
+            assert report.ok, report.damaged
+
+    @rule(step=st.integers(0, 12))
+    def refuse(self, step):
+        """What is not there cannot be used, and what is there not be saved again."""
+        if step not in self.run:
+            for use in (self.ckpt.load, self.ckpt.delete, self.ckpt.rewind, self.ckpt.verify):
+                with pytest.raises(CheckpointNotFoundError):
+                    use(step)
+        if step <= max(self.run, default=-1):
+            with pytest.raises(StepExistsError):
+                self.ckpt.save({"number": 1}, step)
+
+    @invariant()
+    def holds_what_it_should(self):
+        assert self.ckpt.steps() == sorted(self.run)
+        assert self.ckpt.latest() == max(self.run, default=None)
+
+    def teardown(self):
+        if not hasattr(self, "ckpt"):
+            return
+        try:
+            assert self.contents() == self.run
+            self.disk.advance(2 * DAY_S)
+            self.ckpt.prune(everything=True)
+            check_no_garbage(PowerCut(self.disk), steps=len(self.run))
+        finally:
+            self.close()
+
+
+def test_a_run_holds_what_a_dict_says_whatever_dies():
+    run_state_machine_as_test(
+        Runs,
+        settings=settings(
+            derandomize=False,
+            deadline=None,
+            max_examples=examples(20),
+            stateful_step_count=20,
+        ),
+    )

@@ -1,0 +1,34 @@
+"""Power that goes during any effect on the store: old or new, whole, and nothing left for ever."""
+
+from __future__ import annotations
+
+import random
+
+from tests.integration.atomic.crash_scenarios import check_run, each_scenario
+
+from penstock.core.testing.latency import LatencyBackend
+from penstock.core.testing.powercut import PowerCut
+
+JITTER = {"write": 0.002, "seal": 0.002}
+MOST_CUTS = 6  # at one point; if there are no more ways for it to end, all of them
+
+
+@each_scenario
+def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario):
+    prepared = scenario.prepared()
+    found, points, cuts = [], 0, 0
+    while True:
+        disk = prepared.copy(cut_at=points + 1)
+        # Raw and encoded blobs are written in parallel: now one is ahead, now the other.
+        promised = scenario.run(LatencyBackend(PowerCut(disk), jitter_s=JITTER, seed=points))
+        over = not disk.dead
+        chance = random.Random(f"{scenario.name} {points}")
+        for survived in disk.cuts(chance, most=MOST_CUTS):
+            found.append(check_run(survived, scenario.ends[-1 if over else promised :]))
+            cuts += 1
+        if over:
+            break
+        points += 1
+    assert points, "there was nothing to cut"
+    print(f"{scenario.name}: {cuts} cuts at {points} points")
+    assert all(end in found for end in scenario.ends)

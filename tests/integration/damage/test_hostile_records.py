@@ -1,0 +1,245 @@
+"""Records with right digests that claim, or hold, what would exhaust a reader."""
+
+import importlib.util
+import struct
+import sys
+import types
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from tests.core.forging import forge
+from tests.integration.support import checkpointer, memory
+
+from penstock import DamagedError, RestoreError, UnsupportedStateError
+from penstock.core.errors import FormatError
+from penstock.core.limits import MAX_EQUAL_HASHES
+from penstock.core.restore.contents import Contents
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.tree.containers import make_tuple
+from penstock.core.types import collide, loaded_class
+from penstock.providers.values.decode import decode_value
+
+PRIME = (1 << 61) - 1  # Python hashes integers modulo this
+
+
+def forged(state, change):
+    """A store with one checkpoint of `state`, in which `change` has been busy."""
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+    files = {name: bytes(blob.data) for name, blob in store._store.blobs.items()}
+    for name, data in forge(files, change, number=0).items():
+        store.publish(name, data)
+    return store
+
+
+def test_an_object_in_a_great_many_tiny_chunks_is_refused():
+    def change(level, value):
+        if level == "section":
+            value["objects"]["shards"][0] = [[[0, 0, 1] * 40_000]]
+            value["objects"]["shape"][0] = [40_000]
+        return value
+
+    store = forged({"w": torch.zeros(40_000, dtype=torch.uint8)}, change)
+    with checkpointer(store) as ckpt:
+        with pytest.raises(FormatError, match="40000 chunks for 40000 bytes"):
+            ckpt.load()
+        assert not ckpt.verify().ok
+
+
+def test_pieces_of_a_part_that_hold_much_in_little_are_bounded_all_together():
+    def change(level, value):
+        if level == "head":
+            value["hashes"][2] = value["sections"][0][2] = 9 << 20  # each alone may have so much
+        return value
+
+    complaint = f"{18 << 20} bytes once decompressed"
+    with (
+        checkpointer(forged({"w": 1}, change)) as ckpt,
+        pytest.raises(FormatError, match=complaint),
+    ):
+        ckpt.load()
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "complaint"),
+    [
+        ("index", 3 << 30, "for 1 objects"),
+        ("index", 48, "for 1 objects"),
+        ("objects", 1 << 40, "objects is not an integer"),
+        ("head_length", 3 << 30, "head_length is not an integer"),
+        ("section", 3 << 30, "length is not an integer"),
+        ("raw_section", 3 << 30, "raw_length is not an integer"),
+    ],
+)
+def test_a_length_that_nothing_can_have_is_refused_before_memory_is_taken(field, number, complaint):
+    def change(level, value):
+        if level == "body" and field == "index":
+            value["index"]["length"] = number
+        if level == "body" and field == "objects":
+            value["objects"] = number
+        if level == "body" and field == "head_length":
+            value["parts"][0].update(length=4 << 30, head_length=number)
+        if level == "head" and field == "section":
+            value["sections"][0][1] = number
+        if level == "head" and field == "raw_section":
+            value["sections"][0][2] = number
+        return value
+
+    with (
+        checkpointer(forged({"w": 1}, change)) as ckpt,
+        pytest.raises(FormatError, match=complaint),
+    ):
+        ckpt.load()
+
+
+@pytest.mark.parametrize("match", ["/parts/", "/index", "commits/"])
+def test_too_little_memory_for_a_record_is_no_damage(match):
+    store = FaultyBackend(memory())
+    with checkpointer(store) as ckpt:
+        ckpt.save({"w": 1}, 1, mode="blocking")
+        store.fail("read", MemoryError, match=match, times=None)
+        store.fail("read_record", MemoryError, match=match, times=None)
+        with pytest.raises(RestoreError, match="more memory than this process can get"):
+            ckpt.verify()
+
+
+def test_an_index_that_names_one_section_a_thousand_times_has_it_searched_once(monkeypatch):
+    def change(level, value):
+        if level == "index":
+            return value[:8] + struct.pack(">Q", 1000) + value[16:32] * 1000
+        if level == "body":
+            value["objects"] = 1000
+        return value
+
+    store = forged({"w": 1}, change)
+    seen = Counter()
+    section = Contents.section
+
+    def counted(contents, *place):
+        seen[place] += 1
+        return section(contents, *place)
+
+    monkeypatch.setattr(Contents, "section", counted)
+    with checkpointer(store) as ckpt:
+        assert "w" in ckpt.open()
+    assert max(seen.values()) == 1
+
+
+def lack_a_path(level, value):
+    if level == "index":
+        return value[:8] + struct.pack(">Q", 2) + value[16:48]
+    if level == "body":
+        value["objects"] = 2
+    return value
+
+
+def test_an_index_that_lacks_a_path_is_damage_that_verify_names():
+    store = forged({"a": 1, "b": torch.ones(2), "c": torch.ones(3)}, lack_a_path)
+    with checkpointer(store) as ckpt:
+        report = ckpt.verify()
+        (damage,) = report.damaged
+        assert damage.what == ckpt.open().contents.record.index.name
+        assert "does not lead to every path" in damage.detail
+
+
+def test_path_hashes_of_other_paths_are_damage_that_verify_names():
+    def change(level, value):
+        if level == "section":
+            value["objects"]["path"][0] = ["z"]
+        return value
+
+    with checkpointer(forged({"a": 1}, change)) as ckpt:
+        assert "its path hashes are not those" in str(ckpt.verify().damaged)
+
+
+def test_all_objects_can_be_read_although_the_index_lacks_one():
+    store = forged({"a": 1, "b": torch.ones(2), "c": torch.ones(3)}, lack_a_path)
+    with checkpointer(store) as ckpt:
+        view = ckpt.open()
+        assert sorted(view.keys()) == ["a", "b", "c"]
+        for path in view.keys():  # noqa: SIM118 - a view of a checkpoint is no dict
+            view.read(path)
+
+
+TAGS = ["set", "frozenset", "dict", "Counter", "OrderedDict", "defaultdict"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_values_of_one_hash_are_refused_before_a_set_of_them_is_built(tag):
+    pairs = tag not in {"set", "frozenset"}
+    for numbers in (range(300), range(0, 300 * PRIME, PRIME)):
+        members = ",".join(
+            f'[{{"$":"int","v":"{n:#x}"}},1]' if pairs else f'{{"$":"int","v":"{n:#x}"}}'
+            for n in numbers
+        )
+        data = f'{{"$":"{tag}","factory":null,"v":[{members}]}}'.encode()
+        if numbers.step == 1:
+            assert len(decode_value(data, ("v",))) == 300
+        else:
+            with pytest.raises(FormatError, match=r"v holds .*one hash"):
+                decode_value(data, ("v",))
+
+
+def test_keys_of_one_hash_are_refused_by_the_save_that_would_store_them():
+    many = range(0, 300 * PRIME, PRIME)
+    with checkpointer(memory()) as ckpt:
+        for state in (
+            {"v": {"x": set(many)}},
+            {"v": {"x": dict.fromkeys(many)}},
+            {"v": {"x": {key: torch.ones(1) for key in many}}},
+        ):
+            with pytest.raises(UnsupportedStateError, match=r"v/x has too many .* of one hash"):
+                ckpt.save(state, 1)
+        assert ckpt.steps() == []
+
+
+def test_container_keys_of_one_hash_are_refused():
+    def change(level, value):
+        if level == "section":
+            for number, path in enumerate(value["objects"]["path"]):
+                path[1] = str(number * PRIME)
+        return value
+
+    store = forged({"d": {n: torch.ones(1) for n in range(300)}}, change)
+    with checkpointer(store) as ckpt, pytest.raises(DamagedError, match="d has too many keys"):
+        ckpt.load()
+
+
+def test_only_many_equal_hashes_are_too_many():
+    assert not collide([0] * 200)
+    assert not collide([*range(1000), *[0] * (MAX_EQUAL_HASHES - 1)])
+    assert collide([*range(1000), *[0] * MAX_EQUAL_HASHES])
+
+
+class Proxy:
+    """Stands in place of something, and runs code when it is looked at."""
+
+    @property
+    def __class__(self):
+        pytest.fail("code of a proxy ran")
+
+    def __getattribute__(self, name):
+        pytest.fail(f"code of a proxy ran for {name}")
+
+
+def test_no_code_runs_because_a_checkpoint_names_what_is_loaded_lazily(tmp_path, monkeypatch):
+    file = tmp_path / "penstock_lazy.py"
+    file.write_text("raise AssertionError('executed')\n")
+    spec = importlib.util.spec_from_file_location("penstock_lazy", file)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    plain = types.ModuleType("penstock_plain")
+    plain.proxy = Proxy()
+    for name, module in {"lazy": lazy, "plain": plain, "proxy": Proxy(), "number": 3}.items():
+        monkeypatch.setitem(sys.modules, f"penstock_{name}", module)
+    names = ("lazy:Point", "plain:proxy", "plain:proxy.Point", "proxy:Point", "number:real")
+    for name in names:
+        assert loaded_class(f"penstock_{name}") is None
+        with pytest.raises(UnsupportedStateError, match="not loaded"):
+            make_tuple([1], f"penstock_{name}", ("t",))
+    assert loaded_class("collections:OrderedDict.fromkeys") is None
+    assert loaded_class("numpy:ndarray") is np.ndarray

@@ -1,0 +1,521 @@
+"""Every kind of stored byte, under every kind of damage, to every reader: named, or harmless."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.integration.support import ENCODED, Run, blank, make_state, place_of, same
+
+from penstock import CheckpointNotFoundError, DamagedError
+from penstock.core.cli.commands.ls import list_run
+from penstock.core.errors import PenstockError
+from penstock.core.format.records import intent_name
+from penstock.core.storage.open import open_backend
+
+STEP = 2
+VALUES = frozenset({"restore", "load", "open", "region"})
+BOTH = frozenset({"verify", "quick"})
+READERS = sorted({*VALUES, *BOTH, "ls"})
+
+
+class Stage:
+    """Step 1, and step 2 in its second generation; what the first one stored is kept aside."""
+
+    def __init__(self, folder):
+        self.run = Run(folder / "root")
+        self.saved = make_state(STEP)
+        with self.run.open(**ENCODED) as ckpt:
+            ckpt.save(make_state(1), 1, mode="blocking")
+            ckpt.save(make_state(7), STEP, mode="blocking")
+            self.old = self.run.copy_to(folder / "old")
+            ckpt.save(self.saved, STEP, mode="blocking", overwrite=True)
+        self.ckpt = self.run.open()
+        self.outside = folder / "outside"
+        self.pieces = pieces_of(self.run, self.ckpt.open(STEP), 1)
+        self.of_step_1 = pieces_of(self.run, self.ckpt.open(1), 0)
+        with self.old.open() as old:
+            self.older = pieces_of(self.old, old.open(STEP), 0)
+
+    def outcomes(self, path):
+        """What each reader finds: nothing, or the names of what is damaged."""
+        ckpt, saved = self.ckpt, self.saved
+        found = {}
+
+        def attempt(reader, read, expected):
+            try:
+                got = read()
+            except CheckpointNotFoundError as error:
+                assert f"step {STEP}" in str(error) or "no checkpoint" in str(error)  # noqa: PT017 - it may be read
+                found[reader] = None
+            except DamagedError as error:
+                assert error.damaged  # noqa: PT017 - it may be read
+                assert any(name in str(error) for name in error.damaged)  # noqa: PT017 - it may be read
+                found[reader] = set(error.damaged)
+            else:
+                assert same(got, expected), f"{reader} returned wrong values"
+                found[reader] = set()
+
+        def restore():
+            tree = blank(saved)
+            ckpt.restore(tree, STEP)
+            return tree
+
+        def report(deep):
+            try:
+                report = ckpt.verify(STEP, deep=deep)
+            except CheckpointNotFoundError:
+                return None
+            except DamagedError as error:  # the commit record: there is nothing to verify by
+                return set(error.damaged)
+            assert report.ok is (not report.damaged)
+            assert all(damage.detail for damage in report.damaged)
+            return {damage.what for damage in report.damaged}
+
+        def ls():
+            with closing(open_backend(self.ckpt._backend.url, light=True)) as backend:
+                listed = {one.step: one for one in list_run(backend)}
+            assert listed[1].error is None
+            if STEP not in listed:
+                return None
+            return {listed[STEP].error} if listed[STEP].error else set()
+
+        value = saved
+        for segment in path.split("/"):
+            value = value[segment]
+        attempt("restore", restore, saved)
+        attempt("load", lambda: ckpt.load(STEP), saved)
+        attempt("open", lambda: ckpt.open(STEP)[path], value)
+        attempt("region", lambda: ckpt.open(STEP).read(path, (slice(1, 6),)), value[1:6])
+        found["verify"], found["quick"], found["ls"] = report(deep=True), report(deep=False), ls()
+        return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of one kind in one file.
+
+    Attributes:
+        name: The file.
+        start: First byte.
+        stop: Behind the last one.
+        sees: Readers that have to notice when they change.
+        path: The object that is read alone.
+        twin: Where there are others of the same kind in this file.
+    """
+
+    name: str
+    start: int
+    stop: int
+    sees: frozenset[str]
+    path: str = "model/weight"
+    twin: tuple[int, int] | None = None
+
+
+def pieces_of(run, checkpoint, generation):
+    """One of each kind of bytes that a checkpoint is stored in."""
+    uid = checkpoint.info.uid
+    contents = checkpoint.contents
+    intent, commit = intent_name(uid), run.commit(checkpoint.step, generation)
+    part, index = f"data/{uid}/parts/00000.json.zst", f"data/{uid}/index"
+    head = contents.head(0)
+    hashes, section = head.hashes, head.sections[0]
+    line = run.read(commit).index(b"\n")
+    everyone = VALUES | BOTH
+    numbers = [place_of(checkpoint, "model/weight", n) for n in (0, 1, 2)]
+    encoded = [place_of(checkpoint, "optimizer/moment", n) for n in (0, 1)]
+    slab, encoded_slab = (place_of(checkpoint, p) for p in ("model/bias", "optimizer/variance"))
+    inside, gap = padding_of(checkpoint, slab), gap_of(checkpoint, slab.blob)
+    deep = VALUES | {"verify"}
+
+    def of(place, sees, path, twin=None):
+        return Piece(place.blob, place.offset, place.offset + place.length, sees, path, twin)
+
+    return {
+        "intent header": Piece(intent, 0, run.read(intent).index(b"\n"), frozenset()),
+        "intent body": Piece(
+            intent, run.read(intent).index(b"\n") + 1, len(run.read(intent)), frozenset()
+        ),
+        "commit header": Piece(commit, 0, line, everyone | {"ls"}),
+        "commit body": Piece(commit, line + 1, len(run.read(commit)), everyone | {"ls"}),
+        "part head": Piece(part, 0, hashes.offset, everyone),
+        "path hashes": Piece(part, hashes.offset, section.offset, BOTH),
+        "section": Piece(part, section.offset, section.offset + section.length, everyone),
+        "index header": Piece(index, 0, 16, BOTH | {"open", "region"}),
+        "index entries": Piece(index, 16, 48, BOTH | {"open", "region"}, twin=(48, 80)),
+        "raw frame": Piece(  # within the rows that are read as a region
+            numbers[0].blob,
+            numbers[0].offset + 700,
+            numbers[0].offset + 1700,
+            deep,
+            twin=(numbers[1].offset, numbers[1].offset + 1000),
+        ),
+        "slab": of(slab, deep, "model/bias", (numbers[2].offset, numbers[2].offset + 512)),
+        "slab padding": Piece(slab.blob, *inside, deep, "model/bias"),
+        "gap": Piece(slab.blob, *gap, frozenset(), "model/bias"),
+        "encoded frame": of(
+            encoded[0], deep, "optimizer/moment", (encoded[1].offset, encoded[1].offset + 4096)
+        ),
+        "encoded slab": of(encoded_slab, deep, "optimizer/variance"),
+    }  # fmt: skip
+
+
+def padding_of(checkpoint, place):
+    """Bytes of a slab that belong to none of its objects."""
+    contents, used = checkpoint.contents, []
+    section = contents.section(0, 0)
+    for record in section.objects:
+        for ref in (r for shard in record.shards for r in shard.chunks):
+            frame = section.frames[ref.frame]
+            blob = contents.head(0).blobs[frame.blob].name
+            if (blob, frame.offset) == (place.blob, place.offset):
+                used.append((place.offset + ref.at, place.offset + ref.at + ref.stop - ref.start))
+    return next(
+        (stop, start) for (_, stop), (start, _) in zip(sorted(used), sorted(used)[1:], strict=False)
+        if stop < start
+    )  # fmt: skip
+
+
+def gap_of(checkpoint, name):
+    """Bytes between two frames of a blob."""
+    contents = checkpoint.contents
+    spans = sorted(
+        (f.offset, f.offset + f.length)
+        for f in contents.section(0, 0).frames
+        if contents.head(0).blobs[f.blob].name == name
+    )
+    return next((b, c) for (_, b), (c, _) in itertools.pairwise(spans) if b < c)
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    stage = Stage(tmp_path_factory.mktemp("matrix"))
+    yield stage
+    stage.ckpt.close()
+
+
+@pytest.fixture(scope="module")
+def cells():
+    """Counts the cells by outcome, and says so in the end."""
+    counted = Counter()
+    yield counted
+    print(f"\ncells: {sum(counted.values())} {dict(counted)}")
+
+
+def check(stage, cells, expected, path="model/weight", either=frozenset()):
+    """Run every reader; exactly those of `expected` notice, all others return what was saved.
+
+    What those of `either` need may lie elsewhere: they do one or the other.
+    """
+    found = stage.outcomes(path)
+    assert sorted(found) == READERS
+    noticed = {reader for reader, names in found.items() if names != set()}
+    assert noticed - either == expected - either, found
+    for names in found.values():
+        cells["harmless" if names == set() else "absent" if names is None else "named"] += 1
+    return found
+
+
+# -- bytes within a file --------------------------------------------------------------------------
+
+KINDS = [
+    "intent header", "intent body", "commit header", "commit body", "part head", "path hashes",
+    "section", "index header", "index entries", "raw frame", "slab", "slab padding", "gap",
+    "encoded frame", "encoded slab",
+]  # fmt: skip
+
+
+def flip(at):
+    def damage(stage, kind, data, piece):
+        where = {"first": piece.start, "middle": (piece.start + piece.stop) // 2}.get(
+            at, piece.stop - 1
+        )
+        return data[:where] + bytes([data[where] ^ 0x04]) + data[where + 1 :]
+
+    damage.__name__ = f"flip_{at}"
+    return damage
+
+
+def zeroed(stage, kind, data, piece):
+    return data[: piece.start] + bytes(piece.stop - piece.start) + data[piece.stop :]
+
+
+def ones(stage, kind, data, piece):
+    return data[: piece.start] + b"\xff" * (piece.stop - piece.start) + data[piece.stop :]
+
+
+def of_another_checkpoint(stage, kind, data, piece):
+    return _spliced(stage.run, data, piece, stage.of_step_1[kind])
+
+
+def of_an_older_generation(stage, kind, data, piece):
+    return _spliced(stage.old, data, piece, stage.older[kind])
+
+
+def _spliced(run, data, piece, other):
+    new = run.read(other.name)[other.start : other.stop]
+    if "blobs" in piece.name:  # what follows stays where it is
+        new = new[: piece.stop - piece.start].ljust(piece.stop - piece.start, b"\0")
+    return data[: piece.start] + new + data[piece.stop :]
+
+
+def of_another_object(stage, kind, data, piece):
+    if piece.twin is None:
+        return data
+    new = data[piece.twin[0] : piece.twin[1]][: piece.stop - piece.start]
+    return data[: piece.start] + new + data[piece.start + len(new) :]
+
+
+def swapped_halves(stage, kind, data, piece):
+    half = (piece.stop - piece.start) // 2
+    one, other = data[piece.start :][:half], data[piece.start + half :][:half]
+    return data[: piece.start] + other + one + data[piece.start + 2 * half :]
+
+
+WITHIN = [
+    flip("first"), flip("middle"), flip("last"), zeroed, ones, of_another_checkpoint,
+    of_an_older_generation, of_another_object, swapped_halves,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_bytes_are_named_by_whoever_needs_them(kind, stage, cells):
+    piece = stage.pieces[kind]
+    data = stage.run.read(piece.name)
+    changed = 0
+    for damage in WITHIN:
+        new = damage(stage, kind, data, piece)
+        if new == data:
+            continue
+        stage.run.write(piece.name, new)
+        try:
+            check(stage, cells, piece.sees, piece.path)
+            changed += 1
+        finally:
+            stage.run.write(piece.name, data)
+    assert changed >= 4
+
+
+# -- whole files ----------------------------------------------------------------------------------
+
+FILES = {
+    "intent": ("intent body", frozenset()),
+    "commit": ("commit body", VALUES | BOTH | {"ls"}),
+    "part": ("section", VALUES | BOTH),
+    "index": ("index entries", BOTH | {"open", "region"}),
+    "raw blob": ("raw frame", VALUES | BOTH),
+    "encoded blob": ("encoded frame", VALUES | BOTH),
+}
+
+
+def missing(stage, path, data):
+    path.unlink()
+
+
+def empty(stage, path, data):
+    path.write_bytes(b"")
+
+
+def half(stage, path, data):
+    path.write_bytes(data[: len(data) // 2])
+
+
+def without_the_last_byte(stage, path, data):
+    path.write_bytes(data[:-1])
+
+
+def twice(stage, path, data):
+    path.write_bytes(data + data)
+
+
+def appended(stage, path, data):
+    path.write_bytes(data + b"rubbish")
+
+
+def a_folder(stage, path, data):
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_bytes(data)
+
+
+def a_link_to_the_same_bytes(stage, path, data):
+    stage.outside.write_bytes(data)
+    path.unlink()
+    path.symlink_to(stage.outside)
+
+
+def a_dangling_link(stage, path, data):
+    path.unlink()
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def a_pipe(stage, path, data):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def renamed(stage, path, data):
+    path.rename(path.with_name(f"x{path.name}"))
+
+
+CUT = [empty, half, without_the_last_byte]
+LONGER = [twice, appended]
+REPLACED = [missing, a_folder, a_link_to_the_same_bytes, a_dangling_link, a_pipe, renamed]
+
+
+def pairs(files, damages):
+    return [
+        pytest.param(what, damage, id=f"{what}-{damage.__name__}")
+        for what, damage in itertools.product(files, damages)
+    ]
+
+
+@pytest.mark.parametrize(("what", "damage"), pairs(FILES, [*CUT, *LONGER, *REPLACED]))
+def test_a_file_that_is_cut_or_replaced_is_named(what, damage, stage, cells):
+    kind, expected = FILES[what]
+    piece = stage.pieces[kind]
+    path = stage.run.root / piece.name
+    data = path.read_bytes()
+    object_path = piece.path
+    if damage in LONGER and what not in {"commit", "intent"}:
+        expected = BOTH  # readers do not look behind the end of what is recorded
+    cut_blob = damage in CUT and what.endswith("blob")
+    either = {"open", "region"} if cut_blob else set()  # of an object that may come before the cut
+    try:
+        damage(stage, path, data)
+        found = check(stage, cells, expected, object_path, either)
+        if damage in {missing, renamed} and what == "commit":
+            assert set(found.values()) == {None}  # without its name there is no checkpoint
+    finally:
+        for made in (path, path.with_name(f"x{path.name}")):
+            if made.is_dir() and not made.is_symlink():
+                shutil.rmtree(made)
+            else:
+                made.unlink(missing_ok=True)
+        path.write_bytes(data)
+
+
+# -- names, and records of an earlier time ---------------------------------------------------------
+
+
+def test_the_record_of_an_older_generation_beside_the_newer_one_is_not_looked_at(stage, cells):
+    name = stage.older["commit body"].name
+    stage.run.write(name, stage.old.read(name))
+    try:
+        check(stage, cells, set())
+    finally:
+        stage.run.remove(name)
+
+
+@pytest.mark.parametrize(
+    "name", [f"commits/{STEP:08d}-2.json", "commits/00000003-0.json"], ids=["generation", "step"]
+)
+def test_a_record_under_a_name_that_is_not_its_own_is_damage(name, stage, cells):
+    stage.run.write(name, stage.run.read(stage.pieces["commit body"].name))
+    try:
+        if "-2" in name:
+            check(stage, cells, VALUES | BOTH | {"ls"})
+        else:
+            with pytest.raises(DamagedError, match=name):
+                stage.ckpt.load()
+            check(stage, cells, set())
+    finally:
+        stage.run.remove(name)
+
+
+def test_data_under_another_uid_is_missing_where_it_belongs(stage, cells):
+    folder = (stage.run.root / stage.pieces["section"].name).parents[1]
+    folder.rename(folder.with_name("0" * 32))
+    try:
+        check(stage, cells, VALUES | BOTH)
+    finally:
+        folder.with_name("0" * 32).rename(folder)
+
+
+def test_a_whole_older_generation_put_back_under_its_names_reads_as_what_it_was(stage):
+    """Replay of a whole, old checkpoint is not defended against: no digest can tell."""
+    names = [n for n in stage.old.names("**/*") if (stage.old.root / n).is_file()]
+    newest = stage.pieces["commit body"].name
+    data = stage.run.read(newest)
+    made = [n for n in names if not (stage.run.root / n).exists()]
+    for name in made:
+        (stage.run.root / name).parent.mkdir(parents=True, exist_ok=True)
+        stage.run.write(name, stage.old.read(name))
+    stage.run.remove(newest)
+    try:
+        assert same(stage.ckpt.load(STEP), make_state(7))
+    finally:
+        stage.run.write(newest, data)
+        for name in made:
+            stage.run.remove(name)
+
+
+# -- several damages at once -----------------------------------------------------------------------
+
+
+def test_verify_reports_damage_of_every_kind_at_once(stage):
+    kinds = ["path hashes", "index entries", "raw frame", "slab", "encoded frame", "encoded slab"]
+    before = {stage.pieces[kind].name: stage.run.read(stage.pieces[kind].name) for kind in kinds}
+    try:
+        for kind in kinds:
+            stage.run.flip(stage.pieces[kind].name, stage.pieces[kind].start)
+        found = {damage.what for damage in stage.ckpt.verify(STEP).damaged}
+    finally:
+        for name, data in before.items():
+            stage.run.write(name, data)
+    expected = {"model/weight", "model/bias", "optimizer/moment", "optimizer/variance"}
+    assert expected <= found
+    assert {stage.pieces["index entries"].name, stage.pieces["path hashes"].name} <= found
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "intent" not in k and k != "gap"])
+def test_fallback_takes_the_older_step_and_says_so(kind, stage, caplog):
+    piece = stage.pieces[kind]
+    at = (piece.start + piece.stop) // 2
+    stage.run.flip(piece.name, at)
+    tree = blank(stage.saved)
+    try:
+        report = stage.ckpt.restore(tree, on_damage="fallback")
+    finally:
+        stage.run.flip(piece.name, at)
+    if piece.sees >= {"restore"}:
+        assert (report.step, report.fell_back_from) == (1, (STEP,))
+        assert same(tree, make_state(1))
+        assert f"step {STEP} is damaged" in caplog.text
+    else:
+        assert (report.step, report.fell_back_from) == (STEP, ())
+        assert same(tree, stage.saved)
+
+
+@pytest.mark.parametrize(
+    ("what", "damage"), pairs(["part", "raw blob", "encoded blob"], REPLACED[:-1])
+)
+def test_fallback_passes_over_a_step_whose_files_were_replaced(what, damage, stage):
+    path = stage.run.root / stage.pieces[FILES[what][0]].name
+    data = path.read_bytes()
+    tree = blank(stage.saved)
+    try:
+        damage(stage, path, data)
+        report = stage.ckpt.restore(tree, on_damage="fallback")
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        path.write_bytes(data)
+    assert report.fell_back_from == (STEP,)
+    assert same(tree, make_state(1))
+
+
+def test_in_the_end_everything_is_whole_again(stage):
+    for step in (1, STEP):
+        assert stage.ckpt.verify(step).ok
+    assert isinstance(stage.ckpt.load(STEP)["table"], torch.Tensor)
+    with pytest.raises(PenstockError):
+        stage.ckpt.load(99)

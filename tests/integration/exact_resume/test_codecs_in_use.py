@@ -1,0 +1,269 @@
+"""Checkpoints written through codecs of every kind: lossy, typed, declining, out of memory."""
+
+import os
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from tests.core.cli.command import caller
+
+import penstock
+from penstock.codecs.zstd import ZstdCodec
+from penstock.core.abc import DECLINED, Codec, PluginConfig
+from penstock.core.errors import DamagedError, PenstockError, PluginError
+from penstock.core.plugins.registry import Registry
+
+contexts = []
+
+
+class Half(Codec):
+    """Lossy: keeps the upper half of each float32."""
+
+    api_version = 1
+    name = "half"
+    lossless = False
+
+    def __init__(self, config=None, /):
+        super().__init__(config or PluginConfig())
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length
+
+    def encode(self, chunk, out, /, *, context):
+        contexts.append(context)
+        if context.dtype != "float32":
+            return DECLINED
+        words = np.frombuffer(chunk, "<u4") >> 16
+        out[: chunk.nbytes // 2] = words.astype("<u2").tobytes()
+        return chunk.nbytes // 2
+
+    def decode(self, frame, out, /, *, context):
+        words = np.frombuffer(frame, "<u2").astype("<u4") << 16
+        out[:] = words.tobytes()
+
+
+class Careless(Half):
+    """Lossy, and takes whatever it is given."""
+
+    name = "careless"
+
+    def encode(self, chunk, out, /, *, context):
+        out[: chunk.nbytes] = bytes(byte & 0xFE for byte in bytes(chunk))
+        return chunk.nbytes
+
+    def decode(self, frame, out, /, *, context):
+        out[:] = frame
+
+
+class Never(Half):
+    """Declines every chunk, after it has written to the output."""
+
+    name = "never"
+    lossless = True
+
+    def encode(self, chunk, out, /, *, context):
+        out[: chunk.nbytes] = bytes(chunk.nbytes)
+        return DECLINED
+
+
+class Starved(Half):
+    """Finds no memory to decode with."""
+
+    name = "starved"
+    lossless = True
+
+    def encode(self, chunk, out, /, *, context):
+        out[: chunk.nbytes] = chunk
+        return chunk.nbytes
+
+    def decode(self, frame, out, /, *, context):
+        raise MemoryError
+
+
+@pytest.fixture(autouse=True)
+def _no_contexts():
+    contexts.clear()
+
+
+@pytest.fixture
+def registry():
+    from importlib.metadata import entry_points
+
+    groups = ("penstock.providers", "penstock.codecs", "penstock.backends")
+    ours = [e for group in groups for e in entry_points(group=group)]
+    own = [
+        EntryPoint(cls.name, f"{__name__}:{cls.__name__}", "penstock.codecs")
+        for cls in (Half, Careless, Never, Starved)
+    ]
+    return Registry([*ours, *own])
+
+
+@pytest.fixture
+def opened(tmp_path, registry):
+    """Opens the run with rules."""
+
+    def opened(*rules, **options):
+        return penstock.Checkpointer(
+            f"posix://{tmp_path}/run",
+            registry=registry,
+            rules=[{"match": match, "codecs": list(codecs)} for match, *codecs in rules],
+            **options,
+        )
+
+    return opened
+
+
+def rounded(tensor):
+    """What the lossy codec makes of float32."""
+    return ((tensor.view(torch.int32) >> 16) << 16).view(torch.float32)
+
+
+@pytest.mark.parametrize("chain", [["half"], ["half", "zstd"], ["zstd", "careless"]])
+@pytest.mark.parametrize("size", [100, 700_000])
+def test_what_a_lossy_codec_wrote_is_read_with_its_neighbours(opened, chain, size):
+    torch.manual_seed(0)
+    state = {"w": torch.randn(size), "other": torch.ones(3), "epoch": 7}
+    if chain[0] == "zstd":
+        chain = ["careless"]
+    with opened(("w", *chain)) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        tree = ckpt.load(1)
+        assert torch.equal(tree["other"], state["other"])
+        assert tree["epoch"] == 7
+        if chain[0] == "half":
+            assert torch.equal(tree["w"], rounded(state["w"]))
+        assert not torch.equal(tree["w"], state["w"])
+        assert ckpt.verify(1).ok
+
+
+def test_damage_behind_a_lossy_codec_is_found(opened, tmp_path):
+    with opened(("w", "half")) as ckpt:
+        ckpt.save({"w": torch.randn(5000)}, step=1, mode="blocking")
+        [blob] = (tmp_path / "run").glob("data/*/blobs/*.enc")
+        data = bytearray(blob.read_bytes())
+        data[77] ^= 4
+        blob.write_bytes(data)
+        assert not ckpt.verify(1).ok
+        with pytest.raises(DamagedError, match="w"):
+            ckpt.load(1)
+
+
+def test_a_value_never_goes_through_a_lossy_codec(opened):
+    state = {"w": torch.arange(40.0), "note": "a text of some length", "epoch": 1}
+    with opened(("**", "careless", "zstd")) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        tree = ckpt.load(1)
+    assert (tree["note"], tree["epoch"]) == (state["note"], 1)
+
+
+def test_small_tensors_reach_codecs_as_what_they_are(opened):
+    state = {f"{n}": torch.randn(300) for n in range(4)}
+    state |= {f"b{n}": torch.randn(50).bfloat16() for n in range(3)}
+    state |= {"flags": torch.zeros(8, dtype=torch.bool), "rows": torch.arange(10)}
+    with opened(("**", "half", "zstd")) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        tree = ckpt.load(1)
+        assert ckpt.verify(1).ok
+    assert {c.dtype for c in contexts} == {"float32", "bfloat16", "bool", "int64"}
+    slab = next(c for c in contexts if c.dtype == "float32")
+    assert slab.shape == (slab.raw_length // 4,)
+    for name, tensor in state.items():
+        wanted = rounded(tensor) if tensor.dtype == torch.float32 else tensor
+        assert torch.equal(tree[name], wanted), name
+
+
+@pytest.mark.parametrize("sizes", [[300, 300, 300], [700_001], [5_000_000]])
+def test_what_all_codecs_decline_is_stored_as_it_is(opened, sizes):
+    state = {f"{n}": torch.randn(size) for n, size in enumerate(sizes)}
+    with opened(("**", "never")) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        template = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        ckpt.restore(template)
+        assert ckpt.verify(1).ok
+        part = ckpt.open(1).read("0", slice(10, 20))
+    assert all(torch.equal(template[name], state[name]) for name in state)
+    assert torch.equal(part, state["0"][10:20])
+
+
+def test_the_rest_of_a_chain_stores_what_one_codec_declines(opened):
+    state = {"zeros": torch.zeros(900_000, dtype=torch.int64), "w": torch.randn(900_000)}
+    with opened(("**", "half", "zstd")) as ckpt:
+        report = ckpt.save(state, step=1, mode="blocking").result()
+        tree = ckpt.load(1)
+    assert torch.equal(tree["zeros"], state["zeros"])
+    assert torch.equal(tree["w"], rounded(state["w"]))
+    assert report.bytes_stored < report.bytes_raw / 2  # zstd took what `half` did not
+
+
+def test_too_little_memory_while_decoding_is_no_damage(opened):
+    with opened(("w", "zstd")) as ckpt:
+        ckpt.save({"w": torch.ones(5000)}, step=1, mode="blocking")
+    with opened(("w", "starved")) as ckpt:
+        ckpt.save({"w": torch.ones(5000)}, step=2, mode="blocking")
+        with pytest.raises(PenstockError, match="MemoryError") as raised:
+            ckpt.load(on_damage="fallback")
+        assert not isinstance(raised.value, DamagedError)
+
+
+def test_what_zstd_says_of_memory_is_told_from_damage(monkeypatch):
+    from penstock.codecs.zstd import ZstdCodec, ZstdConfig
+    from penstock.core.abc import CodecContext
+    from penstock.core.format.zstd import decompress
+
+    def starved(*_, **__):
+        raise zstandard.ZstdError("zstd decompress error: Allocation error : not enough memory")
+
+    frame = zstandard.compress(bytes(100))
+    monkeypatch.setattr(zstandard, "frame_content_size", starved)
+    monkeypatch.setattr(zstandard, "get_frame_parameters", starved)
+    with pytest.raises(MemoryError):
+        decompress(frame, "a record")
+    context = CodecContext("uint8", 1, (100,), 0, 100)
+    codec = ZstdCodec(ZstdConfig())
+    with pytest.raises(MemoryError):
+        codec.decode(memoryview(frame), memoryview(bytearray(100)), context=context)
+
+
+def saved_with_a_codec_that_is_gone(tmp_path):
+    class Own(ZstdCodec):
+        api_version = 1
+        name = "own"
+
+    registry = Registry()
+    registry.register(Own)
+    rules = [{"match": "w", "codecs": ["own"]}]
+    with penstock.Checkpointer(f"posix://{tmp_path}/run", registry=registry, rules=rules) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"w": torch.arange(9000.0), "b": torch.ones(9)}, step, mode="blocking")
+    return tmp_path / "run"
+
+
+def test_verify_goes_on_behind_a_codec_that_is_missing(capsys, monkeypatch, tmp_path):
+    call = caller(capsys, monkeypatch)
+    run = saved_with_a_codec_that_is_gone(tmp_path)
+    blobs = sorted((tmp_path / "run").glob("data/*/blobs/*.enc"), key=os.path.getmtime)
+    blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
+    found = call("verify", run, "--all")
+    assert found.code == 1
+    whole = f"://{run}: stored bytes are whole; decoding not checked: no codec called 'own'"
+    assert [x for x in found.out.splitlines() if x.startswith("step 1 of ") and whole in x]
+    assert "checksum of the frame at" in found.out
+    assert "step 2 is damaged" in found.out
+    assert "step 3 of" in found.out
+    assert "3 checkpoints verified, 1 damaged, 2 not decoded" in found.out
+    reports = call("verify", run, "--all", "--json").json["reports"]
+    assert [report["ok"] for report in reports] == [True, False, True]
+    assert "no codec called 'own' is installed" in reports[0]["not_decoded"][0]
+
+
+def test_verify_by_code_says_what_it_could_not_decode(tmp_path):
+    run = saved_with_a_codec_that_is_gone(tmp_path)
+    with penstock.Checkpointer(run) as ckpt:
+        report = ckpt.verify(1)
+        assert report.ok
+        assert report.frames == 2
+        assert "no codec called 'own' is installed" in report.not_decoded[0]
+        with pytest.raises(PluginError, match="no codec called 'own'"):
+            ckpt.load(1)

@@ -1,0 +1,255 @@
+"""Training after a restore into fresh objects is bit-identical to training that never stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests import interpreters
+from tests.integration.jobs import (
+    Accumulation,
+    Averaged,
+    Clashing,
+    Compiled,
+    Job,
+    MixedOptimizer,
+    Scaled,
+    SparseJob,
+    StatefulLoader,
+    TwoOptimizers,
+    with_closure,
+    with_optimizer,
+)
+from tests.integration.support import Run, memory, place_of
+from tests.integration.training import SMALL, differences
+from torch import nn
+
+import penstock
+
+STEPS, AT = 7, 3  # an odd place: in the middle of an epoch and of an accumulation
+
+MODES = ["blocking", "async", "lazy"]
+
+JOBS = {
+    "sgd momentum": with_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam amsgrad": with_optimizer(torch.optim.Adam, amsgrad=True),
+    "adamw": with_optimizer(torch.optim.AdamW, foreach=False),
+    "adamw foreach": with_optimizer(torch.optim.AdamW, foreach=True),
+    "adamw fused": with_optimizer(torch.optim.AdamW, fused=True),
+    "adafactor": with_optimizer(torch.optim.Adafactor),
+    "nadam": with_optimizer(torch.optim.NAdam),
+    "adagrad": with_optimizer(torch.optim.Adagrad),
+    "adadelta": with_optimizer(torch.optim.Adadelta),
+    "adamax": with_optimizer(torch.optim.Adamax),
+    "radam": with_optimizer(torch.optim.RAdam),
+    "rmsprop": with_optimizer(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "asgd": with_optimizer(torch.optim.ASGD),
+    "rprop": with_optimizer(torch.optim.Rprop),
+    "lbfgs": with_closure(torch.optim.LBFGS, max_iter=3, history_size=4),
+    "sparse adam": SparseJob,
+    "bf16 weights, fp32 state": MixedOptimizer,
+    "compiled": Compiled,
+    "scaler": Scaled,
+    "scaler disabled": lambda seed: Scaled(seed, enabled=False),
+    "accumulation": Accumulation,
+    "averaged": Averaged,
+    "two optimizers": TwoOptimizers,
+    "names that clash": Clashing,
+}
+needs_torchdata = pytest.mark.skipif(
+    importlib.util.find_spec("torchdata") is None, reason="needs torchdata"
+)
+if hasattr(torch.optim, "Muon"):
+    JOBS["muon"] = with_optimizer(torch.optim.Muon, only_matrices=True)
+
+
+def uninterrupted(make):
+    job = make(0)
+    losses = [job.step() for _ in range(STEPS)]
+    return losses, job.snapshot()
+
+
+# Of torchdata, under a newer torch.
+torchdata_warns = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+@torchdata_warns
+@pytest.mark.parametrize(
+    "make",
+    [*JOBS.values(), pytest.param(StatefulLoader, marks=needs_torchdata)],
+    ids=[*JOBS.keys(), "torchdata loader"],
+)
+def test_training_goes_on_as_if_it_had_never_stopped(make):
+    losses, end = uninterrupted(make)
+    assert len(set(losses)) == STEPS
+    with penstock.Checkpointer(memory(), **SMALL) as ckpt:
+        job = make(0)
+        assert [job.step() for _ in range(AT)] == losses[:AT]
+        ckpt.save(job.state, AT, mode="lazy")
+        assert [job.step() for _ in range(STEPS - AT)] == losses[AT:], "saving disturbed training"
+        assert not differences(job.snapshot(), end)
+        ckpt.wait()
+        for seed, trained in ((1, 0), (2, 2)):  # never stepped, and with a state of its own
+            fresh = make(seed)
+            for _ in range(trained):
+                fresh.step()
+            report = ckpt.restore(fresh.state)
+            fresh.restored()
+            assert report.step == AT
+            assert not report.missing
+            assert not report.unexpected
+            assert [fresh.step() for _ in range(STEPS - AT)] == losses[AT:]
+            assert not differences(fresh.snapshot(), end)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rules", [[], [{"match": "**", "codecs": ["zstd"]}]], ids=["raw", "zstd"])
+def test_every_mode_resumes_exactly(mode, rules):
+    make = JOBS["adamw"]
+    losses, end = uninterrupted(make)
+    with penstock.Checkpointer(memory(), mode=mode, rules=rules, **SMALL) as ckpt:
+        job = make(0)
+        for step in range(1, STEPS + 1):
+            assert job.step() == losses[step - 1]
+            ckpt.save(job.state, step)
+        ckpt.wait()
+        for step in range(1, STEPS + 1):
+            fresh = make(9)
+            ckpt.restore(fresh.state, step)
+            assert [fresh.step() for _ in range(STEPS - step)] == losses[step:]
+            assert not differences(fresh.snapshot(), end)
+
+
+def test_a_compiled_model_and_a_plain_one_share_checkpoints():
+    losses, end = uninterrupted(Compiled)
+    with penstock.Checkpointer(memory(), **SMALL) as ckpt:
+        job = Compiled(0)
+        for _ in range(AT):
+            job.step()
+        ckpt.save(job.state, AT).result()
+        plain = Compiled(5, compiled=False)
+        ckpt.restore(plain.state)
+        assert [plain.step() for _ in range(STEPS - AT)] == losses[AT:]
+        assert not differences(plain.snapshot(), end)
+
+
+@needs_torchdata
+@torchdata_warns
+def test_a_save_before_the_first_batch_resumes_exactly_wherever_rng_stands():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make(seed):
+        torch.manual_seed(seed)
+        loader = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
+        return {"rng": penstock.Rng(), "loader": loader}
+
+    def go_on(state, before_batches=lambda: None):
+        batches = iter(state["loader"])
+        before_batches()
+        return [batch.tolist() for batch in batches], torch.rand(3).tolist()
+
+    with penstock.Checkpointer(memory()) as ckpt:
+        state = make(0)
+        # Asked for its state, the loader makes an iterator, which draws.
+        ckpt.save(state, 1, mode="blocking")
+        expected = go_on(state)
+        fresh = make(5)
+        ckpt.restore(fresh, exclude="rng/**")
+        assert go_on(fresh, lambda: ckpt.restore(fresh, include="rng/**")) == expected
+
+
+def test_a_fallback_to_an_older_checkpoint_leaves_random_state_as_stored(tmp_path):
+    class Draws:
+        """Draws whenever its state is asked for."""
+
+        def state_dict(self):
+            torch.rand(1)
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    def make():
+        model = nn.Linear(100, 100)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        return {"rng": penstock.Rng(), "draws": Draws(), "model": model, "opt": optimizer}
+
+    run = Run(tmp_path)
+    with run.open() as ckpt:
+        state = make()
+        state["model"](torch.ones(1, 100)).sum().backward()
+        state["opt"].step()
+        for step in (1, 2):
+            ckpt.save(state, step).result()
+        ckpt.restore(make(), 1)
+        expected = torch.rand(3)
+        place = place_of(ckpt.open(2), "opt/state/weight/momentum_buffer")
+        run.flip(place.blob, place.offset)
+        assert ckpt.restore(make(), on_damage="fallback").fell_back_from == (2,)
+        assert torch.equal(torch.rand(3), expected)
+
+
+@needs_torchdata
+@torchdata_warns
+def test_a_new_process_resumes_exactly(tmp_path):
+    losses, _ = uninterrupted(StatefulLoader)
+    job = StatefulLoader(0)
+    for _ in range(AT):
+        job.step()
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(job.state, AT)  # closing waits for it
+    program = (
+        "import json, sys, penstock\n"
+        "from tests.integration.jobs import StatefulLoader\n"
+        "job = StatefulLoader(4)\n"
+        "with penstock.Checkpointer(sys.argv[1]) as ckpt:\n"
+        "    step = ckpt.restore(job.state).step\n"
+        "print(json.dumps([job.step() for _ in range(step, int(sys.argv[2]))]))\n"
+    )
+    done = interpreters.run("-c", program, tmp_path / "run", STEPS, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == losses[AT:]
+
+
+def test_gradients_in_mid_cycle_are_lost_without_grads():
+    """Shows that `Grads` is what makes accumulation exact, and that nothing else hides it."""
+    losses, _ = uninterrupted(Accumulation)
+    with penstock.Checkpointer(memory(), **SMALL) as ckpt:
+        job = Accumulation(0)
+        for _ in range(AT):
+            job.step()
+        assert any(p.grad is not None for p in job.model.parameters())
+        ckpt.save(job.state, AT).result()
+        fresh = Accumulation(1)
+        ckpt.restore(fresh.state, exclude="grads")
+        assert [fresh.step() for _ in range(STEPS - AT)] != losses[AT:]
+
+
+def test_without_the_random_state_dropout_differs():
+    losses, _ = uninterrupted(Job)
+    with penstock.Checkpointer(memory(), **SMALL) as ckpt:
+        job = Job(0)
+        for _ in range(AT):
+            job.step()
+        ckpt.save(job.state, AT).result()
+        fresh = Job(1)
+        ckpt.restore(fresh.state, exclude="rng")
+        assert [fresh.step() for _ in range(STEPS - AT)] != losses[AT:]
+
+
+def test_restoring_the_optimizer_alone_leaves_the_model(tmp_path):
+    job = Job(0)
+    for _ in range(AT):
+        job.step()
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(job.state, AT).result()
+        fresh = Job(1)
+        before = fresh.snapshot()
+        ckpt.restore(fresh.state, include="optimizer")
+        after = fresh.snapshot()
+        assert not differences(after["model"], before["model"])
+        assert not differences(after["optimizer"], job.snapshot()["optimizer"])
+        assert isinstance(fresh.model, nn.Module)

@@ -1,0 +1,262 @@
+"""A store that never answers again: the save is given up, training goes on, everything ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tests.integration.support import memory, run_program, same
+from tests.integration.training import SMALL
+
+from penstock import (
+    BusyError,
+    Checkpointer,
+    CommitUnknownError,
+    RestoreError,
+    StorageTimeoutError,
+)
+from penstock.core.concurrency.workers import Workers
+from penstock.core.storage.time_limited import PatientBackend
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.timing import ShiftedClock
+
+OPTIONS = {**SMALL, "rules": [{"match": "encoded", "codecs": ["zstd"]}], "io_timeout_s": 1.5}
+OPERATIONS = [
+    "create .raw",
+    "create .enc",
+    "write .raw",
+    "write .enc",
+    "seal .raw",
+    "seal .enc",
+    "publish intent",
+    "publish parts/",
+    "publish index",
+    "stat intent",
+    "publish commits/",
+]
+
+
+def make(number):
+    flat = torch.arange(9000.0) + number
+    return {"raw": flat, "encoded": -flat, "optimizer": torch.optim.SGD([flat]), "number": number}
+
+
+def plain(ckpt, step):
+    return ckpt.load(step, include=["raw", "encoded", "number"])
+
+
+def expected(step):
+    return {key: value for key, value in make(step).items() if key != "optimizer"}
+
+
+@pytest.fixture
+def clock(waits):
+    clock = ShiftedClock()
+    waits(clock=clock, interrupt_s=0.01, poll_s=0.05)
+    return clock
+
+
+class Stuck:
+    """A checkpointer whose save of step 2 meets a call that hangs, for as long as `gate` says."""
+
+    def __init__(self, stack, on_busy, operation, gate):
+        name, _, match = operation.partition(" ")
+        self.inner = memory()
+        store = FaultyBackend(self.inner)
+        self.ckpt = stack.enter_context(Checkpointer(store, on_busy=on_busy, **OPTIONS))
+        self.ckpt.save(make(1), 1).result()
+        fault = store.block(name, gate, match=match)
+        self.state = make(2)
+        self.handle = self.ckpt.save(self.state, 2)
+        assert fault.reached.wait(60)
+        store.clear()  # only that one call hangs
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_that_hangs_costs_that_save_and_never_training(operation, gate, waits):
+    late = threading.Event()
+    clock = ShiftedClock(lambda: 1e6 if late.is_set() else 0.0)
+    waits(clock=clock, poll_s=0.05, release_s=0.01)  # nor does anybody wait for its memory
+    given_up = CommitUnknownError if "commits" in operation else StorageTimeoutError
+    with ExitStack() as stack:
+        stack.callback(gate.set)
+        wait, skip, refuse = stuck = [
+            Stuck(stack, on_busy, operation, gate) for on_busy in ("wait", "skip", "raise")
+        ]
+        assert skip.ckpt.save(make(3), 3).skipped
+        with pytest.raises(BusyError, match="step 2 is still under way"):
+            refuse.ckpt.save(make(3), 3)
+        for each in stuck:
+            assert not each.handle.done()
+            each.state["optimizer"].step()  # does not wait: all is captured
+        late.set()
+        with pytest.raises(given_up, match=r"step 2.*io_timeout_s=1\.5") as caught:
+            wait.ckpt.save(make(3), 3)
+        assert "the save of step 3 has started" in caught.value.__notes__[0]
+        wait.ckpt.wait()
+        for each in (skip, refuse):
+            with pytest.raises(given_up, match=r"memory://.*io_timeout_s=1\.5"):
+                each.handle.result(60)
+            each.ckpt.save(make(3), 3).result(60)
+        for each in stuck:
+            each.ckpt.close()  # although the call still hangs
+            with Checkpointer(each.inner) as fresh:
+                assert fresh.steps() == [1, 3]
+                assert all(same(plain(fresh, step), expected(step)) for step in (1, 3))
+                assert all(fresh.verify(step, deep=True).ok for step in (1, 3))
+
+
+# -- for ever --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [".raw", ".enc"])
+def test_a_read_that_hangs_ends_the_restore_and_touches_nothing_else(which, gate, clock):
+    store = FaultyBackend(memory())
+    with Checkpointer(store, **OPTIONS) as ckpt:
+        ckpt.save(make(1), 1).result()
+        faults = []
+        clock.ahead_s = lambda: 1e6 * sum(fault.reached.is_set() for fault in faults)
+
+        def block():
+            store.clear()
+            faults.append(store.block("read", gate, match=which))
+
+        for read in (lambda: ckpt.restore(expected(5), 1), lambda: ckpt.load(1)):
+            block()
+            with pytest.raises(
+                RestoreError, match=rf"step 1.*io_timeout_s=1\.5.*{which}"
+            ) as caught:
+                read()
+            assert isinstance(caught.value.__cause__, StorageTimeoutError)
+        block()
+        with pytest.raises(StorageTimeoutError, match=which):
+            ckpt.verify(1)
+        store.clear()
+        gate.set()
+        assert same(plain(ckpt, 1), expected(1))
+        assert ckpt.verify(1).ok
+
+
+ASKING = {
+    "save": (lambda c: c.save(make(2), 2), ["list"]),
+    "steps": (lambda c: c.steps(), ["list"]),
+    "latest": (lambda c: c.latest(), ["list"]),
+    "info": (lambda c: c.info(1), ["list", "read commits/"]),
+    "restore": (lambda c: c.restore(expected(5), 1), ["list", "read commits/", "read parts/"]),
+    "load": (lambda c: c.load(), ["list", "read commits/", "read parts/"]),
+    "open": (lambda c: c.open().read("raw"), ["list", "read commits/", "read index"]),
+    "verify": (lambda c: c.verify(1, deep=False), ["list", "read commits/", "stat"]),
+    "delete": (lambda c: c.delete(1), ["list", "read commits/"]),
+    "prune": (lambda c: c.prune(), ["list", "read commits/"]),
+    "rewind": (lambda c: c.rewind(1), ["list"]),
+}
+
+
+def time_flies(clock, fault):
+    """From the moment at which a call hangs, so that nothing else can come too late."""
+    clock.ahead_s = lambda: 1e6 if fault.reached.is_set() else 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "operation"),
+    [(call, operation) for call, (_, operations) in ASKING.items() for operation in operations],
+)
+def test_what_hangs_in_the_foreground_ends_and_leaves_all_as_it_was(call, operation, gate, clock):
+    store = FaultyBackend(memory())
+    with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
+        ckpt.save(make(1), 1).result()
+        name, _, match = operation.partition(" ")
+        fault = store.block(name, gate, match=match)
+        time_flies(clock, fault)
+        with pytest.raises(StorageTimeoutError, match=r"memory://.*600 s \(io_timeout_s\).*stuck"):
+            ASKING[call][0](ckpt)
+        assert fault.reached.is_set()
+        store.clear()  # while the one call still hangs
+        assert ckpt.steps() == [1]
+        assert same(plain(ckpt, 1), expected(1))
+        ckpt.save(make(2), 2).result(60)
+        assert ckpt.verify(2, deep=True).ok
+
+
+@pytest.mark.parametrize("count", [1, 2500])
+def test_a_delete_that_hangs_ends_whatever_it_was_to_delete(count, gate, clock):
+    store = FaultyBackend(memory())
+    names = [f"data/{number}" for number in range(count)]
+    for name in names:
+        store.publish(name, b"")
+    threads = Workers(1)
+    patient = PatientBackend(store, threads, 600.0)
+    time_flies(clock, store.block("delete", gate, match=names[-1]))
+    with pytest.raises(StorageTimeoutError, match=r"to delete data/.*may still happen"):
+        patient.delete(names)
+    left = len(store.list("data/"))
+    assert left == (count - 1) % 1000 + 1  # all calls before that one were made
+    threads.close()
+
+
+PROGRAM = """
+import sys, threading, logging
+from contextlib import ExitStack
+from tests.integration.faults import test_hanging_store as test
+from penstock import Checkpointer, PenstockError
+from penstock.core.concurrency.timing import Timing, timing_in_force
+from penstock.core.testing.faults import FaultyBackend
+
+logging.getLogger("penstock").setLevel(logging.CRITICAL)
+stack = ExitStack()
+stack.enter_context(timing_in_force(Timing(poll_s=0.05, release_s=0.01, interrupt_s=0.01)))
+never = threading.Event()
+open_ones = []
+for operation in [*test.OPERATIONS, "read .raw", "read .enc"]:
+    name, _, match = operation.partition(" ")
+    store = FaultyBackend(test.memory())
+    ckpt = Checkpointer(store, **test.OPTIONS)
+    ckpt.save(test.make(1), 1).result()
+    store.block(name, never, match=match)
+    open_ones.append((operation, ckpt, None if name == "read" else ckpt.save(test.make(2), 2)))
+for operation, ckpt, handle in open_ones:
+    try:
+        handle.result() if handle else ckpt.load(1)
+    except PenstockError as error:
+        print(operation, type(error).__name__, flush=True)
+    if operation != "seal .enc":  # that one is left to the exit
+        ckpt.close()
+print("over", flush=True)
+"""
+
+
+def test_an_interpreter_exits_although_calls_of_every_kind_hang():
+    done = run_program(PROGRAM, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = [f"{o} StorageTimeoutError" for o in OPERATIONS[:-1]]
+    told += [
+        f"{OPERATIONS[-1]} CommitUnknownError",
+        "read .raw RestoreError",
+        "read .enc RestoreError",
+    ]
+    assert done.stdout.splitlines() == [*told, "over"]
+
+
+def test_a_deletion_that_was_given_up_takes_nothing_that_was_saved_since(gate, clock):
+    """Its request may be carried out at any later moment."""
+    store = FaultyBackend(memory())
+    with Checkpointer(store, rules=OPTIONS["rules"]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(make(step), step).result(60)
+        fault = store.block("delete", gate, match="commits/")
+        time_flies(clock, fault)
+        with pytest.raises(StorageTimeoutError, match="may still happen"):
+            ckpt.rewind(1)
+        store.clear()
+        assert ckpt.rewind(1) == [2]
+        assert ckpt.save(make(5), 2).result(60).generation == 1
+        gate.set()
+        while [t for t in threading.enumerate() if t.name == "penstock-delete"]:
+            time.sleep(0.01)
+        assert ckpt.steps() == [1, 2]
+        assert same(plain(ckpt, 2), expected(5))
+        ckpt.rewind(1)
+        assert ckpt.save(make(6), 2).result(60).generation == 0  # nothing is in doubt any more

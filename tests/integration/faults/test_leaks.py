@@ -1,0 +1,349 @@
+"""Nothing piles up: files, threads, memory, staging, garbage; however a cycle ends.
+
+`PENSTOCK_LEAK_CYCLES=1000` runs more of them than the suite does; `-s` prints what was measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.support import Run, place_of, same
+from tests.integration.training import penstock_threads
+
+from penstock import (
+    Checkpointer,
+    CheckpointNotFoundError,
+    DamagedError,
+    PenstockError,
+    StepExistsError,
+    StorageError,
+    UnsupportedStateError,
+)
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import FaultyBackend
+
+CYCLES = int(os.environ.get("PENSTOCK_LEAK_CYCLES", "24"))
+WARM_UP = 6
+STATE_BYTES = 1 << 20
+# Far less than a state for each cycle, and more than the allocator's moods.
+RSS_LIMIT_BYTES = 12 << 20
+OPTIONS = {
+    "chunk_bytes": 1 << 18,
+    "block_bytes": 1 << 16,
+    "workers": 2,
+    "rules": [{"match": "encoded", "codecs": ["zstd"]}],
+}
+
+
+def entries(folder):
+    return sum(1 for _ in Path(folder).iterdir())
+
+
+class Bench:
+    """A run with one checkpoint, and a store that can be made to fail."""
+
+    def __init__(self, url, root):
+        self.url = url
+        self.run = Run(root)
+        self.store = FaultyBackend(open_backend(url))
+        self.ckpt = Checkpointer(self.store, **OPTIONS)
+        half = STATE_BYTES // 8
+        self.state = {"raw": torch.arange(half).float(), "encoded": torch.arange(half).int()}
+        self.state["note"] = "x" * 1000
+        self.step = 1
+        self.ckpt.save(self.state, 1, mode="blocking")
+        self.target = {**{k: v.clone() for k, v in self.state.items() if k != "note"}, "note": ""}
+        self.place = place_of(self.ckpt.open(1), "raw")
+
+    def next(self):
+        self.step += 1
+        return self.step
+
+
+def save(bench, number):
+    """Saves, and retention by hand, as a run does for weeks."""
+    mode = ("async", "blocking", "lazy")[number % 3]
+    bench.ckpt.save(bench.state, bench.next(), mode=mode).result()
+    bench.ckpt.delete(bench.step)
+
+
+def save_that_fails(bench, number):
+    faults = ["create", "write", "seal", "publish intent", "publish parts/", "publish index"]
+    operation, _, match = faults[number % len(faults)].partition(" ")
+    bench.store.fail(operation, match=match)
+    handle = bench.ckpt.save(bench.state, bench.next())
+    with pytest.raises(StorageError, match="simulated"):
+        handle.result()
+    bench.ckpt.wait()
+    bench.store.clear()
+    # What failed behind its seal is left to prune.
+    with Checkpointer(bench.store, grace_s=1e-6) as ckpt:
+        while entries(bench.run.root / "data") > 1:
+            ckpt.prune()
+
+
+def save_that_is_refused(bench, number):
+    with pytest.raises(StepExistsError):
+        bench.ckpt.save(bench.state, 1)
+    with pytest.raises(UnsupportedStateError):
+        bench.ckpt.save({**bench.state, "lock": threading.Lock()}, bench.step + 1)
+
+
+def save_with_little_staging(bench, number):
+    with Checkpointer(bench.store, **OPTIONS, staging_bytes=0) as ckpt:
+        ckpt.save(bench.state, bench.next()).result()
+        ckpt.delete(bench.step)
+        assert ckpt._saver.staging.used_bytes == 0
+
+
+def overwrite(bench, number):
+    bench.ckpt.save(bench.state, 1, overwrite=True).result()
+
+
+def restore(bench, number):
+    bench.ckpt.restore(bench.target, 1)
+    assert same(bench.ckpt.load(1), bench.target)
+
+
+def restore_of_damage(bench, number):
+    offset = bench.place.offset + number % bench.place.length
+    bench.run.flip(bench.place.blob, offset)
+    with pytest.raises(DamagedError, match="raw"):
+        bench.ckpt.restore(bench.target, 1)
+    with pytest.raises(DamagedError, match="raw"):
+        bench.ckpt.load(1)
+    assert not bench.ckpt.verify(1).ok
+    bench.run.flip(bench.place.blob, offset)
+
+
+def restore_that_fails(bench, number):
+    bench.store.fail("read", nth=1 + number % 3)
+    with pytest.raises(PenstockError):
+        bench.ckpt.restore(bench.target, 1)
+    bench.store.clear()
+    with pytest.raises(CheckpointNotFoundError):
+        bench.ckpt.restore(bench.target, 999_999)
+
+
+def open_and_read(bench, number):
+    opened = bench.ckpt.open(1)
+    assert torch.equal(opened["raw"], bench.state["raw"])
+    assert opened.read("encoded").numel() == bench.state["encoded"].numel()
+
+
+def verify(bench, number):
+    assert bench.ckpt.verify(1).ok
+
+
+def prune(bench, number):
+    assert bench.ckpt.prune().uids == ()
+
+
+def a_checkpointer_of_its_own(bench, number):
+    """As an evaluation that polls a run."""
+    with Checkpointer(bench.url, **OPTIONS) as ckpt:
+        ckpt.save(bench.state, bench.next(), mode="async")
+        ckpt.wait()
+        assert same(ckpt.load(), bench.state)
+        ckpt.delete(bench.step)
+
+
+WAYS = [
+    save,
+    save_that_fails,
+    save_that_is_refused,
+    save_with_little_staging,
+    overwrite,
+    restore,
+    restore_of_damage,
+    restore_that_fails,
+    open_and_read,
+    verify,
+    prune,
+    a_checkpointer_of_its_own,
+]
+
+
+def let_saves_end():
+    """Wait for the threads of saves: some have a few more lines to run when a save is durable."""
+    for thread in threading.enumerate():
+        if thread.name in {"penstock-save", "penstock-watch", "penstock-capture"}:
+            thread.join()
+
+
+def resources(bench):
+    """What there is of everything that could leak."""
+    let_saves_end()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            links.append(str(path.readlink()))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "fds": len(links),
+        "rings": sum("io_uring" in link for link in links),
+        "memfds": sum("memfd:" in link for link in links),
+        "memfd maps": sum("memfd:" in line for line in maps),
+        # Without tensors that other tests, of other workers too, share between processes.
+        "shm": sum(not p.name.startswith("torch_") for p in Path("/dev/shm").iterdir()),
+        "data": entries(bench.run.root / "data"),
+        "commits": entries(bench.run.root / "commits"),
+        "staging used": bench.ckpt._saver.staging.used_bytes,
+        "staging": bench.ckpt._saver.staging.allocated_bytes,
+        "threads": len(penstock_threads()),
+        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_cycle_leaves_nothing_behind(way, kind, tmp_path, monkeypatch):
+    # pytest keeps all records; an error in one holds what stood in the frames it passed.
+    monkeypatch.setattr(logging.getLogger("penstock"), "propagate", False)
+    root = tmp_path / "run"
+    bench = Bench(f"{kind}://{root}", root)
+    with bench.ckpt:
+        for number in range(WARM_UP):
+            way(bench, number)
+        before = resources(bench)
+        for number in range(CYCLES):
+            way(bench, number)
+        after = resources(bench)
+        print(f"{kind} {way.__name__}: {CYCLES} cycles, {before} -> {after}")
+        assert after.pop("rss") - before.pop("rss") < RSS_LIMIT_BYTES
+        # Pools make their threads when they want them: those of ours, and of the store.
+        assert after.pop("threads") <= before.pop("threads") + OPTIONS["workers"] + 2
+        assert after.pop("staging used") == before.pop("staging used") == 0
+        assert after == before
+        assert same(bench.ckpt.load(1), bench.state)
+    bench.store.close()
+
+
+# -- what a checkpointer gives back, and what it makes the interpreter do --------------------------
+
+
+def arenas(ckpt):
+    """Its staging memory, which is there once it has saved."""
+    found = [arena.memory for arena in ckpt._saver.staging._arenas]
+    assert found
+    return found
+
+
+@pytest.fixture
+def no_collections():
+    """What is freed here is freed at once, not by the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["async", "lazy"])
+def test_closing_gives_staging_memory_back(mode, no_collections):
+    state = {"t": torch.zeros(300_000)}
+    with Checkpointer("memory://", mode=mode, defer="**") as ckpt:
+        handle = ckpt.save(state, 1)
+        handle.captured.result()
+        memory = arenas(ckpt)
+        handle.result()
+        assert not any(m.closed for m in memory)
+    assert all(m.closed for m in memory)
+
+
+def test_checkpointer_that_is_dropped_gives_staging_memory_back(no_collections):
+    ckpt = Checkpointer("memory://")
+    handle = ckpt.save({"t": torch.zeros(300_000)}, 1)
+    handle.result()
+    memory = arenas(ckpt)
+    let_saves_end()
+    alive = weakref.ref(ckpt)
+    del ckpt
+    assert alive() is None
+    assert all(m.closed for m in memory)
+    assert handle.result().step == 1
+
+
+def test_saving_many_tensors_starts_no_garbage_collection():
+    state = {f"t{n}": torch.zeros(4) for n in range(3000)}
+    started = []
+    me = threading.get_ident()
+    with Checkpointer("memory://", mode="lazy", defer="**") as ckpt:
+        ckpt.save({"first": 1}, 1).result()
+
+        def count(phase, info):
+            if threading.get_ident() == me:
+                started.append((phase, info))
+
+        gc.callbacks.append(count)
+        try:
+            handle = ckpt.save(state, 2)
+        finally:
+            gc.callbacks.remove(count)
+        assert not started
+        handle.result()
+        assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off_and_a_failed_save_leaves_it_on():
+    with Checkpointer("memory://") as ckpt:
+        with pytest.raises(UnsupportedStateError):
+            ckpt.save({"a": object()}, 1)
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            ckpt.save({"a": 1}, 1).result()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_worker_that_is_forked_while_state_is_asked_for_collects_garbage():
+    class Loader:
+        """Starts its workers where it is asked for its state before the first batch."""
+
+        def state_dict(self):
+            self.worker = os.fork()
+            if self.worker == 0:
+                os._exit(40 + gc.isenabled())
+            return {"at": 0}
+
+        def load_state_dict(self, state):
+            pass
+
+    loader = Loader()
+    with Checkpointer("memory://") as ckpt:
+        ckpt.save({"loader": loader}, 1).result()
+    _, status = os.waitpid(loader.worker, 0)
+    assert os.waitstatus_to_exitcode(status) == 41
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_seconds_cover_all_that_save_does(mode):
+    """Nothing is timed here: parts are compared with the whole."""
+    state = {f"t{n}": torch.zeros(4) for n in range(500)}
+    with Checkpointer("memory://", mode=mode, defer="**") as ckpt:
+        began = time.monotonic()
+        handle = ckpt.save(state, 1)
+        returned_s = time.monotonic() - began
+        seconds = handle.result().seconds
+        whole_s = time.monotonic() - began
+    assert 0 < seconds["plan"] <= seconds["blocked"] <= seconds["total"] <= whole_s
+    assert seconds["plan"] + seconds["capture"] <= seconds["total"]
+    assert seconds["blocked"] <= returned_s
+    if mode == "blocking":
+        assert seconds["blocked"] == seconds["total"]

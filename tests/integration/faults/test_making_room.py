@@ -1,0 +1,299 @@
+"""A full disk heals: overdue retention and leftovers of dead savers go before a save needs room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tests.integration.support import blank, checkpointer, make_state, memory, same
+
+from penstock import StorageError, StorageFullError
+from penstock.core.concurrency.processes import identity_of, is_over
+from penstock.core.concurrency.timing import SYSTEM_CLOCK
+from penstock.core.format.commit_record import decode_intent, encode_intent
+from penstock.core.format.records import (
+    IntentRecord,
+    blob_name,
+    data_uid,
+    index_name,
+    intent_name,
+    part_name,
+)
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+
+LEFT = "e" * 32
+
+
+class Small(WrapperBackend):
+    """A store with little room, which tells how much is left."""
+
+    def __init__(self, inner, room_bytes):
+        super().__init__(inner)
+        self.room_bytes = room_bytes
+
+    def free_bytes(self):
+        return self.room_bytes - sum(info.size_bytes for info in self.inner.list(""))
+
+    def create(self, name, /, *, size_hint=None):
+        if self.free_bytes() < (size_hint or 0):
+            msg = f"cannot write {name}: No space left on device (ENOSPC)"
+            raise StorageFullError(msg)
+        return super().create(name, size_hint=size_hint)
+
+
+@pytest.fixture
+def store():
+    return memory()
+
+
+@pytest.fixture(scope="module")
+def dead():
+    """What tells a process that has ended from all others."""
+    process = subprocess.Popen(["sleep", "600"])
+    identity = identity_of(process.pid)
+    process.kill()
+    process.wait()
+    return identity
+
+
+def test_a_process_is_over_when_it_has_ended_and_not_before(dead):
+    assert is_over(dead)
+    assert not is_over(identity_of(os.getpid()))
+    assert not is_over(identity_of(os.getppid()))
+    for text in ("", "x", f"{dead}/", dead.rpartition("-")[0], f"{dead.rpartition('/')[0]}/-1-5"):
+        assert not is_over(text)
+
+
+def test_no_process_has_an_identity_where_proc_is_of_another_pid_namespace():
+    """Its numbers are those of other processes there, which may end while this one runs."""
+    code = (
+        "import os, penstock.core.concurrency.processes as p; print([p.identity_of(os.getpid())])"
+    )
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--pid",
+        "--fork",
+        sys.executable,
+        "-c",
+        code,
+    ]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no namespaces can be made here")
+    assert done.stdout.strip() == "['']"
+
+
+def save(backend, *steps, **options):
+    with checkpointer(backend, **options) as ckpt:
+        for step in steps:
+            ckpt.save(make_state(step), step, mode="blocking")
+
+
+def leftover(store, process, *, place=None, sealed=False, size_bytes=1000):
+    """What a saver leaves that is killed while it writes; `sealed`: right before its record."""
+    place = store.url if place is None else place
+    now = SYSTEM_CLOCK.now_iso()
+    intent = IntentRecord(
+        LEFT, 99, host="h", started=now, refreshed=now, process=process, place=place
+    )
+    store.publish(intent_name(LEFT), encode_intent(intent))
+    names = [blob_name(LEFT, 0, 0, "raw")]
+    names += [part_name(LEFT, 0), index_name(LEFT)] if sealed else []
+    for name in names:
+        store.publish(name, bytes(size_bytes))
+
+
+def is_left(store):
+    return any(data_uid(info.name) == LEFT for info in store.list("data/"))
+
+
+def test_an_intent_says_which_process_saves_where(store):
+    with checkpointer(store) as ckpt:
+        uid = ckpt.save(make_state(1), 1, mode="blocking").result().uid
+        data = store.read_record(intent_name(uid), limit_bytes=1 << 20)
+        intent = decode_intent(data, intent_name(uid))
+        assert intent.process == identity_of(os.getpid())
+        assert intent.place == ckpt._backend.url
+    assert not is_over(intent.process)
+
+
+def test_overdue_retention_runs_before_the_first_save_and_not_at_opening(store):
+    save(store, 1, 2, 3, 4)
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
+        assert ckpt.steps() == [1, 2, 3, 4]
+        ckpt.restore(blank(make_state(0)), 2)
+        faulty.fail("publish", StorageFullError("no space left"), match="intent.json")
+        with pytest.raises(StorageFullError):
+            ckpt.save(make_state(5), 5, mode="blocking")
+        assert ckpt.steps() == [2, 4]  # restored from, and the newest
+        ckpt.rewind(2)
+        ckpt.save(make_state(30), 3, mode="blocking")
+        ckpt.wait()
+        assert ckpt.steps() == [2, 3]
+
+
+def test_what_a_save_overwrites_stays_until_it_has(store):
+    save(store, 1, 2, 3)
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
+        faulty.fail("publish", match="index")
+        with pytest.raises(StorageError):
+            ckpt.save(make_state(10), 1, mode="blocking", overwrite=True)
+        assert ckpt.steps() == [1, 3]
+        assert same(ckpt.load(1), make_state(1))
+
+
+def test_a_save_fits_where_retention_was_never_reached(store):
+    """Each process was killed after its commit: four checkpoints fill the store."""
+    save(store, 1, 2, 3, 4)
+    used = sum(info.size_bytes for info in store.list(""))
+    small = Small(store, used + 1000)
+    with pytest.raises(StorageFullError):
+        save(small, 5)
+    save(small, 5, retention={"keep_last": 1})
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [5]
+        assert same(ckpt.load(), make_state(5))
+
+
+@pytest.mark.parametrize(
+    ("does", "stays"),
+    [
+        ("died", False),
+        ("lives", True),
+        ("died elsewhere", True),
+        ("died in another namespace", True),
+        ("died, and was copied", True),
+        ("died right before its record", True),
+        ("is of an older release", True),
+    ],
+)
+def test_of_leftovers_those_go_at_once_that_are_a_dead_savers_of_this_machine(
+    does, stays, store, dead
+):
+    boot, space, process = dead.split("/")
+    identity = {
+        "lives": identity_of(os.getppid()),
+        "died elsewhere": "/".join((boot[::-1], space, process)),
+        "died in another namespace": "/".join((boot, space[:-2] + "9]", process)),
+        "is of an older release": "",
+    }.get(does, dead)
+    save(store, 1)
+    place = "memory://elsewhere" if does == "died, and was copied" else None
+    leftover(store, identity, place=place, sealed=does == "died right before its record")
+    with checkpointer(store) as ckpt:
+        assert is_left(store)  # not at opening
+        ckpt.save(make_state(2), 2, mode="blocking")
+        assert is_left(store) == stays
+        assert same(ckpt.load(1), make_state(1))
+        assert same(ckpt.load(2), make_state(2))
+
+
+def test_a_dead_savers_data_stays_while_no_record_can_be_read(store, dead):
+    """Of a run that is being copied over the one that it was copied from, say."""
+    leftover(store, dead)
+    save(store, 1)
+    assert is_left(store)
+
+
+def test_later_saves_make_room_when_they_are_short_of_it(store, dead):
+    save(store, 1)
+    size = sum(info.size_bytes for info in store.list(""))
+    small = Small(store, 5 * size + (4 << 20))
+    with checkpointer(small) as ckpt:
+        ckpt.save(make_state(2), 2, mode="blocking")
+        leftover(store, dead)
+        ckpt.save(make_state(3), 3, mode="blocking")
+        assert is_left(store)  # there is room enough
+        small.room_bytes = 5 * size
+        ckpt.save(make_state(4), 4, mode="blocking")
+        assert not is_left(store)
+
+
+def test_what_was_restored_from_goes_where_there_is_no_room_once_there_is_a_newer_one(store):
+    save(store, 6)
+    size = sum(info.size_bytes for info in store.list(""))
+    small = Small(store, 100 * size + (8 << 20))
+    with checkpointer(small, retention={"keep_last": 1}) as ckpt:
+        ckpt.restore(blank(make_state(6)))
+        ckpt.save(make_state(7), 7, mode="blocking")
+        ckpt.wait()
+        assert ckpt.steps() == [6, 7]  # there is room for what it was restored from
+        small.room_bytes = 3 * size
+        ckpt.save(make_state(8), 8, mode="blocking")
+        ckpt.wait()
+        assert ckpt.steps() == [8]
+        assert same(ckpt.load(8), make_state(8))
+
+
+def test_what_was_restored_from_stays_without_room_until_there_is_a_newer_one(store):
+    save(store, 6, 7)
+    with checkpointer(Small(store, 0), retention={"keep_last": 1}) as ckpt:
+        ckpt.restore(blank(make_state(6)), step=6)
+        with pytest.raises(StorageFullError):
+            ckpt.save(make_state(8), 8, mode="blocking")
+        assert ckpt.steps() == [6, 7]
+
+
+def test_a_full_store_is_cleaned_up_before_a_save_is_given_up(store, dead):
+    save(store, 1, 2, 3)
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
+        ckpt.save(make_state(4), 4, mode="blocking")
+        ckpt.wait()
+        leftover(store, dead)
+        faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"))
+        with pytest.raises(StorageFullError, match=r"ENOSPC.*was deleted now: save again"):
+            ckpt.save(make_state(5), 5, mode="blocking")
+        assert not is_left(store)
+        ckpt.save(make_state(5), 5, mode="blocking")
+        assert same(ckpt.load(5), make_state(5))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_full_store_is_told_with_what_prune_would_free(recorded, store):
+    if recorded:
+        save(store, 1)
+    leftover(store, "", size_bytes=3 << 20)
+    faulty = FaultyBackend(store)
+    faulty.fail("write", StorageFullError("No space left on device (ENOSPC)"), times=None)
+    way = "--grace 0s" if recorded else "--all --grace 0s"
+    with checkpointer(faulty) as ckpt:
+        said = rf"ENOSPC.*3.0 MiB could be freed by `penstock prune {store.url} {way}`, if no other"
+        with pytest.raises(StorageFullError, match=said):
+            ckpt.save(make_state(2), 2, mode="blocking")
+
+
+def test_a_full_store_is_told_what_prune_would_free_of_old_leftovers(store):
+    class Aged(FaultyBackend):
+        def list(self, prefix, /):
+            return [
+                replace(i, modified_s=1.0) if LEFT in i.name else i for i in super().list(prefix)
+            ]
+
+    save(store, 1)
+    leftover(store, "", size_bytes=3 << 20)
+    aged = Aged(store)
+    aged.fail("write", StorageFullError("No space left on device (ENOSPC)"))
+    said = rf"3.0 MiB could be freed by `penstock prune {store.url}`$"
+    with checkpointer(aged) as ckpt, pytest.raises(StorageFullError, match=said):
+        ckpt.save(make_state(2), 2, mode="blocking")
+
+
+def test_housekeeping_that_fails_is_logged_and_never_the_saves(store, caplog):
+    save(store, 1, 2)
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty, retention={"keep_last": 1}) as ckpt:
+        faulty.fail("delete", match="commits/")
+        ckpt.save(make_state(3), 3, mode="blocking")
+        ckpt.wait()
+        assert ckpt.steps() == [3]
+    assert any("making room before a save failed" in r.getMessage() for r in caplog.records)

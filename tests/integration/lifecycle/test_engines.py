@@ -1,0 +1,188 @@
+"""The same promises on every engine, and what a plain path does where io_uring is forbidden."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+from tests.integration.support import (
+    ENCODED,
+    Run,
+    blank,
+    checkpointer,
+    make_state,
+    memory,
+    place_of,
+    same,
+    uring_missing,
+)
+
+from penstock import (
+    CapabilityError,
+    CheckpointNotFoundError,
+    DamagedError,
+    StepExistsError,
+)
+from penstock.backends.local.direct import DirectAccess
+from penstock.backends.uring.ring import DISABLE_VARIABLE
+from penstock.core.storage import open as opening
+
+ENGINES = ["uring-on", "uring-off", "posix-on", "posix-off", "memory", "EPERM", "ENOSYS"]
+
+
+@pytest.fixture
+def forget_warnings(monkeypatch):
+    """A process of its own, as far as "said once" goes."""
+    monkeypatch.setattr(opening, "_warned", set())
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, tmp_path, monkeypatch, forget_warnings):
+    """`(what to open, name of the engine, whether it bypasses the page cache or None)`."""
+    name, _, direct = request.param.partition("-")
+    root = tmp_path / "root"
+    if name == "memory":
+        return memory(), "memory", False
+    if name in {"EPERM", "ENOSYS"}:
+        monkeypatch.setenv(DISABLE_VARIABLE, name)
+        return root, "posix", None
+    if name == "uring" and (missing := uring_missing()):
+        pytest.skip(f"needs io_uring: {missing}")
+    if direct == "on" and (refusal := DirectAccess("auto", str(tmp_path)).refusal):
+        pytest.skip(f"needs direct I/O: {refusal}")
+    return f"{name}://{root}?direct_io={direct}", name, direct == "on"
+
+
+@pytest.fixture
+def ckpt(engine):
+    with checkpointer(engine[0], **ENCODED) as ckpt:
+        yield ckpt
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_save_and_restore(mode, engine, ckpt):
+    what, name, direct = engine
+    state = make_state(1)
+    report = ckpt.save(state, 1, mode=mode).result(60)
+    assert (report.engine, report.exclusive) == (name, True)
+    target = blank(state)
+    restored = ckpt.restore(target)
+    assert same(target, state)
+    assert restored.engine == name
+    if direct is not None:
+        assert report.direct_io is restored.direct_io is direct
+    assert ckpt.verify().ok
+    with checkpointer(what) as another:
+        assert same(another.load(), state)
+
+
+def test_state_larger_than_chunks_and_staging(ckpt, engine):
+    made = torch.Generator().manual_seed(3)
+    state = {
+        "raw": torch.randn(300_000, generator=made),
+        "odd": torch.randn(100_001, generator=made)[1:],  # another phase
+        "optimizer": {"m": torch.randint(0, 9, (300_000,), generator=made)},
+    }
+    with checkpointer(engine[0], **ENCODED, staging_bytes=65536) as small:
+        for step, mode in enumerate(["async", "lazy", "blocking"]):
+            small.save(state, step, mode=mode).result(60)
+            assert same(small.load(step), state)
+    assert ckpt.verify().ok
+
+
+def test_partial_restore_and_regions(ckpt):
+    state = make_state(2)
+    ckpt.save(state, 1, mode="blocking")
+    target = {"optimizer": blank(state["optimizer"]), "model": blank(state["model"])}
+    report = ckpt.restore(target, include="optimizer")
+    assert same(target["optimizer"], state["optimizer"])
+    assert same(target["model"], blank(state["model"]))
+    assert report.bytes_read == report.bytes_needed
+    view = ckpt.open()
+    weight = state["model"]["weight"]
+    assert same(view.read("model/weight", (slice(3, 60),)), weight[3:60])
+    assert same(view.read("model/weight", (slice(None), slice(70, 71))), weight[:, 70:71].clone())
+    assert same(view.read("optimizer/moment", (slice(9, 10),)), state["optimizer"]["moment"][9:10])
+    assert same(view["table"], state["table"])
+
+
+def test_overwrite_rewind_and_delete(ckpt):
+    for step in (1, 2, 3):
+        ckpt.save(make_state(step), step, mode="blocking")
+    with pytest.raises(StepExistsError):
+        ckpt.save(make_state(3), 3)
+    ckpt.save(make_state(30), 3, mode="blocking", overwrite=True)
+    ckpt.wait()
+    assert same(ckpt.load(), make_state(30))
+    assert ckpt.rewind(2) == [3]
+    ckpt.delete(1)
+    assert ckpt.steps() == [2]
+    with pytest.raises(CheckpointNotFoundError):
+        ckpt.load(1)
+    ckpt.save(make_state(4), 4, mode="blocking")
+    assert same(ckpt.load(2), make_state(2))
+    assert same(ckpt.load(), make_state(4))
+    assert ckpt.prune().uids == ()
+
+
+def test_retention(engine):
+    with checkpointer(engine[0], retention={"keep_last": 2}) as ckpt:
+        for step in range(4):
+            ckpt.save(make_state(step), step, mode="blocking")
+            ckpt.wait()
+        assert ckpt.steps() == [2, 3]
+        assert same(ckpt.load(2), make_state(2))
+
+
+@pytest.mark.parametrize("path", ["model/weight", "model/bias", "optimizer/moment", "epoch"])
+def test_a_flipped_bit_is_found_and_named(path, engine, ckpt, tmp_path):
+    state = make_state(1)
+    ckpt.save(state, 1, mode="blocking")
+    place = place_of(ckpt.open(), path)
+    if engine[1] == "memory":
+        data = engine[0]._store.blobs[place.blob].data
+        data[place.offset] ^= 1
+    else:
+        Run(tmp_path / "root").flip(place.blob, place.offset, mask=1)
+    for read in (ckpt.load, lambda: ckpt.restore(blank(state)), lambda: ckpt.open()[path]):
+        with pytest.raises(DamagedError) as caught:
+            read()
+        assert path in caught.value.damaged
+    assert path in {damage.what for damage in ckpt.verify().damaged}
+
+
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+def test_a_plain_path_falls_back_with_one_warning_that_says_why(
+    error, tmp_path, monkeypatch, forget_warnings, caplog
+):
+    monkeypatch.setenv(DISABLE_VARIABLE, error)
+    caplog.set_level(logging.WARNING)
+    for number, root in enumerate([tmp_path / "a", f"file://{tmp_path}/b", tmp_path / "a"]):
+        with checkpointer(root) as ckpt:
+            report = ckpt.save({"w": torch.ones(3)}, number, mode="blocking").result()
+            assert report.engine == "posix"
+            assert same(ckpt.load(), {"w": torch.ones(3)})
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "uring" in warning
+    assert "posix" in warning
+    assert error in warning
+    assert os.strerror(getattr(__import__("errno"), error)) in warning
+
+
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+def test_an_explicit_url_never_falls_back(error, tmp_path, monkeypatch):
+    monkeypatch.setenv(DISABLE_VARIABLE, error)
+    with pytest.raises(CapabilityError, match=error):
+        checkpointer(f"uring://{tmp_path}/root")
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_plain_path_takes_io_uring_where_it_may_without_a_word(tmp_path, forget_warnings, caplog):
+    missing = uring_missing()
+    if missing:
+        pytest.skip(f"needs io_uring: {missing}")
+    with checkpointer(tmp_path / "root") as ckpt:
+        assert ckpt.save({"w": torch.ones(3)}, 1, mode="blocking").result().engine == "uring"
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

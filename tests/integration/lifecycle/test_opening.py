@@ -1,0 +1,152 @@
+"""What a trainer learns when it opens a run, or by `check`, before its first save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.support import checkpointer, memory
+from torch import nn
+
+from penstock import (
+    Checkpointer,
+    ConfigError,
+    StepExistsError,
+    StorageError,
+    UnsupportedStateError,
+)
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user can reach; pytest's own are private."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def somebody_else():
+    """Without the privileges of root, which may write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("forbidden", ["root", "commits", "above"])
+def test_a_root_that_cannot_be_written_is_said_when_it_is_opened(forbidden, open_folder, caplog):
+    root = open_folder / "run"
+    if forbidden != "above":
+        with Checkpointer(f"posix://{root}") as ckpt:
+            ckpt.save({"a": torch.ones(2)}, 1, mode="blocking")
+    closed = {"root": root, "commits": root / "commits", "above": open_folder}[forbidden]
+    for folder in [root, *root.glob("*")]:
+        if folder.exists():
+            folder.chmod(0o777)
+    closed.chmod(0o555)
+    with somebody_else(), Checkpointer(f"posix://{root}") as ckpt:
+        (warning,) = warnings_of(caplog)
+        assert str(root) in warning
+        assert "can only be read, every save will fail" in warning
+        assert "EACCES" in warning
+        with pytest.raises(StorageError, match="EACCES"):
+            ckpt.check({"a": torch.ones(2)})
+        if forbidden != "above":
+            assert torch.equal(ckpt.load()["a"], torch.ones(2))
+
+
+def test_a_root_that_can_be_written_is_opened_in_silence(tmp_path, caplog):
+    for _ in range(2):
+        with Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+            ckpt.save({"a": 1}, 1, mode="blocking", overwrite=True)
+    assert warnings_of(caplog) == []
+
+
+def test_a_file_in_place_of_the_root_is_said_when_it_is_opened(tmp_path, caplog):
+    (tmp_path / "run").touch()
+    with Checkpointer(f"posix://{tmp_path}/run"):
+        assert "ENOTDIR" in caplog.text
+
+
+def test_a_root_in_no_real_file_system_says_so():
+    ckpt = Checkpointer("posix:///proc/xx/yy")
+    with pytest.raises(StorageError, match=r"^/proc/xx/yy: cannot publish .*such as /proc"):
+        ckpt.save({"a": 1}, 1, mode="blocking")
+
+
+def test_several_ranks_are_said_when_a_run_is_opened(monkeypatch, caplog):
+    store = memory()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with checkpointer(store):
+        (warning,) = warnings_of(caplog)
+    assert "WORLD_SIZE is 4, and Penstock does not support several ranks yet" in warning
+    assert "load() works in every rank" in warning
+    caplog.clear()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with checkpointer(store):
+        assert warnings_of(caplog) == []
+
+
+def test_ranks_that_run_can_load_and_are_told_so_by_restore(monkeypatch, caplog):
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save({"model": nn.Linear(2, 2)}, 1, mode="blocking")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with checkpointer(store) as ckpt:
+        assert "torch.distributed runs with 2 ranks" in caplog.text
+        model = nn.Linear(2, 2)
+        with pytest.raises(UnsupportedStateError, match=r"load\(\) works in every rank"):
+            ckpt.restore({"model": model})
+        with pytest.raises(UnsupportedStateError, match="save from a process of its own"):
+            ckpt.check({"model": model})
+        model.load_state_dict(ckpt.load(include="model")["model"])
+
+
+def test_check_tells_what_a_save_would_be_and_writes_nothing():
+    store = memory()
+    model = nn.Linear(40, 40)
+    state = {"model": model, "tied": model.weight, "epoch": 3}
+    state["optimizer"] = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with checkpointer(store) as ckpt:
+        found = ckpt.check(state, mode="lazy")
+        assert store.list("") == []
+        report = ckpt.save(state, 1, mode="lazy").result()
+    assert found.objects == report.objects
+    assert found.bytes_raw == report.bytes_raw
+    assert found.deferred_bytes == report.deferred_bytes > 0
+    assert found.staging_bytes > 0
+
+
+def test_check_raises_what_a_save_would_raise():
+    with checkpointer(memory()) as ckpt:
+        ckpt.save({"a": 1}, 5, mode="blocking")
+        good = {"a": torch.ones(2)}
+        with pytest.raises(UnsupportedStateError, match="here/0"):
+            ckpt.check({"here": [object(), torch.ones(1)]})
+        with pytest.raises(StepExistsError, match="exists"):
+            ckpt.check(good, 5)
+        ckpt.check(good, 5, overwrite=True)
+        ckpt.check(good, 6)
+        for wrong in ({"mode": "fast"}, {"metadata": {"a": object()}}, {"step": -1}):
+            with pytest.raises(ConfigError):
+                ckpt.check(good, **wrong)
+        ckpt.save(good, 6, mode="blocking")

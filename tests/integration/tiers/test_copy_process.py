@@ -1,0 +1,466 @@
+"""Copies from tier to tier by a process of their own: what ends it, and what it cannot do."""
+
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from tests.integration.support import checkpointer, run_python, same
+
+from penstock import CheckpointGoneError, DamagedError, NotDrainedError
+from penstock.core import errors
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.timing import FAST, current_timing
+from penstock.core.tiers import process as copy_process
+from penstock.core.tiers.copier import WORTH_BYTES
+from penstock.core.tiers.process import CopyProcess, UnsuitableError, encoded
+from penstock.core.tiers.whereabouts import mark, pending
+
+SLOW = "1 MB"  # per second: `STATE` takes long enough to be caught on its way
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def hasty(waits):
+    waits(FAST, drain_failing_s=5.0)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(others):
+    yield
+    until(lambda: not children())
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.DEBUG, "penstock")
+    return caplog
+
+
+def state(seed=1):
+    return {"w": torch.arange(seed, seed + 1_500_000), "step": seed}
+
+
+def tiers_at(folder, **options):
+    table = {"type": "tiered", "fast": f"{folder}/fast", "durable": f"{folder}/durable"}
+    return {**table, "drain_in": "process", **options}
+
+
+_others = set()  # such as servers of other tests
+
+
+@pytest.fixture(autouse=True)
+def others():
+    _others.update(started())
+    yield
+    _others.clear()
+
+
+def children():
+    """Process ids of what this test has started, and nobody has waited for yet."""
+    return [pid for pid in started() if pid not in _others]
+
+
+def started():
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+
+def until(condition):
+    """Wait until `condition` gives something, and return that."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < end_s, "it does not come to that"
+        time.sleep(0.02)
+    return found
+
+
+def blobs(folder):
+    """Files of blobs at one place."""
+    return [path for path in Path(folder).glob("data/*/blobs/*") if path.is_file()]
+
+
+def on_its_way(folder):
+    """The process that copies, once it writes."""
+    until(lambda: list(Path(folder).glob("data/*/intent.json")))
+    (pid,) = children()
+    return pid
+
+
+def begun(handle, folder):
+    handle.committed.result(PATIENCE_S)
+    return on_its_way(f"{folder}/durable")
+
+
+def test_a_checkpoint_is_copied_whole_by_another_process_that_then_ends(tmp_path, log):
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        report = ckpt.save(state(), 1).result(PATIENCE_S)
+        assert report.tiers == ("fast", "durable")
+    assert "process" in log.text
+    assert "copied step 1 from" in log.text  # what it logs is in the trainer's log
+    assert pending(open_backend(tmp_path / "fast")) == []
+    with checkpointer(str(tmp_path / "durable")) as alone:
+        assert same(alone.load(1), state())
+
+
+def test_it_leaves_the_processor_and_memory_to_training(tmp_path):
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+        pid = begun(ckpt.save(state(), 1), tmp_path)
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 10, 19)
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 500
+        assert os.getsid(pid) != os.getsid(0)  # Ctrl-C at the terminal is not for it
+        ckpt.delete(1)
+
+
+def test_its_command_line_tells_no_secrets(tmp_path):
+    durable = {"type": "fsspec", "url": f"file://{tmp_path}/durable", "options": {}}
+    durable["options"]["auto_mkdir"] = True
+    durable["options"]["skip_instance_cache"] = "hunter2"  # any option may be a password
+    with checkpointer(tiers_at(tmp_path, durable=durable, drain_bytes_per_s=SLOW)) as ckpt:
+        pid = begun(ckpt.save(state(), 1), tmp_path)
+        assert b"hunter2" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
+        ckpt.delete(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_that_is_killed_is_begun_again_and_nothing_is_lost(tmp_path, log, number, waits):
+    waits(FAST)
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:
+        handle = ckpt.save(state(), 1)
+        os.kill(begun(handle, tmp_path), number)
+        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
+    assert f"ended with signal {number.name}" in log.text
+    with checkpointer(str(tmp_path / "durable")) as alone:
+        assert same(alone.load(1), state())
+
+
+def test_one_that_does_not_get_on_is_killed_and_begun_again(tmp_path, log, waits):
+    waits(FAST)
+    options = tiers_at(tmp_path, drain_bytes_per_s="4 MB")
+    with checkpointer(options, io_timeout_s=3.0) as ckpt:
+        handle = ckpt.save(state(), 1)
+        os.kill(begun(handle, tmp_path), signal.SIGSTOP)
+        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "no progress for 3 s; the process that copied was killed" in log.text
+
+
+def test_deleting_a_checkpoint_ends_its_copy_and_lists_none_of_it(tmp_path):
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+        handle = ckpt.save(state(), 1)
+        begun(handle, tmp_path)
+        ckpt.delete(1)
+        with pytest.raises(CheckpointGoneError):
+            handle.result(PATIENCE_S)
+        assert ckpt.steps() == []
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == []
+
+
+def test_one_that_was_stopped_for_good_holds_no_deletion_up(tmp_path, waits):
+    waits(process_end_s=0.5)
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW)) as ckpt:
+        pid = begun(ckpt.save(state(), 1), tmp_path)
+        os.kill(pid, signal.SIGSTOP)
+        ckpt.delete(1)
+        assert ckpt.steps() == []
+        assert pid not in children()
+
+
+def test_it_ends_with_the_trainer_though_a_fork_holds_its_input_open(tmp_path):
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            ckpt = checkpointer(tiers_at(tmp_path, drain_bytes_per_s=SLOW))
+            pid = begun(ckpt.save(state(), 1), tmp_path)
+            worker = os.fork()
+            if worker:
+                os.write(writing, f"{pid} {worker}".encode())
+            time.sleep(2 * PATIENCE_S)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        pid, worker = map(int, os.read(reading, 100).split())
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        os.close(reading)
+    try:
+        until(lambda: not is_running(pid))
+        assert is_running(worker)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no claim that one has to wait for
+        ckpt.save(state(2), 2).result(PATIENCE_S)
+        ckpt.close()
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
+
+
+def test_it_ends_when_it_is_told_to_though_a_fork_holds_its_input_open(tmp_path, waits):
+    waits(process_end_s=10 * PATIENCE_S)
+    with checkpointer(str(tmp_path / "fast")) as alone:
+        alone.save(state(), 1).result(PATIENCE_S)
+    record = Catalog(open_backend(tmp_path / "fast")).record(1)
+    process = CopyProcess(tiers_at(tmp_path), 0, stuck_s=PATIENCE_S, timing=current_timing())
+    process.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(20 * PATIENCE_S)
+        os._exit(0)
+    try:
+        process.close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("private", ["fast", "durable"])
+def test_tiers_that_only_the_trainer_sees_are_copied_by_its_threads(tmp_path, log, private):
+    with checkpointer(tiers_at(tmp_path, **{private: "memory://"})) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+        assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
+        assert ckpt.steps() == [1, 2]
+    assert warned(log) == 1
+
+
+def warned(log):
+    """How often it was said that threads have to do it."""
+    found = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
+    return sum(record.levelno == logging.WARNING for record in found)
+
+
+class OwnFiles(MemoryFileSystem):
+    """A file system that nobody but the trainer knows."""
+
+    protocol = "own-files"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+
+def test_a_file_system_that_only_the_trainer_knows_is_written_by_its_threads(tmp_path, log):
+    fsspec.register_implementation("own-files", OwnFiles, clobber=True)
+    with checkpointer(tiers_at(tmp_path, durable="own-files://run")) as ckpt:
+        for step in range(1, 4):
+            assert ckpt.save(state(step), step).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 1
+    assert "another process cannot open the tiers" in log.text
+
+
+def test_what_is_killed_again_and_again_is_copied_by_threads(tmp_path, log, waits):
+    waits(FAST)
+    with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:
+        handle = ckpt.save(state(), 1)
+        handle.committed.result(PATIENCE_S)
+        killed = set()
+        while not handle.durable.done():
+            for pid in set(children()) - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.01)
+        assert handle.result().tiers == ("fast", "durable")
+        assert ckpt.save(state(2), 2).result(PATIENCE_S).tiers == ("fast", "durable")
+
+
+def test_deleting_does_not_wait_for_a_process_that_does_not_start(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        handle = ckpt.save(state(), 1)
+        handle.committed.result(PATIENCE_S)
+        until(children)
+        ckpt.delete(1)
+        with pytest.raises(CheckpointGoneError):
+            handle.result(PATIENCE_S)
+        assert not children()
+
+
+def test_paths_of_the_trainer_may_be_of_any_type(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 0
+
+
+def test_what_else_prints_there_does_no_harm(tmp_path, log, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\nprint('[1]', flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 0
+    assert "printed: b'welcome'" in log.text
+
+
+def test_modules_in_the_working_directory_are_not_run(tmp_path, monkeypatch, log):
+    for name in ("json", "queue", "threading"):
+        (tmp_path / f"{name}.py").write_text("import os; os.mkdir('ran')\n")
+    monkeypatch.chdir(tmp_path)
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert not (tmp_path / "ran").exists()
+    assert warned(log) == 0
+
+
+def test_a_working_directory_that_is_gone_is_not_needed(tmp_path, monkeypatch, log):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert warned(log) == 0
+
+
+def test_the_trainers_standard_streams_may_be_closed(tmp_path):
+    program = f"""
+import os, torch
+from tests.integration.tiers.test_copy_process import checkpointer, state, tiers_at
+for stream in (0, 1, 2):
+    os.close(stream)
+with checkpointer(tiers_at({str(tmp_path)!r})) as ckpt:
+    ckpt.save(state(), 1).result({PATIENCE_S})
+"""
+    assert run_python("-c", program, timeout=PATIENCE_S).returncode == 0
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == [1]
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/no/such/python", None])
+def test_without_a_process_threads_copy(tmp_path, log, monkeypatch, python):
+    monkeypatch.setattr(sys, "executable", python)
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "threads of the trainer copy to durable: a process for it" in log.text
+
+
+@pytest.mark.parametrize("drain_in", ["auto", "thread"])
+def test_a_small_checkpoint_starts_no_process(tmp_path, log, drain_in):
+    with checkpointer(tiers_at(tmp_path, drain_in=drain_in)) as ckpt:
+        ckpt.save(state(), 1).result(PATIENCE_S)
+    assert "process" not in log.text
+
+
+def test_by_itself_one_is_started_for_what_is_worth_it(tmp_path, log):
+    worth = {"w": torch.arange(WORTH_BYTES // 8), "step": 1}
+    with checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
+        assert ckpt.save(worth, 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "process" in log.text
+
+
+def test_relative_paths_mean_what_they_meant_when_the_run_was_opened(tmp_path, log, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    with checkpointer(tiers_at(".")) as ckpt:
+        monkeypatch.chdir(there)
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "threads of the trainer" not in log.text
+    assert list(there.iterdir()) == []
+
+
+def test_what_is_damaged_is_not_copied_and_is_named(tmp_path, log):
+    with checkpointer(str(tmp_path / "fast")) as alone:
+        alone.save(state(), 1).result(PATIENCE_S)
+    fast = open_backend(tmp_path / "fast")
+    mark(fast, Catalog(fast).record(1).uid, 1)
+    blob = max(blobs(tmp_path / "fast"), key=lambda path: path.stat().st_size)
+    with blob.open("r+b") as file:
+        file.seek(1_000_000)
+        file.write(b"\xff\xff")
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        ckpt.save(state(2), 2).result(PATIENCE_S)
+    assert "step 1 cannot be copied from tier fast to durable: " in log.text
+    assert "do not match their checksum; they are of w" in log.text
+    assert Catalog(open_backend(tmp_path / "durable")).steps() == [2]
+
+
+def test_a_target_that_is_away_fails_that_try_only(tmp_path, log):
+    durable = tmp_path / "durable"
+    with checkpointer(tiers_at(tmp_path)) as ckpt:
+        ckpt.save(state(), 1).result(PATIENCE_S)
+        moved = durable.rename(tmp_path / "away")
+        durable.write_text("no folder")
+        handle = ckpt.save(state(2), 2)
+        handle.committed.result(PATIENCE_S)
+        until(lambda: "cannot be copied from tier fast to durable yet" in log.text)
+        durable.unlink()
+        moved.rename(durable)
+        assert handle.result(PATIENCE_S).tiers == ("fast", "durable")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(cls("what", ("a", "b")) for cls in (DamagedError, errors.RestoreMismatchError)),
+        *(cls("what") for cls in (NotDrainedError, errors.StorageFullError, errors.BusyError)),
+    ],
+)
+def test_errors_cross_processes_as_what_they_are(error):
+    with pytest.raises(type(error)) as caught:
+        copy_process._raise_outcome({"error": encoded(error)})
+    assert (type(caught.value), caught.value.args) == (type(error), error.args)
+
+
+def test_errors_of_others_cross_as_the_nearest_of_ours():
+    class TheirError(errors.StorageFullError):
+        pass
+
+    assert encoded(TheirError("no room")) == ("StorageFullError", ["no room"])
+    assert encoded(KeyError("x")) == ("SaveError", ["KeyError: 'x'"])
+
+
+def test_it_may_be_closed_twice_and_used_again(tmp_path):
+    with checkpointer(str(tmp_path / "fast")) as alone:
+        alone.save(state(), 1).result(PATIENCE_S)
+    record = Catalog(open_backend(tmp_path / "fast")).record(1)
+    process = CopyProcess(tiers_at(tmp_path), 0, stuck_s=PATIENCE_S, timing=current_timing())
+    process.close()
+    moved = []
+    for _ in range(2):
+        copy = process.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+        copy.run(on_progress=moved.append)
+        process.close()
+        process.close()
+    assert sum(moved) == record.bytes_stored  # the second time it is there
+    nowhere = {**tiers_at(tmp_path), "fast": str(tmp_path / "nowhere")}
+    other = CopyProcess(nowhere, 0, stuck_s=PATIENCE_S, timing=current_timing())
+    try:
+        copy = other.copy(record, workers=1, grace_s=3600.0, bytes_per_s=None)
+        with pytest.raises(UnsuitableError, match="does not see"):
+            copy.run(on_progress=moved.append)
+    finally:
+        other.close()
+
+
+def test_that_no_process_can_open_what_was_opened_here_is_said(tmp_path, log):
+    with closing(open_backend(tiers_at(tmp_path))) as backend, checkpointer(backend) as ckpt:
+        assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
+    assert "there is no configuration from which another process could open" in log.text
+
+
+def test_closing_says_what_was_not_copied(tmp_path, log, waits):
+    waits(drain_failing_s=0.2)
+    (tmp_path / "durable").write_text("no folder")
+    with checkpointer(tiers_at(tmp_path, drain_in="thread")) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state(step), step).committed.result(PATIENCE_S)
+    assert "2 checkpoint(s) were not copied from tier fast to durable: step 1, 2." in log.text

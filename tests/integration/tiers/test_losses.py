@@ -1,0 +1,105 @@
+"""Tiers in folders: what one of them has lost is noticed, said, and brought anew."""
+
+import shutil
+
+import pytest
+from tests.integration.support import blank, make_state, same
+from tests.integration.tiers.places import Folders
+
+from penstock import Checkpointer
+
+
+@pytest.fixture
+def folders(tmp_path):
+    made = Folders(tmp_path)
+    with made.open() as ckpt:
+        for step in (1, 2):
+            ckpt.save(make_state(step), step).result(60)
+    return made
+
+
+def state_of(folders, **options):
+    """What a restore of step 2 gives, and its report."""
+    events = []
+    tree = blank(make_state(2))
+    with folders.open(on_event=events.append) as ckpt:
+        report = ckpt.restore(tree, **options)
+        assert same(tree["model"], make_state(2)["model"])
+        uid = ckpt.info(2).uid
+    (done,) = (event for event in events if event.kind == "restore_done")
+    return report, done.as_dict(), uid
+
+
+def test_a_restore_says_which_blobs_are_gone_and_brings_them_anew(folders, caplog):
+    with folders.open() as ckpt:
+        uid = ckpt.info(2).uid
+    (blob,) = (folders.fast / "data" / uid / "blobs").iterdir()
+    good = blob.read_bytes()
+    blob.unlink()
+    report, told, _ = state_of(folders)
+    assert report.rescued == ((f"data/{uid}/blobs/{blob.name}", "durable"),)
+    assert told["rescued"] == 1
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert f"tier fast lists it, but has lost data/{uid}/blobs/{blob.name}" in warnings[0]
+    assert blob.read_bytes() == good
+    with Checkpointer(f"posix://{folders.fast}") as alone:
+        assert alone.verify(2).ok
+    report, told, _ = state_of(folders)
+    assert (report.rescued, told["rescued"]) == ((), 0)
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+
+
+def test_what_a_restore_of_one_part_did_not_read_is_noticed_too(folders):
+    with folders.open() as ckpt:
+        uid = ckpt.info(2).uid
+    shutil.rmtree(folders.fast / "data" / uid / "parts")
+    (folders.fast / "data" / uid / "index").unlink()
+    report, _, _ = state_of(folders, include="model")
+    assert [tier for _, tier in report.rescued] == ["durable"] * 2
+    with Checkpointer(f"posix://{folders.fast}") as alone:
+        assert alone.verify(2).ok
+
+
+def test_a_load_repairs_as_well(folders):
+    with folders.open() as ckpt:
+        uid = ckpt.info(1).uid
+    shutil.rmtree(folders.fast / "data" / uid / "blobs")
+    with folders.open() as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+    with Checkpointer(f"posix://{folders.fast}") as alone:
+        assert alone.verify(1).ok
+
+
+def test_what_was_evicted_stays_so(folders, caplog):
+    with folders.open() as ckpt:
+        uid = ckpt.info(2).uid
+    (folders.fast / "commits" / "00000002-0.json").unlink()
+    data = folders.fast / "data" / uid
+    (data / "intent.json").unlink()
+    shutil.rmtree(data / "blobs")  # cut short in its middle: part and index are there
+    before = folders.blobs(folders.fast, uid)
+    report, _, _ = state_of(folders)
+    assert report.rescued == ()
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    assert folders.blobs(folders.fast, uid) == before
+
+
+def test_what_the_fast_tier_alone_has_left_is_not_given_up_for_a_copy_that_lost_another(
+    folders, caplog
+):
+    """Neither tier is whole, both together are: restored, said, and nothing is deleted."""
+    with folders.open(rules=[{"match": "optimizer/**", "codecs": ["zstd"]}]) as ckpt:
+        ckpt.save(make_state(3), 3).result(60)
+        uid = ckpt.info(3).uid
+    (folders.fast / "data" / uid / "blobs" / "00000-0.raw").unlink()
+    (folders.durable / "data" / uid / "blobs" / "00000-0.enc").unlink()
+    left = folders.blobs(folders.fast, uid), folders.blobs(folders.durable, uid)
+    with folders.open() as ckpt:
+        tree = blank(make_state(3))
+        report = ckpt.restore(tree)
+        assert same(tree["model"], make_state(3)["model"])
+        assert same(tree["optimizer"], make_state(3)["optimizer"])
+    assert report.rescued == ((f"data/{uid}/blobs/00000-0.raw", "durable"),)
+    assert "repairing a damaged copy failed" in caplog.text
+    assert (folders.blobs(folders.fast, uid), folders.blobs(folders.durable, uid)) == left

@@ -1,0 +1,197 @@
+"""Two tiers with two checkpoints at one step: what is deleted of it, and where."""
+
+from __future__ import annotations
+
+import pytest
+from tests.integration.support import checkpointer, holding, make_state
+from tests.integration.tiers.places import Places
+
+from penstock import Checkpointer, ConfigError, StorageError
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.deletion import delete_records
+from penstock.core.catalog.survey import uids_named
+from penstock.core.format.records import mark_name
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.timing import FAST
+from penstock.core.tiers.whereabouts import at_step, mark, pending
+
+
+def place(folder):
+    return PosixBackend(PosixConfig(path=str(folder)))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Step 1 is one checkpoint in the fast tier, another in the durable one."""
+    folders = {"fast": tmp_path / "fast", "durable": tmp_path / "durable"}
+    for epoch, folder in enumerate(folders.values()):
+        with checkpointer(place(folder)) as ckpt:
+            ckpt.save(make_state(epoch), 1).result(60)
+    return folders
+
+
+def config(folders):
+    return {"type": "tiered"} | {name: f"posix://{folder}" for name, folder in folders.items()}
+
+
+def left(folder):
+    with checkpointer(place(folder)) as ckpt:
+        return {step: ckpt.load(step)["epoch"] for step in ckpt.steps()}
+
+
+def test_deleting_a_step_that_is_two_checkpoints_is_refused(folders):
+    with Checkpointer(config(folders)) as ckpt, pytest.raises(ConfigError) as refused:
+        ckpt.delete(1)
+    assert "step 1 is not the same checkpoint in tiers fast and durable" in str(refused.value)
+    assert "penstock delete URL 1 --tier NAME" in str(refused.value)
+    assert (left(folders["fast"]), left(folders["durable"])) == ({1: 0}, {1: 1})
+
+
+def test_what_retention_deletes_in_one_tier_spares_another_save_in_the_next(folders):
+    with Checkpointer(config(folders)) as ckpt:
+        backend = ckpt._backend
+        (name,) = Catalog(backend).entries()[1]
+        chosen = uids_named(backend, [name])
+        assert delete_records(backend, [name], uids=chosen) == [name]
+    assert left(folders["fast"]) == {}
+    assert left(folders["durable"]) == {1: 1}
+
+
+def test_a_rewind_forgets_both(folders):
+    with checkpointer(place(folders["durable"])) as ckpt:
+        ckpt.save(make_state(7), 2).result(60)
+    with checkpointer(place(folders["fast"])) as ckpt:
+        ckpt.save(make_state(8), 2).result(60)
+        ckpt.delete(1)
+    with Checkpointer(config(folders)) as ckpt:
+        assert ckpt.rewind(1) == [2]
+        assert ckpt.latest() == 1
+    assert (left(folders["fast"]), left(folders["durable"])) == ({}, {1: 1})
+    assert not list(folders["fast"].rglob("*.raw"))
+
+
+def test_a_copy_that_cannot_be_read_goes_with_the_one_that_can(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(2), 2).result(60)
+        (name,) = Catalog(ckpt._backend).entries()[1]
+        chosen = uids_named(ckpt._backend, [name])
+        (durable / name).write_bytes(b"nonsense\n")
+        assert delete_records(ckpt._backend, [name], uids=chosen) == [name]
+        assert ckpt.steps() == [2]
+    assert (left(fast), left(durable)) == ({2: 2}, {2: 2})
+
+
+def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(make_state(step), step).result(60)
+        (name,) = Catalog(ckpt._backend).entries()[3]
+    (fast / name).write_bytes(b"nonsense\n")
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.delete(1)
+    assert [len(list(folder.glob("data/*"))) for folder in (fast, durable)] == [2, 2]
+
+
+def test_a_record_that_no_tier_can_read_may_need_any_data(tmp_path):
+    fast, durable = tmp_path / "a", tmp_path / "b"
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        for step in (1, 2):
+            ckpt.save(make_state(step), step).result(60)
+        (name,) = Catalog(ckpt._backend).entries()[2]
+    for folder in (fast, durable):
+        (folder / name).write_bytes(b"nonsense\n")
+    with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
+        ckpt.delete(1)
+    assert len(list(durable.glob("data/*"))) == 2
+
+
+@pytest.fixture
+def nodes(waits):
+    """Two nodes with a fast tier each, and one durable tier."""
+    waits(FAST, drain_failing_s=0.0)
+    one, other = Places(), Places()
+    other.durable = one.durable
+    return one, other
+
+
+def epoch_of(backend, step=1):
+    with checkpointer(backend) as ckpt:
+        return ckpt.load(step)["epoch"]
+
+
+def read_only(backend):
+    """`backend`, to which nothing can be copied."""
+    faulty = FaultyBackend(backend)
+    for operation in ("create", "publish"):
+        faulty.add(Fault(operation, times=None, error=StorageError("no route to host")))
+    return faulty
+
+
+def leave_generations(node, *epochs):
+    """Overwrite step 1, and lose power before that came to the durable tier."""
+    with node.open(durable=read_only(node.other())) as ckpt:
+        for epoch in epochs:
+            ckpt.save(make_state(epoch), 1, overwrite=True).committed.result(30)
+
+
+def test_what_a_node_left_of_its_own_overwrites_is_copied_by_its_next_process(nodes):
+    node, _ = nodes
+    with node.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    leave_generations(node, 2, 3)
+    with node.open() as ckpt:
+        ckpt.save(make_state(9), 9).result(30)
+        assert ckpt._drains.settle(30)
+    assert epoch_of(node.durable) == 3
+    assert [record.generation for record in pending(node.fast)] == []
+
+
+def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_generation(nodes, caplog):
+    node, other = nodes
+    with node.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    leave_generations(node, 2, 3)
+    with other.open() as ckpt:
+        report = ckpt.save(make_state(7), 1, overwrite=True).result(30)
+        assert (report.tiers, report.generation) == (("fast", "durable"), 1)
+    with node.open() as ckpt:
+        ckpt.save(make_state(9), 9).result(30)
+        assert ckpt._drains.settle(30)
+    assert epoch_of(node.durable) == 7
+    assert "step 1 cannot be copied from tier fast to durable" in caplog.text
+    assert [record.generation for record in pending(node.fast)] == [2]  # left alone
+
+
+def test_of_a_mark_that_does_not_say_what_was_replaced_time_decides(nodes):
+    node, _ = nodes
+    with node.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    leave_generations(node, 2)
+    mark(node.fast, Catalog(node.fast).record(1).uid, 1)
+    with node.open() as ckpt:
+        ckpt.save(make_state(9), 9).result(30)
+        assert ckpt._drains.settle(30)
+    assert epoch_of(node.durable) == 2
+
+
+def test_what_another_node_overwrites_while_a_leftover_is_copied_stays(nodes):
+    node, other = nodes
+    with node.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    leave_generations(node, 2, 3)
+    *lower, higher = at_step(node.fast, 1)
+    node.fast.delete([mark_name(record.uid) for record in lower])
+    durable = FaultyBackend(node.other())
+    with node.open(durable=durable) as ckpt:
+        with holding(durable, "publish", match="/index") as held:
+            ckpt._drains.resume()
+            assert held.reached.wait(30)
+            with other.open() as there:
+                there.save(make_state(7), 1, overwrite=True).result(30)
+        assert ckpt._drains.settle(30)
+    assert higher.generation > Catalog(node.durable).record(1).generation
+    assert epoch_of(node.durable) == 7

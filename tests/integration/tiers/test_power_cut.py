@@ -1,0 +1,136 @@
+"""Tiers and power cuts: whatever is torn in either place, nothing that was promised is lost."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+from tests.integration.support import checkpointer, make_state, same
+
+from penstock import PenstockError
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.prune import prune
+from penstock.core.testing.faults import SimulatedCrashError
+from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.core.testing.timing import FAST
+from penstock.core.tiers.whereabouts import pending
+
+# A process without power ends all of its threads.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+SCENARIOS = ("evict", "overwrite")
+STRIDE = 5  # every so many effects; the slow test takes all of them
+
+
+@pytest.fixture(autouse=True)
+def hasty(waits):
+    waits(FAST, drain_failing_s=0.1)
+
+
+class Told:
+    """What the run was told of each save: number of the state by step, the newest of each."""
+
+    def __init__(self):
+        self.committed = {}
+        self.durable = {}
+        self.begun = {}
+
+
+def open_tiers(fast, durable, **more):
+    config = TieredConfig(fast="memory://", durable="memory://", keep_fast=1)
+    backend = TieredBackend(config, fast=PowerCut(fast), durable=PowerCut(durable))
+    return checkpointer(backend, **more)
+
+
+def run(scenario, fast, durable, told):
+    """Some saves, until one of the disks has lost its power."""
+    steps = {"evict": [1, 2, 3, 4], "overwrite": [1, 2, 2, 1]}[scenario]
+    with suppress(SimulatedCrashError, PenstockError), open_tiers(fast, durable) as ckpt:
+        for number, step in enumerate(steps, 1):
+            told.begun.setdefault(step, []).append(number)
+            handle = ckpt.save(make_state(number), step, overwrite=scenario == "overwrite")
+            for future, where in (
+                (handle.committed, told.committed),
+                (handle.durable, told.durable),
+            ):
+                with suppress(PenstockError, SimulatedCrashError):
+                    future.result(60)
+                    where[step] = number
+            if fast.dead or durable.dead:
+                break
+
+
+def check(fast, durable, told):
+    """What is listed is whole, what was told is there, and another process finishes the rest."""
+    places = {name: PowerCut(disk) for name, disk in (("fast", fast), ("durable", durable))}
+    found = {}
+    for name, backend in places.items():
+        with checkpointer(backend) as alone:
+            for step in alone.steps():
+                assert alone.verify(step).ok, (name, step)
+                number = alone.load(step)["epoch"]
+                assert number in told.begun[step]
+                assert same(alone.load(step), make_state(number))
+                found.setdefault(step, {})[name] = number
+    for step, number in told.durable.items():
+        assert found[step]["durable"] >= number, (step, found)
+    for step, number in told.committed.items():
+        assert max(found[step].values()) >= number, (step, found)
+    with open_tiers(fast, durable) as ckpt:
+        ckpt.save(make_state(9), 9).result(60)
+    assert pending(PowerCut(fast)) == []
+    with checkpointer(PowerCut(durable)) as alone:
+        for step, numbers in found.items():
+            assert alone.load(step)["epoch"] == max(numbers.values())
+            assert alone.verify(step).ok
+    for backend in places.values():
+        prune(backend, grace_s=0)
+        listed = Catalog(backend).steps()
+        data = {info.name.split("/")[1] for info in backend.list("data/")}
+        assert data == {Catalog(backend).record(step).uid for step in listed}
+
+
+def effects(scenario):
+    """How many there are on either disk in a run that nothing disturbs."""
+    fast, durable, told = Disk(), Disk(), Told()
+    run(scenario, fast, durable, told)
+    assert told.durable == {step: numbers[-1] for step, numbers in told.begun.items()}
+    check(fast.copy(), durable.copy(), told)
+    return {"fast": fast.effects, "durable": durable.effects}
+
+
+def cut_during(scenario, which, at, *, ends):
+    told, seed = Told(), f"{scenario} {which} {at}"
+    disks = {name: Disk(cut_at=at if name == which else None) for name in ("fast", "durable")}
+    run(scenario, disks["fast"], disks["durable"], told)
+    choice = random.Random(seed)
+    for number in range(ends):
+        # Both places may be in one machine, or not.
+        both = {
+            name: disk.cut(choice) if name == which or number % 2 else disk.copy()
+            for name, disk in disks.items()
+        }
+        check(both["fast"], both["durable"], told)
+
+
+@pytest.mark.parametrize("which", ["fast", "durable"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_power_cut_in_either_tier_costs_nothing_that_was_promised(scenario, which):
+    most = effects(scenario)[which]
+    assert most >= 20
+    for at in range(1 + hash_of(scenario) % STRIDE, most + 1, STRIDE):
+        cut_during(scenario, which, at, ends=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["fast", "durable"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_power_cut_during_any_effect_costs_nothing_that_was_promised(scenario, which):
+    for at in range(1, effects(scenario)[which] + 1):
+        cut_during(scenario, which, at, ends=4)
+
+
+def hash_of(text):
+    return sum(text.encode())

@@ -1,0 +1,380 @@
+"""`verify(repair=True)` of tiers in folders: bad copies are brought anew, good ones never go."""
+
+import json
+import shutil
+
+import pytest
+from tests.core.cli.command import caller
+from tests.integration.support import TINY, checkpointer, make_state, same
+from tests.integration.tiers.places import Folders, Places
+
+from penstock import Checkpointer, CheckpointGoneError, ConfigError, StorageError
+from penstock.core.abc import Tier
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers.eviction import Rooms
+from penstock.core.tiers.whereabouts import is_marked, mark
+
+
+@pytest.fixture
+def folders(tmp_path):
+    made = Folders(tmp_path)
+    with made.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    return made
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+def blob_in(place):
+    (found,) = place.glob("data/*/blobs/*.raw")
+    return found
+
+
+def damage(place, how):
+    target = next(place.glob("commits/*")) if how == "record" else blob_in(place)
+    data = bytearray(target.read_bytes())
+    if how == "missing":
+        target.unlink()
+    elif how == "cut":
+        target.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        target.write_bytes(data)
+
+
+def whole(place):
+    with Checkpointer(f"posix://{place}") as alone:
+        return alone.steps() == [1] and alone.verify(1).ok
+
+
+def every_file(*places):
+    return {p: p.read_bytes() for place in places for p in place.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("how", ["flip", "missing", "cut", "record"])
+@pytest.mark.parametrize("bad", ["fast", "durable"])
+def test_a_bad_copy_is_brought_anew_from_the_good_one(folders, bad, how):
+    other = {"fast": "durable", "durable": "fast"}[bad]
+    damage(getattr(folders, bad), how)
+    events = []
+    with folders.open(on_event=events.append) as ckpt:
+        assert not ckpt.verify(1).ok
+        report = ckpt.verify(1, repair=True)
+        assert report.ok
+        assert report.damaged
+        assert all(f"in tier {bad}" in one.detail for one in report.damaged)
+        ((repair),) = report.repairs
+        assert (repair.tier, repair.source, repair.error) == (bad, other, None)
+        again = ckpt.verify(1, repair=True)
+        assert (again.ok, again.damaged, again.repairs) == (True, (), ())
+    assert [event.as_dict()["repairs"] for event in events] == [0, 1, 0]
+    assert whole(folders.fast)
+    assert whole(folders.durable)
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_nothing_is_deleted_where_no_copy_is_good(folders, deep):
+    damage(folders.fast, "missing")
+    damage(folders.durable, "flip")  # which sizes do not show: found when it is read
+    before = every_file(folders.fast, folders.durable)
+    with folders.open() as ckpt:
+        report = ckpt.verify(1, deep=deep, repair=True)
+    assert not report.ok
+    assert {repair.source for repair in report.repairs} == {None}
+    assert all(repair.error for repair in report.repairs)
+    assert {d.detail.partition(":")[0] for d in report.damaged} == {
+        "in tier fast",
+        "in tier durable",
+    }
+    assert every_file(folders.fast, folders.durable) == before
+
+
+def test_what_was_evicted_is_not_brought_back(folders):
+    Catalog(open_backend(f"posix://{folders.fast}")).delete(1)
+    with folders.open() as ckpt:
+        report = ckpt.verify(1, repair=True)
+    assert (report.ok, report.repairs) == (True, ())
+    assert not list(folders.fast.glob("data/*/*"))
+
+
+def test_another_save_at_that_step_is_left_alone(folders, tmp_path):
+    with Checkpointer(f"posix://{tmp_path}/other") as ckpt:
+        ckpt.save(make_state(9), 1).result(60)
+    shutil.rmtree(folders.durable)
+    shutil.move(tmp_path / "other", folders.durable)
+    damage(folders.durable, "flip")
+    before = every_file(folders.durable)
+    with folders.open() as ckpt:
+        report = ckpt.verify(1, repair=True)
+        assert not report.ok
+        ((repair),) = report.repairs
+        assert (repair.tier, repair.source) == ("durable", None)
+        assert "another save" in repair.error
+        assert same(ckpt.load(1), make_state(1))
+    assert every_file(folders.durable) == before
+
+
+def test_what_has_yet_to_be_copied_on_still_has_when_it_was_repaired(tmp_path):
+    inner = {
+        "type": "tiered",
+        "fast": f"posix://{tmp_path}/memory",
+        "durable": f"posix://{tmp_path}/nvme",
+    }
+    tiers = {
+        "type": "tiered",
+        "fast": inner,
+        "durable": f"posix://{tmp_path}/store",
+        "drain_every": 0,
+    }
+    with Checkpointer(tiers, **TINY) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        ckpt.wait()
+    nvme = open_backend(f"posix://{tmp_path}/nvme")
+    uid = Catalog(nvme).record(1).uid
+    mark(nvme, uid, 1)
+    damage(tmp_path / "nvme", "missing")
+    with Checkpointer(tiers, **TINY) as ckpt:
+        assert ckpt.verify(1, repair=True).ok
+    assert is_marked(nvme, uid)
+    assert not is_marked(open_backend(f"posix://{tmp_path}/memory"), uid)
+
+
+def test_a_repair_that_is_cut_short_is_finished_by_the_next_process():
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    name = next(i.name for i in places.durable.list("data/") if i.name.endswith(".raw"))
+    places.durable.delete([name])
+    refusing = FaultyBackend(places.other())
+    refusing.add(Fault("create", times=None, error=StorageError("no route to host")))
+    with places.open(durable=refusing) as ckpt:
+        ((repair),) = ckpt.verify(1, repair=True).repairs
+        assert (repair.source, "no route to host" in repair.error) == (None, True)
+    assert places.steps() == ([1], [])
+    with places.open() as ckpt:
+        ckpt.save(make_state(2), 2).result(60)
+        assert ckpt.verify(1).ok
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_one_place_cannot_be_repaired(folders):
+    with (
+        Checkpointer(f"posix://{folders.fast}") as alone,
+        pytest.raises(ConfigError, match="is one place"),
+    ):
+        alone.verify(1, repair=True)
+
+
+def test_progress_tells_of_the_repair(folders):
+    damage(folders.fast, "missing")
+    told = []
+    with folders.open() as ckpt:
+        assert ckpt.verify(1, repair=True, on_progress=told.append).ok
+    assert {"manifest", "read", "repair"} < {one.phase for one in told}
+    assert told[-1].phase == "done"
+
+
+def url_of(folders):
+    return f"tiered://?fast=posix://{folders.fast}&durable=posix://{folders.durable}"
+
+
+def test_the_command_repairs_says_what_it_did_and_exits_with_zero(call, folders):
+    damage(folders.fast, "flip")
+    assert call("verify", url_of(folders)).code == 1
+    done = call("verify", url_of(folders), "--repair")
+    assert done.code == 0
+    assert "brought anew in tier fast, from durable" in done.out
+    assert "step 1 is whole now" in done.out
+    assert whole(folders.fast)
+    assert call("verify", url_of(folders), "--repair", "--all", "--quick").code == 0
+
+
+def test_the_command_says_what_it_could_not_repair_and_exits_with_one(call, folders):
+    damage(folders.fast, "missing")
+    damage(folders.durable, "flip")
+    done = call("verify", url_of(folders), "--repair")
+    assert done.code == 1
+    assert "not repaired in tier fast: no other tier has a good copy" in done.out
+    assert "step 1 is damaged" in done.out
+    done = call("verify", f"posix://{folders.fast}", "--repair")
+    assert (done.code, "is one place" in done.err) == (1, True)
+
+
+def test_the_document_of_the_command_tells_of_repairs(call, folders):
+    damage(folders.durable, "missing")
+    (report,) = call("verify", url_of(folders), "--repair", "--json").json["reports"]
+    assert report["ok"]
+    assert report["damaged"]
+    assert json.dumps(report["repairs"]) == json.dumps(
+        [{"tier": "durable", "source": "fast", "error": None}]
+    )
+
+
+class Meanwhile(WrapperBackend):
+    """Lets something happen once the last of some blobs was read."""
+
+    def __init__(self, inner, what):
+        super().__init__(inner)
+        self._what = what
+
+    def submit_read(self, requests, /):
+        future = self.inner.submit_read(requests)
+        what, self._what = self._what, None
+        if what is not None:
+            future.result(60)
+            what()
+        return future
+
+
+def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    spoil(places.durable)
+    other = (Tier("fast", places.other_fast(), keep_last=0), Tier("durable", places.other()))
+    fast = Meanwhile(places.other_fast(), lambda: Rooms(other).trim(0))
+    with places.open(fast=fast, options={"keep_fast": 0}) as ckpt:
+        report = ckpt.verify(1, deep=False, repair=True)
+        assert report.ok
+    assert places.steps()[1] == [1]
+    with checkpointer(places.durable) as alone:
+        assert same(alone.load(1), make_state(1))
+
+
+def test_a_copy_that_vanishes_while_it_is_verified_costs_the_other_nothing():
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    spoil(places.durable)
+    fast = Meanwhile(places.other_fast(), lambda: Catalog(places.fast).delete(1))
+    with places.open(fast=fast) as ckpt:
+        report = ckpt.verify(1, deep=False, repair=True)
+        assert not report.ok
+    assert places.steps()[1] == [1]
+
+
+class Briefly(WrapperBackend):
+    """Lets something happen before the size of a blob is told, and something once it was."""
+
+    def __init__(self, inner, before, after=lambda: None):
+        super().__init__(inner)
+        self._hooks = [before, after]
+
+    def stat(self, name, /):
+        if not name.endswith(".raw") or not self._hooks:
+            return super().stat(name)
+        (before, after), self._hooks = self._hooks, []
+        before()
+        try:
+            return super().stat(name)
+        finally:
+            after()
+
+
+@pytest.fixture
+def both():
+    """A run with step 1 in both tiers."""
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    return places
+
+
+def test_a_copy_that_goes_while_it_is_verified_is_no_copy_that_somebody_deleted(both):
+    fast = Briefly(both.other_fast(), lambda: Catalog(both.fast).delete(1))
+    with both.open(fast=fast) as ckpt:
+        report = ckpt.verify(1)
+    assert (report.ok, report.tiers) == (True, ("durable",))
+
+
+def test_a_copy_that_is_brought_anew_while_it_is_verified_is_looked_at_again(both):
+    def bring():
+        ckpt._drains.repairs.bring(Catalog(both.durable).record(1), 1, 0)
+
+    fast = Briefly(both.other_fast(), lambda: Catalog(both.fast).delete(1), bring)
+    with both.open(fast=fast) as ckpt:
+        report = ckpt.verify(1)
+    assert (report.ok, report.tiers) == (True, ("fast", "durable"))
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_gone(both, repair):
+    def delete():
+        for place in (both.fast, both.durable):
+            Catalog(place).delete(1)
+
+    with (
+        both.open(fast=Briefly(both.other_fast(), delete)) as ckpt,
+        pytest.raises(CheckpointGoneError, match=r"step 1 .* was deleted while it was read"),
+    ):
+        ckpt.verify(1, repair=repair)
+
+
+def test_two_repairs_of_one_step_do_not_delete_each_others_work():
+    places, results = Places(), []
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+    spoil(places.durable)
+    fast = Meanwhile(places.other_fast(), lambda: results.append(ckpt.verify(1, repair=True)))
+    with places.open(fast=fast) as ckpt:
+        assert ckpt.verify(1, deep=False, repair=True).ok
+        assert "brought anew already" in results[0].repairs[0].error
+        assert ckpt.verify(1).ok
+    assert not is_marked(places.fast, Catalog(places.fast).record(1).uid)
+
+
+def spoil(backend):
+    """Cut the end off a blob."""
+    name = next(i.name for i in backend.list("data/") if i.name.endswith(".raw"))
+    data = backend.read_record(name, limit_bytes=1 << 30)
+    backend.delete([name])
+    backend.publish(name, data[:-1])
+
+
+def test_verify_says_where_a_step_is_and_how_a_bad_copy_can_be_mended(folders, call):
+    url = url_of(folders)
+    assert "step 1 is whole in fast and durable:" in call("verify", url).out
+    damage(folders.durable, "cut")
+    assert "--repair brings bad copies anew" in call("verify", url).out
+    next(folders.durable.glob("commits/*")).unlink()
+    assert "step 1 is whole in fast:" in call("verify", url).out
+
+
+@pytest.mark.parametrize("how", ["flip", "missing", "cut"])
+def test_copy_goes_to_the_next_tier_where_the_fastest_has_a_damaged_copy(
+    folders, call, tmp_path, how
+):
+    damage(folders.fast, how)
+    done = call("copy", url_of(folders), tmp_path / "target")
+    assert done.code == 0
+    assert whole(tmp_path / "target")
+    damage(folders.durable, "flip")
+    assert call("copy", url_of(folders), tmp_path / "other").code != 0
+
+
+def test_doctor_looks_at_each_tier_and_a_later_one_fails_no_save(folders, call):
+    done = call("doctor", url_of(folders))
+    assert done.code == 0
+    assert "fast: write a record" in done.out
+    assert "durable: write a record" in done.out
+    shutil.rmtree(folders.durable)
+    folders.durable.write_text("no folder")
+    done = call("doctor", url_of(folders))
+    assert done.code == 0
+    assert "until then saves stay in faster tiers" in " ".join(done.out.split())
+
+
+def test_listing_names_the_tier_that_does_not_answer(folders):
+    places = Places()
+    away = FaultyBackend(places.other())
+    away.add(Fault("list", times=None, error=StorageError("no route to host")))
+    with places.open(durable=away) as ckpt, pytest.raises(StorageError) as caught:
+        ckpt.latest()
+    assert "tier durable of the run does not answer" in str(caught.value)
+    assert "no route to host" in str(caught.value)

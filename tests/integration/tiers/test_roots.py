@@ -1,0 +1,474 @@
+"""Tiers that are not what they were: swapped, not mounted, rolled back, replaced, one place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import UTC, datetime
+
+import pytest
+from tests.core.cli.command import caller
+from tests.integration.support import TINY, make_state, same
+from tests.integration.tiers.places import Folders, Places
+
+from penstock import Checkpointer, ConfigError, FormatError, StorageError
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.abc import ROOT_NAME, RootRecord, encode_root, read_root
+from penstock.core.abc.roots import decode_root
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.concurrency.timing import Clock
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.timing import FAST
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers.roots import merged_order
+
+
+@pytest.fixture(autouse=True)
+def hasty(waits):
+    waits(FAST, drain_failing_s=0.0)
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A run of which step 1 is in both tiers."""
+    made = Folders(tmp_path)
+    save(made, 1)
+    return made
+
+
+def opened(folders, **options):
+    places = {"fast": f"posix://{folders.fast}", "durable": f"posix://{folders.durable}"}
+    return Checkpointer({"type": "tiered", **places, **options}, **TINY)
+
+
+def save(folders, *steps, **options):
+    with opened(folders, **options) as ckpt:
+        reports = [ckpt.save(make_state(step), step).result(30) for step in steps]
+        assert ckpt._drains.settle(30)
+    return reports[-1]
+
+
+def url(folders, more=""):
+    return f"tiered://?fast=posix://{folders.fast}&durable=posix://{folders.durable}{more}"
+
+
+def steps_in(folder):
+    backend = PosixBackend(PosixConfig(path=str(folder)))
+    try:
+        return Catalog(backend).steps()
+    finally:
+        backend.close()
+
+
+def root_of(folder):
+    return decode_root((folder / ROOT_NAME).read_bytes())
+
+
+def test_roots_know_each_other_and_reading_writes_nothing(folders):
+    fast, durable = root_of(folders.fast), root_of(folders.durable)
+    assert fast.run == durable.run
+    assert [root for root, _ in fast.tiers] == [fast.root, durable.root]
+    assert fast.tiers == durable.tiers
+    assert fast.slower() == [durable.root]
+    with opened(folders) as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+        ckpt.prune()
+    assert (root_of(folders.fast), root_of(folders.durable)) == (fast, durable)
+
+
+def test_swapped_tiers_are_refused(folders):
+    right = folders.fast, folders.durable
+    folders.fast, folders.durable = folders.durable, folders.fast
+    with pytest.raises(ConfigError, match=r"are swapped.*nothing was changed"):
+        opened(folders)
+    save(folders, 2, roots="accept")  # unless that is what was meant
+    save(folders, 3)
+    assert steps_in(right[0]) == [1, 2, 3]
+    folders.fast, folders.durable = right
+    with pytest.raises(ConfigError, match="are swapped"):
+        opened(folders)
+
+
+def test_the_place_of_another_run_is_refused(folders, tmp_path):
+    other = Folders(tmp_path / "other")
+    save(other, 1)
+    folders.durable = other.durable
+    with pytest.raises(ConfigError, match="two runs"):
+        opened(folders)
+
+
+def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folders, tmp_path):
+    aside = tmp_path / "mounted elsewhere"
+    folders.durable.rename(aside)
+    folders.durable.mkdir()  # the empty folder below a file system that is not mounted
+    with opened(folders) as ckpt:
+        with pytest.raises(StorageError, match="Is its file system mounted"):
+            ckpt.latest()  # what is only there may be newer
+        handle = ckpt.save(make_state(2), 2)
+        handle.committed.result(30)
+        assert not handle.durable.done()
+        assert not list(folders.durable.rglob("*"))
+        folders.durable.rmdir()
+        aside.rename(folders.durable)
+        assert handle.result(30).tiers == ("fast", "durable")
+    assert steps_in(folders.durable) == [1, 2]
+
+
+def test_drain_does_not_say_that_nothing_is_left_where_another_place_is(folders, call):
+    shutil.rmtree(folders.durable)
+    done = call("drain", url(folders))
+    assert done.code == 1
+    assert "Is its file system mounted" in " ".join(done.out.split())
+    assert "nothing was left" not in done.out
+    assert call("drain", url(folders, "&roots=accept")).code == 0
+    assert steps_in(folders.durable) == [1]
+
+
+@pytest.mark.parametrize("command", [("ls",), ("drain",), ("doctor", "--no-probe")])
+def test_commands_say_once_that_another_place_is_there(command, folders, call, caplog):
+    shutil.rmtree(folders.durable)
+    done = call(command[0], url(folders), *command[1:])
+    said = " ".join((done.out + done.err + caplog.text).split())
+    assert said.count("Is its file system mounted") == 1
+    if command[0] == "doctor":
+        assert "durable: answer: mount its file system; until then saves stay" in said
+
+
+def test_a_place_that_is_replaced_on_purpose_gets_all_that_is_left(folders, caplog):
+    shutil.rmtree(folders.durable)
+    report = save(folders, 2, roots="accept")
+    assert report.tiers == ("fast", "durable")
+    assert "tier durable" in caplog.text
+    assert "is new to this run" in caplog.text
+    assert steps_in(folders.durable) == [1, 2]
+    assert save(folders, 3).tiers == ("fast", "durable")  # from now on this is the place
+
+
+def test_reading_accepts_a_place_for_that_time_and_the_error_says_what_it_takes(folders, call):
+    shutil.rmtree(folders.durable)
+    with opened(folders, roots="accept") as ckpt:
+        assert ckpt.steps() == [1]
+    with opened(folders) as ckpt, pytest.raises(StorageError, match="save or drain once with"):
+        ckpt.steps()
+    assert call("drain", url(folders, "&roots=accept")).code == 0
+    with opened(folders) as ckpt:
+        assert ckpt.steps() == [1]
+
+
+def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
+    aside = tmp_path / "aside"
+    with opened(folders) as ckpt:
+        ckpt.save(make_state(2), 2).result(30)
+        folders.durable.rename(aside)
+        handle = ckpt.save(make_state(3), 3)
+        handle.committed.result(30)
+        ckpt._drains.settle(30)
+        assert not handle.durable.done()
+        assert not folders.durable.exists()
+        aside.rename(folders.durable)
+        handle.result(30)
+    assert steps_in(folders.durable) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["trainer", "command"])
+def test_what_an_older_backup_lacks_is_copied_once_more(how, folders, tmp_path, caplog, call):
+    shutil.copytree(folders.durable, tmp_path / "backup")
+    save(folders, 2, 3)
+    shutil.rmtree(folders.durable)
+    (tmp_path / "backup").rename(folders.durable)
+    if how == "command":
+        done = call("drain", url(folders))
+        assert (done.code, "copied 2 checkpoint(s)" in done.out) == (0, True)
+        assert call("drain", url(folders)).out.strip() == "nothing was left to copy"
+    else:
+        save(folders, 4)
+        assert "restored from a" in caplog.text
+    assert steps_in(folders.durable)[:3] == [1, 2, 3]
+
+
+class StoppedClock(Clock):
+    def __init__(self, second):
+        self._time = datetime(2026, 1, 1, 0, 0, second, tzinfo=UTC)
+
+    def wall_s(self):
+        return self._time.timestamp()
+
+
+def at(waits, second):
+    """What is saved from now on was saved then."""
+    waits(clock=StoppedClock(second))
+
+
+def rewind_on_another_node(folders, tmp_path):
+    """Steps 1 to 3 are of this node; another one goes on from step 1, and saves step 2."""
+    first, folders.fast = folders.fast, tmp_path / "other node"
+    with opened(folders) as ckpt:
+        ckpt.rewind(1)
+        ckpt.save(make_state(7), 2).result(30)
+    folders.fast = first
+
+
+@pytest.fixture
+def rewound(folders, tmp_path, waits):
+    """A run of which this node has saved steps 1 to 3, and another one has rewound the last two."""
+    at(waits, 1)
+    save(folders, 2, 3)
+    at(waits, 2)
+    rewind_on_another_node(folders, tmp_path)
+    return folders
+
+
+def test_what_another_node_has_rewound_does_not_come_back(rewound, caplog):
+    save(rewound, 4)
+    assert "step 3 is in tier fast, and was deleted behind it" in caplog.text
+    assert steps_in(rewound.durable) == [1, 2, 4]
+    assert steps_in(rewound.fast) == [1, 2, 3, 4]
+
+
+def test_drain_says_what_it_takes_for_deleted_behind_a_tier(rewound, call, caplog):
+    call("drain", url(rewound))
+    said = [one.getMessage() for one in caplog.records if "drain" in one.name]
+    assert len(said) == 1
+    assert "step 3 is in tier fast, and was deleted behind it" in said[0]
+    call("drain", url(rewound))
+    assert len([one for one in caplog.records if "drain" in one.name]) == 1
+
+
+def test_drain_does_not_bring_back_what_another_node_has_rewound(rewound, call):
+    assert call("drain", url(rewound)).out.strip() == "nothing was left to copy"
+    assert steps_in(rewound.durable) == [1, 2]
+
+
+def test_what_an_older_backup_lacks_is_copied_though_others_saved_there(folders, tmp_path, waits):
+    shutil.copytree(folders.durable, tmp_path / "backup")
+    at(waits, 1)
+    save(folders, 2)
+    save(folders, 3)
+    shutil.rmtree(folders.durable)
+    (tmp_path / "backup").rename(folders.durable)
+    at(waits, 2)
+    rewind_on_another_node(folders, tmp_path)
+    save(folders, 4)
+    assert steps_in(folders.durable) == [1, 2, 3, 4]
+
+
+def swapped(folders):
+    folders.fast, folders.durable = folders.durable, folders.fast
+    return url(folders, "&roots=accept")
+
+
+@pytest.fixture
+def evicted(folders, waits):
+    """A run of which the durable tier has steps 1 to 4, and the fast one only the last two."""
+    at(waits, 1)
+    save(folders, 2, 3, 4, keep_fast=2)
+    assert steps_in(folders.fast) == [3, 4]
+    return folders
+
+
+def test_what_was_evicted_is_copied_once_the_tiers_are_swapped_on_purpose(evicted, call):
+    accepted = swapped(evicted)
+    assert "copied 2 checkpoint(s)" in call("drain", accepted).out
+    assert steps_in(evicted.durable) == [1, 2, 3, 4]
+    assert call("drain", url(evicted)).out.strip() == "nothing was left to copy"
+
+
+def test_what_was_evicted_does_not_count_as_deleted_once_the_tiers_are_swapped(
+    evicted, tmp_path, waits, call
+):
+    at(waits, 2)
+    right, evicted.durable = evicted.durable, tmp_path / "meanwhile"
+    save(evicted, 5, roots="accept")  # what the last tier has not seen, and is newer
+    evicted.durable = right
+    call("drain", swapped(evicted))
+    assert steps_in(evicted.durable) == [1, 2, 3, 4, 5]
+
+
+def test_a_durable_place_that_becomes_the_fast_one_is_copied_to_a_new_one(folders, tmp_path, call):
+    save(folders, 2, 3)
+    folders.fast, folders.durable = folders.durable, tmp_path / "new disk"
+    assert "copied 3 checkpoint(s)" in call("drain", url(folders, "&roots=accept")).out
+    save(folders, 4, keep_fast=1)
+    assert steps_in(folders.durable) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("drain_every", "copied"), [(1, [1, 2]), (0, [])])
+def test_a_run_without_tiers_is_copied_to_the_place_that_is_put_behind_it(
+    drain_every, copied, tmp_path, call
+):
+    folders = Folders(tmp_path)
+    with Checkpointer(f"posix://{folders.fast}", **TINY) as ckpt:
+        for step in (1, 2):
+            ckpt.save(make_state(step), step).result(30)
+    assert call("drain", url(folders, f"&drain_every={drain_every}")).code == 0
+    assert steps_in(folders.durable) == copied
+
+
+def test_what_another_node_has_rewound_was_deleted_at_that_place_alone(rewound, call):
+    save(rewound, 4)
+    assert steps_in(rewound.durable) == [1, 2, 4]
+    shutil.rmtree(rewound.durable)
+    call("drain", url(rewound, "&roots=accept"))
+    assert steps_in(rewound.durable) == [1, 2, 3, 4]
+
+
+def test_what_drain_every_left_out_is_not_copied_to_a_new_place_either(folders, call):
+    save(folders, 2, 3, 4, drain_every=2)
+    shutil.rmtree(folders.durable)
+    call("drain", url(folders, "&roots=accept"))
+    assert steps_in(folders.durable) == [1, 2, 4]
+
+
+def test_what_was_left_out_on_purpose_is_not_copied(folders, call):
+    save(folders, 2, 3, 4, 5, drain_every=2)
+    assert steps_in(folders.durable) == [1, 2, 4]
+    assert call("drain", url(folders)).out.strip() == "nothing was left to copy"
+    backend = PosixBackend(PosixConfig(path=str(folders.durable)))
+    Catalog(backend).delete(4)
+    assert call("drain", url(folders)).code == 0
+    assert steps_in(folders.durable) == [1, 2, 4]
+
+
+def test_what_an_earlier_version_left_out_is_not_copied(folders, call):
+    save(folders, 2, 3, drain_every=2)
+    for root in (folders.fast, folders.durable):
+        shutil.rmtree(root / "tier")
+    for note in folders.fast.rglob("stays.json"):
+        note.unlink()
+    save(folders, 4)
+    assert steps_in(folders.durable) == [1, 2, 4]
+    assert call("drain", url(folders)).out.strip() == "nothing was left to copy"
+
+
+def test_another_node_joins_the_run(folders, tmp_path, caplog):
+    first, folders.fast = folders.fast, tmp_path / "other node"
+    assert save(folders, 2).tiers == ("fast", "durable")
+    assert "tier fast" in caplog.text
+    folders.fast = first
+    assert save(folders, 3).tiers == ("fast", "durable")
+    assert steps_in(folders.durable) == [1, 2, 3]
+
+
+class Overtaken(WrapperBackend):
+    """A place that another process begins to use right before this one does."""
+
+    def __init__(self, inner, meanwhile):
+        super().__init__(inner)
+        self.meanwhile = [meanwhile]
+
+    def publish(self, name, data, /, *, exclusive=False):
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        super().publish(name, data, exclusive=exclusive)
+
+
+def test_two_nodes_that_begin_a_run_at_once_are_of_one_run():
+    node, other = Places(), Places()
+    other.durable = node.durable
+
+    def begin():
+        with other.open() as ckpt:
+            ckpt.save(make_state(1), 1).result(30)
+
+    with node.open(durable=Overtaken(node.other(), begin)) as ckpt:
+        assert ckpt.save(make_state(2), 2).result(30).tiers == ("fast", "durable")
+    for one in (node, other):
+        with one.open() as ckpt:
+            assert ckpt.latest() == 2
+    assert len({read_root(b).run for b in (node.fast, other.fast, node.durable)}) == 1
+
+
+class Elsewhere(WrapperBackend):
+    """The same place by another way, of which its URL says nothing."""
+
+    @property
+    def url(self):
+        return "nfs://host/export"
+
+
+def test_one_place_by_way_of_the_network_is_no_two_tiers():
+    places = Places()
+    same_place = Elsewhere(MemoryBackend(MemoryConfig(name=places.fast._name)))
+    with places.open(durable=same_place, options={"keep_fast": 0}) as ckpt:
+        with pytest.raises(ConfigError, match="the same place"):
+            ckpt.save(make_state(1), 1)
+        assert ckpt.steps() == []
+
+
+def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_identity(folders):
+    shutil.rmtree(folders.durable)
+    shutil.copytree(folders.fast, folders.durable)
+    with pytest.raises(ConfigError, match=f"one place.*delete {ROOT_NAME}"):
+        opened(folders)
+    (folders.durable / ROOT_NAME).unlink()
+    save(folders, 2, roots="accept")
+    assert save(folders, 3).tiers == ("fast", "durable")
+
+
+def test_a_tier_that_cannot_be_read_at_the_start_is_looked_at_when_it_can(folders):
+    places = Places()
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    durable = FaultyBackend(MemoryBackend(MemoryConfig(name="an-empty-place")))
+    durable.add(Fault("read", times=None, error=StorageError("no route to host")))
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(2), 2)
+        handle.committed.result(30)
+        durable.clear()
+        ckpt._drains.settle(30)
+        assert not handle.durable.done()
+        assert Catalog(durable).steps() == []
+
+
+def test_doctor_and_ls_know_the_record(folders, call):
+    assert call("ls", url(folders)).code == 0
+    assert call("ls", f"posix://{folders.durable}").code == 0
+    done = call("prune", f"posix://{folders.durable}", "--grace", "1s")
+    assert done.code == 0
+    assert (folders.durable / ROOT_NAME).is_file()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"penstock": 1},
+        {"run": "x" * 32},
+        {"root": None},
+        {"opened": -1},
+        {"opened": True},
+        {"tiers": [["0" * 32]]},
+        {"tiers": 3},
+    ],
+    ids=str,
+)
+def test_a_record_that_is_none_is_refused(change):
+    record = RootRecord("0" * 32, "1" * 32, 2, (("1" * 32, 2),))
+    assert decode_root(encode_root(record)) == record
+    with pytest.raises(FormatError, match="cannot be read"):
+        decode_root(json.dumps(json.loads(encode_root(record)) | change).encode())
+
+
+def test_a_record_that_is_damaged_is_made_anew(folders, caplog):
+    (folders.durable / ROOT_NAME).write_bytes(b"nonsense")
+    assert save(folders, 2).tiers == ("fast", "durable")
+    assert f"{ROOT_NAME} cannot be read" in caplog.text
+    assert root_of(folders.fast).slower() == [root_of(folders.durable).root]
+
+
+def test_a_tier_that_is_away_is_not_forgotten():
+    before = [("fast", 3), ("middle", 5), ("durable", 9)]
+    assert merged_order(before, [("middle", 6)]) == (("fast", 3), ("middle", 6), ("durable", 9))
+    now = [("fast", 4), ("new", 1), ("durable", 10)]
+    assert merged_order(before, now) == (
+        ("fast", 4),
+        ("new", 1),
+        ("middle", 5),
+        ("durable", 10),
+    )
+    assert merged_order(before, [("other node", 1), ("middle", 6)])[0] == ("other node", 1)

@@ -1,0 +1,423 @@
+"""Saving to a fast tier that is copied to a durable one, by configuration alone."""
+
+import threading
+import time
+
+import pytest
+import torch
+from tests.integration.support import blank, checkpointer, make_state, same
+from tests.integration.tiers.places import Places
+
+import penstock
+from penstock import NotDrainedError, SaveSkippedError, StorageError
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.timing import FAST
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tiers.whereabouts import pending
+
+
+@pytest.fixture(autouse=True)
+def hasty(waits):
+    waits(FAST, drain_failing_s=0.2)
+
+
+@pytest.fixture
+def places():
+    return Places()
+
+
+def until(condition):
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s, "it does not come to that"
+        time.sleep(0.01)
+
+
+def away(backend):
+    """`backend`, which does not answer until it is cleared."""
+    faulty = FaultyBackend(backend)
+    for operation in ("list", "publish", "create", "read", "stat", "delete"):
+        faulty.add(Fault(operation, times=None, error=StorageError("no route to host")))
+    return faulty
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_a_save_is_committed_in_the_fast_tier_and_durable_in_the_other(mode, places):
+    with places.open() as ckpt:
+        handle = ckpt.save(make_state(1), 1, mode=mode)
+        committed = handle.committed.result(30)
+        report = handle.result(30)
+        assert (committed.tiers, report.tiers) == ((), ("fast", "durable"))
+        assert handle.progress().phase == "durable"
+        assert report.engine == "memory"
+        assert Catalog(places.fast).record(1).engine == "memory"
+    assert places.steps() == ([1], [1])
+    assert pending(places.fast) == []
+    for backend in (places.fast, places.durable):
+        with checkpointer(backend) as alone:
+            assert same(alone.load(1), make_state(1))
+
+
+def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_is_back(
+    places, caplog
+):
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handles = [ckpt.save(make_state(n), n) for n in range(1, 6)]
+        for handle in handles:
+            handle.committed.result(30)
+            assert not handle.durable.done()
+        assert caplog.text.count("tier durable does not answer") == 1  # not once per save
+        assert handles[-1].progress().phase == "drain"
+        ckpt.wait()  # for saves, not for a tier that is away
+        ckpt.fence()
+        durable.clear()
+        for handle in handles:
+            assert handle.result(30).tiers == ("fast", "durable")
+    assert places.steps() == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    assert "no route to host" in caplog.text
+
+
+def test_closing_while_the_durable_tier_is_away_leaves_the_rest_to_the_next_process(places):
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        handle.committed.result(30)
+    with pytest.raises(NotDrainedError, match="penstock drain"):
+        handle.result(30)
+    assert places.steps() == ([1], [])
+    with places.open() as ckpt:
+        ckpt.save(make_state(2), 2).result(30)
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_a_blocking_save_does_not_wait_for_ever_for_a_tier_that_is_away(places):
+    with places.open(durable=away(places.durable)) as ckpt:
+        with pytest.raises(NotDrainedError, match="no route to host"):
+            ckpt.save(make_state(1), 1, mode="blocking")
+        assert places.steps()[0] == [1]
+
+
+def test_every_nth_save_goes_on_and_the_others_are_as_durable_as_the_configuration_says(places):
+    with places.open(options={"drain_every": 2}) as ckpt:
+        tiers = [ckpt.save(make_state(n), n).result(30).tiers for n in range(1, 5)]
+    assert tiers == [("fast", "durable"), ("fast",)] * 2
+    assert places.steps() == ([1, 2, 3, 4], [1, 3])
+
+
+def test_durable_may_mean_the_fast_tier(places):
+    durable = away(places.durable)
+    with places.open(durable=durable, options={"durable_means": "fast"}) as ckpt:
+        assert ckpt.save(make_state(1), 1, mode="blocking").result(30).tiers == ("fast",)
+
+
+def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places, caplog):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    fast = Full(places.other_fast())
+    with places.open(fast=fast) as ckpt:
+        for step in (2, 3):
+            assert ckpt.save(make_state(step), step).result(30).tiers == ("durable",)
+    assert places.steps() == ([], [1, 2, 3])  # the first was evicted in vain
+    assert caplog.text.count("is saved straight to tier durable: tier fast") == 1
+
+
+def test_without_room_anywhere_a_save_is_skipped_and_training_goes_on(places, caplog):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    fast = Full(places.other_fast())
+    options = {"on_full": "skip"}
+    with places.open(fast=fast, durable=away(places.durable), options=options) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert handle.skipped
+        with pytest.raises(SaveSkippedError, match="no tier has room"):
+            handle.result()
+    assert "step 1 is not saved" in caplog.text
+
+
+def test_a_restore_takes_the_fastest_tier_and_falls_back_to_the_other(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    reads = []
+
+    class Noting(WrapperBackend):
+        def _around(self, operation, names, call):
+            if operation == "read" and any("/blobs/" in name for name in names):
+                reads.append(self.url)
+            return super()._around(operation, names, call)
+
+    def opened(**kept):
+        return places.open(
+            fast=Noting(places.other_fast()),
+            durable=Noting(places.other()),
+        )
+
+    with opened() as ckpt:
+        assert same(ckpt.load(1), make_state(1))
+        assert set(reads) == {places.fast.url}
+        reads.clear()
+        Catalog(places.fast).delete(1)
+        assert same(ckpt.load(1), make_state(1))
+        assert places.durable.url in reads
+
+
+def blob_of(backend, suffix):
+    (name,) = (i.name for i in backend.list("data/") if i.name.endswith(suffix))
+    return name
+
+
+def damage(backend, name, how):
+    from dataclasses import replace
+
+    blobs = backend._store.blobs
+    data = bytearray(blobs[name].data)
+    if how == "flip":
+        data[len(data) // 2] ^= 1
+    elif how == "cut":
+        del data[len(data) // 2 :]
+    if how == "missing":
+        del blobs[name]
+    else:
+        blobs[name] = replace(blobs[name], data=bytes(data))
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "missing"])
+@pytest.mark.parametrize("what", [".raw", ".enc", ".json.zst", "index", "commit"])
+def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog):
+    caplog.set_level("INFO", "penstock")
+    rules = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
+    with places.open(**rules) as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    name = "commits/00000001-0.json" if what == "commit" else blob_of(places.fast, what)
+    good = places.fast._store.blobs[name].data
+    damage(places.fast, name, how)
+    with places.open(**rules) as ckpt:
+        tree = blank(make_state(1))
+        report = ckpt.restore(tree)
+        assert report.fell_back_from == ()
+        for key in ("model", "optimizer", "table"):
+            assert same(tree[key], make_state(1)[key])
+        view = ckpt.open(1)
+        assert same(view["model/weight"], make_state(1)["model"]["weight"])
+    if (what, how) == ("commit", "missing"):  # it was evicted
+        assert report.rescued == ()
+        assert places.steps() == ([], [1])
+        return
+    unread = how == "missing" or (what, how) == ("index", "cut")
+    said = "tier fast lists it, but has lost" if unread else "the copy in tier durable is good"
+    assert said in caplog.text
+    if (what, how) != ("index", "flip"):  # of which a restore of everything reads nothing
+        ((found, tier),) = report.rescued
+        assert (found.partition(", section")[0], tier) == (name, "durable")
+        assert places.fast._store.blobs[name].data == good
+        assert "repaired in tier fast from durable" in caplog.text
+        with checkpointer(places.fast) as alone:
+            assert alone.verify(1).ok
+
+
+def test_a_repair_that_hangs_holds_up_nobody_for_ever(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    damage(places.fast, blob_of(places.fast, ".raw"), "flip")
+    fast = FaultyBackend(places.other_fast())
+    event = threading.Event()
+    held = fast.block("create", event)
+    try:
+        with places.open(fast=fast, io_timeout_s=1) as ckpt:
+            assert same(ckpt.load(1), make_state(1))
+            assert held.reached.wait(30)
+        assert not event.is_set()  # it was closed all the same
+    finally:
+        event.set()
+    assert places.steps()[1] == [1]
+
+
+def test_damage_in_both_tiers_is_damage(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(2), 2).result(30)
+        uid = ckpt.info(2).uid
+    for backend in (places.fast, places.durable):
+        damage(backend, f"data/{uid}/blobs/00000-0.raw", "flip")
+    with places.open() as ckpt:
+        with pytest.raises(penstock.DamagedError, match="checksum"):
+            ckpt.load(2)
+        tree = blank(make_state(1))
+        assert ckpt.restore(tree, on_damage="fallback").step == 1
+
+
+def test_a_deleted_step_is_deleted_everywhere_and_comes_back_nowhere(places):
+    with places.open() as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(make_state(step), step).result(30)
+        ckpt.delete(2)
+        assert places.steps() == ([1, 3], [1, 3])
+        ckpt.rewind(1)
+        assert places.steps() == ([1], [1])
+        ckpt.save(make_state(2), 2).result(30)
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_retention_counts_all_tiers_and_the_fast_one_may_keep_less(places):
+    options = {"keep_fast": 1}
+    with places.open(options=options, retention={"keep_last": 3}) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(make_state(step), step).result(30)
+            ckpt.wait()
+    assert places.steps() == ([5], [3, 4, 5])
+
+
+def test_a_step_of_another_tier_is_taken(places):
+    with checkpointer(places.durable) as alone:
+        alone.save(make_state(5), 5, mode="blocking")
+    with places.open() as ckpt:
+        with pytest.raises(penstock.StepExistsError):
+            ckpt.save(make_state(4), 4)
+        assert ckpt.latest() == 5
+        report = ckpt.save(make_state(55), 5, overwrite=True).result(30)
+        assert report.generation == 1
+        ckpt.wait()
+        assert ckpt.load(5)["epoch"] == 55
+    assert places.steps() == ([5], [5])
+
+
+def test_prune_looks_at_each_tier_by_itself(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(1), 1).result(30)
+    for backend in (places.fast, places.durable):
+        backend.publish(f"data/{'d' * 32}/index", b"left behind")
+    # What is left of an eviction that was cut short: the durable tier's record does not need it.
+    with checkpointer(places.fast) as alone:
+        uid = alone.info(1).uid
+    places.fast.delete(["commits/00000001-0.json"])
+    with places.open(grace_s=1e-6) as ckpt:
+        import time
+
+        time.sleep(0.01)
+        report = ckpt.prune()
+        assert set(report.uids) == {"d" * 32, uid}
+        assert same(ckpt.load(1), make_state(1))
+    assert list(places.fast.list("data/")) == []
+
+
+def test_a_partial_copy_is_never_listed(places):
+    """While a copy is held in its middle, the durable tier has no such step."""
+    durable = FaultyBackend(places.other())
+    event = threading.Event()
+    held = durable.block("publish", event, match="commits/")
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert held.reached.wait(30)
+        assert Catalog(places.durable).steps() == []
+        assert any("/blobs/" in i.name for i in places.durable.list("data/"))
+        event.set()
+        handle.result(30)
+    assert places.steps() == ([1], [1])
+
+
+def test_a_durable_tier_that_hangs_holds_no_save(places, waits, caplog):
+    waits(tier_answer_s=0.1)
+    durable = FaultyBackend(places.other())
+    event = threading.Event()
+    for operation in ("list", "stat", "read", "publish"):
+        durable.block(operation, event)
+    try:
+        with places.open(durable=durable, io_timeout_s=1) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(make_state(step), step).committed.result(30)
+            assert "no answer for" in caplog.text
+    finally:
+        event.set()
+    assert places.steps()[0] == [1, 2, 3]
+
+
+def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_clean_up(
+    places, waits
+):
+    waits(tier_answer_s=0.1)
+    durable = FaultyBackend(places.other())
+    event = threading.Event()
+    durable.block("list", event)
+
+    def asked():
+        return sum(operation == "list" for operation, _ in durable.calls)
+
+    with places.open(durable=durable, retention={"keep_last": 2}) as ckpt:
+        try:
+            ckpt.save(make_state(1), 1).committed.result(30)
+            while asked() < 2:  # by the save, and by the copy that follows it
+                time.sleep(0.01)
+            for step in (2, 3, 4):
+                ckpt.save(make_state(step), step).committed.result(30)
+                ckpt.wait()
+            assert asked() == 2
+        finally:
+            event.set()
+    with places.open(durable=places.other(), retention={"keep_last": 2}) as ckpt:
+        for step in (5, 6):
+            ckpt.save(make_state(step), step).result(30)
+        until(lambda: ckpt.steps() == [5, 6])  # what was left is made up for
+
+
+def test_who_overwrites_asks_a_tier_that_hung_all_the_same(places, waits):
+    waits(tier_answer_s=0.1)
+    durable = FaultyBackend(places.other())
+    event = threading.Event()
+    durable.block("list", event)
+    with places.open(durable=durable) as ckpt:
+        try:
+            ckpt.save(make_state(1), 1).committed.result(30)  # from now on it is left alone
+            with pytest.raises(penstock.StorageTimeoutError, match=r"no answer for 0\.1 s"):
+                ckpt.save(make_state(10), 1, overwrite=True)
+        finally:
+            event.set()
+        ckpt.save(make_state(10), 1, overwrite=True).result(30)
+        assert same(ckpt.load(1), make_state(10))
+
+
+@pytest.mark.parametrize("at", ["blobs/", "/index", "commits/"])
+def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
+    durable = FaultyBackend(places.other())
+    event = threading.Event()
+    held = durable.block("create" if at == "blobs/" else "publish", event, match=at)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        assert held.reached.wait(30)
+        deleting = threading.Thread(target=ckpt.delete, args=(1,))
+        deleting.start()
+        deleting.join(0.2)
+        assert deleting.is_alive()  # it waits until the copy is over
+        event.set()
+        deleting.join(30)
+        error = handle.durable.exception(30)  # none: it was durable for a moment, which is as good
+        assert error is None or isinstance(error, penstock.CheckpointGoneError)
+        ckpt.save(make_state(10), 1).result(30)
+        assert same(ckpt.load(1), make_state(10))
+    assert places.steps() == ([1], [1])
+    for backend in (places.fast, places.durable):
+        with checkpointer(backend) as alone:
+            assert same(alone.load(1), make_state(10))
+
+
+def test_by_configuration_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAST", str(tmp_path / "fast"))
+    config = tmp_path / "penstock.toml"
+    config.write_text(
+        '[backend]\ntype = "tiered"\nfast = "${FAST}"\n'
+        f'durable = {{ type = "posix", path = "{tmp_path}/durable" }}\nkeep_fast = 1\n'
+    )
+    model = torch.nn.Linear(8, 8)
+    with penstock.Checkpointer.from_config(config) as ckpt:
+        for step in (1, 2):
+            ckpt.save({"model": model, "epoch": step}, step).result(30)
+    assert len(list((tmp_path / "durable/commits").iterdir())) == 2
+    assert len(list((tmp_path / "fast/commits").iterdir())) == 1
+    with penstock.Checkpointer.from_config(config) as ckpt:
+        assert same(ckpt.load(1)["model"]["weight"], model.weight.detach())

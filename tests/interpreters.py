@@ -1,0 +1,305 @@
+"""Python programs in processes of their own, which need not import torch first.
+
+Importing torch takes a new interpreter 1.5 s of CPU, and the suite starts some hundred. A server,
+one for each process that runs tests, imports it once and forks a process per program. It has one
+thread and nothing but imports behind it, so what it forks is like new; only options of the
+interpreter and variables that are read while it starts (`PYTHON...`, `OMP_NUM_THREADS`) are those
+of the server. What is to be tested about imports themselves needs `subprocess`.
+
+As a script, this is the server.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from pathlib import Path
+
+# torch._dynamo: the first optimizer of a process imports it.
+IMPORTED = [
+    "torch",
+    "torch._dynamo",
+    "numpy",
+    "penstock.core.checkpointer",
+    "penstock.core.testing.faults",
+]
+_REQUEST_BYTES = 1 << 20
+
+
+class Server:
+    """Forks programs for one interpreter."""
+
+    def __init__(self, python=sys.executable):
+        """Start it. It ends when this process does.
+
+        Args:
+            python: The interpreter, which may be that of another environment.
+        """
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BYTES)
+        variables = {**os.environ}
+        if python != sys.executable:
+            # Kept for our own interpreter: `tools/break_guards.py` tests a copy of the package by
+            # it, and a server without it would import the installed one, which is not broken.
+            variables.pop("PYTHONPATH", None)
+        variables["OMP_NUM_THREADS"] = "1"  # more would be threads that a fork has not
+        self._process = subprocess.Popen(
+            [python, __file__, str(other.fileno())],
+            pass_fds=[other.fileno()], env=variables, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        other.close()
+        atexit.register(self.close)
+
+    def close(self):
+        atexit.unregister(self.close)
+        self._socket.close()
+        self._process.wait()
+
+    def start(self, *words, cwd=None, env=None, stdin=None, stdout=None, stderr=None):
+        """`python WORDS...` under way, as `subprocess.Popen` in text mode."""
+        return Process(self._socket, words, cwd, env, (stdin, stdout, stderr))
+
+    def run(self, *words, timeout=100, check=False, **around):
+        """`python WORDS...` to its end, with its output, as `subprocess.run`."""
+        with self.start(
+            *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **around
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(words, process.returncode, out, err)
+        if check:
+            done.check_returncode()
+        return done
+
+
+@functools.cache
+def _server():
+    return Server()
+
+
+def start(*words, **around):
+    """`Server.start` of the interpreter that runs the tests."""
+    return _server().start(*words, **around)
+
+
+def run(*words, **around):
+    """`Server.run` of the interpreter that runs the tests."""
+    return _server().run(*words, **around)
+
+
+class Process:
+    """A program that was forked, with the attributes and methods of `subprocess.Popen`."""
+
+    def __init__(self, server, words, cwd, env, streams):
+        sys.audit("tests.interpreters.start", *words)
+        self.args = words
+        self.returncode = None
+        with contextlib.ExitStack() as stack:
+            ends = [_ends(stream, number, stack) for number, stream in enumerate(streams)]
+            self.stdin, self.stdout, self.stderr = (mine for mine, _ in ends)
+            self._status, status = socket.socketpair()
+            stack.callback(status.close)
+            request = {
+                "words": [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in words],
+                "cwd": str(cwd or Path.cwd()),
+                "env": {**(os.environ if env is None else env)},
+            }
+            socket.send_fds(
+                server, [json.dumps(request).encode()], [*(its for _, its in ends), status.fileno()]
+            )
+        self.pid = int(self._line())
+
+    def poll(self):
+        if self.returncode is None:
+            self._status.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                self._ended(self._line())
+        return self.returncode
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            try:
+                self._ended(self._line())
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self.args, timeout) from None
+        return self.returncode
+
+    def communicate(self, input=None, timeout=None):  # noqa: A002 - as subprocess calls it
+        """Both outputs to their ends, and the end of the process."""
+        found = {}
+        threads = [
+            threading.Thread(target=lambda k=k, s=s: found.update({k: s.read()}), daemon=True)
+            for k, s in (("out", self.stdout), ("err", self.stderr))
+            if s is not None and not s.closed
+        ]
+        for thread in threads:
+            thread.start()
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.write(input or "")
+                self.stdin.close()
+        self.wait(timeout)
+        for thread in threads:
+            thread.join(timeout)
+            if thread.is_alive():  # a process of its own keeps the pipe open
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        self._close()
+        return found.get("out"), found.get("err")
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._close()
+        self.wait()
+
+    def _close(self):
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _line(self):
+        """What the server says next of this process: its pid, then its status."""
+        data = self._status.recv(64)
+        if not data:
+            raise RuntimeError(f"the server of interpreters has ended: {self.args}")
+        return data
+
+    def _ended(self, line):
+        self.returncode = int(line)
+        self._status.close()
+
+
+def _ends(stream, number, stack):
+    """The end of a standard stream that is kept here, if any, and the process's descriptor."""
+    if stream is None:
+        return None, number
+    if stream == subprocess.DEVNULL:
+        its = os.open(os.devnull, os.O_RDWR)
+        stack.callback(os.close, its)
+        return None, its
+    if stream != subprocess.PIPE:
+        return None, stream if isinstance(stream, int) else stream.fileno()
+    reader, writer = os.pipe()
+    mine, its = (writer, reader) if number == 0 else (reader, writer)
+    stack.callback(os.close, its)
+    return os.fdopen(mine, "w" if number == 0 else "r"), its
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def serve(requests):
+    """Fork a process for each request. Returns in these only, with their words."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    *streams, status = descriptors
+    requests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid:
+        # This one only waits, and passes on how the program ended.
+        os.write(status, str(pid).encode())
+        for descriptor in (0, 1, 2, *streams):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, str(code).encode())
+        os._exit(0)
+    os.close(status)
+    return json.loads(message), streams
+
+
+def become(request, streams):
+    """Make this process what a new interpreter would be, and return its program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = os.fdopen(0)
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    words = request["words"]
+    added = [p for p in request["env"].get("PYTHONPATH", "").split(os.pathsep) if p]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if words[0] == "-W":
+        warnings.simplefilter(words[1])
+        del words[:2]
+    if words[0] == "-c":
+        sys.path[:0] = ["", *added]
+        sys.argv = ["-c", *words[2:]]
+        return main, compile(words[1], "<string>", "exec")
+    if words[0] == "-m":
+        sys.path[:0] = [request["cwd"], *added]
+        spec = importlib.util.find_spec(words[1])
+        if spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(words[1] + ".__main__")
+        main.__spec__, main.__package__, main.__file__ = spec, spec.parent, spec.origin
+        sys.argv = [spec.origin, *words[2:]]
+        return main, spec.loader.get_code(spec.name)
+    sys.path[:0] = [str(Path(words[0]).resolve().parent), *added]
+    sys.argv = words
+    main.__file__ = words[0]
+    return main, compile(Path(words[0]).read_bytes(), words[0], "exec")
+
+
+def main():
+    """Return what a forked process is to run."""
+    del sys.path[0]  # of this script
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for kind in ("providers", "backends", "codecs"):
+        for point in importlib.metadata.entry_points(group=f"penstock.{kind}"):
+            if point.dist.name == "penstock":
+                point.load()
+    gc.collect()
+    gc.freeze()
+    threads = len([*Path("/proc/self/task").iterdir()])
+    assert threads == 1, f"{threads} threads: a fork would lose what they hold"
+    return become(*serve(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    _module, _code = main()
+    exec(_code, vars(_module))

@@ -1,0 +1,95 @@
+"""Memory that is being read stays where it is, whatever torch.multiprocessing wants of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from tests.integration.training import held_at
+
+from penstock.core.abc import ByteSource
+from penstock.providers.tensor import sharing
+from penstock.providers.tensor.memory import TensorSource
+
+WAITS = ("penstock.providers.tensor.sharing", "__enter__")
+
+
+def source_of(numel=300_000):
+    tensor = torch.arange(numel)
+    return tensor, TensorSource(tensor)
+
+
+def test_this_torch_has_the_table_that_holds_rest_on():
+    assert torch.storage._share_memory_map is sharing._moves
+    assert torch.storage._share_memory_lock.acquire(blocking=False)
+    torch.storage._share_memory_lock.release()
+
+
+def test_who_would_move_held_memory_waits_until_it_is_let_go():
+    tensor, source = source_of()
+    first, second = TensorSource.hold([source]), TensorSource.hold([source])
+    with held_at(WAITS, tensor.share_memory_):
+        first()
+        assert not tensor.is_shared()
+        assert source.address == tensor.data_ptr()
+        second()
+    assert tensor.is_shared()
+    assert source.storage._cdata not in sharing._moves
+
+
+def test_a_hold_says_where_memory_is_by_now():
+    tensor, source = source_of()
+    described = source.address
+    tensor.share_memory_()
+    let_go = TensorSource.hold([source])
+    assert described != source.address == tensor.data_ptr()
+    let_go()
+    assert torch.equal(torch.frombuffer(source.view(), dtype=torch.int64), tensor)
+
+
+def test_a_look_waits_for_memory_that_is_being_moved():
+    _, source = source_of()
+    seen = []
+    moving = sharing._Hold(source.storage)
+    entry = type("Move", (), {"__enter__": lambda _: moving._unread.acquire(), "__exit__": _end})()
+    sharing._moves[source.storage._cdata] = entry
+    look = ("penstock.providers.tensor.sharing", "still")
+    with held_at(look, lambda: seen.append(TensorSource.still([source], lambda: 1))):
+        assert not seen
+        del sharing._moves[source.storage._cdata]
+        moving.release()
+    assert seen == [1]
+
+
+def _end(*_):
+    pass
+
+
+def test_freed_memory_is_nowhere():
+    tensor, source = source_of()
+    assert source.locate() == tensor.data_ptr()
+    tensor.untyped_storage().resize_(0)
+    assert source.locate() == 0
+
+
+def test_sources_of_other_memory_need_no_hold():
+    assert ByteSource.hold([])() is None
+    assert ByteSource.still([], lambda: 3) == 3
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_may_share_what_its_parent_holds():
+    tensor, source = source_of()
+    let_go = TensorSource.hold([source])
+    with torch.storage._share_memory_lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # rather than hang
+            tensor.share_memory_()
+            os._exit(40 + tensor.is_shared())
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 41
+    let_go()

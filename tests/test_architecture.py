@@ -1,0 +1,76 @@
+"""`docs/architecture.md` leads to files and tests that exist, and that are the right ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROWS = re.findall(
+    r"^\| ([^|]+) \| `([\w/.]+\.py)` \| `(tests/[\w/]+\.py(?:::\w+)?)` \|$", PAGE, re.MULTILINE
+)
+
+
+@pytest.fixture
+def names(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import check_names
+
+    yield check_names
+    del sys.modules["check_names"]
+
+
+@cache
+def guarded_files():
+    """Each test that notices a broken guard, with the modules of these guards."""
+    files = defaultdict(set)
+    for section in tomllib.loads((ROOT / "tools" / "guards.toml").read_text()).values():
+        for guard in section if isinstance(section, list) else ():
+            for test in guard["tests"]:
+                files[test.partition("[")[0]].add(guard["file"])
+    return files
+
+
+def test_a_few_dozen_rules_are_listed():
+    assert len(ROWS) >= 40
+    assert PAGE.count("::test_") <= len(ROWS)
+
+
+def test_every_path_exists():
+    folders = r"(?:core|providers|backends|codecs|tests|tools|docs)"
+    named = set(re.findall(rf"`({folders}/[\w/.-]*)(?:::\w+)?`", PAGE))
+    assert len(named) > 80
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(("rule", "module", "test"), ROWS, ids=[row[0][:50] for row in ROWS])
+def test_a_rules_test_exists_and_guards_its_module(rule, module, test):
+    path, _, name = test.partition("::")
+    assert not name or f"def {name}(" in (ROOT / path).read_text(), rule
+    for symbol in re.findall(r"\(`(\w+)`", rule):
+        assert symbol in (ROOT / module).read_text(), f"{rule}: {module} has no {symbol}"
+    if files := guarded_files()[test]:
+        assert module in files, f"{rule}: that test guards {sorted(files)}"
+
+
+def test_the_glossary_explains_a_word_once_and_in_order():
+    for section in (ROOT / "docs" / "glossary.md").read_text().split("\n## ")[1:]:
+        words = re.findall(r"^\*\*([^*]+)\*\*", section, re.MULTILINE)
+        assert words == sorted(set(words), key=str.lower), section.splitlines()[0]
+
+
+def test_two_classes_of_one_name_are_found(names, tmp_path):
+    for folder in names.FOLDERS:
+        (tmp_path / folder).mkdir()
+    (tmp_path / "core" / "one.py").write_text("class Twin: ...\nclass Single: ...\n")
+    (tmp_path / "codecs" / "other.py").write_text("\nclass Twin: ...\n")
+    found = names.classes_of(tmp_path)
+    assert found["Twin"] == ["core/one.py:1", "codecs/other.py:2"]
+    assert found["Single"] == ["core/one.py:2"]

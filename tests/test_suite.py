@@ -1,0 +1,141 @@
+"""What tests, tools and benchmarks may not do to the product that they look at.
+
+A test that sets a constant of a module depends on where that constant stands, and says nothing of
+the product as it is. How long anything is waited for is a `Timing`, which a test puts in force;
+what else a test needs to be small or large is an argument, or the size of what it stores.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTANT = re.compile(r"_{0,2}[A-Z][A-Z0-9_]*")
+SUSPICIOUS = re.compile(r"setattr|\bpatch\b|\._{0,2}[A-Z][A-Z0-9_]* = ")  # others are not parsed
+PLACES = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+PLACES += (ROOT / "benchmarks").rglob("*.py")
+
+
+def constants_set(text: str) -> list[str]:
+    """Constants that a program sets in modules of `penstock`; also those of programs within it."""
+    tree = ast.parse(text)
+    modules = imported_from_penstock(tree)
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and is_setter(node.func):
+            found += set_by_call(node, modules)
+        elif isinstance(node, ast.Assign):
+            found += [
+                f"{ast.unparse(target)} = ..."
+                for target in node.targets
+                if isinstance(target, ast.Attribute)
+                and CONSTANT.fullmatch(target.attr)
+                and root_of(target) in modules
+            ]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += set_within(node.value)
+    return found
+
+
+def imported_from_penstock(tree: ast.AST) -> set[str]:
+    """Names under which a program has modules of `penstock`, and what is in these."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            ours = (alias for alias in node.names if is_ours(alias.name))
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in ours)
+    return names
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "penstock"
+
+
+def is_setter(function: ast.expr) -> bool:
+    """`setattr`, `monkeypatch.setattr`, `mock.patch`, `patch.object` and the like."""
+    return bool({"setattr", "patch", "object"} & {root_of(function), last_of(function)})
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else root_of(node)
+
+
+def set_by_call(call: ast.Call, modules: set[str]) -> list[str]:
+    texts = [
+        arg.value
+        for arg in call.args[:2]
+        if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+    ]
+    for text in texts:
+        if is_ours(text) and CONSTANT.fullmatch(text.rpartition(".")[2]):
+            return [text]
+        if CONSTANT.fullmatch(text) and root_of(call.args[0]) in modules:
+            return [f"{ast.unparse(call.args[0])}.{text}"]
+    return []
+
+
+def set_within(text: str) -> list[str]:
+    """Constants that a program sets that a test runs in a process of its own."""
+    if "\n" not in text or "penstock" not in text:
+        return []
+    try:
+        return constants_set(text)
+    except SyntaxError:
+        return []  # prose
+
+
+def test_no_test_sets_a_constant_of_a_module():
+    texts = {path: path.read_text(encoding="utf-8") for path in PLACES if path != Path(__file__)}
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in texts.items()
+        if SUSPICIOUS.search(text)
+        for name in constants_set(text)
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'monkeypatch.setattr(job, "_POLL_S", 0.0)',
+        'patch.setattr(core.save.job, "LIMIT", 1)',
+        'patch.object(job, "_POLL_S", 0.0)',
+        'setattr(job, "_POLL_S", 0.0)',
+        'monkeypatch.setattr("penstock.core.save.job._POLL_S", 0.0)',
+        'mock.patch("penstock.core.save.job.LIMIT", 1)',
+        "job._POLL_S = 0.0",
+        "job._POLL_S = job._OTHER_S = 0.0",
+        'run("""\nfrom penstock.core.save import job\njob._POLL_S = 0.0\n""")',
+    ],
+)
+def test_every_way_to_set_one_is_noticed(statement):
+    assert constants_set(
+        f"from penstock import core\nfrom penstock.core.save import job\n{statement}"
+    )
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'monkeypatch.setattr(job, "opened", 0.0)',
+        'monkeypatch.setattr(sys, "MAXIMUM", 0.0)',
+        "job.step = 3",
+        "LIMIT = 3",
+        "waits(poll_s=0.01)",
+    ],
+)
+def test_what_is_no_constant_of_ours_may_be_set(statement):
+    assert not constants_set(f"import sys\nfrom penstock.core.save import job\n{statement}")
