@@ -19,6 +19,45 @@ _CODES = {
 }
 
 
+class ClosingServer(ThreadingHTTPServer):
+    """An HTTP server on loopback that leaves no thread and no connection when it is closed.
+
+    The base class neither joins its daemon threads nor closes the connections that clients keep.
+    """
+
+    daemon_threads = False  # so `server_close` joins them
+
+    def __init__(self, handler):
+        self._open = set()
+        self._lock = threading.Lock()  # guards `_open`: nothing in it is closed
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self._serving = threading.Thread(target=self.serve_forever, args=(0.02,))
+
+    def __enter__(self):
+        self._serving.start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self._serving.join()
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+
+    def process_request(self, request, client_address):
+        with self._lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request):
+        with self._lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+
 @dataclass
 class Fault:
     """One thing to go wrong.
@@ -76,18 +115,14 @@ class FaultProxy:
             pass
 
         Handler.proxy = proxy
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
-        self.thread.start()
+        self.server = ClosingServer(Handler)
+        self.url = self.server.url
+        self.server.__enter__()
         return self
 
     def __exit__(self, *exc):
         self.ending.set()
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+        self.server.__exit__(*exc)
 
     def fail(self, kind, **where):
         """From now on let this go wrong; returns it, to see how often it did."""

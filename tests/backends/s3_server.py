@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 BUCKET = "penstock-tests"
 ENVIRONMENT = {
@@ -71,9 +71,8 @@ def client(url):
 
 
 def make_bucket(url):
-    api = client(url)
-    api.create_bucket(Bucket=BUCKET)
-    api.close()
+    with closing(client(url)) as api:
+        api.create_bucket(Bucket=BUCKET)
 
 
 def _await(url):

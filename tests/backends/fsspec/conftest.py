@@ -2,7 +2,7 @@
 
 import functools
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 from tests.backends import s3_server
@@ -62,23 +62,19 @@ def folder():
 @pytest.fixture
 def look(s3_url):
     """A plain client, to look at what is really stored."""
-    client = s3_server.client(s3_url)
-    yield client
-    client.close()
+    with closing(s3_server.client(s3_url)) as client:
+        yield client
 
 
 @pytest.fixture
 def opened():
-    """Opens backends by their options, and closes them."""
-    found = []
+    """Open backends by their options, and close all of them."""
+    with ExitStack() as stack:
 
-    def open_one(url, **options):
-        found.append(FsspecBackend(FsspecConfig(url=url, **options)))
-        return found[-1]
+        def open_one(url, **options):
+            return stack.enter_context(closing(FsspecBackend(FsspecConfig(url=url, **options))))
 
-    yield open_one
-    for backend in found:
-        backend.close()
+        yield open_one
 
 
 @pytest.fixture
@@ -88,8 +84,9 @@ def store(opened, folder, s3_url):
 
 
 @pytest.fixture
-def shaky(opened, folder, proxy):
+def shaky(proxy, folder, opened):
     """A backend behind the proxy, which knows that conditional puts work."""
+    # In this order: the proxy lasts until the backend has aborted the uploads that a test left.
     return opened(
         f"s3://{folder}",
         options={"endpoint_url": proxy.url},

@@ -8,18 +8,18 @@ from contextlib import suppress
 class ScriptedServer:
     """Runs `scripts` on the connections in the order in which they come; the last one for all more.
 
-    A script gets the connection, and may read a request by `head_of`.
+    A script gets the server and the connection; it may read a request by `head_of`.
     """
 
     def __init__(self, *scripts, tls=None, host="127.0.0.1"):
         self.scripts = scripts
         self.connections = 0
         self.heads = []
+        self.ending = threading.Event()
         self._tls = tls
         self._threads = []
         self._open = []
-        self._opening = threading.Lock()
-        self.ending = threading.Event()
+        self._lock = threading.Lock()  # guards `_open`, and the order of `ending` and additions
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port = self._listener.getsockname()[1]
@@ -31,24 +31,23 @@ class ScriptedServer:
         return self
 
     def __exit__(self, *_):
-        self.ending.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._opening:
+        with self._lock:
+            self.ending.set()
             for connection in self._open:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-                connection.close()
+                _shut_down(connection)
+        _shut_down(self._listener)
         for thread in self._threads:
             thread.join()
+        # Only now: a number of a closed socket that a script still uses may be that of another.
+        for connection in [*self._open, self._listener]:
+            connection.close()
 
     @property
     def url(self):
         return f"{'https' if self._tls else 'http'}://{self.netloc}"
 
     def head_of(self, connection):
-        """The lines of the next request; its body, if any, is still to be read."""
+        """Return the lines of the next request; its body, if any, is still to be read."""
         data = b""
         while not data.endswith(b"\r\n\r\n"):
             byte = connection.recv(1)
@@ -66,35 +65,41 @@ class ScriptedServer:
                 return
             script = self.scripts[min(self.connections, len(self.scripts) - 1)]
             self.connections += 1
-            if not self._keep(connection):
-                return
-            self._threads.append(threading.Thread(target=self._run, args=(script, connection)))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._run, args=(script, connection))
+            self._threads.append(thread)
+            thread.start()
 
     def _run(self, script, connection):
         with suppress(OSError):
-            if self._tls:
-                # Kept before the handshake: `connection` itself is empty once it is wrapped.
+            script(self, self._take(connection))
+
+    def _take(self, connection):
+        """Return the connection for the script, which `__exit__` closes in any case."""
+        # Wrapping moves the socket into another object, so it excludes `__exit__`, which would
+        # miss that object. The handshake waits for the client, so it comes afterwards.
+        with self._lock:
+            self._open.append(connection)
+            if self._tls and not self.ending.is_set():
                 connection = self._tls.wrap_socket(
                     connection, server_side=True, do_handshake_on_connect=False
                 )
-                if not self._keep(connection):
-                    return
-                connection.do_handshake()
-            script(self, connection)
-
-    def _keep(self, connection):
-        """Have `connection` closed at the end; false where the end has come, and it is closed now."""
-        with self._opening:
+                self._open.append(connection)
             if self.ending.is_set():
-                connection.close()
-                return False
-            self._open.append(connection)
-            return True
+                raise ConnectionAbortedError
+        if self._tls:
+            connection.do_handshake()
+        return connection
+
+
+def _shut_down(connection):
+    """End all that waits for the socket; the socket itself stays open."""
+    with suppress(OSError):
+        # That of TLS would take the session from under a script, which no error would tell.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def answering(*bodies, status="206 Partial Content", more=""):
-    """One answer after the other, then nothing more is read."""
+    """Return a script that answers one request after the other, then reads nothing more."""
 
     def script(server, connection):
         for body in bodies:
@@ -106,7 +111,7 @@ def answering(*bodies, status="206 Partial Content", more=""):
 
 
 def then_closing(script):
-    """What `script` does, and an orderly end."""
+    """Return a script that does the same, and ends the connection in order."""
 
     def closing(server, connection):
         script(server, connection)

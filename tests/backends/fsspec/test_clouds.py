@@ -6,7 +6,6 @@
 The emulator of Google's takes no conditions, Azurite does.
 """
 
-import os
 import shutil
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,33 +37,37 @@ def free_port():
         return found.getsockname()[1]
 
 
-def serve(command, port):
+@contextmanager
+def serving(command, port):
     """A server that listens at `port`."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(600):
-        assert process.poll() is None, f"{command[0]} ended by itself"
-        with socket.socket() as client:
-            if not client.connect_ex(("127.0.0.1", port)):
-                return process
-        time.sleep(0.1)
-    process.kill()
-    raise RuntimeError(f"{command[0]} does not listen at port {port}")
+    try:
+        for _ in range(600):
+            assert process.poll() is None, f"{command[0]} ended by itself"
+            with socket.socket() as client:
+                if not client.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(0.1)
+        else:
+            raise RuntimeError(f"{command[0]} does not listen at port {port}")
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
-def google(tmp_path_factory):
-    # Else it asks the endpoint by gRPC over TLS what kind of bucket it has, for a minute each time.
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+def google():
     pytest.importorskip("gcsfs", reason="needs gcsfs")
     pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator")
     port = free_port()
     command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--default-bucket", CONTAINER]
-    process = serve(command, port)
-    endpoint = f"http://127.0.0.1:{port}"
-    yield "gs", {"endpoint_url": endpoint, "token": "anon", "project": "tests"}
-    process.kill()
-    process.wait()
+    with serving(command, port), pytest.MonkeyPatch.context() as patch:
+        # Else gcsfs asks by gRPC over TLS for the kind of the bucket, for a minute each time.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        endpoint = f"http://127.0.0.1:{port}"
+        yield "gs", {"endpoint_url": endpoint, "token": "anon", "project": "tests"}
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +77,11 @@ def azure(tmp_path_factory):
         pytest.skip("needs azurite-blob (npm install azurite)")
     port, folder = free_port(), str(tmp_path_factory.mktemp("azurite"))
     command = [program, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
-    process = serve([*command, "--blobPort", str(port), "--location", folder], port)
     text = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
     text += f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
-    adlfs.AzureBlobFileSystem(connection_string=text).mkdir(CONTAINER)
-    yield "abfs", {"connection_string": text}
-    process.kill()
-    process.wait()
+    with serving([*command, "--blobPort", str(port), "--location", folder], port):
+        adlfs.AzureBlobFileSystem(connection_string=text).mkdir(CONTAINER)
+        yield "abfs", {"connection_string": text}
 
 
 @pytest.fixture(params=["google", "azure"])
@@ -144,11 +146,9 @@ def test_azure_decides_between_savers(azure):
         assert ckpt.load() == {"who": won[0]}
 
 
-def test_google_is_seen_not_to_decide_where_it_does_not(google):
+def test_google_is_seen_not_to_decide_where_it_does_not(google, opened):
     scheme, options = google
-    config = FsspecConfig(url=f"{scheme}://{CONTAINER}/probe", options=options)
-    backend = FsspecBackend(config)
+    backend = opened(f"{scheme}://{CONTAINER}/probe", options=options)
     assert not backend.capabilities.exclusive_publish
     assert "in spite of its condition" in " ".join(backend.capabilities.notes)
     assert backend.list("") == []  # of the trial nothing is left
-    backend.close()

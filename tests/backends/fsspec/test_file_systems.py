@@ -3,7 +3,7 @@
 import functools
 import http.server
 import io
-import threading
+from contextlib import closing
 from pathlib import Path
 
 import fsspec
@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import known_implementations
+from tests.backends.fault_proxy import ClosingServer
 from tests.backends.fsspec.scripted_server import ScriptedServer
 
 import penstock
@@ -58,14 +59,8 @@ class RangeHandler(http.server.SimpleHTTPRequestHandler):
 def web(tmp_path):
     """A web server over `tmp_path`."""
     pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
-    handler = functools.partial(RangeHandler, directory=str(tmp_path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with ClosingServer(functools.partial(RangeHandler, directory=str(tmp_path))) as server:
+        yield server.url
 
 
 def http_head(length):
@@ -336,10 +331,9 @@ def test_a_folder_is_no_blob_to_delete(tmp_path, opened):
 
 def test_any_scheme_of_fsspec_opens_this_backend(opened, tmp_path):
     fsspec.register_implementation("odd", OddFileSystem, clobber=True)
-    with_scheme = open_backend("odd://run?parallel=3")
-    assert isinstance(with_scheme, FsspecBackend)
-    assert with_scheme.capabilities.preferred_parallel == 3
-    with_scheme.close()
+    with closing(open_backend("odd://run?parallel=3")) as with_scheme:
+        assert isinstance(with_scheme, FsspecBackend)
+        assert with_scheme.capabilities.preferred_parallel == 3
 
 
 def test_file_system_that_is_not_installed_is_said():

@@ -5,10 +5,10 @@ import http.server
 import os
 import signal
 import sys
-import threading
 import warnings
 
 import pytest
+from tests.backends.fault_proxy import ClosingServer
 
 from penstock.core.errors import StorageError
 from penstock.core.types import WriteRequest
@@ -91,12 +91,8 @@ def test_forked_child_can_use_an_asynchronous_file_system(opened, tmp_path):
         def log_message(self, *_):
             pass
 
-    handler = functools.partial(Quiet, directory=str(tmp_path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        backend = opened(f"http://127.0.0.1:{server.server_port}")
+    with ClosingServer(functools.partial(Quiet, directory=str(tmp_path))) as server:
+        backend = opened(server.url)
         assert backend.read_record("r.json", limit_bytes=9) == b"record"
 
         def child():
@@ -105,7 +101,3 @@ def test_forked_child_can_use_an_asynchronous_file_system(opened, tmp_path):
 
         in_child(child)
         assert backend.read_record("r.json", limit_bytes=9) == b"record"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -11,19 +11,16 @@ from tests.backends.fsspec import object_files
 from tests.integration.support import run_program
 
 import penstock
-from penstock.backends.fsspec import FsspecBackend, FsspecConfig
 from penstock.core.errors import BlobExistsError, StorageError
 from penstock.core.types import WriteRequest
 
 
 @pytest.fixture
-def backend():
+def backend(opened):
     fsspec.register_implementation("gs", object_files.ObjectFiles, clobber=True)
     for name in ("stored", "heeding", "losing", "denied"):
         getattr(object_files, name).clear()
-    opened = FsspecBackend(FsspecConfig(url="gs://bucket/run"))
-    yield opened
-    opened.close()
+    yield opened("gs://bucket/run")
     _registry.pop("gs", None)
 
 
@@ -78,11 +75,10 @@ def test_one_that_ignores_the_condition_is_found_out(backend):
     assert backend.list("") == []
 
 
-def test_only_what_is_known_to_heed_conditions_is_believed_to(backend):
+def test_only_what_is_known_to_heed_conditions_is_believed_to(opened):
     fsspec.register_implementation("oss", object_files.ObjectFiles, clobber=True)
-    other = FsspecBackend(FsspecConfig(url="oss://bucket/run", conditional_put="yes"))
+    other = opened("oss://bucket/run", conditional_put="yes")
     assert not other.capabilities.exclusive_publish
-    other.close()
     _registry.pop("oss", None)
 
 

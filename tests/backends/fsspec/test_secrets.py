@@ -2,6 +2,7 @@
 
 import logging
 import traceback
+from contextlib import closing
 
 import pytest
 import torch
@@ -144,8 +145,11 @@ def test_every_text_of_the_options_is_hidden_but_what_is_known_to_be_harmless():
 )
 def test_odd_passwords_in_urls_are_not_shown(url):
     assert "SECRET" not in shown_url(url)
-    with pytest.raises((ConfigError, PenstockError)) as caught:
-        open_backend(url).stat("r.json")
+    with (
+        pytest.raises((ConfigError, PenstockError)) as caught,
+        closing(open_backend(url)) as backend,
+    ):
+        backend.stat("r.json")
     assert "SECRET" not in everything(caught.value)
 
 

@@ -35,7 +35,7 @@ def test_memory_in_flight_is_bounded_but_one_part_always_fits():
     memory = PartMemory(100)
     first, second = memory.take(80), memory.take(80)
     memory.send(first)
-    waiting = threading.Thread(target=memory.send, args=(second,))
+    waiting = threading.Thread(target=memory.send, args=(second,), daemon=True)
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
