@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.errors import FormatError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc.memory import ByteSink
     from penstock.core.format.records import ChunkRef, Frame, ObjectRecord, PartHead, ShardRecord
-    from penstock.core.types import Region
+    from penstock.core.types import ObjectPath, Region
 
 ChainT = TypeVar("ChainT")
 
@@ -32,7 +32,10 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRequest:
-    """An object to read into `sink`: all of its bytes, or these ranges; no sink: only verify."""
+    """A request to read an object into `sink`: all its bytes, or `ranges` of them.
+
+    Without a sink the bytes are only verified.
+    """
 
     located: Located
     sink: ByteSink | None
@@ -41,7 +44,7 @@ class ObjectRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkUse:
-    """Bytes `[at, at + length)` of a chunk go to `sink` from `start` on; None: only verify."""
+    """Bytes `[at, at + length)` of a chunk go to `sink` from `start` on, if there is a sink."""
 
     sink: ByteSink | None
     at: int
@@ -49,30 +52,35 @@ class ChunkUse:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class FrameJob(Generic[ChainT]):
-    """One frame that has to be read, and what for.
+    """One frame that has to be read. `plan_restore` fills it; nothing changes it afterwards.
 
     Attributes:
         frame: The frame.
         blob: Name of the blob that holds it.
         block_bytes: Distance of checksum cuts in raw frames of its part.
-        ranges: What of it to fetch, relative to its first byte: whole blocks of a raw frame, all of
-            an encoded one. Ascending, not touching.
+        chain: Decodes the frame; None for a raw frame.
+        context: The context for the codecs; None for a raw frame.
+        ranges: The ranges to fetch, relative to the frame's first byte: whole blocks of a raw
+            frame, all of an encoded one. Ascending, not touching.
         uses: Where the chunk's bytes go.
-        chain: What decodes it; None: it is raw.
-        context: For the codecs.
-        label: Shown paths of the objects in it, for messages.
+        paths: The paths of the objects in the frame, one for each use.
     """
 
     frame: Frame
     blob: str
     block_bytes: int
-    ranges: tuple[ByteRange, ...]
-    uses: tuple[ChunkUse, ...]
     chain: ChainT | None
-    context: CodecContext | None
-    label: tuple[str, ...]
+    context: CodecContext | None = None
+    ranges: tuple[ByteRange, ...] = ()
+    uses: list[ChunkUse] = field(default_factory=list)
+    paths: list[ObjectPath] = field(default_factory=list)
+
+    @property
+    def label(self) -> tuple[str, ...]:
+        """Shown paths of the objects in the frame, for messages."""
+        return tuple(dict.fromkeys(map(show_path, self.paths)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +88,12 @@ class RestorePlan(Generic[ChainT]):
     """Frames to read, by part, blob and offset, each once.
 
     Attributes:
-        jobs: See above.
+        jobs: The frames.
         bytes_needed: Selected bytes of raw frames, and whole stored frames of encoded ones.
     """
 
     jobs: tuple[FrameJob[ChainT], ...]
     bytes_needed: int
-
-
-@dataclass(slots=True)
-class _Draft:
-    part: int
-    frame: Frame
-    uses: list[ChunkUse] = field(default_factory=list)
-    owners: list[ObjectRecord] = field(default_factory=list)
-    context: CodecContext | None = None
 
 
 def plan_restore(
@@ -114,64 +113,51 @@ def plan_restore(
         FormatError: Two sections describe one frame differently, or the shards of an object do not
             make it whole in a way that this version can place.
     """
-    drafts: dict[tuple[int, int, int], _Draft] = {}
+    jobs: dict[tuple[int, int, int], FrameJob[ChainT]] = {}
     for request in requests:
         located, sink = request.located, request.sink
         record, part = located.record, located.part
         for shard, base in _placed(record, sink):
             for ref, start, stop in _overlaps(shard, base, request.ranges):
                 frame = located.frames[ref.frame]
-                draft = _draft_of(drafts, part, frame)
-                draft.uses.append(
-                    ChunkUse(sink, ref.at + start - ref.start, base + start, stop - start)
-                )
-                draft.owners.append(record)
+                key = part, frame.blob, frame.offset
+                job = jobs.get(key)
+                if job is None:
+                    chain = chain_of(part, frame.chain) if frame.chain else None
+                    head = heads[part]
+                    blob = head.blobs[frame.blob].name
+                    job = jobs[key] = FrameJob(frame, blob, head.block_bytes, chain)
+                elif job.frame is not frame and job.frame != frame:
+                    where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
+                    msg = f"{where}: two sections describe it differently"
+                    raise FormatError(msg, [where])
+                at = ref.at + start - ref.start
+                job.uses.append(ChunkUse(sink, at, base + start, stop - start))
+                job.paths.append(record.path)
                 if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
-                    draft.context = _context(record, shard, ref, frame)
-    jobs: list[FrameJob[ChainT]] = []
-    needed = 0
-    for _, draft in sorted(drafts.items()):
-        frame, head = draft.frame, heads[draft.part]
-        if frame.chain:
-            ranges: tuple[ByteRange, ...] = (ByteRange(0, frame.length),)
-            needed += frame.length
-        else:
-            unit = head.block_bytes
-            used = merge_ranges(ByteRange(u.at, u.at + u.length) for u in draft.uses)
-            runs = blocks_covering(frame.offset, frame.length, unit, used)
-            ranges = tuple(blocks_span(frame.offset, frame.length, unit, r) for r in runs)
-            needed += sum(r.length for r in used)
-        jobs.append(
-            FrameJob(
-                frame,
-                head.blobs[frame.blob].name,
-                head.block_bytes,
-                ranges,
-                tuple(draft.uses),
-                chain_of(draft.part, frame.chain) if frame.chain else None,
-                draft.context or _slab_context(frame),
-                tuple(dict.fromkeys(show_path(owner.path) for owner in draft.owners)),
-            )
-        )
-    return RestorePlan(tuple(jobs), needed)
+                    job.context = _context(record, shard, ref, frame)
+    # In order of offsets, so that neighbouring frames are read in one batch.
+    ordered = tuple(jobs[key] for key in sorted(jobs))
+    return RestorePlan(ordered, sum(map(_complete, ordered)))
 
 
-def _draft_of(drafts: dict[tuple[int, int, int], _Draft], part: int, frame: Frame) -> _Draft:
-    key = part, frame.blob, frame.offset
-    draft = drafts.get(key)
-    if draft is None:
-        draft = drafts[key] = _Draft(part, frame)
-    elif draft.frame is not frame and draft.frame != frame:
-        where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
-        msg = f"{where}: two sections describe it differently"
-        raise FormatError(msg, [where])
-    return draft
+def _complete(job: FrameJob[Any]) -> int:
+    """Set the ranges that hold all uses of a frame; return how many of their bytes are needed."""
+    frame = job.frame
+    if frame.chain:  # an encoded frame decodes only as a whole
+        job.context = job.context or _slab_context(frame)
+        job.ranges = (ByteRange(0, frame.length),)
+        return frame.length
+    used = merge_ranges(ByteRange(u.at, u.at + u.length) for u in job.uses)
+    runs = blocks_covering(frame.offset, frame.length, job.block_bytes, used)
+    job.ranges = tuple(blocks_span(frame.offset, frame.length, job.block_bytes, r) for r in runs)
+    return sum(r.length for r in used)
 
 
 def _placed(record: ObjectRecord, sink: ByteSink | None) -> Sequence[tuple[ShardRecord, int]]:
-    """The shards, and where the bytes of each begin in the object's.
+    """Return the shards, each with the offset of its first byte in the object.
 
-    A shard that several ranks hold counts once. One that is only verified may lie anywhere.
+    A shard that several ranks hold counts once. A shard that is only verified may lie anywhere.
 
     Raises:
         FormatError: A shard is no run of the object's bytes, or together they do not fill it.
@@ -210,7 +196,7 @@ def _unplaceable(record: ObjectRecord, why: str) -> FormatError:
 def _overlaps(
     shard: ShardRecord, base: int, wanted: Sequence[ByteRange] | None
 ) -> Iterator[tuple[ChunkRef, int, int]]:
-    """Chunks of a shard, and which of its bytes are wanted; `wanted` counts from the object's."""
+    """Yield chunks and their wanted bytes; the ranges in `wanted` count from the object's start."""
     if wanted is None:
         for ref in shard.chunks:
             yield ref, ref.start, ref.stop

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Target
-    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.containers import Providers
 
 log = logging.getLogger("penstock")
 

@@ -21,9 +21,8 @@ from penstock.core.plan.restore import ObjectRequest
 from penstock.core.reporting.reports import Mismatch, RestoreReport
 from penstock.core.restore.fill import BytesSink, Tally, fill, read_stored
 from penstock.core.suggest import listed
-from penstock.core.tree.overlap import disagreements, overlapping
 from penstock.core.tree.paths import show_path
-from penstock.core.tree.place import Placing
+from penstock.core.tree.place import Placing, disagreements, overlapping
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind

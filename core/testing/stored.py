@@ -16,7 +16,7 @@ from penstock.core.types import Kind, show_path
 
 if TYPE_CHECKING:
     from penstock.core.abc import ByteSource, Placement, Target
-    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.containers import Providers
     from penstock.core.tree.select import Patterns, RenameSpec
     from penstock.core.types import ObjectPath
 

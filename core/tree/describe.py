@@ -20,24 +20,30 @@ from penstock.core.errors import (
 )
 from penstock.core.foreign import said, shipped_by
 from penstock.core.tree.checks import BrokenEntryError, check_limits, checked_entries
-from penstock.core.tree.containers import dict_meta, key_segment, key_types, tuple_class
+from penstock.core.tree.containers import (
+    CONTAINERS,
+    Found,
+    Scan,
+    dict_meta,
+    key_segment,
+    key_types,
+    tuple_class,
+)
 from penstock.core.tree.paths import show_path
-from penstock.core.tree.scan import Found, Scan
 from penstock.core.types import collide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import MemoryKey
-    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.containers import Providers
     from penstock.core.types import ObjectPath, Role
 
-_MOST_MOVES = 100  # each storage moves only once, and all of one message within a few looks
-
+# Each storage moves only once, and all storages of one message move within a few attempts.
+_MOST_MOVES = 100
 
 log = logging.getLogger("penstock")
 
-_CONTAINERS = frozenset({"dict", "list", "tuple"})
 _warned: set[str] = set()
 
 
@@ -110,7 +116,7 @@ def warn_of_forms(description: Description, providers: Providers) -> None:
 
     A restore into a template needs no form, so the save is not refused.
     """
-    for form in sorted({entry.form for entry in description.entries} - _CONTAINERS):
+    for form in sorted({entry.form for entry in description.entries} - CONTAINERS):
         try:
             providers.for_form(form)
         except PluginError as error:
@@ -256,9 +262,7 @@ class _Describing(DescribeContext):
         self._scan = scan
         self._names = NameTable(scan)
         self._late: dict[ObjectPath, object] = {}
-        self._forms = frozenset(
-            {"dict", "list", "tuple"}.union(*(p.forms for p in providers.all()))
-        )
+        self._forms = CONTAINERS.union(*(p.forms for p in providers.all()))
 
     def describe_root(self, root: dict[Any, Any]) -> Iterator[StateObject | Node]:
         entries = list(self._dict(root, (), late=True))
@@ -423,7 +427,7 @@ def _named(found: Found, what: str) -> Iterator[None]:
 
 
 def _tells_of_memory(kind: type[StateProvider]) -> bool:
-    """Whether such a provider claims memory, or names unsteady memory; that of tensors does not."""
+    """Return whether providers of this class claim memory, or name unsteady memory."""
     return (
         kind.claimed_memory is not StateProvider.claimed_memory
         or kind.unsteady_memory is not StateProvider.unsteady_memory

@@ -1,4 +1,4 @@
-"""Compiles patterns over object paths. `select` describes their syntax."""
+"""Compiles patterns over object paths; `select` describes their syntax."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 _WILDCARDS = frozenset("*?[")
 
 SegmentTest: TypeAlias = "Callable[[str], bool]"
-"""Says of a segment whether it leads on to what a pattern takes."""
+"""Returns whether a segment leads on to a path that the pattern takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A pattern without wildcards."""
+    """A pattern without wildcards: takes a path, and all that continues it after a `/` or `.`."""
 
     text: str
     path: ObjectPath
 
     def matches(self, path: ObjectPath) -> bool:
-        """Whether it takes the object at `path`."""
+        """Return whether the pattern takes the object at `path`."""
         depth = len(self.path) - 1
         if len(path) <= depth or path[:depth] != self.path[:depth]:
             return False
@@ -36,15 +36,15 @@ class Prefix:
         return last == mine or (bool(mine) and last.startswith(mine + "."))
 
     def is_within(self, path: ObjectPath) -> bool:
-        """Whether it would take something below `path`."""
+        """Return whether the pattern takes a path that lies below `path`."""
         return len(path) < len(self.path) and self.path[: len(path)] == path
 
     def touches(self, path: ObjectPath) -> bool:
-        """Whether it takes `path`, or something above it."""
+        """Return whether the pattern takes `path`, or a path above it."""
         return self.matches(path)
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
-        """Which segments right below `path` lead to what it takes or touches: all, none or some."""
+        """Return which segments right below `path` lead to touched paths: all, none, or a test."""
         depth, last = len(path), len(self.path) - 1
         if depth > last:
             return self.matches(path)
@@ -57,20 +57,20 @@ class Prefix:
         return lambda segment: segment == mine or segment.startswith(more)
 
     def words(self) -> Sequence[str]:
-        """What segments of each path that it takes begin with."""
+        """Return the words with which segments of each path that the pattern takes begin."""
         return self.path
 
 
 @dataclass(frozen=True, slots=True)
 class Subtree(Prefix):
-    """Takes one path and all that stands below it."""
+    """A prefix that ends at a `/` only: takes one path and all that stands below it."""
 
     def matches(self, path: ObjectPath) -> bool:
-        """Return whether `path` is the root of the subtree, or below it."""
+        """Return whether `path` is the root of the subtree, or below the root."""
         return path[: len(self.path)] == self.path
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
-        """As `Prefix.below`."""
+        """Return which segments lead to touched paths, as `Prefix.below` does."""
         depth = len(path)
         if depth >= len(self.path):
             return self.matches(path)
@@ -86,7 +86,7 @@ class Glob:
     literals: tuple[str, ...] = ()
 
     def matches(self, path: ObjectPath) -> bool:
-        """Whether it takes the object at `path`."""
+        """Return whether the pattern takes the object at `path`."""
         reached: set[int] = set()
         for reached in self._steps(path):
             if not reached:
@@ -94,7 +94,7 @@ class Glob:
         return len(self.segments) in reached
 
     def is_within(self, path: ObjectPath) -> bool:
-        """Whether it names `path` without wildcards, and would take something below that."""
+        """Return whether `path` matches without wildcards, and the pattern goes on below it."""
         above = self.segments[: len(path)]
         return len(path) < len(self.segments) and all(
             segment is not None and segment.pattern == re.escape(part)
@@ -102,11 +102,11 @@ class Glob:
         )
 
     def touches(self, path: ObjectPath) -> bool:
-        """Whether it takes `path`, or something above it."""
+        """Return whether the pattern takes `path`, or a path above it."""
         return any(len(self.segments) in reached for reached in self._steps(path))
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
-        """Which segments right below `path` lead to what it takes or touches: all, none or some."""
+        """Return which segments right below `path` lead to touched paths: all, none, or a test."""
         reached: set[int] = set()
         for reached in self._steps(path):
             if len(self.segments) in reached:
@@ -117,7 +117,7 @@ class Glob:
         return lambda segment: any(t is not None and t.fullmatch(segment) for t in tests)
 
     def words(self) -> Sequence[str]:
-        """What segments of each path that it takes begin with."""
+        """Return the words with which segments of each path that the pattern takes begin."""
         return self.literals
 
     def _steps(self, path: ObjectPath) -> Iterator[set[int]]:
@@ -177,7 +177,7 @@ def _compile(option: str, text: str) -> Prefix | Glob:
 
 
 def _split(text: str) -> list[str]:
-    """Cut at every `/` that no backslash escapes; a `/` at the very end is ignored."""
+    """Cut the text at every `/` that no backslash escapes; ignores a `/` at the very end."""
     segments = [""]
     for piece in re.findall(r"\\.|[^\\]|\\$", text, re.DOTALL):
         if piece == "/":

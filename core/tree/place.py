@@ -1,10 +1,19 @@
-"""Plans the restore of a stored tree into a template, by the providers of what stands there."""
+"""Plans the restore of a stored tree into a template, and finds targets that share memory.
+
+Two views of one tensor, such as `w` and `w[5]`, were stored as two objects. If both were read
+straight into place, the later one would silently win, or intact bytes would look damaged. So such
+targets are filled only if the stored bytes agree about the memory that they share.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import MutableMapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from penstock.core.abc import (
     Placement,
@@ -15,7 +24,7 @@ from penstock.core.errors import (
     RestoreError,
     UnsupportedStateError,
 )
-from penstock.core.tree.containers import key_segment
+from penstock.core.tree.containers import CONTAINERS, Scan, key_segment
 from penstock.core.tree.describe import (
     NameTable,
     check_root,
@@ -24,21 +33,19 @@ from penstock.core.tree.describe import (
     refuse_ranks,
 )
 from penstock.core.tree.rebuild import (
-    CONTAINERS,
     Rebuilding,
     check_placement,
     name_in_errors,
     settled,
 )
-from penstock.core.tree.scan import Scan
 from penstock.core.types import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import StateProvider
+    from penstock.core.abc import MemoryKey, StateProvider, Target
+    from penstock.core.tree.containers import Providers
     from penstock.core.tree.patterns import SegmentTest
-    from penstock.core.tree.scan import Providers
     from penstock.core.tree.stored_tree import StoredTree
     from penstock.core.types import ObjectPath
 
@@ -46,6 +53,12 @@ _TUPLE = "a tuple"
 _READ_ONLY = "a read-only mapping"
 _ADVICE = {_TUPLE: "make it a list", _READ_ONLY: "pass a dict"}
 """Containers that take no new values, and what a template should have in their place."""
+
+_Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+_NAMED = 50
 
 
 class Placing(Rebuilding):
@@ -99,10 +112,10 @@ class Placing(Rebuilding):
             raise UnsupportedStateError(msg) from error
         return settled(self._compared(placement))
 
-    # What providers ask -------------------------------------------------------------------------
+    # The contract of `PlaceContext`, which providers call while they plan.
 
     def place(self, value: object, path: ObjectPath, /) -> Placement:
-        """As the contract says."""
+        """Plan the restore of a child into `value`, if anything at or below `path` is selected."""
         if not self._leads_on(path):
             return Placement()
         provider = self.scan.provider_for(type(value))
@@ -113,15 +126,13 @@ class Placing(Rebuilding):
         return self._place_by_provider(self.scan.value_provider, value, path)
 
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """As the contract says."""
+        """Return the names that modules of the template give to `tensor`, best first."""
         if self._names is None:
             # An optimizer may name any module of the template, whatever is selected.
             scan = Scan(self._providers)
             scan.is_container(self._root, ())
             self._names = NameTable(scan)
         return self._names.names(tensor)
-
-    # ------------------------------------------------------------------------------------------
 
     def _leads_on(self, path: ObjectPath) -> bool:
         """Return whether something at or below a path of the template may be selected."""
@@ -263,3 +274,117 @@ class Placing(Rebuilding):
         check_placement(placed, provider, path, "planning its restore")
         name_in_errors(placed, provider, path)
         return placed
+
+
+def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
+    """Group the targets whose memory may overlap; a target that overlaps none is in no group.
+
+    Compares only first and last addresses, so the columns of one matrix are a group, too.
+    """
+    spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    targets = list(targets)
+    for number, target in enumerate(targets):
+        memory = target.sink.memory
+        if memory is not None:
+            spans[memory.device].append((*_span(memory, target.spec.itemsize), number))
+    groups: list[list[Target]] = []
+    for found in spans.values():
+        found.sort()
+        if all(stop <= start for (_, stop, _), (start, _, _) in pairwise(found)):
+            continue  # as in nearly every state
+        group: list[Target] = []
+        reach = -1
+        for start, stop, number in found:
+            if start >= reach:
+                groups.append(group)
+                group = []
+            group.append(targets[number])
+            reach = max(reach, stop)
+        groups.append(group)
+    return [group for group in groups if len(group) > 1]
+
+
+def disagreements(group: Sequence[Target], stored: Mapping[ObjectPath, memoryview]) -> list[str]:
+    """Return why `group` cannot be filled with the bytes in `stored`, as sentences.
+
+    Writes all of them into a scratch copy of the memory that they span: a target that does not find
+    its bytes there afterwards was overwritten by another. Takes time and memory linear in the
+    group.
+    """
+    contents = {t.path: _as_memory(t, stored[t.path]) for t in group}
+    losers = _overwritten(group, contents)
+    problems = []
+    for one in losers:
+        other = next((t for t in group if t is not one and _overwritten([one, t], contents)), None)
+        if other is None:
+            problems.append(
+                f"{show_path(one.path)} overlaps itself in the template, but different values are "
+                "stored for one place of its memory: restore into a contiguous one"
+            )
+        else:
+            problems.append(
+                f"{show_path(one.path)} and {show_path(other.path)} share memory in the template, "
+                "but different values are stored for it: select one of them, or separate them"
+            )
+        if len(problems) == _NAMED:
+            break
+    return problems
+
+
+def _overwritten(group: Sequence[Target], contents: Mapping[ObjectPath, _Bytes]) -> list[Target]:
+    spans = [_span(t.sink.memory, t.spec.itemsize) for t in group if t.sink.memory is not None]
+    low, high = min(start for start, _ in spans), max(stop for _, stop in spans)
+    scratch = np.empty(high - low, np.uint8)
+    views = [_view(scratch, t, low) for t in group]
+    for target, view in zip(group, views, strict=True):
+        view[...] = contents[target.path].view(view.dtype).reshape(view.shape)
+    return [
+        target
+        for target, view in zip(group, views, strict=True)
+        if not _same(view, contents[target.path].view(view.dtype).reshape(view.shape))
+    ]
+
+
+def _same(one: _Array, other: _Array) -> bool:
+    if one.dtype.kind == "V":
+        return one.tobytes() == other.tobytes()
+    return bool(np.array_equal(one, other))
+
+
+def _view(scratch: _Bytes, target: Target, low: int) -> _Array:
+    memory, size = target.sink.memory, target.spec.itemsize
+    assert memory is not None
+    dtype = np.dtype(_CARRIERS.get(size, f"V{size}"))
+    return np.ndarray(memory.shape, dtype, scratch, _start(memory) - low, memory.strides)
+
+
+def _as_memory(target: Target, data: memoryview) -> _Bytes:
+    """Return the bytes as they lie in memory: some views of torch flip signs on the way."""
+    memory, size = target.sink.memory, target.spec.itemsize
+    assert memory is not None
+    raw = np.frombuffer(data, np.uint8)
+    flags = memory.dtype.removeprefix("numpy ").split()[1:]
+    if not flags:
+        return raw
+    parts = 2 if memory.dtype.startswith("complex") else 1
+    raw = raw.reshape(-1, parts, size // parts).copy()
+    if "neg" in flags:
+        raw[:, :, -1] ^= 0x80
+    if "conj" in flags:
+        raw[:, 1, -1] ^= 0x80
+    return raw.reshape(-1)
+
+
+def _start(memory: MemoryKey) -> int:
+    return memory.storage + memory.offset
+
+
+def _span(memory: MemoryKey, itemsize: int) -> tuple[int, int]:
+    """Return the first address of the memory, and the address behind its last byte."""
+    low = high = _start(memory)
+    for size, stride in zip(memory.shape, memory.strides, strict=True):
+        if stride < 0:
+            low += stride * (size - 1)
+        else:
+            high += stride * (size - 1)
+    return low, high + itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import (
+    Difference,
     Node,
     PlaceContext,
     Placement,
@@ -22,8 +23,7 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.foreign import note_origin, shipped_by
-from penstock.core.tree.compare import compare
-from penstock.core.tree.containers import assemble
+from penstock.core.tree.containers import CONTAINERS, assemble
 from penstock.core.tree.describe import (
     broken_contract,
 )
@@ -31,14 +31,11 @@ from penstock.core.tree.stored_tree import PathTree, StoredTree
 from penstock.core.types import Kind, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.core.abc import StateProvider
-    from penstock.core.tree.scan import Providers
+    from penstock.core.abc import ByteSink, MemoryKey, StateProvider
+    from penstock.core.tree.containers import Providers
     from penstock.core.types import ObjectPath
-
-CONTAINERS = frozenset({"dict", "list", "tuple"})
-"""Forms of nodes that core builds itself."""
 
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -107,10 +104,10 @@ class Rebuilding(PlaceContext):
         """
         return self._assigned[path] if path in self._assigned else self.value(path)
 
-    # What providers ask -------------------------------------------------------------------------
+    # The contract of `PlaceContext`, which providers call while they plan.
 
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
-        """As the contract says."""
+        """Plan building anew what is stored at `path`."""
         node = self._nodes.get(path)
         if node is not None and node.form not in CONTAINERS:
             return self._rebuild_by_provider(node, device)
@@ -122,19 +119,19 @@ class Rebuilding(PlaceContext):
         return self._rebuild_container(node or Node(path, "dict"), device)
 
     def stored(self, path: ObjectPath, /) -> StoredObject | None:
-        """As the contract says."""
+        """Return the selected stored object at `path`; None without one."""
         return self._chosen.get(path)
 
     def node(self, path: ObjectPath, /) -> Node | None:
-        """As the contract says."""
+        """Return the stored container or composite at `path`; None without one."""
         return self._nodes.get(path)
 
     def children(self, path: ObjectPath, /) -> Sequence[str]:
-        """As the contract says."""
+        """Return the next segments of all that is selected below `path`, in stored order."""
         return self._children.children(path)
 
     def value(self, path: ObjectPath, /) -> object:
-        """As the contract says."""
+        """Decode the selected stored value at `path`."""
         stored = self._chosen[path]
         if stored.kind is not Kind.VALUE:
             raise KeyError(path)
@@ -142,18 +139,16 @@ class Rebuilding(PlaceContext):
         return None if finish is None else finish()
 
     def value_bytes(self, path: ObjectPath, /) -> bytes:
-        """As the contract says."""
+        """Return the stored bytes of the selected value at `path`."""
         return self._values[path]
 
     def selected(self, path: ObjectPath, /) -> bool:
-        """As the contract says."""
+        """Return whether the object at `path` of the template is selected."""
         return self._selected(path)
 
     def provider_version(self, name: str, /) -> int | None:
-        """As the contract says."""
+        """Return the version of provider `name` that took part in the save; None if none did."""
         return self._versions.get(name)
-
-    # ------------------------------------------------------------------------------------------
 
     def _rebuild_container(self, node: Node, device: str | None) -> Placement:
         path = node.path
@@ -193,7 +188,7 @@ class Rebuilding(PlaceContext):
             built = provider.rebuild(stored, device=device, context=self)
         except (PenstockError, RecursionError):
             raise
-        except Exception as error:  # out of memory, or a manifest that makes no sense to it
+        except Exception as error:  # no memory left, or a manifest that contradicts itself
             if why := self._only_whole(stored):
                 raise SelectionError(why) from error
             msg = (
@@ -262,7 +257,7 @@ class Rebuilding(PlaceContext):
         return provider
 
     def _check_version(self, provider: StateProvider, path: ObjectPath) -> None:
-        """Refuse what a later version of the provider has stored: its meaning may have changed.
+        """Check that no later version of the provider stored this: the meaning may have changed.
 
         Raises:
             PluginError: Names both versions, and what to upgrade.
@@ -279,13 +274,24 @@ class Rebuilding(PlaceContext):
         raise PluginError(msg)
 
     def _compared(self, placement: Placement) -> Placement:
-        """Compare the placement: keep only targets that fit, and list the rest."""
-        return compare(
-            placement,
-            self._chosen,
-            self._aliases,
-            lambda path: path in self._children or path in self._nodes,
-        )
+        """Keep only targets that fit what is stored; list the rest as missing or as differences."""
+        fitting: list[Target] = []
+        for target in placement.targets:
+            path = target.path
+            stored = self._chosen.get(path)
+            if stored is not None:
+                difference = _difference(target, stored)
+                if difference is None:
+                    fitting.append(target)
+                else:
+                    placement.differ(difference)
+            elif path in self._children or path in self._nodes:
+                placement.differ(_other_kind(path, "a container"))
+            else:
+                placement.missing.append(path)
+        placement.targets = _tied(fitting, self._aliases)
+        placement.missing = list(dict.fromkeys(placement.missing))
+        return placement
 
     def _empty_nodes(self) -> list[ObjectPath]:
         """Return the selected nodes that have no stored object at or below them."""
@@ -294,8 +300,52 @@ class Rebuilding(PlaceContext):
         return [p for p in self._nodes if p and not stored.has(p) and self._selected(p)]
 
 
+def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> list[Target]:
+    """Give targets of the same memory one sink where the stored objects are tied, too.
+
+    Other targets of the same memory keep their sinks: `place.disagreements` compares their bytes.
+    """
+    result: list[Target] = []
+    sinks: dict[tuple[MemoryKey, ObjectPath], ByteSink] = {}
+    for target in targets:
+        memory, sink = target.sink.memory, target.sink
+        if memory is not None:
+            sink = sinks.setdefault((memory, aliases.get(target.path, target.path)), sink)
+        if sink is target.sink:
+            result.append(target)
+        else:
+            result.append(Target(target.path, target.spec, target.region, sink))
+    return result
+
+
+def _difference(target: Target, stored: StoredObject) -> Difference | None:
+    if stored.kind is not Kind.TENSOR:
+        return _other_kind(target.path, "a value")
+    here, there = target.spec, stored.spec
+    unequal: list[tuple[str, object, object]] = []
+    if there.shape != here.shape:
+        unequal.append(("shape", list(there.shape), list(here.shape)))
+    if there.dtype != here.dtype:
+        unequal.append(("dtype", there.dtype, here.dtype))
+    if not unequal:
+        return None
+    told = "; ".join(f"{what} {a} is stored, the template has {b}" for what, a, b in unequal)
+    return Difference(
+        target.path,
+        stored=", ".join(f"{what} {a}" for what, a, _ in unequal),
+        here=", ".join(f"{what} {b}" for what, _, b in unequal),
+        sentences=(f"{show_path(target.path)}: {told}",),
+        skippable=there.dtype == here.dtype,
+    )
+
+
+def _other_kind(path: ObjectPath, stored: str) -> Difference:
+    sentence = f"{show_path(path)} is stored as {stored}, but is a tensor in the template"
+    return Difference(path, stored, "a tensor", (sentence,), skippable=False)
+
+
 def settled(placement: Placement) -> Placement:
-    """Make the root's `finish` run what must come last, too."""
+    """Have the root's `finish` also run the calls that must come last."""
     # Does not refer to the placement: a cycle would keep targets' memory in use after the restore.
     finish, settle = placement.finish, placement.settle
 
@@ -312,10 +362,10 @@ def settled(placement: Placement) -> Placement:
 def check_placement(
     placement: object, provider: StateProvider, path: ObjectPath, what: str
 ) -> None:
-    """Refuse what is no `Placement`; `what` the provider did that returned it.
+    """Check that a provider returned a `Placement`; `what` names the call.
 
     Raises:
-        PluginError: It is something else.
+        PluginError: The provider returned something else.
     """
     if not isinstance(placement, Placement):
         msg = f"{what} returned {type(placement).__name__}, not a Placement"
@@ -323,7 +373,7 @@ def check_placement(
 
 
 def name_in_errors(placement: Placement, provider: StateProvider, path: ObjectPath) -> None:
-    """Add the provider and the path to errors of its `finish`."""
+    """Have errors of the provider's `finish` name the provider and the path."""
     call = placement.finish
     if call is None:
         return

@@ -83,7 +83,7 @@ class Selection:
         return any(p.touches(path) for p in self._patterns())
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
-        """Which segments right below `path` lead to what is touched: all, none, or some."""
+        """Return which segments right below `path` lead to touched paths: all, none, or a test."""
         if self._include is None:
             return True
         tests: list[SegmentTest] = []
@@ -127,7 +127,7 @@ class Selection:
 
 
 class Rename:
-    """Maps stored paths to the template's, for keys that moved.
+    """Maps stored paths to paths of the template, for keys that were renamed.
 
     A mapping goes from prefix to prefix of the shown path. A prefix ends where a segment ends or
     at a `.` (`{"model/enc": "model/encoder"}` moves `model/enc.0.weight` too); one that is
@@ -178,7 +178,7 @@ class Rename:
         return path if new == shown else parse_path(new)
 
     def apply(self, paths: Iterable[ObjectPath]) -> dict[ObjectPath, ObjectPath]:
-        """Map all stored paths of a checkpoint to paths of the template.
+        """Return the template's path for each stored path.
 
         Raises:
             SelectionError: Two objects would get one path, or an entry of the mapping matches
@@ -225,7 +225,7 @@ def _has_prefix(shown: str, prefix: str) -> bool:
 
 
 def nothing_for(pattern: Prefix | Glob, known: Sequence[ObjectPath]) -> str:
-    """Return the message for a pattern that matches none of `known`, with the nearest names."""
+    """Return the message for a pattern that matches none of `known`; it has the nearest names."""
     whole = next((path for path in known if pattern.is_within(path)), None)
     if whole is not None:
         return (

@@ -34,7 +34,7 @@ from penstock.core.types import Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.containers import Providers
     from penstock.core.tree.select import Patterns
 
 __all__ = ["PIECE_BYTES", "Stored", "check_provider", "check_source", "read_source", "store"]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSource, StateProvider
     from penstock.core.testing.stored import Stored
-    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.containers import Providers
     from penstock.core.types import ObjectPath
 
 _CONTAINERS = frozenset({"dict", "list", "tuple"})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.testing.stored import Stored
-    from penstock.core.tree.scan import Providers
+    from penstock.core.tree.containers import Providers
 
 DTYPES_THAT_NUMPY_LACKS = ("bfloat16", "float8_e4m3fn")
 

@@ -26,6 +26,7 @@ from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.tree.paths import parse_path
 from penstock.core.types import ByteRange, WriteRequest
 
 BLOCK = 4096
@@ -89,16 +90,15 @@ class Store:
         encoded = frame.chain != 0
         context = CodecContext("uint8", 1, (frame.raw_length,), 0, frame.raw_length)
         return FrameJob(
-            frame, name, BLOCK,
-            ranges or (ByteRange(0, frame.length),), tuple(uses),
-            self.chain if encoded else None, context, label,
+            frame, name, BLOCK, self.chain if encoded else None, context,
+            ranges or (ByteRange(0, frame.length),), list(uses), list(map(parse_path, label)),
         )  # fmt: skip
 
 
 def using(job, *uses, ranges=None, label=("object",)):
     return FrameJob(
-        job.frame, job.blob, job.block_bytes, ranges or job.ranges, tuple(uses), job.chain,
-        job.context, label,
+        job.frame, job.blob, job.block_bytes, job.chain, job.context, ranges or job.ranges,
+        list(uses), list(map(parse_path, label)),
     )  # fmt: skip
 
 
