@@ -199,8 +199,11 @@ def _backend_form(value: object) -> str:
     return "<table>" if isinstance(value, (Mapping, BackendConfig)) else "<url>"
 
 
-def _path_text(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+def _path_text(value: object) -> str:
+    if isinstance(value, str | os.PathLike):
+        return os.fsdecode(value)
+    msg = "Input should be a path, a URL, a table with `type`, or an open Backend"
+    raise ValueError(msg)
 
 
 class CheckpointerConfig(_Model):

@@ -101,7 +101,10 @@ def open_backend(
     if scheme not in names and _ANY_URL in names and _is_known_to_fsspec(scheme):
         scheme = _ANY_URL
     if scheme not in names:
-        msg = f"{shown_url(url)}: no installed backend serves {scheme}://{nearest(scheme, names)}"
+        msg = (
+            f"{shown_url(url)}: no installed backend serves {scheme}://: install the package that "
+            f"provides it{nearest(scheme, names)}"
+        )
         if _ANY_URL in names and not _has_fsspec():
             msg += ". Those of fsspec need its package: pip install 'penstock[fsspec]'"
         raise ConfigError(msg)

@@ -167,7 +167,8 @@ def test_one_pattern_needs_no_list():
         ({"retention": {}}, "retention: needs keep_last or keep_every"),
         ({"retention": {"keep_last": 0}}, "retention.keep_last: Input should be greater than"),
         ({"backend": {"path": "x"}}, "backend.type: Field required"),
-        ({"backend": 7}, "backend: Input should be a valid string"),
+        ({"backend": 7}, "backend: Input should be a path, a URL, a table with `type`, or an open"),
+        ({"backend": None}, "backend: Input should be a path, a URL, a table with `type`, or an"),
         ({"fence_timeout_s": 0}, "fence_timeout_s: Input should be greater than 0"),
         ({"grace_s": 0}, "grace_s: has to be above 0: a save whose intent is older than half of"),
         ({"grace_s": "long"}, "grace_s: Input should be a valid number"),
@@ -467,10 +468,11 @@ def test_folder_that_must_exist_is_not_made(opened, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "error", "complaint"),
     [
-        ("nope://b/run", ConfigError, "no installed backend serves nope://; known are "),
+        ("nope://b/run", ConfigError, "no installed backend serves nope://: install "),
         ("s3://", ConfigError, "url: it should be s3://bucket/folder"),
         ("s3://key:word@bucket/run", ConfigError, "credentials do not belong into the URL"),
         ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
+        ("nope://b/run", ConfigError, "install the package that provides it; known are "),
         ("posx:///a", ConfigError, "did you mean posix?"),
         ("my_store://h/run", ConfigError, "my_store:// begins no URL: a scheme is of letters"),
         ("7z:///a", ConfigError, "write ./7z:/... if a folder is meant"),
