@@ -114,7 +114,16 @@ def has_data(backend: Backend, record: CommitRecord) -> bool:
     Raises:
         StorageError: The place does not answer.
     """
-    sizes = {info.name: info.size_bytes for info in backend.list(data_prefix(record.uid))}
+    return has_files(record, sizes_below(backend, record.uid))
+
+
+def sizes_below(backend: Backend, uid: str) -> dict[str, int]:
+    """List the files of a save: their sizes in bytes by name."""
+    return {info.name: info.size_bytes for info in backend.list(data_prefix(uid))}
+
+
+def has_files(record: CommitRecord, sizes: Mapping[str, int]) -> bool:
+    """Return the same as `has_data` for a caller that has listed the sizes of the files already."""
     named: list[IndexEntry | PartEntry] = [record.index, *record.parts]
     blobs = f"{data_prefix(record.uid)}blobs/"
     stored = sum(size for name, size in sizes.items() if name.startswith(blobs))

@@ -1,8 +1,8 @@
 """Copies one committed checkpoint from one store to another, byte for byte.
 
-The target sees what it would see of a save: the intent, the blobs, part and index, and last the
-commit record. So nobody can list, prune or read half of a checkpoint there, whatever happens to
-the copy; and what was sealed before it ended needs not be copied again.
+The copy writes in the order of a save: the intent, the blobs, part and index, and last the commit
+record. So half of a checkpoint is never listed, read or pruned at the target, wherever the copy
+ends; and the blobs that it had sealed need not be copied again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.catalog.survey import last_place, read_commit
+from penstock.core.catalog.survey import places_of, read_commit, sizes_below
 from penstock.core.concurrency.watchdog import call_with_deadline
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import Claim, claim_name
-from penstock.core.copy.mover import BlobMover, BlobTransfer, Calls
+from penstock.core.copy.lease import Lease, lease_name
+from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.copy.verify import (
     check_same_manifest,
     check_uid_is_free,
@@ -41,11 +41,11 @@ from penstock.core.types import PAGE_BYTES
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.copy.checks import CheckedBlob
+    from penstock.core.copy.mover import CheckedBlob
     from penstock.core.format.records import CommitRecord
     from penstock.core.types import BlobInfo, ByteRange
 
@@ -54,18 +54,18 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """One checkpoint that is whole and durable at the target.
+    """The result of a copy: the checkpoint is whole and durable at the target.
 
     Attributes:
-        step: Its step.
-        uid: The name of the attempt, the same at both places.
-        generation: Its generation at the target.
-        seconds: How long it took.
-        bytes_copied: Bytes of the blobs that were copied.
-        bytes_kept: Bytes of the blobs that an earlier copy had brought there.
-        blobs: Number of blobs.
-        already_there: Whether it was committed there before; then only the sizes of what is there
-            were looked at.
+        step: The step of the checkpoint.
+        uid: The uid of the attempt, the same at both places.
+        generation: The generation at the target.
+        seconds: The duration of the copy.
+        bytes_copied: The bytes of the blobs that were copied.
+        bytes_kept: The bytes of the blobs that an earlier copy had brought there.
+        blobs: The number of blobs.
+        already_there: Whether the checkpoint was committed there before; then only the sizes of
+            its files were compared.
     """
 
     step: int
@@ -81,9 +81,9 @@ class CopyReport:
 class CheckpointCopy:
     """The copy of one checkpoint. `run` once; `cancel` from any thread.
 
-    Every checksum is compared as the bytes pass. Nothing of the source is changed. After a
-    failure, a crash or `cancel` the target has no commit record of it; another copy goes on from
-    there, or `prune` at the target takes what is left.
+    Compares every checksum as the bytes pass, and changes nothing at the source. After a failure,
+    a crash or `cancel` the target has no commit record of the checkpoint; another copy continues
+    from there, or `prune` at the target deletes the orphans.
     """
 
     def __init__(  # noqa: PLR0913 - options, each by name
@@ -100,26 +100,29 @@ class CheckpointCopy:
         replace: bool | Collection[str] = True,
         repair: bool = False,
     ) -> None:
-        """Prepare to copy; nothing is touched.
+        """Prepare a copy; calls neither store.
 
         Args:
-            source: Where it is.
-            target: Where it shall be, too; with tiers, in the last of them.
-            record: Its commit record, as `Catalog(source).record(step)` gives it; with a higher
-                generation it replaces what the target has at that step.
-            workers: Threads for checksums and for what waits.
-            buffer_bytes: Memory for blobs on their way; records are held one at a time beside it.
-            grace_s: As the target's `prune` has it.
-            bytes_per_s: Most that is copied per second; None: as fast as it goes.
-            trust_sealed: Do not read again what an earlier copy has noted as durable.
-            replace: Whether another checkpoint of a lower generation at that step makes way; or
-                the uids of those that do.
+            source: The place to copy from.
+            target: The place to copy to; with tiers, the last of them.
+            record: The commit record, as `Catalog(source).record(step)` returns it; with a higher
+                generation the checkpoint replaces the target's at that step.
+            workers: The threads that compare checksums, seal and wait.
+            buffer_bytes: The memory for blobs in flight; one record at a time is held beside it.
+            grace_s: The grace time of the target's `prune`, in seconds.
+            bytes_per_s: The most bytes to copy per second; None sets no limit.
+            trust_sealed: Whether to keep the blobs that an earlier copy sealed without reading
+                them again.
+            replace: Whether to replace another checkpoint of a lower generation at that step; or
+                the uids of the checkpoints to replace.
             repair: Whether the target's copy is known to be damaged, and its record was deleted for
-                this one: then what is left of it makes way, though no claim is there.
+                this copy: then the rest of its data is replaced although there is no lease.
         """
         self._source = source
-        self._whole = target
-        self._target = target = last_place(target)
+        self._run_target = target
+        # Kept: a backend may wrap its tiers anew at each call, and `_check_data` compares them.
+        self._places = places_of(target)
+        self._target = target = self._places[-1]
         self._record = record
         self._workers = workers
         self._grace_s = grace_s
@@ -127,7 +130,7 @@ class CheckpointCopy:
         self._replace = replace
         self._repair = repair
         self._contents = CopySource(source, record)
-        self._claim = Claim(target, record.uid, workers.timing)
+        self._lease = Lease(target, record.uid, workers.timing)
         self._commit = Commit()
         self._publisher = Publisher(
             target,
@@ -137,8 +140,8 @@ class CheckpointCopy:
             grace_s=grace_s,
             clock=workers.timing.clock,
         )
-        self._wrote = False  # whether anything at the target may be of this or an earlier copy
-        self._spoilt: dict[str, None] = {}
+        self._wrote = False  # whether the target may have data of this copy or an earlier one
+        self._spoiled: set[str] = set()  # blobs of an earlier copy that are damaged or missing
         self._on_progress: Callable[[int], None] | None = None
         both = source.capabilities, target.capabilities
         self._mover = BlobMover(
@@ -148,9 +151,9 @@ class CheckpointCopy:
                 PAGE_BYTES, *(max(c.offset_alignment, c.memory_alignment) for c in both)
             ),
             bytes_per_s=bytes_per_s,
-            calls=Calls(
+            calls=Callbacks(
                 moved=self._moved,
-                sealed=self._claim.seal,
+                sealed=self._lease.seal,
                 damaged=self._damaged,
                 missing=self._missing,
                 alive=self._alive,
@@ -159,23 +162,23 @@ class CheckpointCopy:
         )
 
     def run(self, *, on_progress: Callable[[int], None] | None = None) -> CopyReport:
-        """Copy it; on return it is committed and durable at the target.
+        """Copy the checkpoint; on return it is committed and durable at the target.
 
         Args:
-            on_progress: Called with bytes of blobs that were copied, or found there and verified,
-                on a thread of the copy's own; `record.bytes_stored` in all. What it raises ends
-                the copy.
+            on_progress: Called with the bytes of blobs that were copied, or were kept and verified,
+                on a thread of the copy's own; `record.bytes_stored` in all. An error that it
+                raises ends the copy.
 
         Raises:
             DamagedError: The source is not what was written; names the objects.
-            CheckpointGoneError: It was deleted at the source meanwhile.
+            CheckpointGoneError: The checkpoint was deleted at the source meanwhile.
             StepExistsError: The target has another checkpoint at that step, or uses the uid of
-                this one for something else.
+                this one for another.
             BusyError: Another process copies the same checkpoint there, or has taken over; or
-                there is data of it that no copy has brought.
-            SaveAbortedError: It was cancelled, or slept so long that its data may be pruned.
+                the target has data of the uid that no copy has brought.
+            SaveAbortedError: The copy was cancelled, or slept so long that its data may be pruned.
             LostRaceError: Another saver published that step first.
-            CommitUnknownError: It may or may not exist at the target.
+            CommitUnknownError: The checkpoint may or may not exist at the target.
             StorageError: A store failed.
         """
         self._on_progress = on_progress
@@ -186,7 +189,7 @@ class CheckpointCopy:
     def cancel(self) -> None:
         """Make `run` end soon with a SaveAbortedError, unless it has begun to publish the record.
 
-        From any thread.
+        Thread-safe.
         """
         self._mover.cancel()
 
@@ -198,7 +201,7 @@ class CheckpointCopy:
         if record.references:
             msg = (
                 f"step {record.step} on {self._source.url} uses data of {len(record.references)} "
-                "other save(s), which a copy byte for byte does not take along"
+                "other save(s), which a copy byte for byte does not include"
             )
             raise SaveError(msg)
         self._mover.check()
@@ -206,25 +209,25 @@ class CheckpointCopy:
         if there is not None:
             seconds = time.monotonic() - began_s
             return CopyReport(record.step, record.uid, there, seconds, already_there=True)
-        self._check_data(claimed=self._repair or self._has_claim())
+        self._check_data(has_lease=self._repair or self._has_lease())
         blobs = self._contents.read()
-        self._claim.take()
+        self._lease.take()
         try:
             kept = self._copy(blobs)
         except BaseException:
             self._commit.feed(Event.FAILED)
             if self._wrote:
-                self._claim.release()
+                self._lease.release()
             else:
-                self._claim.withdraw()  # else what lies beside it would look like a copy's
+                self._lease.remove()  # else the data beside it would count as a copy's
             raise
-        self._claim.remove()
+        self._lease.remove()
         self._remove_replaced()
         copied = sum(blob.length for blob in blobs if blob.name not in kept)
         kept_bytes = sum(blob.length for blob in blobs if blob.name in kept)
         seconds = time.monotonic() - began_s
-        log.debug(  # who asked for it says so
-            "copied step %d from %s to %s: %s in %.2f s, %s were there",
+        log.debug(  # at debug level: the caller logs the copy in its own words
+            "copied step %d from %s to %s: %s in %.2f s, %s were kept",
             record.step,
             self._source.url,
             self._target.url,
@@ -237,15 +240,15 @@ class CheckpointCopy:
         )
 
     def _copy(self, blobs: Sequence[CheckedBlob]) -> Collection[str]:
-        """Everything from the intent to the commit record; returns what was there already."""
+        """Copy from the intent to the commit record; return the blobs that were kept."""
         self._wrote = self._builds_on
-        self._check_data(claimed=self._builds_on)
+        self._check_data(has_lease=self._builds_on)
         left = self._target.list(f"{data_prefix(self._record.uid)}blobs/")
         self._publish_intent()
         kept = self._still_good(blobs, left)
-        self._claim.keep(kept)
+        self._lease.keep(kept)
         if doomed := sorted({info.name for info in left} - kept):
-            self._claim.check()  # behind the request before, which may have been held up for long
+            self._lease.check()  # behind the request before, which may have been held up for long
             self._target.delete(doomed)
         try:
             self._mover.run(
@@ -254,38 +257,38 @@ class CheckpointCopy:
                 if blob.name not in kept
             )
         except BlobExistsError:
-            self._claim.check()  # the likeliest reason is that another copy has taken over
+            self._lease.check()  # most likely another copy has taken over: then a BusyError
             raise
         self._mover.check()
         self._commit.feed(Event.SEALED)
         for name, data in self._contents.records():
             self._mover.check()
-            self._claim.refresh()
+            self._lease.refresh()
             self._publish(name, data)
-        self._claim.check()
+        self._lease.check()
         self._check_whole(blobs)
         if not isinstance(self._replace, bool):
-            self._at_target()  # somebody may have overwritten the step there meanwhile
+            self._at_target()  # another node may have overwritten the step there meanwhile
         self._publisher.publish_commit(self._record, begin=self._begin_to_publish)
         return kept
 
     def _at_target(self) -> int | None:
-        """The generation under which it is committed there already, if it is.
+        """Return the generation under which the target has the checkpoint; None if it has not.
 
         Raises:
-            StepExistsError: Another checkpoint is at that step, which this does not replace.
+            StepExistsError: Another checkpoint is at that step, and is not to be replaced.
         """
-        record, url = self._record, self._whole.url
-        names = Catalog(self._whole).entries().get(record.step, [])
+        record, url = self._record, self._run_target.url
+        names = Catalog(self._run_target).entries().get(record.step, [])
         if not names:
             return None
-        newest = read_commit(self._whole, names[-1])
+        newest = read_commit(self._run_target, names[-1])
         if newest.uid == record.uid:
-            check_same_manifest(self._whole, newest, record)
+            check_same_manifest(self._run_target, newest, record)
             there = confirmed(self._target, newest, first=self._check_source)
             return newest.generation if there else None
         if newest.generation < record.generation and self._makes_way(newest.uid):
-            return None  # which this one has replaced, as its generation says
+            return None  # its generation is lower, so this checkpoint has replaced it
         msg = (
             f"{url} has another checkpoint at step {record.step} ({newest.uid}, generation "
             f"{newest.generation}). Delete it there, or copy with --overwrite to replace it."
@@ -302,44 +305,44 @@ class CheckpointCopy:
 
     @property
     def _builds_on(self) -> bool:
-        """Whether data at the target is an earlier copy's, or a damaged one's: it may be replaced.
+        """Whether data at the target may be replaced: an earlier copy left it, or it is damaged.
 
-        Known once the claim is taken.
+        Valid once the lease is taken.
         """
-        return self._repair or self._claim.found
+        return self._repair or self._lease.found
 
-    def _has_claim(self) -> bool:
-        name = claim_name(self._record.uid)
+    def _has_lease(self) -> bool:
+        name = lease_name(self._record.uid)
         return any(info.name == name for info in self._target.list(name))
 
-    def _check_data(self, *, claimed: bool) -> None:
-        """Make sure that this copy replaces and deletes nothing but what an earlier one left.
+    def _check_data(self, *, has_lease: bool) -> None:
+        """Raise unless all data of this uid at the target was left by an earlier copy.
 
-        Else who writes the source could give a checkpoint of his own the uid of another one that
-        the target has, or of a save that is under way there, and have a copy destroy its data.
+        Otherwise a user who can write the source could give a checkpoint the uid of another one of
+        the target, or of a save in flight there, and have a copy destroy that data.
 
         Args:
-            claimed: Whether there was a claim of an earlier copy.
+            has_lease: Whether an earlier copy left a lease.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
-            BusyError: There is some that no copy has brought.
+            BusyError: The target has data of this uid that no copy has brought.
         """
         uid = self._record.uid
-        own = {claim_name(uid), mark_name(uid), staying_name(uid)}
-        for place in [tier.backend for tier in self._whole.tiers] or [self._target]:
+        own = {lease_name(uid), mark_name(uid), staying_name(uid)}
+        for place in self._places:
             names = {info.name for info in place.list(data_prefix(uid))} - own
             if names:
                 check_uid_is_free(place, self._record)
-            if names and place is self._target and not claimed:
+            if names and place is self._target and not has_lease:
                 raise self._not_of_a_copy(min(names))
 
     def _not_of_a_copy(self, name: str) -> BusyError:
         msg = (
-            f"step {self._record.step} is not copied to {self._target.url}, since there is {name} "
-            "already, and no copy has brought it: it may be of a save or a deletion that is under "
-            "way, or was left by one. Nothing of it was changed. Copy again later; `penstock "
-            "prune` there takes what was left."
+            f"step {self._record.step} is not copied to {self._target.url}, which has {name} "
+            "already, and no copy has brought it: it may belong to a save or a deletion that is "
+            "under way, or be an orphan of one. Nothing was changed. Copy again later; `penstock "
+            "prune` there deletes orphans."
         )
         return BusyError(msg)
 
@@ -352,7 +355,7 @@ class CheckpointCopy:
             raise self._not_of_a_copy(intent_name(self._record.uid)) from error
 
     def _publish(self, name: str, data: bytes) -> None:
-        """Publish a part or the index: over one of an earlier copy, never over anything else."""
+        """Publish a part or the index; replace that of an earlier copy only."""
         try:
             self._target.publish(name, data, exclusive=not self._builds_on)
         except BlobExistsError as error:
@@ -361,17 +364,17 @@ class CheckpointCopy:
     # -- what an earlier copy left ----------------------------------------------------------------
 
     def _still_good(self, blobs: Sequence[CheckedBlob], left: Sequence[BlobInfo]) -> set[str]:
-        """Names of the blobs that an earlier copy brought there whole."""
-        if not left or self._claim_is_old(left):
+        """Return the names of the blobs that an earlier copy brought there whole."""
+        if not left or self._lease_is_old(left):
             return set()
         sizes = {info.name: info.size_bytes for info in left}
-        found = [b for b in blobs if b.name in self._claim.sealed and sizes.get(b.name) == b.length]
+        found = [b for b in blobs if b.name in self._lease.sealed and sizes.get(b.name) == b.length]
         if not self._trust_sealed:
             self._mover.run(BlobTransfer(blob, self._target, None) for blob in found)
-        return {blob.name for blob in found} - self._spoilt.keys()
+        return {blob.name for blob in found} - self._spoiled
 
-    def _claim_is_old(self, left: Sequence[BlobInfo]) -> bool:
-        """Whether what is left may be pruned at any moment: then it is not built on."""
+    def _lease_is_old(self, left: Sequence[BlobInfo]) -> bool:
+        """Return whether the data that is left may be pruned at any moment, and so be lost."""
         newest_s = max(info.modified_s for info in left)
         return self._target.store_time_s() - newest_s > self._grace_s / 2
 
@@ -383,67 +386,67 @@ class CheckpointCopy:
 
     def _alive(self) -> None:
         self._publisher.refresh_intent()
-        self._claim.refresh()
+        self._lease.refresh()
 
     def _owned(self) -> bool:
         try:
-            self._claim.check()
+            self._lease.check()
         except BusyError:
             return False
         except StorageError:
-            pass  # nor can the store remove anything then
+            pass  # a store that does not answer will not carry out an abort either
         return True
 
     def _damaged(self, transfer: BlobTransfer, ranges: list[ByteRange]) -> None:
         name = transfer.blob.name
-        if transfer.target is None:
-            if name not in self._spoilt:
+        if transfer.target is None:  # a blob of an earlier copy
+            if name not in self._spoiled:
                 log.warning("%s on %s is damaged: copied once more", name, transfer.source.url)
-            self._spoilt[name] = None
+            self._spoiled.add(name)
             return
         raise self._contents.damage(name, ranges)
 
     def _missing(self, transfer: BlobTransfer, error: StorageError) -> None:
         if transfer.target is None:
-            self._spoilt[transfer.blob.name] = None
+            self._spoiled.add(transfer.blob.name)
             return
         raise self._contents.missing(FormatError(str(error), [transfer.blob.name])) from error
 
     # -- publishing -------------------------------------------------------------------------------
 
     def _check_whole(self, blobs: Sequence[CheckedBlob]) -> None:
-        """The last look before the record: somebody may have deleted by name meanwhile.
+        """List the target's files once more: a file may have been deleted during the copy.
 
         Raises:
-            SaveAbortedError: Something is missing.
+            SaveAbortedError: A file is missing.
         """
-        sizes: Mapping[str, int] = {
-            info.name: info.size_bytes for info in self._target.list(data_prefix(self._record.uid))
-        }
+        sizes = sizes_below(self._target, self._record.uid)
         parts = {entry.name: entry.length for entry in self._record.parts}
         index = self._record.index
         wanted = {b.name: b.length for b in blobs} | parts | {index.name: index.length}
         wrong = sorted(name for name, length in wanted.items() if sizes.get(name) != length)
         if wrong:
             msg = (
-                f"step {self._record.step}: not committed on {self._target.url}, since "
+                f"step {self._record.step} was not committed on {self._target.url}: "
                 f"{listed(wrong)} vanished while the rest was copied. Copy again."
             )
             raise SaveAbortedError(msg)
 
     def _begin_to_publish(self) -> None:
-        """The last moment at which the copy can be given up."""
+        """Give `cancel` its last chance: from here on the record may exist."""
         self._mover.check()
-        self._claim.check_age()
+        self._lease.check_age()
         self._commit.feed(Event.PUBLISH_STARTED)
 
     def _remove_replaced(self) -> None:
-        """Delete the generations below, as a save does that overwrites; `prune` does it later."""
+        """Delete older generations, as an overwriting save does; if this fails, `prune` does it."""
         if not self._record.generation:
             return
         try:
-            Catalog(self._whole).delete_older_generations(self._record.step)
-        except Exception as error:  # noqa: BLE001 - the copy itself is done
+            Catalog(self._run_target).delete_older_generations(self._record.step)
+        except Exception as error:  # noqa: BLE001 - logged: the checkpoint is committed already
             log.warning(
-                "step %d: what it replaced stays until prune: %s", self._record.step, str(error)
+                "step %d: the replaced generations stay until prune: %s",
+                self._record.step,
+                str(error),
             )

@@ -1,6 +1,8 @@
-"""What a checkpoint is made of, for whoever copies it: its records and the checksums of its blobs.
+"""The source of a copy: the records of a checkpoint, and the checksums of its blobs.
 
-Only checksums are kept, 24 bytes for each block; objects are looked at again where one is damaged.
+Keeps the checksums alone, 24 bytes for each block: drains run beside training, and the records of
+a million objects take a gigabyte. Where a blob is damaged its objects are read once more, to name
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.copy.checks import CheckedBlob, Checks
+from penstock.core.copy.mover import CheckedBlob, Checks
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.zstd import digest
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
         Section,
     )
 
-_SHOWN = 4
+_SHOWN_RANGES = 4
 
 
 class CopySource:
-    """A committed checkpoint, read as bytes; `read` looks at the whole manifest."""
+    """A committed checkpoint, read as bytes."""
 
     def __init__(self, backend: Backend, record: CommitRecord) -> None:
         self.record = record
@@ -47,10 +49,10 @@ class CopySource:
         self._contents = Contents(backend, record, default_registry())
 
     def read(self) -> list[CheckedBlob]:
-        """Read and verify parts and index, and look at the sizes of the blobs.
+        """Read and verify parts and index, compare the sizes of the blobs, and return the blobs.
 
         Raises:
-            DamagedError: One of them is not what was written; names it.
+            DamagedError: A record or a size is not what was written; names it.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         contents = self._contents
@@ -69,10 +71,10 @@ class CopySource:
         return [draft.checked() for draft in drafts.values()]
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """Yield name and bytes of the parts, then of the index; one of them is held at a time.
+        """Yield name and bytes of each part, then of the index; holds one of them at a time.
 
         Raises:
-            DamagedError: One is not what `read` has verified any more.
+            DamagedError: A record differs from the one that `read` verified.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         for part, entry in enumerate(self.record.parts):
@@ -86,7 +88,7 @@ class CopySource:
         yield index.name, self._whole(index, [(0, index.length, index.sha256)])
 
     def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
-        """Read a record whole, and compare its pieces: `bound` has offset, length and sha256."""
+        """Read a record, and compare its pieces; `bound` has their offset, length and sha256."""
         name = entry.name
         try:
             data = self._backend.read_record(name, limit_bytes=entry.length)
@@ -100,18 +102,18 @@ class CopySource:
         return data
 
     def damage(self, blob: str, ranges: Sequence[ByteRange]) -> DamagedError:
-        """The error for ranges of a blob that do not match; names the objects they are of."""
+        """Return the error for ranges of a blob that do not match; names their objects."""
         objects = self._objects_in(blob, ranges)
-        at = ", ".join(f"{r.start}-{r.stop}" for r in ranges[:_SHOWN])
+        at = ", ".join(f"{r.start}-{r.stop}" for r in ranges[:_SHOWN_RANGES])
         msg = (
             f"step {self.record.step} on {self._backend.url} is damaged, and was not copied: bytes "
-            f"{at} of {blob} do not match their checksum; they are of {listed(objects)}. `verify` "
-            "lists all damage; copy another step."
+            f"{at} of {blob} do not match their checksum; they belong to {listed(objects)}. "
+            "`penstock verify` lists all damage; copy another step."
         )
         return DamagedError(msg, objects or [blob])
 
     def missing(self, error: PenstockError) -> PenstockError:
-        """What it means that something is not there: the checkpoint is gone by now, or damaged."""
+        """Return the error for a missing file: the checkpoint is gone by now, or is damaged."""
         return Catalog(self._backend).gone_or_damaged(self.record.step, self.record.uid, error)
 
     # ------------------------------------------------------------------------------------------
@@ -128,14 +130,14 @@ class CopySource:
 
 
 class _BlobRanges:
-    """The ranges of one blob as they come."""
+    """Collects the ranges of one blob, section by section."""
 
     def __init__(self, blob: BlobRecord) -> None:
         self.blob = blob
         self._starts, self._lengths, self._sums = array("q"), array("q"), array("Q")
 
     def agree(self, blob: BlobRecord) -> None:
-        """Refuse another part's word on it that differs."""
+        """Raise if another part records another length for this blob."""
         if blob.length != self.blob.length:
             msg = f"two parts say that {blob.name} has {self.blob.length} and {blob.length} bytes"
             raise FormatError(msg, [blob.name])
@@ -148,7 +150,7 @@ class _BlobRanges:
         self._sums.extend(frame.checksums)
 
     def checked(self) -> CheckedBlob:
-        """The blob with its ranges in order; a frame that two sections list counts once."""
+        """Return the blob with its ranges in order; a frame that two sections list counts once."""
         starts = np.frombuffer(self._starts, np.int64)
         lengths = np.frombuffer(self._lengths, np.int64)
         sums = np.frombuffer(self._sums, np.uint64)
@@ -174,7 +176,7 @@ def _touched(
             if head.blobs[frame.blob].name != blob:
                 continue
             start, stop = frame.offset, frame.offset + frame.length
-            if not frame.chain:  # of an encoded frame every byte may matter
+            if not frame.chain:  # else each byte of the frame may change the whole chunk
                 start, stop = start + ref.at, start + ref.at + ref.stop - ref.start
             if any(r.start < stop and start < r.stop for r in ranges):
                 yield show_path(record.path)

@@ -1,9 +1,9 @@
-"""Who copies a checkpoint to a place, and which of its blobs are whole there.
+"""The lease of a copy: the right to write the data of one uid at one place.
 
-A save has a uid of its own, so nobody else ever writes under its names. Copies of one checkpoint
-share them: two at a time would delete each other's unfinished blobs. So whoever copies holds a
-claim, a record beside the data, and loses it only once he is dead or silent for long. It also
-says which blobs are durable: of one that is merely there nobody knows that, after a crash.
+Each save has a uid of its own, so no two saves write under one name. Two copies of one checkpoint
+do, and would delete each other's unfinished blobs. So a copy holds a lease, a record beside the
+data, and loses the lease only when its process is over or has not refreshed it for long. The
+record also lists the blobs that are durable: after a crash a blob that exists may still be torn.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 SILENT_S = 15 * 60.0
-"""How long the claim of another machine's process holds without being refreshed."""
+"""The seconds after which a lease that another machine's process does not refresh has ended."""
 
 _LIMIT_BYTES = 64 << 20
-_held: set[str] = set()  # tokens of what this process copies at the moment
+_held: set[str] = set()  # the tokens of this process's copies in flight
 _KEYS = ("token", "host", "pid", "process", "sealed")
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What a claim says.
+    """The stored form of a lease.
 
     Attributes:
-        token: Of the copy that holds it; empty: nobody does.
-        host: Where that runs, for people.
-        pid: Its process there, for people.
-        process: What tells this process from all others of this machine.
-        sealed: Names of the blobs that are whole and durable.
+        token: The token of the copy that holds the lease; empty if it is free.
+        host: The host of that copy, for messages.
+        pid: The process of that copy, for messages.
+        process: Tells that process from all others of its machine, later ones with its pid too.
+        sealed: The names of the blobs that are whole and durable.
     """
 
     token: str = ""
@@ -62,18 +62,18 @@ class _Record:
     sealed: tuple[str, ...] = ()
 
 
-def claim_name(uid: str) -> str:
-    """Name of the record."""
+def lease_name(uid: str) -> str:
+    """Return the name of the record."""
     return f"{data_prefix(uid)}copy.json"
 
 
-class Claim:
-    """The right to write the data of one uid at one place; used by one thread."""
+class Lease:
+    """The right to write the data of one uid at one place. Used by one thread."""
 
     def __init__(self, backend: Backend, uid: str, timing: Timing) -> None:
         self._timing = timing
         self._backend = backend
-        self._name = claim_name(uid)
+        self._name = lease_name(uid)
         self._record = _Record(
             secrets.token_hex(16), socket.gethostname(), os.getpid(), identity_of(os.getpid())
         )
@@ -82,19 +82,19 @@ class Claim:
 
     @property
     def found(self) -> bool:
-        """Whether an earlier copy had left a claim: then the data beside it may be that copy's."""
+        """Whether an earlier copy left a lease, so that the data beside it may be that copy's."""
         return self._found
 
     @property
     def sealed(self) -> frozenset[str]:
-        """Names of the blobs that are whole and durable."""
+        """The names of the blobs that are whole and durable."""
         return frozenset(self._record.sealed)
 
     def take(self) -> None:
-        """Make the right ours, and learn what an earlier copy left.
+        """Acquire the lease, and read which blobs an earlier copy has sealed.
 
         Raises:
-            BusyError: Another copy is under way.
+            BusyError: Another copy is in flight.
         """
         _held.add(self._record.token)
         try:
@@ -109,72 +109,69 @@ class Claim:
             self._found = True
             self._refuse_living(found)
             self._record = replace(self._record, sealed=found.sealed)
-        # One that is there is replaced, not deleted and made again: a crash between the two would
-        # leave data of which nobody knows that it is a copy's. Of two that replace it the last one
-        # has it, and the other one finds that out before it deletes anything.
+        # A record that exists is replaced, not deleted and created again: a crash between the two
+        # would leave data that no lease marks as a copy's, and that no later copy may touch. Of two
+        # copies that replace the record the last one holds the lease; the other one's `check` fails
+        # before it deletes anything.
         first = found is None and self._backend.capabilities.exclusive_publish
         try:
             self._publish(exclusive=first)
         except BlobExistsError as error:
             raise self._busy(self._read()) from error
-        self.check()  # where the store does not decide which one is first
+        self.check()  # a store without exclusive publish did not decide between two copies
 
     def seal(self, name: str) -> None:
-        """Note that this blob is durable."""
+        """Record that this blob is durable."""
         self._note({*self._record.sealed, name})
 
     def keep(self, names: Iterable[str]) -> None:
-        """Note, before others are deleted, that these alone are durable."""
+        """Record that only these blobs are durable, before the others are deleted."""
         self._note(set(names))
 
     def refresh(self) -> None:
-        """Say once a minute that this copy is alive.
+        """Publish the lease again once `lease_refresh_s` have passed.
 
         Raises:
-            BusyError: Another one has taken over.
+            BusyError: Another copy has taken the lease over.
         """
         if self._timing.clock.boot_s() - self._refreshed_s > self._timing.lease_refresh_s:
             self.check()
             self._publish()
 
     def check(self) -> None:
-        """Make sure that the right is still ours.
+        """Read the lease, and raise unless this copy still holds it.
 
         Raises:
-            BusyError: It is not.
+            BusyError: This copy has lost the lease.
         """
         self.check_age()
         found = self._read()
         if found is None or found.token != self._record.token:
             msg = (
-                f"{self._name} on {self._backend.url} is another copy's by now, or gone: this one "
-                "is given up. Look at steps() there, and copy again if the step stays missing."
+                f"{self._name} on {self._backend.url} is another copy's by now, or gone, so this "
+                "copy was given up. Look at steps() there, and copy again if the step is missing."
             )
             raise BusyError(msg)
 
     def check_age(self) -> None:
-        """Make sure, without asking the store, that nobody can have taken the right yet.
+        """Raise if another copy may have taken the lease over, without asking the store.
 
-        The store may still show our record though it is lost: a request to publish it that was held
-        up in the network can land on top of the record of the copy that took over.
+        The store may show this copy's record although the lease is lost: a late request to publish
+        that record can land on top of the record of the copy that took over.
 
         Raises:
-            BusyError: It was not refreshed for too long.
+            BusyError: The lease was not refreshed for too long.
         """
         silent_s = self._timing.clock.boot_s() - self._refreshed_s
         if silent_s > SILENT_S / 2:
             msg = (
                 f"{self._name} on {self._backend.url} was not refreshed for {silent_s:.0f} s, so "
-                "another copy may be at work: this one is given up. Copy again."
+                "another copy may have taken over, and this copy was given up. Copy again."
             )
             raise BusyError(msg)
 
-    def withdraw(self) -> None:
-        """Take back a claim that is of no use: after a failure, so it raises nothing."""
-        self._end()
-
     def release(self) -> None:
-        """Let another copy go on from here; after a failure, so it raises nothing."""
+        """Free the lease for a copy that continues from here; raises nothing."""
         _held.discard(self._record.token)
         try:
             self.check()
@@ -184,18 +181,15 @@ class Claim:
             log.warning("%s is not released: %s", self._name, str(error))
 
     def remove(self) -> None:
-        """The checkpoint is committed, and nobody needs this any more; it may stay all the same."""
-        self._end()
-
-    # ------------------------------------------------------------------------------------------
-
-    def _end(self) -> None:
+        """Delete the lease: no later copy needs it. A failure is logged: the lease ends anyway."""
         _held.discard(self._record.token)
         try:
-            self.check()  # else it is the claim of another copy
+            self.check()  # else the record may be the lease of another copy
             self._backend.delete([self._name])
         except (StorageError, BusyError) as error:
             log.warning("%s stays: %s", self._name, str(error))
+
+    # ------------------------------------------------------------------------------------------
 
     def _note(self, sealed: set[str]) -> None:
         self.check()
@@ -207,7 +201,7 @@ class Claim:
     def _publish(self, *, exclusive: bool = False) -> None:
         record = self._record
         body = {key: getattr(record, key) for key in _KEYS}
-        # Before the store is asked: others count from when the record lands, which is later.
+        # Read before the call: other processes count from when the record lands, which is later.
         began_s = self._timing.clock.boot_s()
         self._backend.publish(self._name, json.dumps(body).encode(), exclusive=exclusive)
         self._refreshed_s = began_s
@@ -227,7 +221,7 @@ class Claim:
                 tuple(check_texts(fields.value("sealed"), self._name)),
             )
         except FormatError:
-            return _Record()  # nobody can hold it, and it proves nothing of any blob
+            return _Record()  # a lease that no copy can hold, and that proves no blob durable
 
     def _refuse_living(self, found: _Record) -> None:
         if not found.token or _is_dead(found):
@@ -236,25 +230,25 @@ class Claim:
             changed_s = self._backend.stat(self._name).modified_s
         except BlobNotFoundError:
             return
-        # One of the future, left by a clock that was put right or made by hand, ends, too.
+        # `abs`: a time in the future, from a clock that was set back, must not hold for ever.
         if abs(self._backend.store_time_s() - changed_s) < SILENT_S:
             raise self._busy(found)
 
     def _busy(self, found: _Record | None) -> BusyError:
-        who = f"process {found.pid} on {found.host}" if found and found.token else "another process"
+        holder = "another process"
+        if found and found.token:
+            holder = f"process {found.pid} on {found.host}"
         msg = (
-            f"{who} copies this checkpoint to {self._backend.url} already: wait for it. If it is "
-            f"dead, its claim ({self._name}) ends by itself {SILENT_S / 60:.0f} minutes after its "
-            "last sign of life."
+            f"{holder} copies this checkpoint to {self._backend.url} already: wait for its end. If "
+            f"that process was killed, its lease ({self._name}) ends {SILENT_S / 60:.0f} minutes "
+            "after it was last refreshed."
         )
         return BusyError(msg)
 
 
 def _is_dead(record: _Record) -> bool:
-    """Whether it is known that this copy is over: only on the machine where it ran.
-
-    One of this very process that failed may not have been able to say so, if its store was away.
-    """
+    """Return whether the copy is known to be over; only its own machine can know that."""
+    # A failed copy of this process could not release its lease if the store did not answer then.
     if record.process and record.process == identity_of(os.getpid()):
         return record.token not in _held
     return is_over(record.process)

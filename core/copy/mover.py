@@ -1,4 +1,4 @@
-"""Blobs from one store to another: read, verified and written at once, in bounded memory."""
+"""Moves blobs from one store to another: reads, verifies and writes them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,51 +8,116 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.pool import fulfil
 from penstock.core.concurrency.watchdog import NEVER, Deadline
-from penstock.core.copy.checks import Cursor, compare
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
     BusyError,
     SaveAbortedError,
 )
+from penstock.core.pipeline.chain import mismatches
 from penstock.core.pipeline.staging import Staging
-from penstock.core.types import (
-    ReadRequest,
-    WriteRequest,
-    align_down,
-)
+from penstock.core.types import ByteRange, ReadRequest, WriteRequest, align_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.concurrency.timing import Clock
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.copy.checks import CheckedBlob
     from penstock.core.errors import StorageError
     from penstock.core.pipeline.staging import Block
-    from penstock.core.types import ByteRange
 
-_PIECES = 8  # of the buffers: some are read into while others are written from
+_PIECES = 8  # buffers: some are read into while others are written from
 _MAX_PIECE_BYTES = 16 << 20
-_SEALING = 4  # blobs at once: each has a thread of its own, and an open file
-_PER_SECOND = 8  # pieces, where a rate is given
+_SEALING = 4  # blobs at once: each takes a thread and an open file
+_PIECES_PER_S = 8  # where a rate is given
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """The checksums of ranges of one blob, which ascend and do not overlap; the rest is padding.
+
+    Attributes:
+        starts: The offset of each range in the blob.
+        lengths: The bytes of each range.
+        sums: The xxh3-64 of each range.
+    """
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    sums: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBlob:
+    """A blob with the checksums of its bytes."""
+
+    name: str
+    length: int
+    checks: Checks
 
 
 @dataclass(frozen=True, slots=True)
 class BlobTransfer:
-    """One blob to move, or with no target to verify where it is."""
+    """One blob to move; without a target it is only verified."""
 
     blob: CheckedBlob
     source: Backend
     target: Backend | None
 
 
+class Cursor:
+    """Walks through a blob's bytes in order, and pairs them with their checksums. Sans-IO."""
+
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+        self._next = 0
+        self._open: xxhash.xxh3_64 | None = None  # the hash of a range that is still incomplete
+
+    def take(
+        self, offset: int, data: memoryview
+    ) -> tuple[list[ByteRange], list[int], list[ByteRange]]:
+        """Continue with `data`, the bytes from `offset` on.
+
+        Returns:
+            The ranges of `data` that lie in it whole, for `mismatches`; their checksums; and the
+            ranges of the blob that began in earlier data, end in this, and do not match.
+        """
+        stop = offset + data.nbytes
+        whole: list[ByteRange] = []
+        sums: list[int] = []
+        wrong: list[ByteRange] = []
+        while self._next < len(self._checks.starts):
+            start = int(self._checks.starts[self._next])
+            end = start + int(self._checks.lengths[self._next])
+            if start >= stop:
+                break
+            expected = int(self._checks.sums[self._next])
+            if start >= offset and end <= stop:
+                whole.append(ByteRange(start - offset, end - offset))
+                sums.append(expected)
+            else:
+                self._open = self._open or xxhash.xxh3_64()
+                self._open.update(data[max(start - offset, 0) : min(end, stop) - offset])
+                if end > stop:
+                    break
+                if self._open.intdigest() != expected:
+                    wrong.append(ByteRange(start, end))
+                self._open = None
+            self._next += 1
+        return whole, sums, wrong
+
+
 class Throttle:
-    """Spreads bytes over time; what was not used is not saved up."""
+    """Spreads bytes evenly over time; time in which nothing was moved earns no burst."""
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
         self._bytes_per_s = bytes_per_s
@@ -60,7 +125,7 @@ class Throttle:
         self._due_s = clock.monotonic_s()
 
     def take(self, size_bytes: int) -> float:
-        """Seconds to wait before so many bytes are moved; they count as moved then."""
+        """Return the seconds to wait before these bytes are moved, and count them as moved."""
         if self._bytes_per_s is None:
             return 0.0
         now_s = self._clock.monotonic_s()
@@ -70,8 +135,8 @@ class Throttle:
 
 
 @dataclass(eq=False, slots=True)
-class _Lane:
-    """A blob under way."""
+class _BlobState:
+    """The progress of one blob in flight."""
 
     transfer: BlobTransfer
     cursor: Cursor
@@ -82,9 +147,9 @@ class _Lane:
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Some bytes of a blob in a buffer, which is in use until all futures are done."""
+    """Bytes of a blob in a buffer, which is in use until all futures are done."""
 
-    lane: _Lane
+    state: _BlobState
     offset: int
     view: memoryview
     block: Block
@@ -98,16 +163,19 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """Whom to tell what; all on the thread that moves the blobs.
+class Callbacks:
+    """The callbacks of a `BlobMover`, called on the thread that moves the blobs.
 
     Attributes:
-        moved: So many bytes more are verified, and handed to the target's store.
-        sealed: That blob is durable.
-        damaged: These ranges of it are not what was written: raises, or the rest of it goes on.
-        missing: It is not there, or cut off: likewise.
-        alive: Every few seconds at least; may raise to end it all.
-        owned: After a failure: whether the names at the target are still this copy's.
+        moved: Called with the number of further bytes that were verified and written.
+        sealed: Called with the name of a blob that is durable.
+        damaged: Called with the ranges of a blob that do not match. If it raises, the move ends;
+            else the move goes on.
+        missing: Called with the error for a blob that is missing or cut off; likewise.
+        alive: Called every few seconds at least, also while a store hangs; may raise to end the
+            move.
+        owned: Called after a failure; returns whether the names at the target are still this
+            copy's.
     """
 
     moved: Callable[[int], None]
@@ -119,7 +187,7 @@ class Calls:
 
 
 class BlobMover:
-    """Moves blobs through buffers of a fixed size. `run` may be called again once it returned."""
+    """Moves blobs through buffers of a fixed size. `run` may be called again after it returned."""
 
     def __init__(
         self,
@@ -128,188 +196,190 @@ class BlobMover:
         buffer_bytes: int,
         unit_bytes: int,
         bytes_per_s: float | None,
-        calls: Calls,
+        calls: Callbacks,
     ) -> None:
-        """Prepare to move blobs.
+        """Create a mover; `run` allocates its buffers.
 
         Args:
-            workers: Compare checksums, and seal.
-            buffer_bytes: Of all buffers.
-            unit_bytes: Buffers and cuts are multiples of it, so that they suit all stores.
-            bytes_per_s: Most that is moved; None: as fast as it goes.
-            calls: Whom to tell what.
+            workers: The threads that compare checksums, and seal.
+            buffer_bytes: The bytes of all buffers.
+            unit_bytes: Buffers and cuts are multiples of it, so that they suit both stores.
+            bytes_per_s: The most bytes to move per second; None sets no limit.
+            calls: The callbacks.
         """
         self._workers = workers
         self._timing = workers.timing
         size = min(buffer_bytes // _PIECES, _MAX_PIECE_BYTES)
         if bytes_per_s is not None:
-            size = min(size, int(bytes_per_s / _PER_SECOND))
+            size = min(size, int(bytes_per_s / _PIECES_PER_S))
         self._piece_bytes = max(align_down(size, unit_bytes), unit_bytes)
         self._throttle = Throttle(bytes_per_s, workers.timing.clock)
         self._calls = calls
         self._cancelled = Latch()
         self.buffer_bytes = max(buffer_bytes, 2 * self._piece_bytes)
-        self._staging = Staging(0)  # made by `run`
+        self._staging = Staging(0)  # replaced by `run`
         self._reading: deque[_Piece] = deque()
         self._moving: list[_Piece] = []
-        self._lanes: list[_Lane] = []
+        self._states: list[_BlobState] = []
 
     def cancel(self) -> None:
-        """Make `run` end soon, from any thread."""
+        """Make `run` end soon. Thread-safe."""
         self._cancelled.open()
 
     def check(self) -> None:
-        """Raise if it was cancelled.
+        """Raise if the move was cancelled.
 
         Raises:
-            SaveAbortedError: It was.
+            SaveAbortedError: The move was cancelled.
         """
         if self._cancelled.is_open:
-            msg = "the copy was given up; copy again to go on from where it ended"
+            msg = "the copy was given up; copy again to continue from where it ended"
             raise SaveAbortedError(msg)
 
     def run(self, transfers: Iterable[BlobTransfer]) -> None:
-        """Move all; on return nothing is in flight, and what was not sealed is aborted.
+        """Move all blobs; on return nothing is in flight, and unsealed blobs are aborted.
 
         Raises:
-            SaveAbortedError: It was cancelled.
+            SaveAbortedError: The move was cancelled.
             StorageError: A store failed.
-            BusyError: `Calls.alive` or `Calls.sealed` found that this is another's to do.
+            BusyError: `Callbacks.alive` or `Callbacks.sealed` found that another copy took over.
         """
         self._staging = Staging(self.buffer_bytes)
         self._staging.expect(self.buffer_bytes, pin=False)
         try:
             for transfer in transfers:
-                self._move(transfer)
-            while self._lanes:
+                self._start(transfer)
+            while self._states:
                 self._settle()
         except BaseException as error:
             if isinstance(error, BusyError) or not self._calls.owned():
-                for lane in self._lanes:
-                    lane.writer = None  # its abort could remove the other copy's blob of that name
+                for state in self._states:
+                    state.writer = None  # its abort could remove the other copy's blob of that name
             raise
         finally:
-            self._outlast()
+            self._wait_for_all()
 
     # ------------------------------------------------------------------------------------------
 
-    def _move(self, transfer: BlobTransfer) -> None:
+    def _start(self, transfer: BlobTransfer) -> None:
         self.check()
-        while sum(lane.sealing is not None for lane in self._lanes) >= _SEALING:
+        while sum(state.sealing is not None for state in self._states) >= _SEALING:
             self._settle()
         blob = transfer.blob
         size = self._piece_bytes
-        lane = _Lane(transfer, Cursor(blob.checks), left=-(-blob.length // size))
-        self._lanes.append(lane)
+        state = _BlobState(transfer, Cursor(blob.checks), left=-(-blob.length // size))
+        self._states.append(state)
         if transfer.target is not None:
-            lane.writer = transfer.target.create(blob.name, size_hint=blob.length)
+            state.writer = transfer.target.create(blob.name, size_hint=blob.length)
         for offset in range(0, blob.length, size):
             length = min(size, blob.length - offset)
             while (block := self._staging.acquire(length, 0)) is None:
                 self._settle()
             self._wait(self._throttle.take(length))
-            piece = _Piece(lane, offset, block.view, block)
+            piece = _Piece(state, offset, block.view, block)
             self._reading.append(piece)
             request = ReadRequest(blob.name, offset, block.view)
             piece.reading = transfer.source.submit_read([request])
-        if not lane.left:
-            self._end(lane)
+        if not state.left:
+            self._seal(state)
 
     def _wait(self, seconds: float) -> None:
-        """Let time pass, and what is under way go on."""
+        """Let time pass; pieces in flight are still handled."""
         deadline = Deadline(seconds)
         while not deadline.is_over():
             if self._reading or self._moving:
                 self._settle(deadline)
             else:
                 self._cancelled.wait(min(deadline.left_s(), self._timing.copy_alive_s))
-                self._look_around()
+                self._check_alive()
         self.check()
 
-    def _look_around(self) -> None:
+    def _check_alive(self) -> None:
         self.check()
         self._calls.alive()
 
     def _settle(self, deadline: Deadline = NEVER) -> None:
-        """Wait until something is done, and go on with it."""
+        """Wait until a piece or a blob makes progress, and handle it."""
         if not self._anything_done():
             pieces = [*list(self._reading)[:1], *self._moving]
-            sealing = [lane.sealing for lane in self._lanes if lane.sealing is not None]
+            sealing = [state.sealing for state in self._states if state.sealing is not None]
             futures: list[Future[Any]] = [f for piece in pieces for f in piece.pending()]
             timeout_s = min(deadline.left_s(), self._timing.copy_alive_s)
             wait([*futures, *sealing], timeout_s, FIRST_COMPLETED)
-        self._look_around()
+        self._check_alive()
         while self._reading and not self._reading[0].pending():
-            self._arrived()
+            self._verify_and_write()
         for piece in [p for p in self._moving if not p.pending()]:
-            self._landed(piece)
-        for lane in [n for n in self._lanes if n.sealing is not None and n.sealing.done()]:
-            assert lane.sealing is not None
-            lane.sealing.result()
-            self._lanes.remove(lane)
-            self._calls.sealed(lane.transfer.blob.name)
+            self._finish(piece)
+        for state in [n for n in self._states if n.sealing is not None and n.sealing.done()]:
+            assert state.sealing is not None
+            state.sealing.result()
+            self._states.remove(state)
+            self._calls.sealed(state.transfer.blob.name)
 
     def _anything_done(self) -> bool:
         waiting = [*list(self._reading)[:1], *self._moving]
         return any(not piece.pending() for piece in waiting) or any(
-            lane.sealing is not None and lane.sealing.done() for lane in self._lanes
+            state.sealing is not None and state.sealing.done() for state in self._states
         )
 
-    def _arrived(self) -> None:
-        """The oldest piece that is read goes to the hashes and to the target."""
+    def _verify_and_write(self) -> None:
+        """Hand the oldest piece, which was read, to the workers and to the target."""
+        # In order: a range that began in the piece before is hashed to its end here.
         piece = self._reading.popleft()
-        self._moving.append(piece)  # first, so that its memory is held whatever happens
-        lane = piece.lane
+        self._moving.append(piece)  # first, so that an error below cannot free its buffer
+        state = piece.state
         assert piece.reading is not None
         try:
             piece.reading.result()
         except (BlobNotFoundError, BlobTruncatedError) as error:
-            self._calls.missing(lane.transfer, error)
+            self._calls.missing(state.transfer, error)
             return
-        whole, sums, wrong = lane.cursor.take(piece.offset, piece.view)
+        whole, sums, wrong = state.cursor.take(piece.offset, piece.view)
         if wrong:
-            self._calls.damaged(lane.transfer, wrong)
+            self._calls.damaged(state.transfer, wrong)
         if whole:
-            task = partial(compare, piece.view, piece.offset, whole, sums)
+            task = partial(mismatches, piece.view, whole, sums, offset=piece.offset)
             piece.checking = self._workers.submit(task)
-        if lane.writer is not None and lane.transfer.target is not None:
+        if state.writer is not None and state.transfer.target is not None:
             request = WriteRequest(piece.offset, (piece.view,))
-            piece.writing = lane.transfer.target.submit_write(lane.writer, [request])
+            piece.writing = state.transfer.target.submit_write(state.writer, [request])
 
-    def _landed(self, piece: _Piece) -> None:
+    def _finish(self, piece: _Piece) -> None:
         if piece.checking is not None and (wrong := piece.checking.result()):
-            self._calls.damaged(piece.lane.transfer, wrong)
+            self._calls.damaged(piece.state.transfer, wrong)
         if piece.writing is not None:
             piece.writing.result()
         self._moving.remove(piece)
         self._staging.release(piece.block)
-        piece.lane.left -= 1
+        piece.state.left -= 1
         self._calls.moved(piece.view.nbytes)
-        if not piece.lane.left:
-            self._end(piece.lane)
+        if not piece.state.left:
+            self._seal(piece.state)
 
-    def _end(self, lane: _Lane) -> None:
-        """All of a blob is where it belongs: make it durable."""
-        writer, length = lane.writer, lane.transfer.blob.length
+    def _seal(self, state: _BlobState) -> None:
+        """Make a blob durable, all of which was written."""
+        writer = state.writer
         if writer is None:
-            self._lanes.remove(lane)
+            self._states.remove(state)
         else:
-            # Not in the pool: nobody's hashing shall wait for a disk.
-            lane.sealing = Future()
-            self._workers.spawn("seal", partial(fulfil, lane.sealing, partial(writer.seal, length)))
+            # On a thread of its own: in the pool an fsync of seconds would hold up hashing.
+            state.sealing = Future()
+            seal = partial(writer.seal, state.transfer.blob.length)
+            self._workers.spawn("seal", partial(fulfil, state.sealing, seal))
 
-    def _outlast(self) -> None:
-        """Nothing uses any memory of ours afterwards."""
+    def _wait_for_all(self) -> None:
+        """Wait until no store and no worker uses the buffers, and abort unsealed blobs."""
         pieces = [*self._reading, *self._moving]
-        sealing = [lane.sealing for lane in self._lanes if lane.sealing is not None]
+        sealing = [state.sealing for state in self._states if state.sealing is not None]
         futures: list[Future[Any]] = [f for piece in pieces for f in piece.pending()]
         wait([*futures, *sealing])
         for piece in pieces:
             self._staging.release(piece.block)
         self._reading.clear()
         self._moving.clear()
-        self._staging = Staging(0)  # whoever keeps this keeps no memory
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            if lane.writer is not None:
-                lane.writer.abort()
+        self._staging = Staging(0)  # a mover that is kept keeps no memory
+        states, self._states = self._states, []
+        for state in states:
+            if state.writer is not None:
+                state.writer.abort()

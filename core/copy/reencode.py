@@ -1,8 +1,8 @@
-"""Copies the objects of a checkpoint into a new one: encoded anew, or only some of them.
+"""Copies the objects of a checkpoint into a new checkpoint: encoded anew, or only some of them.
 
-It is a save whose memory is another checkpoint: objects, nodes, ties and roles are described as
-they are stored, and their bytes are read when the save captures them, a chunk at a time. So it
-needs the staging budget, not memory for the state; and no torch.
+Such a copy is a save whose memory is another checkpoint: objects, nodes, ties and roles are
+described as they are stored, and their bytes are read when the save captures them, a chunk at a
+time. So a copy takes the staging budget, not memory for the whole state, and never imports torch.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ if TYPE_CHECKING:
     from penstock.core.types import Kind, ObjectPath
 
 STAGING_BYTES = 256 << 20
-"""Memory for chunks on their way, where the configuration does not say."""
+"""The memory for chunks in flight if the configuration does not name any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reencoding:
-    """How to copy.
+    """The options of a copy that encodes.
 
     Attributes:
         config: Rules, sizes of chunks and blocks, staging budget and grace time of the target.
-        selection: Which objects to take.
-        keep_codecs: Encode every object with the codecs that it has, instead of by the rules.
-        overwrite: Replace what the target has at that step.
+        selection: The objects to copy.
+        keep_codecs: Whether to encode every object with the codecs that it has, instead of by the
+            rules.
+        overwrite: Whether to replace the target's checkpoint at that step.
     """
 
     config: CheckpointerConfig
@@ -76,15 +77,16 @@ def copy_objects(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` at `target`, under the same step.
 
-    Metadata, roles, kinds of containers and ties stay; what is tied to something that is not
-    selected is stored itself. Restoring the copy is restoring the original with that selection.
+    Metadata, roles, kinds of containers and ties stay; an object that is tied to one that is not
+    selected is stored itself. Restoring the copy gives the same as restoring the original with that
+    selection.
 
     Args:
-        checkpoint: What to copy; its loader reads it.
-        target: Where to; with tiers, to the last of them.
-        how: How.
-        registry: Where codecs are looked up.
-        workers: Threads that encode and hash.
+        checkpoint: The checkpoint to copy; its loader reads it.
+        target: The place to copy to; with tiers, the last of them.
+        how: The options.
+        registry: Finds the codecs.
+        workers: The threads that encode and hash.
         on_progress: As for `Checkpointer.save`.
 
     Raises:
@@ -119,7 +121,7 @@ def copy_objects(
         manifest=ManifestWriter(
             request,
             contents.record.metadata,
-            # Providers of what is copied need not be installed here.
+            # From the record: the providers of the copied objects need not be installed here.
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
         ),
         destination=Destination(last_place(target)),
@@ -140,7 +142,7 @@ def copy_objects(
 def _generation(target: Backend, step: int, *, overwrite: bool) -> int:
     catalog = Catalog(target)
     if step not in catalog.entries():
-        return 0  # earlier than others that are there is fine: nothing is trained from here
+        return 0  # a copy may land before later steps: no training continues from it
     if not overwrite:
         msg = (
             f"{target.url} has a checkpoint at step {step} already. Delete it there, or copy with "
@@ -153,7 +155,7 @@ def _generation(target: Backend, step: int, *, overwrite: bool) -> int:
 def _entries(
     contents: Contents, selection: Selection, reader: StoredReader
 ) -> Sequence[StateObject | Node]:
-    """Selected objects and what contains them, as if a state tree had been described."""
+    """Return the selected objects and their containers, as if a state tree had been described."""
     everything = contents.objects()
     by_path = {located.record.path: located for located in everything}
     selection.check_used(by_path)
@@ -162,7 +164,7 @@ def _entries(
         msg = f"nothing of step {contents.record.step} is selected"
         raise SelectionError(msg)
     entries: dict[int, StateObject | Node] = {}
-    owners: dict[ObjectPath, ObjectPath] = {}  # of stored bytes, in the copy
+    owners: dict[ObjectPath, ObjectPath] = {}  # path of stored bytes -> their first path here
     for located in chosen:
         record = located.record
         stored = by_path[record.path if record.same_as is None else record.same_as]
@@ -170,7 +172,7 @@ def _entries(
         if len(stored.record.shards) != 1:
             msg = (
                 f"{show_path(record.path)} was saved by several ranks, which can only be copied "
-                "as it is: leave out what selects and encodes"
+                "as it is: leave out the options that select and encode"
             )
             raise UnsupportedStateError(msg)
         entries[record.ordinal] = StateObject(
@@ -194,7 +196,7 @@ def _needed(
     chosen: Sequence[ObjectPath],
     selection: Selection,
 ) -> Sequence[NodeRecord]:
-    """Nodes above what is chosen, and selected ones that were empty from the beginning."""
+    """Return the nodes above the chosen objects, and selected nodes that were empty when saved."""
     taken, known = PathTree(chosen), PathTree(stored)
     return [
         node
@@ -206,10 +208,10 @@ def _needed(
 
 
 class _KeptCodecs(ChainTable):
-    """Every object with the codecs with which it is stored, whatever the rules say."""
+    """Chooses for every object the codecs with which it is stored, not those of the rules."""
 
     def __init__(self, contents: Contents, registry: Registry) -> None:
-        # Nothing of `ChainTable` but its methods: there are no rules.
+        # `ChainTable.__init__` is not called: it reads rules, and here are none.
         self._numbers_by_path: dict[ObjectPath, int] = {}
         self.chains: list[CodecChain | None] = [None]
         known: dict[str, int] = {repr(()): 0}
@@ -225,7 +227,7 @@ class _KeptCodecs(ChainTable):
             self._numbers_by_path[path] = number
 
     def number(self, path: ObjectPath, kind: Kind) -> int:
-        """Chain of the object at `path`."""
+        """Return the number of the chain for the object at `path`."""
         del kind
         return self._numbers_by_path[path]
 
@@ -234,14 +236,14 @@ def _chain_of(contents: Contents, located: Located) -> Chain:
     head = contents.head(located.part)
     frames = located.frames
     chunks = [chunk for shard in located.record.shards for chunk in shard.chunks]
-    # Codecs may have declined some of the chunks: the longest chain is the one that was asked for.
+    # Codecs may have declined some of the chunks: the longest chain is the one of the rule.
     return max((head.chains[frames[chunk.frame].chain] for chunk in chunks), key=len, default=())
 
 
 def _followed(
     job: SaveJob, workers: Workers, on_progress: Callable[[Progress], None] | None
 ) -> SaveReport:
-    """Run the save; Ctrl-C gives it up."""
+    """Run the save to its end; Ctrl-C aborts it."""
     try:
         if on_progress is not None:
             workers.spawn("progress", partial(follow, job.handle, on_progress))

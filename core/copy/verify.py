@@ -1,4 +1,4 @@
-"""What a place has of a checkpoint that was copied there: whole or not, durable, damaged."""
+"""Verifies a checkpoint at one place: its records, its data, and whether both are durable."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.deletion import delete_records
-from penstock.core.catalog.survey import is_listed, is_whole, read_commit, survey_run
+from penstock.core.catalog.survey import (
+    has_files,
+    is_listed,
+    is_whole,
+    read_commit,
+    sizes_below,
+    survey_run,
+)
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import claim_name
-from penstock.core.copy.mover import BlobMover, BlobTransfer, Calls
+from penstock.core.copy.lease import lease_name
+from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointGoneError,
@@ -19,7 +26,7 @@ from penstock.core.errors import (
     StepExistsError,
 )
 from penstock.core.format.commit_record import encode_commit
-from penstock.core.format.records import commit_name, data_prefix, intent_name
+from penstock.core.format.records import commit_name, intent_name
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.errors import StorageError
-    from penstock.core.format.records import CommitRecord, IndexEntry, PartEntry
+    from penstock.core.format.records import CommitRecord
     from penstock.core.types import ByteRange
 
 log = logging.getLogger("penstock")
@@ -37,16 +44,21 @@ log = logging.getLogger("penstock")
 def confirmed(
     target: Backend, record: CommitRecord, *, first: Callable[[], None] = lambda: None
 ) -> bool:
-    """Whether a checkpoint is whole and durable at the target, of which it was not known.
+    """Return whether a checkpoint is whole and durable at the target; make its record durable.
 
-    Of a record that is there whose publisher never had his answer nobody knows that: its folder
-    may not have been synced, or its data may have been in a root that was replaced. So it is
-    published once more, if the claim of its copy says so: one that came back as an answer to
-    nobody could replace what was saved at that step since. One without data is deleted, once
-    `first` has not raised: what is left of it may be all that there is.
+    A record whose publish had no answer may be torn away by a power cut: its folder may not have
+    been synced, or its data may have been in a root that was replaced. So it is published once
+    more if a lease is left beside its data, and only then: a late request to publish a record
+    could otherwise replace what was saved at that step since. A record without its data is deleted.
+
+    Args:
+        target: The place to look at.
+        record: The commit record of the checkpoint.
+        first: Called before a record without data is deleted; raises to keep the record, as the
+            rest of its data may be all that exists.
 
     Raises:
-        StepExistsError: The target's record has the uid of `record`, and says something else.
+        StepExistsError: The target's record has the uid of `record`, but names other data.
         StorageError: The target does not answer.
     """
     if not is_whole(target, record):
@@ -54,11 +66,11 @@ def confirmed(
     name = commit_name(record.step, record.generation)
     with suppress(BlobNotFoundError):  # deleted at this moment
         check_same_manifest(target, read_commit(target, name), record)
-    sizes = _sizes(target, record)
-    if _has_data(target, record, sizes):
-        if claim_name(record.uid) in sizes:
+    sizes = sizes_below(target, record.uid)
+    if _has_all_data(target, record, sizes):
+        if lease_name(record.uid) in sizes:
             target.publish(name, encode_commit(record))
-            target.delete([claim_name(record.uid)])  # it is known now
+            target.delete([lease_name(record.uid)])  # the record is known to be durable now
         retract(target, record)  # if it was deleted at this moment
         return is_whole(target, record)
     first()
@@ -67,27 +79,37 @@ def confirmed(
     return False
 
 
-def has_data(target: Backend, record: CommitRecord) -> bool:
-    """Whether everything that a checkpoint is made of is there, with the right lengths.
+def has_all_data(target: Backend, record: CommitRecord) -> bool:
+    """Return whether the target has the intent and all files of a checkpoint, whole in length.
+
+    Reads the manifest where the listing alone does not tell, unlike `survey.has_data`.
 
     Raises:
         StorageError: The target does not answer.
     """
-    return _has_data(target, record, _sizes(target, record))
+    return _has_all_data(target, record, sizes_below(target, record.uid))
 
 
-def _sizes(target: Backend, record: CommitRecord) -> dict[str, int]:
-    return {info.name: info.size_bytes for info in target.list(data_prefix(record.uid))}
+def _has_all_data(target: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
+    if intent_name(record.uid) not in sizes:
+        return False
+    if has_files(record, sizes):
+        return True
+    try:  # a foreign file may lie beside the blobs: the manifest has their names
+        CopySource(target, record).read()
+    except (DamagedError, CheckpointGoneError):
+        return False
+    return True
 
 
 def check_same_manifest(target: Backend, there: CommitRecord, record: CommitRecord) -> None:
-    """Refuse a commit record of the target that has our uid, and stands for other data.
+    """Refuse a commit record of the target that has the uid of `record`, but names other data.
 
-    A uid is no secret. Who can write the source could give a checkpoint of his own the uid of one
-    that the target has, and have that one taken for a damaged copy of his.
+    A uid is no secret. A user who can write the source could give a checkpoint the uid of one that
+    the target has, and have the target's data replaced as if it were a damaged copy.
 
     Raises:
-        StepExistsError: They differ; nothing was changed.
+        StepExistsError: The records differ; nothing was changed.
     """
     if (there.parts, there.index) == (record.parts, record.index):
         return
@@ -100,10 +122,11 @@ def check_same_manifest(target: Backend, there: CommitRecord, record: CommitReco
 
 
 def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
-    """Refuse to write the data of a uid that something else at that place needs.
+    """Refuse to write the data of a uid that another checkpoint or save at that place needs.
 
     Raises:
-        StepExistsError: A record of another step names it, or one or an intent refers to it.
+        StepExistsError: A record of another step names the uid, or a record or an intent
+            references it.
         StorageError: The place does not answer.
     """
     survey = survey_run(place)
@@ -120,28 +143,11 @@ def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
     raise StepExistsError(msg)
 
 
-def _has_data(target: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
-    blobs = f"{data_prefix(record.uid)}blobs/"
-    named: list[PartEntry | IndexEntry] = [*record.parts, record.index]
-    if intent_name(record.uid) not in sizes:
-        return False
-    if any(sizes.get(entry.name) != entry.length for entry in named):
-        return False
-    stored = sum(size for one, size in sizes.items() if one.startswith(blobs))
-    if stored == record.bytes_stored:
-        return True
-    try:  # something may lie beside the blobs that is none: the manifest knows them by name
-        CopySource(target, record).read()
-    except (DamagedError, CheckpointGoneError):
-        return False
-    return True
-
-
 def retract(target: Backend, record: CommitRecord) -> None:
-    """Delete at the target the record of a checkpoint that was deleted while it was copied.
+    """Delete the target's record of a checkpoint that was deleted while it was copied.
 
-    Whoever deletes takes the intent there before the data, and does not look for ever: a record
-    without intent came behind him.
+    A deletion deletes the intent before the data, and looks for late copies for a while only. So
+    a record without an intent was published behind a deletion.
 
     Raises:
         StorageError: The target does not answer.
@@ -152,6 +158,13 @@ def retract(target: Backend, record: CommitRecord) -> None:
         delete_records(target, [name], uids={name: record.uid})
 
 
+# `Checkpoint.verify` is a second verifier, and stays one; both compare checksums by `mismatches`.
+# `Checkpoint.verify` decodes frames and reports the damage of every object, so it reads frame by
+# frame with a `Loader`. This function is a copy without a target: it shares the `BlobMover`, which
+# has to verify bytes as they pass in any case, and whose pieces cut through frames, so that no
+# frame could be decoded from them. Verifying with a `Loader` instead takes the records of all
+# objects (twice the time and eight times the memory with 100,000 small objects, beside training),
+# and a `Loader` neither keeps to a rate nor calls `on_look` while the store hangs.
 def verify_blobs(
     source: Backend,
     record: CommitRecord,
@@ -161,19 +174,19 @@ def verify_blobs(
     on_look: Callable[[], None] = lambda: None,
     bytes_per_s: float | None = None,
 ) -> None:
-    """Read all of a checkpoint, and compare every checksum.
+    """Read all bytes of a checkpoint, and compare every checksum of its stored bytes.
 
     Args:
-        source: Where it is.
+        source: The place of the checkpoint.
         record: Its commit record.
-        workers: Compare checksums.
-        on_progress: Called with bytes that were read; what it raises ends this.
-        on_look: Called every few seconds at least, also while the store is silent; likewise.
-        bytes_per_s: Most that is read per second; None: as fast as it goes.
+        workers: The threads that compare checksums.
+        on_progress: Called with the number of bytes that were read; may raise to end the read.
+        on_look: Called every few seconds at least, also while the store hangs; likewise.
+        bytes_per_s: The most bytes to read per second; None sets no limit.
 
     Raises:
-        DamagedError: It is not what was written.
-        CheckpointGoneError: It was deleted meanwhile.
+        DamagedError: The checkpoint is not what was written; names the first damaged objects.
+        CheckpointGoneError: The checkpoint was deleted meanwhile.
         StorageError: The store failed.
     """
     contents = CopySource(source, record)
@@ -191,7 +204,7 @@ def verify_blobs(
             PAGE_BYTES, source.capabilities.offset_alignment, source.capabilities.memory_alignment
         ),
         bytes_per_s=bytes_per_s,
-        calls=Calls(
+        calls=Callbacks(
             moved=on_progress,
             sealed=lambda _: None,
             damaged=damaged,

@@ -36,6 +36,18 @@ def checksum_blocks(view: memoryview, ranges: Iterable[ByteRange]) -> list[int]:
     return [digest(view[block.start : block.stop]) for block in ranges]
 
 
+def mismatches(
+    view: memoryview, ranges: Sequence[ByteRange], sums: Sequence[int], *, offset: int = 0
+) -> list[ByteRange]:
+    """Return the ranges of the flat `view` that do not match `sums`, each shifted by `offset`."""
+    found = zip(ranges, checksum_blocks(view, ranges), sums, strict=True)
+    return [
+        ByteRange(block.start + offset, block.stop + offset)
+        for block, actual, expected in found
+        if actual != expected
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedFrame:
     """What came out of encoding one chunk.

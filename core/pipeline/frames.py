@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum, checksum_blocks
+from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.types import ByteRange
 
 if TYPE_CHECKING:
@@ -108,10 +108,9 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
             expected.append(frame.checksums[number])
     if sum(r.length for r in ranges) != span.length:
         return f"the range {span} of {job.blob}:{frame.offset} is not made of whole blocks"
-    for block, got, want in zip(ranges, checksum_blocks(data, ranges), expected, strict=True):
-        if got != want:
-            at = frame.offset + span.start + block.start
-            return f"checksum of {block.length} bytes at {job.blob}:{at} does not match"
+    wrong = mismatches(data, ranges, expected, offset=frame.offset + span.start)
+    if wrong:
+        return f"checksum of {wrong[0].length} bytes at {job.blob}:{wrong[0].start} does not match"
     return None
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.survey import is_whole
-from penstock.core.copy.verify import has_data
+from penstock.core.copy.verify import has_all_data
 from penstock.core.errors import CheckpointGoneError, DamagedError, FormatError, StorageError
 from penstock.core.format.records import commit_name
 from penstock.core.tiers.whereabouts import by_age, is_marked
@@ -182,7 +182,7 @@ def _check_data(backend: Backend, record: CommitRecord) -> None:
         FormatError: Something is missing, or cut off.
         CheckpointGoneError: It was deleted meanwhile.
     """
-    if has_data(backend, record):
+    if has_all_data(backend, record):
         return
     name = commit_name(record.step, record.generation)
     if not is_whole(backend, record):

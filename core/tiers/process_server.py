@@ -172,7 +172,7 @@ class Server:
                 self._copy.cancel()
 
     def leave(self) -> None:
-        """End, in order if that does not take long: then the next one need not wait for a claim."""
+        """End, in order if that does not take long: then the next one need not wait for a lease."""
         self._leaving.set()
         self._cancel(self._job)
         deadline = Deadline(self._timing.process_leave_s)

@@ -146,8 +146,8 @@ def test_interrupted_copy_is_looked_at_again_unless_it_is_trusted(call, run, tar
     with open_run(run) as ckpt:
         uid = ckpt.info().uid
     blobs = [f"data/{uid}/blobs/{path.name}" for path in target.rglob("*.raw")]
-    claim = {"token": "", "host": "", "pid": 0, "process": "", "sealed": blobs}
-    (target / "data" / uid / "copy.json").write_text(json.dumps(claim))
+    lease = {"token": "", "host": "", "pid": 0, "process": "", "sealed": blobs}
+    (target / "data" / uid / "copy.json").write_text(json.dumps(lease))
     data = bytearray((target / blobs[0]).read_bytes())
     data[len(data) // 2] ^= 1
     (target / blobs[0]).write_bytes(data)

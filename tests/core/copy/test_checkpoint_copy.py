@@ -21,10 +21,17 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.checks import CheckedBlob, Checks, Cursor
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import SILENT_S, Claim, claim_name
-from penstock.core.copy.mover import BlobMover, BlobTransfer, Calls, Throttle
+from penstock.core.copy.lease import SILENT_S, Lease, lease_name
+from penstock.core.copy.mover import (
+    BlobMover,
+    BlobTransfer,
+    Callbacks,
+    CheckedBlob,
+    Checks,
+    Cursor,
+    Throttle,
+)
 from penstock.core.copy.verify import confirmed
 from penstock.core.errors import (
     BusyError,
@@ -103,20 +110,20 @@ def rewrite(backend, name, data):
     backend.publish(name, bytes(data))
 
 
-def release_claim(backend, uid):
+def release_lease(backend, uid):
     """What a copy leaves that failed before anything was sealed."""
-    claim = {"token": "", "host": "node7", "pid": 1, "process": "", "sealed": []}
-    backend.publish(claim_name(uid), json.dumps(claim).encode())
+    lease = {"token": "", "host": "node7", "pid": 1, "process": "", "sealed": []}
+    backend.publish(lease_name(uid), json.dumps(lease).encode())
 
 
 def bury(backend, uid):
     """Make the process that copied look dead, as it is after a crash."""
-    name = claim_name(uid)
+    name = lease_name(uid)
     if name not in {info.name for info in backend.list(name)}:
         return
-    claim = json.loads(backend.read_record(name, limit_bytes=1 << 20))
-    claim["process"] = claim["process"].rpartition("-")[0] + "-0"
-    backend.publish(name, json.dumps(claim).encode())
+    lease = json.loads(backend.read_record(name, limit_bytes=1 << 20))
+    lease["process"] = lease["process"].rpartition("-")[0] + "-0"
+    backend.publish(name, json.dumps(lease).encode())
 
 
 # -- what a copy is -----------------------------------------------------------------------------
@@ -231,7 +238,7 @@ def test_many_blobs_are_copied_and_few_of_them_sealed_at_once(workers):
     def fail(*_):
         raise AssertionError
 
-    calls = Calls(
+    calls = Callbacks(
         moved=lambda _: None,
         sealed=mover_calls.append,
         damaged=fail,
@@ -337,7 +344,7 @@ def test_copy_goes_on_wherever_it_crashed(saved, workers, tmp_path, after):
             bury(target, uid)
             kept += copy_of(saved, target, workers).run().bytes_kept > 0
             found = contents(target)
-            found.pop(claim_name(uid), None)  # a crash in between leaves it, and it means nothing
+            found.pop(lease_name(uid), None)  # a crash in between leaves it, and it means nothing
             assert found == whole
         crashes += 1
     assert crashes > 10
@@ -386,7 +393,7 @@ def test_sealed_blob_that_was_damaged_since_is_copied_again(saved, workers, kind
 
 def test_blob_of_which_nobody_knows_whether_it_is_durable_is_copied_again(saved, workers):
     target = memory()
-    release_claim(target, Catalog(saved).record(STEP).uid)
+    release_lease(target, Catalog(saved).record(STEP).uid)
     for name in blobs_of(saved):
         target.publish(name, contents(saved)[name])
     report = copy_of(saved, target, workers).run()
@@ -539,15 +546,15 @@ def test_second_copy_at_the_same_time_is_refused(saved, workers):
     assert contents(target) == contents(saved)
 
 
-def claim_of_another_machine(uid):
-    claim = {
+def lease_of_another_machine(uid):
+    lease = {
         "token": "a" * 32,
         "host": "node7",
         "pid": 1,
         "process": "boot/space/1-1",
         "sealed": [],
     }
-    return claim_name(uid), json.dumps(claim).encode()
+    return lease_name(uid), json.dumps(lease).encode()
 
 
 def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, workers):
@@ -556,17 +563,17 @@ def test_copy_whose_store_went_away_holds_up_nobody_of_its_own_process(saved, wo
     target.fail("publish", nth=2, times=None, match="copy.json")  # nor can it say so
     with pytest.raises(StorageError):
         copy_of(saved, target, workers).run()
-    assert claim_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
+    assert lease_name(Catalog(saved).record(STEP).uid) in target.inner._store.blobs
     target.clear()
     copy_of(saved, target, workers).run()
     assert contents(target) == contents(saved)
 
 
 @pytest.mark.parametrize("age_s", [SILENT_S + 60, -SILENT_S - 60], ids=["old", "of the future"])
-def test_silent_claim_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
-    name, claim = claim_of_another_machine(Catalog(saved).record(STEP).uid)
+def test_silent_lease_of_another_machine_ends_by_itself(saved, workers, tmp_path, age_s):
+    name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
     with closing(files(tmp_path)) as target:
-        target.publish(name, claim)
+        target.publish(name, lease)
         with pytest.raises(BusyError, match="process 1 on node7"):
             copy_of(saved, target, workers).run()
         old_s = (tmp_path / name).stat().st_mtime - age_s
@@ -575,38 +582,38 @@ def test_silent_claim_of_another_machine_ends_by_itself(saved, workers, tmp_path
         assert contents(target) == contents(saved)
 
 
-def test_copy_that_lost_its_claim_commits_nothing_and_removes_nothing(saved, workers):
+def test_copy_that_lost_its_lease_commits_nothing_and_removes_nothing(saved, workers):
     target = FaultyBackend(memory())
-    name, claim = claim_of_another_machine(Catalog(saved).record(STEP).uid)
+    name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
     with ThreadPoolExecutor(1) as pool:
         with holding(target, "seal"):
             running = pool.submit(copy_of(saved, target, workers).run)
             while [what for what, _ in target.calls].count("seal") < 2:
                 assert not running.done()
-            target.inner.publish(name, claim)
+            target.inner.publish(name, lease)
         with pytest.raises(BusyError, match="another copy's"):
             running.result(30)
     assert Catalog(target).steps() == []
-    assert target.read_record(name, limit_bytes=1000) == claim
+    assert target.read_record(name, limit_bytes=1000) == lease
     assert not {"abort", "delete"} & {what for what, _ in target.calls}
 
 
-def test_copy_that_lost_its_claim_after_its_last_blob_is_not_committed(saved, workers):
+def test_copy_that_lost_its_lease_after_its_last_blob_is_not_committed(saved, workers):
     target = FaultyBackend(memory())
-    name, claim = claim_of_another_machine(Catalog(saved).record(STEP).uid)
+    name, lease = lease_of_another_machine(Catalog(saved).record(STEP).uid)
     with ThreadPoolExecutor(1) as pool:
         with holding(target, "publish", match="/index") as fault:
             running = pool.submit(copy_of(saved, target, workers).run)
             assert fault.reached.wait(30)
-            target.inner.publish(name, claim)
+            target.inner.publish(name, lease)
         with pytest.raises(BusyError, match="another copy's"):
             running.result(30)
     assert Catalog(target).steps() == []
 
 
-def test_unreadable_claim_holds_nobody_up_and_proves_nothing(saved, workers):
+def test_unreadable_lease_holds_nobody_up_and_proves_nothing(saved, workers):
     target = memory()
-    target.publish(claim_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
+    target.publish(lease_name(Catalog(saved).record(STEP).uid), b"\xff nonsense")
     assert copy_of(saved, target, workers).run().bytes_kept == 0
     assert contents(target) == contents(saved)
 
@@ -688,10 +695,10 @@ def refused_without_a_trace(source, target, workers, error, *, step, match):
     assert not {what for what, _ in faulty.calls} & {*EFFECTS}
 
 
-@pytest.mark.parametrize("crashed", [False, True], ids=["", "its copy left a claim"])
+@pytest.mark.parametrize("crashed", [False, True], ids=["", "its copy left a lease"])
 def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, crashed):
     if crashed:
-        release_claim(own, Catalog(own).record(STEP).uid)
+        release_lease(own, Catalog(own).record(STEP).uid)
     evil = forged(own, step=200)
     refused_without_a_trace(
         evil, own, workers, StepExistsError, step=200, match="commits/00000007-0.json uses it"
@@ -701,7 +708,7 @@ def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, cras
 @pytest.mark.parametrize("user", ["checkpoint", "save"])
 def test_a_uid_that_something_of_the_target_refers_to_is_refused(own, workers, user):
     evil, record = forged(own, step=200), Catalog(own).record(STEP)
-    release_claim(own, record.uid)
+    release_lease(own, record.uid)
     save(own, 8, seed=1)
     later = replace(Catalog(own).record(8), references=(record.uid,))
     own.delete([commit_name(8, 0), commit_name(STEP, 0)])
@@ -740,7 +747,7 @@ def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers)
 
 
 @pytest.mark.parametrize("comes_as", ["blobs/x", "intent.json", "index"])
-def test_what_comes_while_a_copy_takes_its_claim_is_not_replaced(saved, workers, comes_as):
+def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers, comes_as):
     uid = Catalog(saved).record(STEP).uid
     name = f"{data_prefix(uid)}{comes_as}"
 
@@ -756,7 +763,7 @@ def test_what_comes_while_a_copy_takes_its_claim_is_not_replaced(saved, workers,
         copy_of(saved, target, workers).run()
     assert target.read_record(name, limit_bytes=100) == b"of a save"
     left = {info.name for info in target.list("")} - {name}
-    assert comes_as == "index" or not left  # nor does a claim stay, which would make it a copy's
+    assert comes_as == "index" or not left  # nor does a lease stay, which would make it a copy's
 
 
 def test_references_to_other_saves_are_refused(saved, workers):
@@ -893,15 +900,15 @@ def test_another_run_of_a_lower_generation_is_replaced_only_where_that_is_wanted
 
 
 @pytest.mark.process
-def test_the_claim_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(saved, tmp_path):
+def test_the_lease_of_a_process_that_nobody_has_waited_for_yet_does_not_hold(saved, tmp_path):
     target, uid = files(tmp_path), Catalog(saved).record(STEP).uid
     copier = os.fork()
     if copier == 0:
-        Claim(target, uid, Timing()).take()
+        Lease(target, uid, Timing()).take()
         os._exit(0)
     try:
         os.waitid(os.P_PID, copier, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert json.loads(target.read_record(claim_name(uid), limit_bytes=1 << 20))["pid"] == copier
-        Claim(target, uid, Timing()).take()
+        assert json.loads(target.read_record(lease_name(uid), limit_bytes=1 << 20))["pid"] == copier
+        Lease(target, uid, Timing()).take()
     finally:
         os.waitpid(copier, 0)

@@ -16,7 +16,7 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.lease import SILENT_S, Claim, claim_name
+from penstock.core.copy.lease import SILENT_S, Lease, lease_name
 from penstock.core.errors import BusyError, FormatError, StorageError
 from penstock.core.format.records import data_prefix
 from penstock.core.testing.faults import Fault, FaultyBackend
@@ -149,8 +149,8 @@ def stopping(source, late, where):
 def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
     opened, stopped_in, source, tmp_path
 ):
-    """Its writers are given up when its store is closed, long after it has lost its claim."""
-    claim = tmp_path / claim_name(Catalog(source).record(7).uid)
+    """Its writers are given up when its store is closed, long after it has lost its lease."""
+    lease = tmp_path / lease_name(Catalog(source).record(7).uid)
     with ThreadPoolExecutor(1) as pool, closing(opened(tmp_path)) as after:
         with closing(FaultyBackend(opened(tmp_path))) as late:
             with stopping(source, late, stopped_in) as origin:
@@ -160,26 +160,26 @@ def test_a_copy_that_wakes_late_leaves_the_blobs_of_the_next_one_alone(
                     assert not sleeping.done()
                     made = len(list(tmp_path.glob("data/*/blobs/*")))
                     sealing = [what for what, _ in late.calls].count("seal")
-                silent_s = claim.stat().st_mtime - SILENT_S - 60
-                os.utime(claim, (silent_s, silent_s))
+                silent_s = lease.stat().st_mtime - SILENT_S - 60
+                os.utime(lease, (silent_s, silent_s))
                 copy_between(source, after)
             with pytest.raises(BusyError, match="another copy's"):
                 sleeping.result(30)
         assert contents(after) == contents(source)
 
 
-def test_a_claim_that_was_not_refreshed_for_long_is_lost_whatever_the_store_shows():
-    """A request to refresh it may have landed on top of the claim of the next copy."""
+def test_a_lease_that_was_not_refreshed_for_long_is_lost_whatever_the_store_shows():
+    """A request to refresh it may have landed on top of the lease of the next copy."""
     clock = ShiftedClock()
-    claim = Claim(memory(), "a" * 32, Timing(clock=clock))
-    claim.take()
-    claim.check()
+    lease = Lease(memory(), "a" * 32, Timing(clock=clock))
+    lease.take()
+    lease.check()
     clock.ahead_s = SILENT_S / 2 + 1
     with pytest.raises(BusyError, match="not refreshed for 451 s"):
-        claim.check()
+        lease.check()
 
 
-def test_a_copy_whose_claim_took_too_long_to_be_noted_deletes_nothing(source, waits):
+def test_a_copy_whose_lease_took_too_long_to_be_noted_deletes_nothing(source, waits):
     """It was about to delete what an earlier copy left unfinished."""
     target = memory()
     failing = FaultyBackend(target)
@@ -196,8 +196,8 @@ def test_a_copy_whose_claim_took_too_long_to_be_noted_deletes_nothing(source, wa
         def publish(self, name, data, /, *, exclusive=False):
             nonlocal noted
             super().publish(name, data, exclusive=exclusive)
-            noted += name == claim_name(uid)
-            if noted == 2:  # the first takes the claim of the earlier copy over
+            noted += name == lease_name(uid)
+            if noted == 2:  # the first takes the lease of the earlier copy over
                 clock.ahead_s = SILENT_S
 
     with pytest.raises(BusyError, match="not refreshed"):
@@ -205,10 +205,10 @@ def test_a_copy_whose_claim_took_too_long_to_be_noted_deletes_nothing(source, wa
     assert [info.name for info in target.list(f"{data_prefix(uid)}blobs/")] == blobs
 
 
-def test_a_copy_ends_no_claim_but_its_own(source):
+def test_a_copy_ends_no_lease_but_its_own(source):
     target = memory()
-    claim = Claim(target, "a" * 32, Timing())
-    claim.take()
-    target.publish(claim_name("a" * 32), b"{}")
-    claim.remove()
-    assert target.read_record(claim_name("a" * 32), limit_bytes=10) == b"{}"
+    lease = Lease(target, "a" * 32, Timing())
+    lease.take()
+    target.publish(lease_name("a" * 32), b"{}")
+    lease.remove()
+    assert target.read_record(lease_name("a" * 32), limit_bytes=10) == b"{}"

@@ -4,7 +4,7 @@ import pytest
 from tests.integration.support import saved_in_memory
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.copy.lease import claim_name
+from penstock.core.copy.lease import lease_name
 from penstock.core.copy.verify import confirmed
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
@@ -32,7 +32,7 @@ def test_what_is_whole_is_a_copy(store):
 
 def test_a_record_whose_copy_never_had_the_answer_is_published_once_more(store):
     record = Catalog(store).record(1)
-    store.publish(claim_name(record.uid), b"{}")
+    store.publish(lease_name(record.uid), b"{}")
     watched = FaultyBackend(store)
     for _ in range(2):
         assert confirmed(watched, record)
@@ -50,7 +50,7 @@ def test_a_record_that_lacks_some_of_its_data_is_no_copy_and_goes(lacking, how, 
     store.delete([name])
     if how == "short":
         store.publish(name, data[:-1])
-    store.publish(claim_name(record.uid), b"{}")  # else nothing would be published in any case
+    store.publish(lease_name(record.uid), b"{}")  # else nothing would be published in any case
     watched = FaultyBackend(store)
     assert not confirmed(watched, record)
     assert Catalog(store).steps() == []
@@ -59,7 +59,7 @@ def test_a_record_that_lacks_some_of_its_data_is_no_copy_and_goes(lacking, how, 
 
 def test_a_record_that_is_deleted_while_it_is_confirmed_does_not_come_back(store):
     record = Catalog(store).record(1)
-    store.publish(claim_name(record.uid), b"{}")  # its copy never had the answer
+    store.publish(lease_name(record.uid), b"{}")  # its copy never had the answer
 
     class Racing(WrapperBackend):
         def publish(self, name, data, /, *, exclusive=False):

@@ -201,7 +201,7 @@ def test_it_ends_with_the_trainer_though_a_fork_holds_its_input_open(tmp_path):
         assert is_running(worker)
     finally:
         os.kill(worker, signal.SIGKILL)
-    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no claim that one has to wait for
+    with checkpointer(tiers_at(tmp_path)) as ckpt:  # it left no lease that one has to wait for
         ckpt.save(state(2), 2).result(PATIENCE_S)
         ckpt.close()
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [1, 2]
