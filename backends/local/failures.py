@@ -35,6 +35,10 @@ _HINTS = {
     errno.EFBIG: "the file would pass the size limit of the process (ulimit -f) or file system",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ENAMETOOLONG: "the name is longer than the file system allows",
+    errno.ECANCELED: (
+        "the kernel could start no worker thread for io_uring: raise the limit of processes "
+        "(ulimit -u, pids.max of the container), or use posix://"
+    ),
     errno.ESTALE: "the network file system lost the file: another machine may have deleted it",
 }
 _OF_THE_ROOT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}

@@ -59,9 +59,11 @@ def _call(name: str, *arguments: Any) -> None:
     function = getattr(_libc(), name, None)
     if function is None:
         raise OSError(errno.ENOSYS, f"{name} is not in the C library")
-    if function(*arguments) != 0:
+    while function(*arguments) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        # Python retries its own system calls after a signal (PEP 475), but not those of ctypes.
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def fallocate(fd: int, offset: int, length: int) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-import time
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from penstock.backends.local.transfer import Flight, Slot
 from penstock.core.errors import StorageError
@@ -19,9 +17,6 @@ if TYPE_CHECKING:
     from penstock.backends.local.transfer import Transfer
 
     Call = Callable[[int, Sequence[memoryview], int], int]
-
-RETRY = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
-RETRY_LIMIT: Final = 10_000  # of 1 ms each: a device that says "again" for 10 s is broken
 
 
 class ThreadEngine:
@@ -44,13 +39,18 @@ class ThreadEngine:
             if self._closed:
                 msg = "the backend is closed"
                 raise StorageError(msg)
-            batch.begin(len(transfers))
             for _ in range(min(self._parallel - len(self._threads), len(transfers))):
                 thread = threading.Thread(
                     target=self._work, name=f"penstock-posix-{len(self._threads)}", daemon=True
                 )
-                thread.start()
+                try:
+                    start_thread(thread)
+                except StorageError:
+                    if self._threads:
+                        break  # the threads that run already move everything, if slower
+                    raise
                 self._threads.append(thread)
+            batch.begin(len(transfers))
             for transfer in transfers:
                 self._queue.put(transfer)
 
@@ -81,6 +81,22 @@ class ThreadEngine:
             del batch
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread of an engine.
+
+    Raises:
+        StorageError: The limit of processes is reached.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        msg = (
+            f"cannot start the thread {thread.name} ({error}): raise the limit of processes "
+            "(ulimit -u, pids.max of the container)"
+        )
+        raise StorageError(msg) from error
+
+
 def carry(flight: Flight, readv: Call, writev: Call) -> None:
     """Move one transfer to its end, in the calling thread.
 
@@ -93,10 +109,8 @@ def carry(flight: Flight, readv: Call, writev: Call) -> None:
         try:
             count = call(transfer.fd, flight.views(), flight.offset)
         except OSError as error:
-            flight.retries += 1
-            if error.errno not in RETRY or flight.retries > RETRY_LIMIT:
+            if not flight.retry_after(error.errno or 0):
                 raise
-            time.sleep(0.001)
             continue
         if flight.moved(count):
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,11 @@ SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB fits into one call with its 
 SLOT_BYTES = 1 << 20
 MIN_DIRECT_BYTES = 16 << 10  # below this a copy is cheaper than one more entry in the vector
 MAX_VECTOR = 1024  # IOV_MAX
+RETRY_S = 10.0  # a device that moves nothing for this long, and asks for retries, is broken
+
+# After these a call has moved nothing and may be repeated. ECANCELED comes from io_uring: the limit
+# of processes kept the kernel from starting a worker thread for the call.
+_TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ECANCELED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,7 @@ class Flight:
         self._slot = slot
         self._done = 0
         self._reached = 0
-        self.retries = 0
+        self._give_up_s = 0.0  # when retries end; 0 if the last call moved bytes
         self._views = self._lay_out()
 
     @property
@@ -165,9 +171,19 @@ class Flight:
                 raise EOFError
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._reached = reached
+        self._give_up_s = 0.0
         # A direct call has to begin at a page, so the page that came short is moved once more.
         self._done = align_down(reached, PAGE_BYTES) if self.transfer.direct else reached
         return False
+
+    def retry_after(self, number: int) -> bool:
+        """Return whether to repeat a call that failed with the error `number`; waits 1 ms first."""
+        now_s = time.monotonic()
+        self._give_up_s = self._give_up_s or now_s + RETRY_S
+        if number not in _TRANSIENT or now_s >= self._give_up_s:
+            return False
+        time.sleep(0.001)
+        return True
 
     def _lay_out(self) -> list[memoryview]:
         views, at = [], 0

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from penstock.backends.local.threads import RETRY, RETRY_LIMIT
+from penstock.backends.local.threads import start_thread
 from penstock.backends.local.transfer import Flight, Slot
 from penstock.core.errors import StorageError
 
@@ -55,10 +55,9 @@ class RingEngine:
                 msg = f"the io_uring engine broke down ({self._broken}); make a new backend"
                 raise StorageError(msg)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="penstock-uring", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="penstock-uring", daemon=True)
+                start_thread(thread)
+                self._thread = thread
             batch.begin(len(transfers))
             self._waiting.extend(transfers)
             self._ring.wake()  # under the lock: outside of it the ring may be closed already
@@ -133,9 +132,7 @@ class RingEngine:
         try:
             if result >= 0:
                 complete = flight.moved(result)
-            elif -result in RETRY and flight.retries < RETRY_LIMIT:
-                flight.retries += 1
-                time.sleep(0.001)
+            elif flight.retry_after(-result):
                 complete = False
             else:
                 raise OSError(-result, os.strerror(-result))  # noqa: TRY301

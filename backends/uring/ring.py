@@ -124,7 +124,9 @@ class Ring:
 
     def wait(self) -> None:
         """Block, without the GIL, until a completion arrives or `wake` is called."""
-        os.eventfd_read(self._event)
+        # Not `os.eventfd_read`, which does not retry after a signal (PEP 475): a timer with a
+        # handler would end it with EINTR, and break down the engine with all its transfers.
+        os.read(self._event, 8)
 
     def wake(self) -> None:
         """End a `wait`, from any thread; the caller excludes a concurrent `close`."""

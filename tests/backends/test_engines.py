@@ -5,10 +5,16 @@
 import errno
 import os
 import random
+import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.backends.conftest import open_backend
+from tests.interpreters import run as run_python
 
+from penstock.backends.local import kernel
 from penstock.backends.local.batch import TransferBatch
 from penstock.backends.local.threads import ThreadEngine
 from penstock.backends.local.transfer import Transfer
@@ -117,6 +123,14 @@ def round_trip(backend, name="data/a.raw"):
         assert target == expected
 
 
+@pytest.fixture
+def on_user_signal():
+    """A handler of SIGUSR1 that does nothing, so that system calls are interrupted by it."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.uring
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_ring_resumes_short_results_at_the_right_offset(mode, tmp_path, needs_uring):
@@ -145,10 +159,102 @@ def test_threads_resume_short_results_at_the_right_offset(mode, tmp_path):
 
 @pytest.mark.uring
 def test_ring_tries_again_when_the_kernel_says_so(tmp_path, needs_uring):
-    again = {1: errno.EAGAIN, 2: errno.EINTR, 4: errno.EAGAIN}
+    again = {1: errno.EAGAIN, 2: errno.EINTR, 4: errno.EAGAIN, 5: errno.ECANCELED}
     backend = uring(tmp_path, lambda depth: FailingRing(depth, again))
     round_trip(backend)
     assert backend._engine._ring.reaped > len(again)
+    backend.close()
+
+
+@pytest.mark.uring
+def test_a_signal_does_not_end_the_wait_of_the_ring(needs_uring, on_user_signal):
+    engine = RingEngine(Ring(4), 4)
+    reader, feeder = os.pipe()
+    held = bytearray(5)
+    future = pipe_read(engine, reader, held)
+    for _ in range(50):
+        signal.pthread_kill(engine._thread.ident, signal.SIGUSR1)
+        time.sleep(0.001)
+    os.write(feeder, b"bytes")
+    future.result(60)
+    assert held == b"bytes"
+    engine.close()
+    for fd in (reader, feeder):
+        os.close(fd)
+
+
+def test_a_signal_does_not_fail_a_system_call_of_ours(on_user_signal):
+    with ThreadPoolExecutor(1) as threads:
+        ident = threads.submit(threading.get_ident).result()
+        call = threads.submit(kernel._call, "usleep", 100_000)
+        for _ in range(20):
+            signal.pthread_kill(ident, signal.SIGUSR1)
+            time.sleep(0.001)
+        call.result(60)
+
+
+@pytest.mark.uring
+def test_ring_tries_again_until_the_kernel_can_start_a_worker(tmp_path, needs_uring):
+    """At the limit of processes the kernel cancels the calls that it has no thread for."""
+    program = """
+import errno, os, resource, sys
+from penstock.backends.uring.engine import RingEngine
+from tests.backends.test_engines import FailingRing, pipe_read
+
+class LimitedRing(FailingRing):
+    def submit(self):  # in the thread of the ring: the next thread would be one of the kernel's
+        limit = (hard, hard) if self.refused else (1, hard)
+        resource.setrlimit(resource.RLIMIT_NPROC, limit)
+        return super().submit()
+
+    def completions(self):
+        for token, result in super().completions():
+            self.refused |= result == -errno.ECANCELED
+            yield token, result
+
+    refused = False
+
+reader, feeder = os.pipe()
+os.write(feeder, b"bytes")
+ring = LimitedRing(4, {})
+if os.geteuid() == 0:  # root has no limit
+    os.setresuid(54321, 54321, 54321)
+hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+engine, held = RingEngine(ring, 4), bytearray(5)
+pipe_read(engine, reader, held).result(60)
+assert held == b"bytes"
+assert ring.refused
+engine.close()
+"""
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def refuse_to_start(thread):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("kind", ["posix-off", "uring-off"])
+def test_an_engine_that_gets_no_thread_says_so_and_starts_one_later(kind, tmp_path, monkeypatch):
+    backend = open_backend(kind, tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    writer = backend.create("a.raw")
+    with pytest.raises(StorageError, match=r"can't start new thread.*ulimit -u"):
+        writer.write([WriteRequest(0, (memoryview(b"x"),))])
+    writer.abort()
+    monkeypatch.undo()
+    round_trip(backend)
+    backend.close()
+
+
+def test_threads_that_run_already_suffice(tmp_path, monkeypatch):
+    backend = posix(tmp_path)
+    writer = backend.create("a.raw")
+    writer.write([WriteRequest(0, (memoryview(b"x"),))])
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    writer.abort()
+    round_trip(backend)
+    monkeypatch.undo()
     backend.close()
 
 
