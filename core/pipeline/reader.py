@@ -119,6 +119,10 @@ class Loader:
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
         self._reader = FrameReader()
 
+    def of(self, backend: Backend) -> Loader:
+        """Return a loader of another place, with the same threads and the same time limit."""
+        return Loader(backend, self._workers, io_timeout_s=self._io_timeout_s)
+
     def run(
         self,
         jobs: Sequence[FrameJob[CodecChain]],

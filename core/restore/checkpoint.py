@@ -243,7 +243,12 @@ class Checkpoint:
 
     def _look_at_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
         try:
-            one = Checkpoint.open(tier.backend, self.step, registry=self.opened.registry)
+            one = Checkpoint.open(
+                tier.backend,
+                self.step,
+                registry=self.opened.registry,
+                loader=self.opened.loader.of(tier.backend),
+            )
             report = one._verify(meter, deep=deep)  # noqa: SLF001 - one of its own
         except (CheckpointNotFoundError, CheckpointGoneError):
             return None

@@ -2,13 +2,21 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 from tests.core.cli.command import caller
 from tests.integration.support import TINY, checkpointer, make_state, same
 from tests.integration.tiers.places import Folders, Places
+from tests.integration.training import penstock_threads
 
-from penstock import Checkpointer, CheckpointGoneError, ConfigError, StorageError
+from penstock import (
+    Checkpointer,
+    CheckpointGoneError,
+    ConfigError,
+    StorageError,
+    StorageTimeoutError,
+)
 from penstock.core.abc import Tier
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.storage.open import open_backend
@@ -378,3 +386,31 @@ def test_listing_names_the_tier_that_does_not_answer(folders):
         ckpt.latest()
     assert "tier durable of the run does not answer" in str(caught.value)
     assert "no route to host" in str(caught.value)
+
+
+def test_verifying_tiers_leaves_no_thread(folders):
+    def workers():
+        return [name for name in penstock_threads() if "work" in name]
+
+    with folders.open() as ckpt:
+        ckpt.load(1)  # which makes those of the run
+        before = workers()
+        assert ckpt.verify(1).ok
+        assert ckpt.verify(1, repair=True).ok
+        assert workers() == before
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_verifying_tiers_ends_although_one_of_them_hangs(waits, repair):
+    waits(interrupt_s=0.01, poll_s=0.05)
+    places, event = Places(), threading.Event()
+    hanging = FaultyBackend(places.other())
+    with places.open(durable=hanging, io_timeout_s=1) as ckpt:
+        ckpt.save(make_state(1), 1).result(60)
+        held = hanging.block("read", event, match="blobs/")
+        try:
+            with pytest.raises(StorageTimeoutError, match="io_timeout_s=1"):
+                ckpt.verify(1, repair=repair)
+            assert held.reached.is_set()
+        finally:
+            event.set()
