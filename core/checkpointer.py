@@ -71,13 +71,13 @@ class Checkpointer:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
 
         Args:
-            backend: Where checkpoints live. A `Backend` instance stays the caller's to close.
-            registry: Where providers, codecs and backends are looked up; default: what is
-                installed. Classes that are not can be added to one by `Registry.register`.
+            backend: The place of the checkpoints. The caller closes a `Backend` instance.
+            registry: Finds providers, codecs and backends; default: those that are installed.
+                `Registry.register` adds other classes to a registry.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
-                and `PruneEvent`, those of saves mostly on background threads; what it raises is
+                and `PruneEvent`, those of saves mostly on background threads. An exception of it is
                 logged and goes no further.
-            options: Any field of `CheckpointerConfig` but `backend`: `rules`, `retention`,
+            options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
                 `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
                 `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`, `prefer`.
 
@@ -95,7 +95,7 @@ class Checkpointer:
         self._owns_backend = not isinstance(backend, Backend)
         self._closing = self._closed = False
         self._pid = os.getpid()
-        if log.isEnabledFor(logging.DEBUG):  # capabilities may need a probe
+        if log.isEnabledFor(logging.DEBUG):  # asking for capabilities may probe the store
             log.debug(
                 "%s: engine %s, direct_io=%s, exclusive_publish=%s, %d workers",
                 store.url,
@@ -139,8 +139,8 @@ class Checkpointer:
 
         Args:
             source: The file, in which `${NAME}` is filled from the environment, or a mapping.
-            registry: As of the constructor.
-            on_event: As of the constructor.
+            registry: As for the constructor.
+            on_event: As for the constructor.
 
         Raises:
             ConfigError: The configuration is wrong.
@@ -160,8 +160,6 @@ class Checkpointer:
             msg = f"configuration {os.fspath(source)}: {error}"
             raise ConfigError(msg) from error
 
-    # -- saving ---------------------------------------------------------------------------------
-
     def save(
         self,
         state: Mapping[str, Any],
@@ -174,31 +172,32 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save `state` as the checkpoint of `step`.
 
-        With `"async"` everything is captured when this returns, and may change; with `"lazy"`
-        what an optimizer in the tree owns is captured in the background until the next
-        `Optimizer.step()`; with `"blocking"` the checkpoint is durable when this returns.
+        With `"async"` the whole state is captured when the call returns, and may change. With
+        `"lazy"` the state that an optimizer in the tree owns is captured in the background until
+        the next `Optimizer.step()`. With `"blocking"` the checkpoint is durable when the call
+        returns.
 
         Args:
             state: The state tree, a dict.
             step: Above `latest()`, unless `overwrite`.
             mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's.
-            metadata: JSON-like, with text as keys; goes into the commit record. Scalars of numpy
-                and torch are made plain ones.
+            metadata: JSON-like, with strings as keys; goes into the commit record. Scalars of
+                numpy and torch become plain numbers.
             overwrite: Replace the checkpoint of this step by a next generation.
-            on_progress: Called with a `Progress` some ten times per second until the save ended, on
-                a thread of its own, which the save does not wait for. What it raises is logged and
-                goes no further.
+            on_progress: Called with a `Progress` about ten times per second until the save has
+                ended, on a thread of its own, which the save does not wait for. An exception of it
+                is logged and goes no further.
 
         Returns:
-            The handle of this save. With `on_busy="skip"` it may be `skipped`.
+            The handle of the save; with `on_busy="skip"` the save may be `skipped`.
 
         Raises:
             StepExistsError: The step, or a later one, is committed.
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
-            BusyError: Another save is under way and `on_busy="raise"`; or this is a signal handler
-                that interrupted one which has not begun to capture.
-            PenstockError: The save itself failed (blocking), or an earlier one did in the
-                background and nobody has seen it; then this one has started all the same.
+            BusyError: Another save is in flight and `on_busy="raise"`; or the caller is a signal
+                handler that interrupted a save before its capture began.
+            PenstockError: The save itself failed (blocking), or an earlier save failed in the
+                background and its error was not seen yet; then this save has started all the same.
         """
         called = time.monotonic()
         self._check_may_save()
@@ -223,12 +222,12 @@ class Checkpointer:
     ) -> CheckReport:
         """Describe and plan a save of `state` without writing anything.
 
-        Call it once before training: it raises what the first save would raise, as far as that
-        can be known without writing.
+        Call it once before training: it raises the errors of the first save that can be found
+        without writing.
 
         Args:
             state: As for `save`.
-            step: As for `save`; None: the steps that exist are not looked at.
+            step: As for `save`; None does not look at the committed steps.
             mode: As for `save`.
             metadata: As for `save`.
             overwrite: As for `save`.
@@ -246,27 +245,25 @@ class Checkpointer:
         """Wait until every pending capture is complete: then deferred tensors may change.
 
         Raises:
-            FenceTimeoutError: Not within `timeout` seconds; the save goes on.
-            SaverClosedError: After `close`.
-            PenstockError: A background save failed and nobody has seen it yet.
+            FenceTimeoutError: A capture is still pending after `timeout` seconds; the save goes on.
+            SaverClosedError: The checkpointer is closed.
+            PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
         self._saver.pending.fence(timeout)
         self._saver.pending.raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until no save is under way.
+        """Wait until no save is in flight.
 
         Raises:
-            TimeoutError: One still is, after `timeout` seconds.
-            SaverClosedError: After `close`.
-            PenstockError: A background save failed and nobody has seen it yet.
+            TimeoutError: A save is still in flight after `timeout` seconds.
+            SaverClosedError: The checkpointer is closed.
+            PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
         self._saver.pending.wait(timeout)
         self._saver.pending.raise_unseen()
-
-    # -- reading --------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -283,24 +280,25 @@ class Checkpointer:
         """Restore a checkpoint into the live objects of `state`, in place.
 
         Args:
-            state: The template: what is to be restored, a dict.
+            state: The template, a dict of the objects to restore.
             step: A step, or `"latest"`.
             include: Globs of paths to restore; default: all. Only what is selected is read.
             exclude: Globs of paths to leave alone.
             strict: Whether a path that the checkpoint lacks, another shape, or other groups of an
-                optimizer are an error. If not, all of it is left as it is and listed in the report
-                (`missing`, `mismatched`), with the optimizer's state of parameters of another
-                shape; of groups that differ, the options. Another kind or dtype is always an error.
+                optimizer are an error. If not, such objects stay as they are and are listed in the
+                report (`missing`, `mismatched`), with the optimizer's state of parameters of
+                another shape, and the options of groups that differ. Another kind or dtype is
+                always an error.
             rename: Stored prefix -> template prefix, or a function of shown paths.
             on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
-            on_progress: Called with a `Progress` some ten times per second, never twice at once:
-                by the caller's thread when a phase begins, by one of the engine's while bytes are
-                read. Reading waits for it. What it raises is logged and goes no further.
+            on_progress: Called with a `Progress` about ten times per second, never twice at once:
+                on the caller's thread when a phase begins, on a thread of the engine while bytes
+                are read. Reading waits for it. An exception of it is logged and goes no further.
 
         Raises:
-            CheckpointNotFoundError: No such step.
+            CheckpointNotFoundError: There is no such step.
             RestoreMismatchError: Template and checkpoint differ; lists every difference.
-            DamagedError: Stored bytes are not what was written; names the paths.
+            DamagedError: Stored bytes are not those that were written; names the paths.
             SelectionError: A pattern matches nothing.
         """
         self._check_open()
@@ -333,17 +331,16 @@ class Checkpointer:
             step: A step, or `"latest"`.
             include: Globs of paths to load; default: all. Only what is selected is read.
             exclude: Globs of paths to leave out.
-            device: Where tensors go; default: CPU.
+            device: The device of the tensors; default: the CPU.
             on_damage: As for `restore`.
             on_progress: As for `restore`.
 
         Returns:
-            The tree: dicts, lists, tensors (on `device`, default CPU) and values. A module comes
-            as its state dict.
+            The tree: dicts, lists, tensors and values. A module comes back as its state dict.
 
         Raises:
-            CheckpointNotFoundError: No such step.
-            DamagedError: Stored bytes are not what was written; names the paths.
+            CheckpointNotFoundError: There is no such step.
+            DamagedError: Stored bytes are not those that were written; names the paths.
             SelectionError: A pattern matches nothing.
         """
         self._check_open()
@@ -357,12 +354,12 @@ class Checkpointer:
         )
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending; damaged ones included."""
+        """Return the committed steps, ascending; damaged ones included."""
         self._check_open()
         return self._catalog.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step.
+        """Return the newest committed step; None if there is none.
 
         Raises:
             DamagedError: Its commit record cannot be read.
@@ -371,11 +368,11 @@ class Checkpointer:
         return self._catalog.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """What the commit record of `step` says."""
+        """Return the facts that the commit record of `step` holds."""
         return self.open(step).info
 
     def open(self, step: int | str = "latest") -> Checkpoint:
-        """A read-only view of one checkpoint; reads lazily."""
+        """Return a read-only view of one checkpoint, which reads lazily."""
         self._check_open()
         return self._reader.open(step)
 
@@ -392,19 +389,17 @@ class Checkpointer:
         Args:
             step: A step, or `"latest"`.
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
-            repair: With tiers, bring damaged copies anew from a good one, which is read and
-                compared first. `report.ok` then says whether all is whole in the end.
+            repair: With tiers, replace damaged copies from a good copy, which is read and compared
+                first. `report.ok` then says whether every copy is whole in the end.
             on_progress: As for `restore`.
 
         Raises:
-            CheckpointNotFoundError: No such step.
+            CheckpointNotFoundError: There is no such step.
             DamagedError: Its commit record cannot be read in any tier.
-            ConfigError: `repair`, and the run is in one place.
+            ConfigError: `repair` is set, but the run has no tiers.
         """
         self._check_open()
         return self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
-
-    # -- keeping --------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint: its record first, durably, then its data."""
@@ -414,10 +409,10 @@ class Checkpointer:
         self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def rewind(self, step: int) -> list[int]:
-        """Forget every step after `step`, to go on from there.
+        """Delete every step after `step`, so that training can go on from there.
 
         Returns:
-            The forgotten steps, ascending.
+            The deleted steps, ascending.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint at `step`.
@@ -430,12 +425,13 @@ class Checkpointer:
         return gone
 
     def prune(self, *, dry_run: bool = False, everything: bool = False) -> PruneReport:
-        """Delete data that no checkpoint and no save under way can need any more.
+        """Delete the data that no checkpoint and no save in flight can need any more.
 
         Args:
-            dry_run: Say what would go; change nothing.
-            everything: Also the data of a run without a single commit record, and attempts that
-                lack nothing but theirs. Left alone else: the run may be being copied, data first.
+            dry_run: Report the data that would be deleted, and delete nothing.
+            everything: Also delete the data of a run without a single commit record, and attempts
+                that lack only their commit record. By default these stay: a copy of the run may be
+                in flight, which brings the data first.
         """
         self._check_open()
         own = [self._job.uid] if self._job is not None else []
@@ -446,33 +442,36 @@ class Checkpointer:
         return report
 
     def close(self) -> None:
-        """Wait for the pending save, then release everything. Idempotent.
+        """Wait for the pending save, then release all resources. Idempotent.
 
-        With tiers also until nothing is left to be copied, or what is left keeps failing.
+        With tiers it also waits until every checkpoint is copied, or the remaining copies keep
+        failing.
 
         Raises:
-            SaveError: Called in a callback that the pending save waits for.
-            PenstockError: A background save failed and nobody has seen it, unless another
-                exception is on its way.
+            SaveError: The call is in a callback that the pending save waits for.
+            PenstockError: A background save failed, and its error was not seen yet. Not raised
+                while another exception propagates.
         """
         if self._closed or self._closing:
             return
         if self._pid != os.getpid():
             self._closed = True
-            return  # a forked child: the threads, and all that they hold, are the parent's
+            return  # a forked child: the threads and their resources belong to the parent
         self._saver.pending.check_may_wait()
         self._closing = True
         self._saver.pending.end()
         if self._drains is not None:
             self._drains.settle()
             self._drains.close()
-        self._closed = True  # until here callbacks of the pending save may look at the run
+        self._closed = True  # not before: callbacks of the pending save may still read the run
         self._workers.close()
         if self._owns_backend:
             stuck = self._drains is not None and self._drains.is_stuck()
             if self._saver.pending.released and not stuck:
                 self._close_backend()
-            else:  # a stuck store, or a callback of the save itself, which has yet to end
+            else:
+                # A stuck store, or a callback of the pending save called `close`: waiting here
+                # would block the caller for ever.
                 self._workers.spawn("close", self._close_late)
         self._saver.close()
         if sys.exc_info()[0] is None:
@@ -496,8 +495,6 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._backend.url} ({self._backend.name})>"
 
-    # ------------------------------------------------------------------------------------------
-
     @property
     def _job(self) -> SaveJob | None:
         return self._saver.job
@@ -520,7 +517,7 @@ class Checkpointer:
             raise SaverClosedError(msg)
 
     def _warn_early(self) -> None:
-        """Say what the first save would only say when it fails; reading works all the same."""
+        """Warn of obstacles that would make the first save fail; reading works all the same."""
         ranks = obstacle_of_ranks()
         if ranks is not None:
             log.warning("%s", ranks)
@@ -531,7 +528,7 @@ class Checkpointer:
             log.warning("%s can only be read, every save will fail: %s", self._backend.url, error)
 
     def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
-        """What copies from tier to tier; None: the store is one place."""
+        """Return the drains that copy from tier to tier; None if the store is one place."""
         if not store.tiers:
             return None
         return Drains(
@@ -543,11 +540,11 @@ class Checkpointer:
         )
 
     def _close_backend(self) -> None:
-        """Wait for it, but not for ever: a call that was given up may still hang in it."""
+        """Close the backend, within a deadline: a call that was given up may still hang in it."""
         try:
             self._backend.close_inner()
         except StorageTimeoutError as error:
-            log.warning("%s is left behind: %s", self._backend.url, str(error))
+            log.warning("%s is left open: %s", self._backend.url, str(error))
 
     def _close_late(self) -> None:
         if self._job is not None:
@@ -558,14 +555,14 @@ class Checkpointer:
 def _for_another_process(
     config: CheckpointerConfig, registry: Registry, backend: Backend
 ) -> str | dict[str, Any] | None:
-    """What another process can open the same tiers from, if it can."""
-    # Plugins that were only given to this registry another process does not have.
+    """Return the configuration from which another process can open the same tiers, if any."""
+    # Another process does not have plugins that were registered in this process only.
     everywhere = registry is default_registry() and not registry.has_own
     spec = portable(config.backend) if everywhere else None
     if spec is None and any(tier.drain_in == "process" for tier in backend.tiers):
         log.warning(
-            "threads of the trainer copy from tier to tier: there is no configuration from which "
-            "another process could open %s",
+            "threads of the trainer copy from tier to tier, since there is no configuration from "
+            "which another process could open %s",
             backend.url,
         )
     return spec

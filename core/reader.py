@@ -1,4 +1,4 @@
-"""The reading half of a run: restores, loads, opens and verifies its checkpoints."""
+"""Restores, loads, opens and verifies the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from penstock.core.pipeline.reader import Loader
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent
 from penstock.core.reporting.progress import metered
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.restore.contents import Contents
 from penstock.core.restore.fallback import Overwritten, with_fallback
 from penstock.core.restore.fill import Opened
 from penstock.core.restore.inspector import Inspector
-from penstock.core.restore.restore import build_new, restore_into, with_history
+from penstock.core.restore.restore import build_new, restore_into
 from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.format.records import CommitRecord
     from penstock.core.plugins.registry import Registry
-    from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import (
         Progress,
         RestoreReport,
@@ -48,7 +46,7 @@ _Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Reader:
-    """Reads the checkpoints of one run, and has copies that turn out to be damaged repaired."""
+    """Reads the checkpoints of one run, and starts the repair of damaged copies that it finds."""
 
     def __init__(
         self,
@@ -63,19 +61,21 @@ class Reader:
         """Read the run of `backend`.
 
         Args:
-            backend: Where; frames are read from the backend inside, and are watched there.
-            config: Whether pickles may be read, and how long a store may be stuck.
-            registry: Where providers and codecs are looked up.
-            workers: Threads.
-            events: Are told of what is read.
-            drains: What copies between the tiers of the backend, if it has any.
+            backend: The backend of the run. Frames are read from the backend that it wraps: the
+                loader has its own watchdog.
+            config: Says whether pickles may be loaded, and how long a store may be stuck.
+            registry: Finds providers and codecs.
+            workers: The threads that verify and place.
+            events: Get an event for each restore, load and verification.
+            drains: Copies between the tiers of the backend; None if it is one place.
         """
         self._config = config
         self._registry = registry
         self._workers = workers
         self._events = events
         self._repairs = None if drains is None else drains.repairs
-        # Damaged or missing in one tier, and the tier that had it.
+        # Blobs and records that were damaged or missing in one tier, each with the tier that had a
+        # good copy. The next report lists them, and they are repaired from there.
         self._rescued: list[tuple[str, str]] = []
         note = partial(_note, self._rescued)
         self._watched = ObservedBackend(backend, note)
@@ -87,7 +87,7 @@ class Reader:
             look=inspector.is_whole,
             note_own=inspector.note_own,
         )
-        """All checkpoints of the run."""
+        """The checkpoints of the run."""
         self._loader = Loader(
             backend.inner, workers, io_timeout_s=config.io_timeout_s, on_failover=note
         )
@@ -105,16 +105,16 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> RestoreReport:
         """See `Checkpointer.restore`."""
-        # Live objects are about to change, perhaps those of another run's pending save.
+        # Live objects are about to change, and another run's pending save may be capturing them.
         fence_hook.fence_all()
         selection, renaming = Selection(include, exclude), Rename(rename)
         overwritten = Overwritten(
             state, self._registry.providers, allow_pickle=self._config.allow_pickle
         )
 
-        def attempt(checkpoint: Checkpoint, meter: Meter) -> RestoreReport:
+        def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(
-                replace(checkpoint.opened, meter=meter),
+                checkpoint,
                 state,
                 selection=selection,
                 rename=renaming,
@@ -123,7 +123,8 @@ class Reader:
             )
 
         (report, rescued), skipped = self._read("restore", step, on_damage, attempt, on_progress)
-        return self._tell_read("restore", with_history(report, skipped, rescued))
+        report = replace(report, fell_back_from=skipped, rescued=rescued)
+        return self._tell_read("restore", report)
 
     def load(
         self,
@@ -138,22 +139,18 @@ class Reader:
         """See `Checkpointer.load`."""
         selection = Selection(include, exclude)
 
-        def attempt(checkpoint: Checkpoint, meter: Meter) -> tuple[Any, RestoreReport]:
-            opened = replace(checkpoint.opened, meter=meter)
-            return build_new(opened, selection=selection, device=device)
+        def attempt(checkpoint: Opened) -> tuple[Any, RestoreReport]:
+            return build_new(checkpoint, selection=selection, device=device)
 
         ((tree, report), rescued), skipped = self._read(
             "load", step, on_damage, attempt, on_progress
         )
-        self._tell_read("load", with_history(report, skipped, rescued))
+        self._tell_read("load", replace(report, fell_back_from=skipped, rescued=rescued))
         return tree
 
     def open(self, step: int | str = "latest") -> Checkpoint:
         """See `Checkpointer.open`."""
-        if step == "latest":
-            return self._open(self.catalog.require_newest())
-        number = valid_step(step)
-        return self._open(self.catalog.record(number))
+        return Checkpoint(self._open(step))
 
     def verify(
         self,
@@ -176,28 +173,33 @@ class Reader:
         self._events.emit(VerifyEvent("verified", report.step, report))
         return report
 
-    # ------------------------------------------------------------------------------------------
+    def _open(self, step: int | str) -> Opened:
+        if step == "latest":
+            return self._open_record(self.catalog.require_newest())
+        return self._open_record(self.catalog.record(valid_step(step)))
 
-    def _open(self, record: CommitRecord) -> Checkpoint:
-        contents = Contents(self._watched, record, self._registry)
+    def _open_record(self, record: CommitRecord) -> Opened:
         allow_pickle = self._config.allow_pickle
-        opened = Opened(self._watched, contents, self._loader, self._registry, allow_pickle)
-        return Checkpoint(opened)
+        return Opened.open(
+            self._watched, record, self._loader, self._registry, allow_pickle=allow_pickle
+        )
 
     def _read(
         self,
         verb: str,
         step: int | str,
         on_damage: str,
-        attempt: Callable[[Checkpoint, Meter], T],
+        attempt: Callable[[Opened], T],
         on_progress: Callable[[Progress], None] | None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
-        """Try to read a step, or with fallback the newest whole one, and emit events about it.
+        """Read a step, or with fallback the newest whole one, and emit events about the attempts.
 
         Returns:
-            What `attempt` gave, what of it came from another tier, and the damaged candidates.
+            The result of `attempt`, with the blobs and records that came from another tier, and
+            the damaged steps that were skipped.
         """
-        earlier = len(self._rescued)  # by views, of whatever step
+        # Views that `open` returned may have noted damage before, of any step.
+        earlier = len(self._rescued)
         candidates = self._candidates(step, on_damage)
         trying = next(iter(candidates))
 
@@ -207,16 +209,17 @@ class Reader:
             self._events.emit(RestoreEvent(f"{verb}_started", number))
             meter.begin("plan")
             try:
-                checkpoint = candidates[number]()
+                checkpoint = replace(candidates[number](), meter=meter)
                 with memory_permitting(f"step {number}"):
-                    found = attempt(checkpoint, meter)
+                    found = attempt(checkpoint)
             except BaseException:
                 earlier = len(self._rescued)  # the report is of the step that could be read
                 raise
-            contents, known = checkpoint.contents, [name for name, _ in self._rescued]
-            self._rescued += lost_by_tiers(
-                checkpoint.backend, contents.record, contents.lengths(), known=known
-            )
+            if checkpoint.backend.tiers:
+                contents, known = checkpoint.contents, [name for name, _ in self._rescued]
+                self._rescued += lost_by_tiers(
+                    checkpoint.backend, contents.record, contents.lengths(), known=known
+                )
             return found, tuple(dict.fromkeys(self._rescued[earlier:]))
 
         try:
@@ -234,20 +237,19 @@ class Reader:
         self._events.emit(RestoreEvent(f"{verb}_done", report.step, report=report))
         return report
 
-    def _candidates(
-        self, step: int | str, on_damage: str
-    ) -> Mapping[int, Callable[[], Checkpoint]]:
-        """Steps to try, in order, and what opens each: one, or with fallback older ones as well.
+    def _candidates(self, step: int | str, on_damage: str) -> Mapping[int, Callable[[], Opened]]:
+        """Return the steps to try, in order, each with a function that opens it.
 
-        The store is asked once which steps there are, and once for each commit record.
+        With fallback these are all older steps as well. The steps are listed once, and each commit
+        record is read at most once.
         """
         if on_damage not in {"raise", "fallback"}:
             msg = f"on_damage={on_damage!r} is neither 'raise' nor 'fallback'"
             raise ConfigError(msg)
         if on_damage == "raise":
             if step != "latest":
-                return {(number := valid_step(step)): lambda: self.open(number)}
-            checkpoint = self.open()
+                return {(number := valid_step(step)): lambda: self._open(number)}
+            checkpoint = self._open(step)
             return {checkpoint.step: lambda: checkpoint}
         entries = self.catalog.entries()
         newest_first = list(entries)[::-1]
@@ -255,10 +257,10 @@ class Reader:
             number = valid_step(step)
             newest_first = [number, *(s for s in newest_first if s < number)]
         elif not newest_first:
-            self.catalog.require_newest()  # which raises
+            self.catalog.require_newest()  # raises, since there is no checkpoint
 
-        def open_listed(number: int) -> Checkpoint:
-            return self._open(self.catalog.record(number, entries=entries))
+        def open_listed(number: int) -> Opened:
+            return self._open_record(self.catalog.record(number, entries=entries))
 
         return {s: partial(open_listed, s) for s in newest_first}
 
@@ -268,4 +270,4 @@ def _note(rescued: list[tuple[str, str]], name: str, good: str) -> None:
 
 
 def _nothing(_uids: Collection[str]) -> None:
-    """Where there are no tiers, nobody else has to know of a deletion."""
+    """Do nothing: without tiers no copy has to be withdrawn before a deletion."""

@@ -22,8 +22,13 @@ from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import Meter, metered
 from penstock.core.reporting.reports import CheckpointInfo, CopyFound, Damage, VerifyReport
 from penstock.core.restore.contents import AbsentChain, Contents
-from penstock.core.restore.fill import Opened, bytes_of, raise_damaged
-from penstock.core.restore.region import as_region, read_region
+from penstock.core.restore.fill import (
+    Opened,
+    as_region,
+    bytes_of,
+    raise_damaged,
+    read_region,
+)
 from penstock.core.restore.restore import build_leaf, build_new
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
@@ -56,17 +61,7 @@ class Checkpoint:
 
     def __init__(self, opened: Opened) -> None:
         self.opened = opened
-        record = self._record = opened.contents.record
-        log.debug(
-            "step %d: opened %s-%d, %d objects in %d part(s), %d bytes stored, written by %s",
-            record.step,
-            record.uid,
-            record.generation,
-            record.objects,
-            len(record.parts),
-            record.bytes_stored,
-            record.engine,
-        )
+        self._record = opened.contents.record
 
     @classmethod
     def open(
@@ -81,38 +76,32 @@ class Checkpoint:
         """Open the checkpoint of `step`; reads its commit record only.
 
         Raises:
-            CheckpointNotFoundError: There is none; the message lists what there is.
+            CheckpointNotFoundError: There is no such step; the message lists those there are.
             DamagedError: Its commit record cannot be read.
         """
         record = Catalog(backend).record(step)
-        return cls(
-            Opened(
-                backend,
-                Contents(backend, record, registry or default_registry()),
-                loader or Loader(backend, Workers(2)),
-                registry or default_registry(),
-                allow_pickle,
-            )
-        )
+        loader = loader or Loader(backend, Workers(2))
+        registry = registry or default_registry()
+        return cls(Opened.open(backend, record, loader, registry, allow_pickle=allow_pickle))
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """The step of the checkpoint."""
         return self._record.step
 
     @property
     def backend(self) -> Backend:
-        """Where it is."""
+        """The backend that holds the checkpoint."""
         return self.opened.backend
 
     @property
     def contents(self) -> Contents:
-        """Its manifest."""
+        """The manifest."""
         return self.opened.contents
 
     @property
     def info(self) -> CheckpointInfo:
-        """What the commit record says."""
+        """The facts that the commit record holds."""
         record = self._record
         return CheckpointInfo(
             step=record.step,
@@ -131,11 +120,11 @@ class Checkpoint:
         )
 
     def keys(self) -> list[str]:
-        """Shown paths of all objects, in tree order."""
+        """Return the shown paths of all objects, in tree order."""
         return [show_path(o.record.path) for o in self.contents.objects()]
 
     def objects(self) -> list[ObjectRecord]:
-        """Records of all objects, in tree order."""
+        """Return the records of all objects, in tree order."""
         return [o.record for o in self.contents.objects()]
 
     def __contains__(self, path: object) -> bool:
@@ -143,7 +132,7 @@ class Checkpoint:
             return False
         try:
             parts = parse_path(path)
-        except SelectionError:  # the shown form of no path, so nothing stands there
+        except SelectionError:  # the text is the shown form of no path
             return False
         return self.contents.find(parts) is not None
 
@@ -153,11 +142,12 @@ class Checkpoint:
     def __getitem__(self, path: str) -> Any:
         """Read one object, or the subtree below a container.
 
-        What is above it is not built: of a piece of what a provider builds whole comes a dict.
+        Nothing above `path` is built. So a piece of an object that its provider builds whole, such
+        as an optimizer, comes back as a dict.
 
         Raises:
-            KeyError: Nothing stands at `path`.
-            SelectionError: `path` is no text.
+            KeyError: The checkpoint has nothing at `path`.
+            SelectionError: `path` is not a string.
         """
         located = self._locate(path)
         if located is not None:
@@ -169,7 +159,7 @@ class Checkpoint:
         return build_new(self.opened, selection=selection, device=None, at=parts)[0]
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
-        """Read a tensor, or a region of it; only the blocks that hold it are read.
+        """Read a tensor, or a region of it; only the blocks that hold the region are read.
 
         Args:
             path: Shown path of a tensor.
@@ -180,8 +170,8 @@ class Checkpoint:
 
         Raises:
             KeyError: No object at `path`.
-            SelectionError: `path` is no text, `region` neither a region nor slices, or it does not
-                lie within the tensor, or a plain value stands at `path`.
+            SelectionError: `path` is not a string, `region` is neither a region nor slices or does
+                not lie within the tensor, or a plain value stands at `path`.
             DamagedError: Stored bytes are not what was written.
         """
         located = self._locate(path)
@@ -287,13 +277,11 @@ class Checkpoint:
         )
 
     def still_there(self) -> bool:
-        """Whether the commit record still names this very checkpoint."""
+        """Return whether the commit record still names this very checkpoint."""
         return self.opened.still_there()
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self._record.objects} objects {self.backend.url}>"
-
-    # ------------------------------------------------------------------------------------------
 
     def _verify_tiers(self, meter: Meter, *, deep: bool) -> VerifyReport:
         began = time.monotonic()
@@ -364,7 +352,7 @@ class Checkpoint:
         )
 
     def _locate(self, path: str) -> Located | None:
-        located = self.contents.find(parse_path(_text_of(path)))
+        located = self.contents.find(parse_path(_check_text(path)))
         return None if located is None else self.contents.owner(located)
 
     def _read_object(self, located: Located) -> Any:
@@ -377,16 +365,16 @@ class Checkpoint:
 
 
 def _records_at(backend: Backend, step: int) -> list[BlobInfo]:
-    """The commit records of one step; one that was written anew is of another time."""
+    """Return the commit records of one step; a record that was replaced has another time."""
     prefix = commit_name(step, 0).rpartition("-")[0] + "-"
     return sorted(backend.list(prefix), key=lambda info: info.name)
 
 
-def _text_of(path: object) -> str:
+def _check_text(path: object) -> str:
     if isinstance(path, str):
         return path
     likely = repr("/".join(map(str, path))) if isinstance(path, tuple) else "'model/wte.weight'"
-    msg = f"a path is one text, its segments joined by `/`: {likely}, not {path!r}"
+    msg = f"a path is one string, its segments joined by `/`: {likely}, not {path!r}"
     raise SelectionError(msg)
 
 

@@ -1,4 +1,4 @@
-"""What one committed checkpoint holds: its manifest, read lazily and verified piece by piece."""
+"""Reads the manifest of one committed checkpoint, lazily, and verifies each piece."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Read without asking for the size first, which takes a store as long as reading them.
+# Up to so many bytes are read without a look at the size, which takes a store as long as the read.
 _UNASKED_BYTES = 1 << 20
 
 
 class AbsentChain(CodecChain):
-    """Stands for codecs that cannot be had: says why, and decodes nothing."""
+    """A chain whose codecs are not installed; `why` says which. It decodes nothing."""
 
     def __init__(self, why: str) -> None:
         self.codecs = ()
@@ -78,7 +78,7 @@ class Contents:
         self._known: dict[ObjectPath, Located] = {}
 
     def head(self, part: int) -> PartHead:
-        """Head of a part, bound by the commit record's digest."""
+        """Return the head of a part, bound by the commit record's digest."""
         if part not in self._heads:
             entry = self.record.parts[part]
             self._heads[part] = self._decoded(
@@ -89,7 +89,7 @@ class Contents:
         return self._heads[part]
 
     def section(self, part: int, number: int) -> Section:
-        """A section of a part, bound by its head's digest."""
+        """Return a section of a part, bound by the digest in the head."""
         key = (part, number)
         if key not in self._sections:
             head = self.head(part)
@@ -102,18 +102,19 @@ class Contents:
         return self._sections[key]
 
     def objects(self) -> list[Located]:
-        """Every object, in the order in which the tree was described."""
+        """Return every object, in the order in which the tree was described."""
         return self._all()[0]
 
     def nodes(self) -> list[NodeRecord]:
-        """Every container and composite that is recorded, in the same order."""
+        """Return every recorded container and composite, in the same order."""
         return self._all()[1]
 
     def touched(self, selection: Selection) -> tuple[list[Located], list[NodeRecord]]:
-        """What `selection` touches, in the same order; of the rest no records are made.
+        """Return the objects and nodes that `selection` touches, in the same order.
 
-        What a touched object is tied to comes with it. Of nodes come at least all those that have
-        a top-level key in common with anything that is touched.
+        No records are made of other objects: among a million, that takes most of the time. The
+        objects that touched ones are tied to are returned as well, and at least all nodes that
+        have a top-level key in common with a touched object.
         """
         if self._everything is not None:
             objects, nodes = self._everything
@@ -124,21 +125,21 @@ class Contents:
         return self._touched[1]
 
     def sections(self, part: int) -> Iterator[Section]:
-        """Yield the sections of a part, and keep none: for who looks at each once."""
+        """Yield the sections of a part without keeping them, for a caller that reads each once."""
         return self._read_sections(part, None, keep=False)
 
     def hashes(self, part: int) -> PathHashes:
-        """Return the path hashes of a part, bound by its head's digest."""
+        """Return the path hashes of a part, bound by the digest in the head."""
         head = self.head(part)
         info, name = head.hashes, self.record.parts[part].name
         with memory_permitting(name):
             return decode_hashes(self._fetch(name, info.offset, info.length, self._backend), head)
 
     def check_index(self) -> None:
-        """Read the whole index.
+        """Read and verify the whole index.
 
         Raises:
-            FormatError: It is not what was written.
+            FormatError: The index is damaged.
         """
         index = self.record.index
         with memory_permitting(index.name):
@@ -146,10 +147,10 @@ class Contents:
             self._index(self._backend).verify()
 
     def check_size(self, name: str, length: int) -> None:
-        """Compare the size of a record or blob with what was recorded of it.
+        """Compare the size of a record or blob with its recorded length.
 
         Raises:
-            FormatError: It differs, or there is no such record or blob.
+            FormatError: The size differs, or there is no such record or blob.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         size = self._size(name, self._backend)
@@ -158,7 +159,7 @@ class Contents:
             raise FormatError(msg, [name])
 
     def lengths(self) -> dict[str, int]:
-        """Bytes of the index, the parts, and the blobs of those parts that were looked at."""
+        """Return the lengths of the index, of the parts, and of the blobs of heads read so far."""
         found = {entry.name: entry.length for entry in self.record.parts}
         found[self.record.index.name] = self.record.index.length
         for head in self._heads.values():
@@ -166,7 +167,7 @@ class Contents:
         return found
 
     def find(self, path: ObjectPath) -> Located | None:
-        """One object by its path; by way of the index, so that the rest is not read."""
+        """Return the object at `path`, found by the index, so that other sections are not read."""
         if self._everything is not None:
             if not self._known:
                 self._known = {located.record.path: located for located in self._everything[0]}
@@ -175,10 +176,10 @@ class Contents:
             return from_any_tier(self._backend, lambda backend: self._find(path, backend))
 
     def owner(self, located: Located) -> Located:
-        """The object whose bytes a tied one shares; where it is not tied, itself.
+        """Return the object whose bytes a tied object shares; an untied object itself.
 
         Raises:
-            FormatError: It is tied to what is not there, is tied itself, or is of another kind.
+            FormatError: The owner is not there, is tied itself, or is of another kind.
         """
         tied = located.record.same_as
         if tied is None:
@@ -190,7 +191,7 @@ class Contents:
 
     def _find(self, path: ObjectPath, backend: Backend) -> Located | None:
         index, reader = self.record.index, self._index(backend)
-        # Once each: who forges an index can name one section a million times.
+        # Each section once: a forged index can name one section a million times.
         for part, number in dict.fromkeys(reader.find(path_hash(path))):
             if part >= len(self.record.parts) or number >= len(self.head(part).sections):
                 msg = f"{index.name}: an entry points to section {number} of part {part}"
@@ -211,16 +212,16 @@ class Contents:
     def jobs(
         self, requests: Sequence[ObjectRequest], *, absent: set[str] | None = None
     ) -> tuple[Sequence[FrameJob[CodecChain]], int]:
-        """Frames to read for `requests`, and the bytes that are needed of them.
+        """Return the frames to read for `requests`, and the bytes that are needed of them.
 
         Args:
-            requests: What to read.
-            absent: Takes what is wrong with codecs that cannot be had. Their frames then have an
+            requests: The objects to read.
+            absent: Collects the reasons why codecs are missing. Frames of these codecs then have an
                 `AbsentChain`: their stored bytes can be verified, but not decoded.
 
         Raises:
-            PluginError: A codec cannot be had, and `absent` is None; nothing was read.
-            FormatError: What is recorded cannot be put together.
+            PluginError: A codec is missing, and `absent` is None; nothing was read.
+            FormatError: The records of an object contradict each other.
         """
         for located in (request.located for request in requests):
             for ref in (ref for shard in located.record.shards for ref in shard.chunks):
@@ -235,22 +236,22 @@ class Contents:
         return plan.jobs, plan.bytes_needed
 
     def check_codecs(self, part: int, head: PartHead) -> None:
-        """Make sure that every codec of a part is installed, and takes the stored options.
+        """Check that every codec of a part is installed, and takes the stored options.
 
         Raises:
-            PluginError: One is not, or does not.
+            PluginError: A codec is missing, or refuses its options.
         """
         for number in range(1, len(head.chains)):  # 0 is raw
             self._chain(part, number)
 
     def sweep(self, damage: Callable[[str, str], None]) -> tuple[list[PartHead], list[Located]]:
-        """Read every record of the manifest; report damage of each instead of stopping.
+        """Read every record of the manifest; report the damage of each instead of stopping.
 
         Args:
-            damage: Called with the record's name and what is wrong with it.
+            damage: Called with the record's name and a sentence on the damage.
 
         Returns:
-            Heads and objects that can be read, those objects left out that are tied to another.
+            The heads and the untied objects that can be read.
         """
         heads: list[PartHead] = []
         objects: list[Located] = []
@@ -273,7 +274,8 @@ class Contents:
                     objects += [Located(o, part, section.frames) for o in section.objects]
             with _reported(entry.name, damage):
                 self._check_hashes(part, tables)
-        # Readers that look for one path believe the index, those that take all the sections.
+        # A lookup of one path relies on the index, a full read on the sections: an index that
+        # lacks a path would hide the object from some readers only.
         if len(tables) == len(self.record.parts):
             with _reported(index.name, damage):
                 if encode_index(self.record.uid, tables).entry != index:
@@ -286,8 +288,6 @@ class Contents:
                 damage(name, str(error))
         return heads, [o for o in objects if o.record.same_as is None]
 
-    # ------------------------------------------------------------------------------------------
-
     def _all(self) -> tuple[list[Located], list[NodeRecord]]:
         if self._everything is None:
             with memory_permitting(f"step {self.record.step}"):
@@ -295,7 +295,7 @@ class Contents:
         return self._everything
 
     def _read(self, selection: Selection | None) -> tuple[list[Located], list[NodeRecord]]:
-        """Objects and nodes of all sections, or of those that may hold anything selected."""
+        """Read the objects and nodes of all sections, or of those that may hold selected ones."""
         objects: list[Located] = []
         nodes: list[NodeRecord] = []
         for part in range(len(self.record.parts)):
@@ -308,7 +308,7 @@ class Contents:
         return objects, nodes
 
     def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
-        """The objects, and behind them those that some of them are tied to, but that lack."""
+        """Return the objects, followed by those that some of them are tied to."""
         known = {o.record.path for o in objects}
         tied = {o.record.same_as for o in objects if o.record.same_as is not None}
         return [*objects, *filter(None, map(self.find, sorted(tied - known)))]
@@ -316,16 +316,18 @@ class Contents:
     def _read_sections(
         self, part: int, selection: Selection | None, *, keep: bool = True
     ) -> Iterator[Section]:
-        """Sections of a part, without what lies outside of `selection`; adjacent ones at once.
+        """Yield the sections of a part, without objects that `selection` does not touch.
 
-        One read for each would be a round trip for each: a million objects are in 500 sections.
+        Adjacent sections are read at once. A million objects are in 500 sections, and one read for
+        each would be a round trip for each.
         """
         head, name = self.head(part), self.record.parts[part].name
         numbers = [n for n, info in enumerate(head.sections) if _may_hold(info, n, selection)]
         for run in _runs(head.sections, numbers):
             start = head.sections[run[0]].offset
             data: bytes | None = None
-            with suppress(DamagedError):  # each is read again alone, from any tier that has it
+            # After damage each section is read again alone, from any tier that has it whole.
+            with suppress(DamagedError):
                 last = head.sections[run[-1]]
                 data = self._fetch(name, start, last.offset + last.length - start, self._backend)
             for number in run:
@@ -348,7 +350,7 @@ class Contents:
         """Compare the path hashes of a part, the last of `tables`, with what is in its sections."""
         numbers = range(len(self.head(part).sections))
         if len(tables) <= part or any((part, number) not in self._sections for number in numbers):
-            return  # which is reported already
+            return  # a section or a table could not be read, which is reported already
         sections = [self._sections[part, number].objects for number in numbers]
         found = sort_hashes([[path_hash(o.path) for o in objects] for objects in sections])
         known = tables[part]
@@ -383,16 +385,20 @@ class Contents:
             return AbsentChain(f"{error}{by}")
 
     def _check_encoded(self, part: int, frame: Frame, absent: set[str] | None) -> None:
-        """Memory is taken for a stored frame before it is read: no more than it can need."""
+        """Check that a frame is no longer than its codecs can make it.
+
+        Memory is allocated for a frame before it is read, so a damaged length must not ask for
+        more than that.
+        """
         chain = self._chain(part, frame.chain, absent)
         if isinstance(chain, AbsentChain):
-            return  # the blob's size is the only bound that is known
+            return  # no codec gives a bound, so the blob's size is the only one
         bound = chain.max_encoded_size(frame.raw_length)
         if frame.length > bound:
             name = self.head(part).blobs[frame.blob].name
             msg = (
-                f"the frame at {name}:{frame.offset} is said to have {frame.length} bytes, its "
-                f"codecs make at most {bound} of {frame.raw_length}"
+                f"the frame at {name}:{frame.offset} is recorded with {frame.length} bytes, but "
+                f"its codecs make at most {bound} of {frame.raw_length}"
             )
             raise FormatError(msg, [name])
 
@@ -406,7 +412,7 @@ class Contents:
         )
 
     def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
-        """What `decode` makes of the bytes at `place`, `(offset, length)`."""
+        """Read the bytes at `place`, `(offset, length)`, from any tier, and decode them."""
         with memory_permitting(name):
             return from_any_tier(
                 self._backend,
@@ -414,7 +420,8 @@ class Contents:
             )
 
     def _fetch(self, name: str, offset: int, length: int, backend: Backend) -> bytes:
-        # Before memory is taken for what a damaged record says; small reads say it themselves.
+        # A damaged record may declare any length, so a large one is compared with the size before
+        # memory is allocated. A small read that is too long fails by itself.
         if length > _UNASKED_BYTES and offset + length > (size := self._size(name, backend)):
             msg = (
                 f"{name} on {backend.url} has {size} bytes, but {offset + length} are "
@@ -438,17 +445,17 @@ class Contents:
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> PenstockError:
-        """What it means that a record is not there: the checkpoint is gone by now, or damaged."""
+        """Return the error for a missing record: the checkpoint was deleted, or is damaged."""
         error = FormatError(f"{name} on {self._backend.url} is missing", [name])
         catalog = Catalog(self._backend)
         return catalog.gone_or_damaged(self.record.step, self.record.uid, error)
 
 
 def check_ties(records: Sequence[ObjectRecord]) -> None:
-    """Make sure that whatever is tied leads to bytes that are its own, in one step.
+    """Check that every tied object leads to an untied one of the same kind.
 
     Raises:
-        FormatError: Names those that do not.
+        FormatError: Names the objects that do not.
     """
     by_path = {record.path: record for record in records}
     loose = []
@@ -464,22 +471,22 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
             loose.append(show_path(record.path))
     if loose:
         msg = (
-            f"{len(loose)} object(s) are tied to what is not there, is tied itself or is of "
-            f"another kind: {', '.join(loose[:8])}"
+            f"{len(loose)} object(s) are tied to an object that is missing, is tied itself or is "
+            f"of another kind: {', '.join(loose[:8])}"
         )
         raise FormatError(msg, loose)
 
 
 def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bool:
-    """Whether a section may hold anything that `selection` touches, or the node of the root."""
+    """Return whether a section may hold touched objects, or the node of the root."""
     if selection is None or info.groups is None or not number:
-        return True  # the root is described first, and so its node stands in the first section
+        return True  # the root is described first, so its node is in the first section
     test = selection.below(())
     return test if isinstance(test, bool) else any(map(test, info.groups))
 
 
 def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Cut ascending numbers of sections into runs without gaps that are not too long to read."""
+    """Yield runs of adjacent sections, each short enough for one read of unasked size."""
     run: list[int] = []
     for number in numbers:
         total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0

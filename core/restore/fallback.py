@@ -1,4 +1,8 @@
-"""Taking an older checkpoint instead of a damaged one, without passing off what that one left."""
+"""Falls back to an older checkpoint when one is damaged.
+
+An attempt that meets damage may have overwritten some live objects already. The older checkpoint
+has to overwrite them all, else `restore` would report success and leave half of a newer state.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ T = TypeVar("T")
 
 
 def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tuple[int, ...]]:
-    """Use the first of `steps` that is whole; also returns those that were not."""
+    """Return the result of `use` for the first step that is whole, and the damaged steps before."""
     for number, step in enumerate(steps):
         try:
             return use(step), tuple(steps[:number])
@@ -42,9 +46,10 @@ def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tup
 
 
 class Overwritten:
-    """What attempts at damaged checkpoints have begun to overwrite in the live objects.
+    """Remembers the targets in live objects that attempts at damaged checkpoints began to fill.
 
-    Holds their targets, so that no other memory can come to have the same identity.
+    Targets are compared by the identity of their memory. They are held here, so that no other
+    memory gets the same identity in the meantime.
     """
 
     def __init__(
@@ -56,27 +61,28 @@ class Overwritten:
         self._targets: list[Target] = []
 
     def begin(self, targets: Iterable[Target]) -> list[Target]:
-        """Say that `targets` are about to be filled; returns those of earlier attempts."""
+        """Note the targets that are about to be filled; return those of earlier attempts."""
         earlier = list(self._targets)
         self._targets += targets
         return earlier
 
     def check_mismatch(self, error: RestoreMismatchError) -> None:
-        """An older checkpoint does not fit.
+        """Replace the error of an older checkpoint that does not fit, if objects are half-written.
 
         Raises:
-            RestoreError: The live objects are half-written; `error` would say that they are not.
+            RestoreError: Names them; `error` itself says that nothing was changed.
         """
         names = self._live(self._targets)
         if names:
-            msg = f"{error}\nUndefined now, by the damaged one before: {listed(names)}"
-            raise RestoreError(msg.replace("; nothing was changed", "")) from error
+            told = str(error).replace("; nothing was changed", "")
+            msg = f"{told}\nA damaged checkpoint was tried before; undefined now: {listed(names)}"
+            raise RestoreError(msg) from error
 
     def check_left(self, earlier: Iterable[Target], filled: Iterable[Target], step: int) -> None:
-        """An older checkpoint is restored.
+        """Check that the older checkpoint has filled every target of earlier attempts.
 
         Raises:
-            RestoreError: It lacks something that a damaged one had begun to overwrite.
+            RestoreError: It lacks objects that a damaged one had begun to overwrite.
         """
         whole = {target.sink.memory for target in filled}
         names = self._live([t for t in earlier if t.sink.memory not in whole])
@@ -88,7 +94,7 @@ class Overwritten:
             raise RestoreError(msg)
 
     def _live(self, targets: Iterable[Target]) -> list[str]:
-        """Shown paths of those that belong to the live objects, not to new ones given up."""
+        """Return the shown paths of targets in live objects, not in new ones that were dropped."""
         suspects = {t.sink.memory: t.path for t in targets if t.sink.memory is not None}
         if not suspects:
             return []

@@ -1,11 +1,11 @@
-"""Reading objects of an open checkpoint: values at once, tensors into whatever takes them."""
+"""Reads objects of an open checkpoint, or regions of them, into memory or into sinks."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.catalog.catalog import Catalog
@@ -16,39 +16,44 @@ from penstock.core.errors import (
     DamagedError,
     PenstockError,
     RestoreError,
+    SelectionError,
 )
+from penstock.core.plan.regions import copy_region, region_batches, region_runs
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.reporting.progress import Meter
+from penstock.core.restore.contents import Contents
 from penstock.core.suggest import LISTED
 from penstock.core.tree.stored_tree import StoredTree
-from penstock.core.types import Kind
+from penstock.core.types import PAGE_BYTES, Kind, Region
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend
+    from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plan.restore import FrameJob, Located
     from penstock.core.plugins.registry import Registry
-    from penstock.core.restore.contents import Contents
     from penstock.core.tree.select import Rename, Selection
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ByteRange, ObjectPath
 
 log = logging.getLogger("penstock")
+
+_REGION_BATCH_BYTES = 64 << 20  # a region of any size is read in so much memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint that is open for reading, and what reading it takes.
+    """A checkpoint that is open for reading, with the engine that reads it.
 
     Attributes:
-        backend: Where it is.
-        contents: Its manifest.
-        loader: Reads its frames.
-        registry: Knows providers and codecs.
+        backend: The backend that holds the checkpoint.
+        contents: The manifest.
+        loader: Reads the frames.
+        registry: Finds providers and codecs.
         allow_pickle: Whether stored pickles may be loaded.
-        meter: Told of the bytes that are read.
+        meter: Counts the bytes that are read.
     """
 
     backend: Backend
@@ -58,26 +63,52 @@ class Opened:
     allow_pickle: bool = False
     meter: Meter = field(default_factory=Meter)
 
+    @classmethod
+    def open(
+        cls,
+        backend: Backend,
+        record: CommitRecord,
+        loader: Loader,
+        registry: Registry,
+        *,
+        allow_pickle: bool,
+    ) -> Self:
+        """Open the checkpoint of a commit record; reads nothing more."""
+        log.debug(
+            "step %d: opened %s-%d, %d objects in %d part(s), %d bytes stored, written by %s",
+            record.step,
+            record.uid,
+            record.generation,
+            record.objects,
+            len(record.parts),
+            record.bytes_stored,
+            record.engine,
+        )
+        return cls(backend, Contents(backend, record, registry), loader, registry, allow_pickle)
+
     @property
     def step(self) -> int:
-        """Its step."""
+        """The step of the checkpoint."""
         return self.contents.record.step
 
     def still_there(self) -> bool:
-        """Whether the commit record still names this very checkpoint."""
+        """Return whether the commit record still names this very checkpoint.
+
+        A reader that misses a blob asks this, to tell a deleted checkpoint from a damaged one.
+        """
         try:
             return Catalog(self.backend).record(self.step).uid == self.contents.record.uid
         except CheckpointNotFoundError:
             return False
-        except DamagedError:
+        except DamagedError:  # a record that cannot be read is there: the checkpoint is damaged
             return True
 
 
 def room(nbytes: int) -> bytearray:
-    """Memory for so many bytes, which a checkpoint says it needs.
+    """Allocate the memory that a checkpoint declares for an object.
 
     Raises:
-        RestoreError: There is not so much.
+        RestoreError: The process cannot get so much memory; the declared size may be damage.
     """
     try:
         return bytearray(nbytes)
@@ -87,7 +118,7 @@ def room(nbytes: int) -> bytearray:
 
 
 class BytesSink(ByteSink):
-    """Collects an object's bytes in memory of its own."""
+    """A sink that collects an object's bytes in memory of its own."""
 
     __slots__ = ("address", "data", "device", "memory", "nbytes")
 
@@ -99,7 +130,7 @@ class BytesSink(ByteSink):
         self.data = room(nbytes)
 
     def view(self) -> memoryview | None:
-        """The memory itself."""
+        """Return the memory itself."""
         return memoryview(self.data)
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
@@ -108,7 +139,7 @@ class BytesSink(ByteSink):
 
 
 class SliceSink(ByteSink):
-    """Takes those bytes of an object that lie in `out`, its bytes from `origin` on."""
+    """A sink for a range of an object: `out` takes the bytes from offset `origin` on."""
 
     __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
 
@@ -121,30 +152,37 @@ class SliceSink(ByteSink):
         self.memory = None
 
     def view(self) -> memoryview | None:
-        """None: offsets differ from the object's."""
+        """Return None: offsets in `out` are not those of the object."""
         return None
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy without the GIL."""
+        """Copy the data without the GIL."""
         copy_bytes(self._out[start - self._origin :], data)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Bytes of blobs that a restore needed, and that it read."""
+    """Counts the bytes of blobs that a restore needed, and the bytes that it read."""
 
     needed: int = 0
     read: int = 0
 
     def add(self, needed: int, read: int) -> None:
-        """Count one more load."""
+        """Count another load."""
         self.needed += needed
         self.read += read
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSelection:
-    """The selected part of a checkpoint under the template's names, values read."""
+    """The selected part of a checkpoint under the template's names, with its values.
+
+    Attributes:
+        tree: The objects, nodes and values.
+        located: The stored object of each selected path, ties resolved.
+        every_path: The template's path of each object that was looked at, selected or not.
+        tally: Counts the bytes that reading the objects takes.
+    """
 
     tree: StoredTree
     located: Mapping[ObjectPath, Located]
@@ -162,11 +200,11 @@ def read_stored(
     """Find the selected objects, under the template's names, and read the values among them.
 
     Args:
-        checkpoint: Where to look.
-        selection: What to find; compared with the template's names.
-        rename: From stored names to the template's.
-        narrow: Leave out of the result what the selection does not touch, which takes time by what
-            is selected. Stored names have to be the template's then.
+        checkpoint: The checkpoint.
+        selection: Selects objects by the template's names.
+        rename: Maps stored names to the template's.
+        narrow: Leave out of the result all that the selection does not touch: the time then grows
+            with the selected objects, not with all. Stored names must be the template's.
     """
     contents = checkpoint.contents
     found, nodes = contents.touched(selection) if narrow else (contents.objects(), contents.nodes())
@@ -205,7 +243,12 @@ def read_stored(
 
 
 def fill(checkpoint: Opened, requests: Sequence[ObjectRequest], tally: Tally | None = None) -> None:
-    """Read what is wished for; `tally` counts the bytes.
+    """Read all requested objects into their sinks.
+
+    Args:
+        checkpoint: The checkpoint.
+        requests: The objects, with sinks.
+        tally: Counts the bytes.
 
     Raises:
         DamagedError: Names every damaged object.
@@ -240,15 +283,90 @@ def fill(checkpoint: Opened, requests: Sequence[ObjectRequest], tally: Tally | N
         raise_damaged(checkpoint, stats.damaged, missing_blob=stats.missing_blob)
 
 
+def as_region(
+    region: Region | slice | Sequence[slice], shape: tuple[int, ...], path: str
+) -> Region:
+    """Return `region`, which may be slices, as offsets and sizes within `shape`.
+
+    Raises:
+        SelectionError: The region does not lie within `shape`.
+    """
+    if not isinstance(region, Region):
+        slices = (region,) if isinstance(region, slice) else tuple(region)
+        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
+            msg = f"{path} has shape {list(shape)}: give at most {len(shape)} slices of step 1"
+            raise SelectionError(msg)
+        padded = slices + (slice(None),) * (len(shape) - len(slices))
+        spans = [s.indices(n) for s, n in zip(padded, shape, strict=True)]
+        region = Region(
+            tuple(start for start, _, _ in spans),
+            tuple(max(0, stop - start) for start, stop, _ in spans),
+        )
+    inside = len(region.sizes) == len(shape) and all(
+        o >= 0 and s >= 0 and o + s <= n
+        for o, s, n in zip(region.offsets, region.sizes, shape, strict=True)
+    )
+    if not inside:
+        msg = f"{path} has shape {list(shape)}; the region {region} does not lie within it"
+        raise SelectionError(msg)
+    return region
+
+
+def read_region(checkpoint: Opened, located: Located, region: Region) -> memoryview:
+    """Read the bytes of `region` of a tensor, row-major; fetches only the blocks that hold them.
+
+    Raises:
+        DamagedError: Stored bytes are not what was written.
+    """
+    spec = located.record.spec
+    out = memoryview(room(region.numel * spec.itemsize))
+    runs = region_runs(spec.shape, region, spec.itemsize, merge_gap_bytes=PAGE_BYTES)
+    if len(runs) == 1 and runs[0].length == out.nbytes:
+        _read_ranges(checkpoint, located, out, runs[0], runs)
+    elif runs:
+        for batch in region_batches(spec.shape, region, spec.itemsize, _REGION_BATCH_BYTES):
+            cover = memoryview(room(batch.cover.length))
+            within = region_runs(
+                spec.shape, batch.region, spec.itemsize, merge_gap_bytes=PAGE_BYTES
+            )
+            _read_ranges(checkpoint, located, cover, batch.cover, within)
+            copy_region(
+                cover,
+                batch.cover,
+                batch.region,
+                out,
+                region,
+                shape=spec.shape,
+                itemsize=spec.itemsize,
+            )
+    return out
+
+
+def _read_ranges(
+    checkpoint: Opened,
+    located: Located,
+    out: memoryview,
+    cover: ByteRange,
+    ranges: Sequence[ByteRange],
+) -> None:
+    """Read `ranges` of an object into `out`, which takes the object's bytes `cover`."""
+    fill(checkpoint, [ObjectRequest(located, SliceSink(out, cover.start), ranges)])
+
+
 def bytes_of(jobs: Sequence[FrameJob[CodecChain]]) -> int:
-    """How much `jobs` will read."""
+    """Return the bytes of blobs that `jobs` read."""
     return sum(span.length for job in jobs for span in job.ranges)
 
 
 def raise_damaged(
     checkpoint: Opened, damaged: Sequence[tuple[str, str]], *, missing_blob: bool
 ) -> None:
-    """Raise what `damaged` means: gone, if the record is gone by now, else damage."""
+    """Raise the error for damage that was found, `(name, detail)` each.
+
+    Raises:
+        CheckpointGoneError: A blob is missing because the checkpoint was deleted meanwhile.
+        DamagedError: Names every damaged object.
+    """
     if missing_blob and not checkpoint.still_there():
         msg = f"step {checkpoint.step} on {checkpoint.backend.url} was deleted while it was read"
         raise CheckpointGoneError(msg)

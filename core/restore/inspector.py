@@ -1,4 +1,4 @@
-"""Tells whether a checkpoint can be read, without reading its data."""
+"""Tells whether a checkpoint is complete and readable, without reading its data."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ log = logging.getLogger("penstock")
 
 
 class Inspector:
-    """Looks at checkpoints before others are deleted for them.
+    """Checks a newer checkpoint before older ones are deleted because of it.
 
-    A manifest is decoded once, as a reader would, since its digests bind it. That its files are
-    all there, with their lengths, is looked at each time, by one listing: somebody may have
-    deleted some of them since. Checksums of the data are not compared; `verify` does that.
+    A manifest is decoded once, as a reader would decode it, since its digests bind it. The lengths
+    of its files are checked by a listing each time: files may have been deleted since. Checksums of
+    the data are not compared; `verify` does that.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        # The thread of a save and the caller's may both be here: single operations on these are
-        # atomic, and a manifest that both decode is decoded twice.
+        # No lock: the save thread and the caller's thread may both use these, but by single
+        # operations, which are atomic. A manifest may be decoded by both.
         self._lengths: dict[tuple[str, str], Mapping[str, int]] = {}
         self._own: set[str] = set()
         self._told: set[tuple[str, str]] = set()
 
     def note_own(self, uid: str) -> None:
-        """Take the manifest of this attempt for good: this process has made it."""
+        """Trust the manifest of this attempt without decoding it: this process has written it."""
         self._own.add(uid)
 
     def is_whole(self, backend: Backend, record: CommitRecord) -> bool:
-        """Whether one place, no tiers, has all that this checkpoint is made of.
+        """Return whether one place, without tiers, has all files of this checkpoint.
 
         Raises:
             StorageError: The place does not answer.
@@ -65,7 +65,7 @@ class Inspector:
         return not lost
 
     def _read(self, backend: Backend, record: CommitRecord) -> Mapping[str, int] | None:
-        """Decode the manifest; returns the lengths of all files, or None if a reader would fail."""
+        """Decode the manifest; return the lengths of all files, or None if a reader would fail."""
         contents = Contents(backend, record, self._registry)
         problems: list[str] = []
         try:
@@ -86,7 +86,7 @@ class Inspector:
         if key not in self._told:
             self._told.add(key)
             log.warning(
-                "step %d on %s is not whole, so no other one goes for its sake: %s. "
+                "step %d on %s is not whole, so no older one is deleted because of it: %s. "
                 "`penstock verify` lists all damage.",
                 record.step,
                 backend.url,

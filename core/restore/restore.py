@@ -1,11 +1,11 @@
-"""From a committed checkpoint back into live objects, or into new ones."""
+"""Restores a committed checkpoint into live objects, or builds new ones from it."""
 
 from __future__ import annotations
 
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_SHOWN = 50  # so many differences are spelled out in a message; the error holds all
+_SHOWN = 50  # differences in a message; the error holds all of them
 
 
 def restore_into(
@@ -53,14 +53,27 @@ def restore_into(
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
 
-    `overwritten` is what attempts at damaged checkpoints have left in them.
+    Until `_fill_targets` nothing of the caller's changes: all differences are found before.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: The template.
+        selection: Selects objects of the template.
+        rename: Maps stored names to the template's.
+        strict: Whether missing and differing objects are errors.
+        overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
+
+    Raises:
+        RestoreMismatchError: Template and checkpoint differ; nothing was changed.
+        DamagedError: Stored bytes are not those that were written.
+        RestoreError: The store failed, or an object could not be filled or assigned.
     """
     began = time.monotonic()
     meter = checkpoint.meter
     with collections_held:
         plan = _plan(checkpoint, state, selection, rename)
     stored, placement = plan.stored, plan.placement
-    # A pattern may name what only the template has, such as a new head that is to stay as it is.
+    # A pattern may name objects that only the template has, such as a new head to leave alone.
     selection.check_used([*stored.every_path, *placement.missing, *plan.left_out])
     try:
         unequal = _compare(placement, stored, strict=strict, step=checkpoint.step)
@@ -79,9 +92,10 @@ def restore_into(
         raise
     read = time.monotonic()
     meter.enter("place")
-    # It may describe the state, which may draw random numbers: so before random state is set.
-    look_left = partial(overwritten.check_left, earlier, placement.targets, checkpoint.step)
-    placement.settle.insert(0, look_left)
+    # First: `check_left` may describe the state, and so draw random numbers. After random state is
+    # set, that would make training go on differently.
+    check_left = partial(overwritten.check_left, earlier, placement.targets, checkpoint.step)
+    placement.settle.insert(0, check_left)
     _finish(placement, checkpoint.step)
     used = {t.path for t in placement.targets} | set(placement.values)
     order = [path for path in stored.located if path in used]
@@ -103,7 +117,14 @@ def restore_into(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A planned restore; `left_out` are paths of the template that are not selected."""
+    """A planned restore.
+
+    Attributes:
+        stored: The stored objects that are to be read.
+        placing: Decodes values, for the report.
+        placement: The targets and the differences.
+        left_out: The paths of the template that are not selected.
+    """
 
     stored: StoredSelection
     placing: Placing
@@ -111,7 +132,7 @@ class _Plan:
     left_out: Collection[ObjectPath] = ()
 
     def is_flawless(self, selection: Selection) -> bool:
-        """Whether nothing has to be said of it."""
+        """Return whether the plan has no problem, nothing missing and no unused pattern."""
         return (
             bool(self.stored.located)
             and not self.placement.problems
@@ -123,14 +144,14 @@ class _Plan:
 def _plan(
     checkpoint: Opened, state: Mapping[str, Any], selection: Selection, rename: Rename
 ) -> _Plan:
-    """Plan a restore, without looking at what the selection does not touch if that will do.
+    """Plan a restore; looks first only at objects that the selection touches.
 
-    What does not fit is planned once more with all in view, since what is said of it names what is
-    not selected as well.
+    If that plan has a flaw, the restore is planned again with all objects: the messages name the
+    nearest paths, which may not be selected.
     """
     if selection.narrows and rename.identity:
         stored = read_stored(checkpoint, selection, rename, narrow=True)
-        with suppress(PenstockError):  # raised again below
+        with suppress(PenstockError):  # the second plan raises it again
             plan = _plan_into(checkpoint, state, selection, stored, selection.below)
             if plan.is_flawless(selection):
                 return plan
@@ -153,7 +174,7 @@ def _plan_into(
         left_out.add(path)
         return False
 
-    # Asked three times for each object, which takes a while where there are a million.
+    # Called three times for each object, and there may be a million objects.
     accepted = (lambda _: True) if selection.everything else selected
     placing = _placing(checkpoint, stored.tree, accepted, below)
     return _Plan(stored, placing, placing.place_tree(state), left_out)
@@ -177,13 +198,27 @@ def _placing(
 def build_new(
     checkpoint: Opened, *, selection: Selection, device: str | None, at: ObjectPath = ()
 ) -> tuple[Any, RestoreReport]:
-    """Build the selected part of `checkpoint` anew, or what stands `at`; no values are reported."""
+    """Build the selected part of `checkpoint` as new objects.
+
+    Args:
+        checkpoint: The checkpoint.
+        selection: Selects stored objects.
+        device: The device of the tensors; None is the CPU.
+        at: The path to build and return, instead of the whole tree.
+
+    Returns:
+        The tree, and the report, which holds no values.
+
+    Raises:
+        RestoreMismatchError: The checkpoint lacks something that the selection needs.
+        DamagedError: Stored bytes are not those that were written.
+    """
     began = time.monotonic()
     with collections_held:
         plan = _plan_new(checkpoint, selection, device, at)
     stored, placement = plan.stored, plan.placement
     if placement.problems or placement.missing:
-        what = "hold all that building the selection needs"
+        what = "hold everything that building the selection needs"
         raise _mismatch(placement.problems, placement.missing, checkpoint.step, what=what)
     planned = time.monotonic()
     checkpoint.meter.will_enter("read")
@@ -197,7 +232,7 @@ def build_new(
 def _plan_new(
     checkpoint: Opened, selection: Selection, device: str | None, at: ObjectPath
 ) -> _Plan:
-    """As `_plan`, without a template."""
+    """Plan the building of new objects; looks first only at what the selection touches."""
 
     def plan(stored: StoredSelection) -> _Plan:
         placing = _placing(checkpoint, stored.tree, selection.selects)
@@ -205,7 +240,7 @@ def _plan_new(
 
     if selection.narrows:
         stored = read_stored(checkpoint, selection, Rename(None), narrow=True)
-        with suppress(PenstockError):  # raised again below
+        with suppress(PenstockError):  # the second plan raises it again
             narrow = plan(stored)
             if narrow.is_flawless(selection):
                 return narrow
@@ -255,7 +290,7 @@ def build_leaf(
     spec: TensorSpec,
     data: memoryview | None,
 ) -> Any:
-    """Build one object anew: from `data`, or (None) by reading all of it."""
+    """Build one object from `data`, its bytes; None reads them."""
     record, tally = located.record, Tally()
     path = record.path[-1:]
     values = {}
@@ -285,10 +320,12 @@ def build_leaf(
 def _read_overlapping(
     checkpoint: Opened, targets: Sequence[Target], stored: StoredSelection
 ) -> dict[int, memoryview]:
-    """Bytes of targets that share memory, read aside, by the identity of their sinks.
+    """Read the bytes of targets that share memory; return them by the identity of their sinks.
+
+    They are read into other memory, and compared there before anything is changed.
 
     Raises:
-        RestoreMismatchError: What is stored disagrees about the shared memory.
+        RestoreMismatchError: The stored bytes disagree about the shared memory.
     """
     unique = {id(t.sink): t for t in targets}
     groups = overlapping(unique.values())
@@ -310,14 +347,14 @@ def _fill_targets(
     stored: StoredSelection,
     aside: Mapping[int, memoryview],
 ) -> None:
-    """Fill every target; tied ones share a sink, and are read once."""
+    """Fill every target; tied ones share a sink, so their bytes are read once."""
     unique = {id(t.sink): t for t in placement.targets}
     with collections_held:
         _each(unique.values(), lambda target: target.sink.opened())
         requests = [
             ObjectRequest(stored.located[t.path], t.sink)
             for key, t in unique.items()
-            if key not in aside and t.sink.device != "meta"  # there is nothing to fill
+            if key not in aside and t.sink.device != "meta"  # a meta tensor has no memory
         ]
     fill(checkpoint, requests, stored.tally)
 
@@ -331,7 +368,7 @@ def _fill_targets(
 
 
 def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
-    """Call `act` with each target; what its sink raises is an error of ours that names both."""
+    """Call `act` with each target; an error of its sink is raised as ours and names both."""
     target: Target | None = None
     try:
         for target in targets:
@@ -350,7 +387,7 @@ def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Unequal:
-    """What of a template and a checkpoint is not restored, though the restore goes on."""
+    """The objects that the restore leaves alone, of the template and of the checkpoint."""
 
     missing: Sequence[ObjectPath]
     unexpected: Sequence[ObjectPath]
@@ -362,7 +399,7 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
     used = {t.path for t in placement.targets} | set(placement.values)
     told = {difference.path for difference in placement.differences}
     rest = [path for path in stored.located if path not in used]
-    # What differs is said once: neither as unexpected, nor as a name that has changed.
+    # A difference is reported once, so its paths are not listed as unexpected as well.
     unexpected = [path for path in rest if not told or not _is_below(path, told)]
     skipped = [] if strict else [d for d in placement.differences if d.skippable]
     forgiven = {sentence for difference in skipped for sentence in difference.sentences}
@@ -385,7 +422,7 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
         raise RestoreMismatchError(msg, [msg])
     if unexpected:
         log.warning(
-            "step %d holds %d object(s) that the template lacks; they are left out: %s",
+            "step %d holds %d object(s) that the template lacks; they are not restored: %s",
             step,
             len(unexpected),
             listed([show_path(p) for p in unexpected]),
@@ -405,7 +442,7 @@ def _is_below(path: ObjectPath, roots: Collection[ObjectPath]) -> bool:
 
 
 def _advised(differences: Iterable[Difference]) -> dict[str, str]:
-    """Sentences about differences, with what to do about them."""
+    """Return the sentences about differences that have advice, with the advice added."""
     found = {}
     for each in differences:
         leave = "strict=False leaves it alone" if each.skippable else ""
@@ -452,14 +489,7 @@ def _finish(placement: Placement, step: int) -> Any:
         raise
     except Exception as error:
         msg = (
-            f"step {step}: tensors are restored, but assigning the rest failed: "
+            f"step {step}: tensors are restored, but assigning the values failed: "
             f"{said(error)}. What was selected is undefined now."
         )
         raise RestoreError(msg) from error
-
-
-def with_history(
-    report: RestoreReport, skipped: tuple[int, ...], rescued: tuple[tuple[str, str], ...]
-) -> RestoreReport:
-    """The report, with the damaged steps, and the damage in one tier, that were passed over."""
-    return replace(report, fell_back_from=skipped, rescued=rescued)

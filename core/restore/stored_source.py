@@ -1,4 +1,4 @@
-"""Stored objects as sources of bytes for a save: read when they are captured, a chunk at a time."""
+"""Sources whose bytes are stored objects, read a chunk at a time while they are captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StoredSource(ByteSource):
-    """The bytes of a stored object."""
+    """A source that reads the bytes of a stored object."""
 
     __slots__ = ("_reader", "address", "device", "located", "memory", "nbytes")
 
@@ -33,17 +33,17 @@ class StoredSource(ByteSource):
         self.memory = None
 
     def view(self) -> memoryview | None:
-        """None: they are in the store."""
+        """Return None: the bytes are in the store."""
         return None
 
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
-        """Read them, and compare their checksums."""
+        """Read bytes from `start` on into `out`, and compare their checksums."""
         self._reader.read(self.located, start, out)
         return None
 
 
 class StoredReader:
-    """Reads pieces of stored objects; those of one slab at once. Used by one thread."""
+    """Reads pieces of stored objects, and all objects of a slab at once. Used by one thread."""
 
     def __init__(self, checkpoint: Opened) -> None:
         self._checkpoint = checkpoint
@@ -52,7 +52,7 @@ class StoredReader:
         self._held: dict[ObjectPath, BytesSink] = {}
 
     def read_together(self, plan: SavePlan) -> None:
-        """Small objects that go into one slab are read at once: a read for each takes too long."""
+        """Note the objects that share a slab: one request to the store for each takes too long."""
         for chunk in plan.chunks:
             if chunk.slab:
                 sources = (plan.objects[piece.item].entry.source for piece in chunk.pieces)
@@ -63,7 +63,7 @@ class StoredReader:
         """Fill `out` with the object's bytes from `start` on.
 
         Raises:
-            DamagedError: They are not what was written.
+            DamagedError: The stored bytes are not those that were written.
         """
         path = located.record.path
         slab = self._slabs.get(path)

@@ -97,7 +97,7 @@ def test_a_region_that_is_none_is_answered_with_the_right_form(ckpt, region):
 )
 def test_a_path_that_is_no_text_is_answered_with_the_right_form(ckpt, call):
     text = message(SelectionError, lambda: call(ckpt.open()))
-    assert "a path is one text, its segments joined by `/`: 'model/weight'" in text
+    assert "a path is one string, its segments joined by `/`: 'model/weight'" in text
 
 
 def test_a_part_of_a_value_is_answered_with_the_whole(ckpt):
