@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.backends.fsspec.errors import place
 from penstock.backends.fsspec.waiting import Batch
 from penstock.core.abc import BlobWriter
-from penstock.core.abc.lane import Lane
+from penstock.core.concurrency.pool import Lane
 from penstock.core.errors import StorageError
 
 if TYPE_CHECKING:

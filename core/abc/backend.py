@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from weakref import WeakKeyDictionary
 
-from penstock.core.abc.lane import Lane
 from penstock.core.abc.plugin import API_VERSION, PluginConfig
-from penstock.core.concurrency.pool import Pool, fulfil
+from penstock.core.concurrency.pool import Lane, Pool, fulfil
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.errors import BlobTruncatedError, FormatError, StorageError
 from penstock.core.types import Capabilities, ReadRequest
@@ -144,9 +143,9 @@ class Backend(ABC):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for `url` (the part before `?`) and its query.
+        """Return the options for `url` (the part before `?`) and its query.
 
-        Default: `Config(url=url, **options)`.
+        The default returns `Config(url=url, **options)`.
 
         Raises:
             pydantic.ValidationError: The options do not fit; core turns it into a ConfigError.
@@ -184,7 +183,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this instance can do; a wrapper computes it from the backend that it wraps."""
+        """The abilities of this instance; a wrapper computes them from the backend it wraps."""
 
     @abstractmethod
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:

@@ -72,8 +72,9 @@ class Codec(ABC):
     ) -> int | Declined:
         """Encode `chunk` into `out` (at least `max_encoded_size` bytes) and return the length.
 
-        Or return `DECLINED`, whatever `out` holds by then, for a chunk that this codec cannot use
-        (another dtype, nothing to gain). The rest of the chain stores it, and decodes it alone.
+        Or return `DECLINED` for a chunk that this codec cannot use (another dtype, nothing to
+        gain); then the contents of `out` do not matter. The rest of the chain stores the chunk, and
+        decodes it alone.
 
         Raises:
             CodecError: The chunk cannot be encoded; the save fails.

@@ -85,7 +85,7 @@ class DelegatingBackend(Backend):
         """Carry out one call, which may be changed by overriding this.
 
         Args:
-            operation: Name of the operation; `write`, `seal` and `abort` are those of a writer.
+            operation: The name of the operation; `write`, `seal` and `abort` are those of a writer.
             names: The blobs and records of the call; of `list` the prefix.
             call: Calls the wrapped backend.
 
@@ -97,17 +97,17 @@ class DelegatingBackend(Backend):
 
     @property
     def url(self) -> str:
-        """The wrapped backend's."""
+        """The URL of the wrapped backend."""
         return self.around("url", (), lambda: self.inner.url)
 
     @property
     def capabilities(self) -> Capabilities:
-        """The wrapped backend's."""
+        """The abilities of the wrapped backend."""
         return self.around("capabilities", (), lambda: self.inner.capabilities)
 
     @property
     def direct_io(self) -> bool:
-        """The wrapped backend's."""
+        """Whether the wrapped backend uses direct I/O."""
         return self.around("direct_io", (), lambda: self.inner.direct_io)
 
     @property
@@ -131,7 +131,8 @@ class DelegatingBackend(Backend):
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
         """As the contract says: by the wrapped backend, for writers of `writer_class`."""
-        if not isinstance(writer, DelegatingWriter):  # a subclass gave another: it knows its writes
+        # A subclass may return writers of its own, whose `write` has to be called.
+        if not isinstance(writer, DelegatingWriter):
             return super().submit_write(writer, requests)
         call = lambda: self.inner.submit_write(writer.inner, requests)  # noqa: E731
         return self.around("submit_write", (writer.name,), call)

@@ -20,7 +20,7 @@ class MemoryKey(NamedTuple):
         offset: Bytes from there to the first element.
         shape: Elements along each dimension.
         strides: Bytes from one element to the next along each dimension.
-        dtype: Whatever tells apart two readings of the same bytes.
+        dtype: The type of the elements, which tells apart two readings of the same bytes.
     """
 
     device: str
@@ -92,7 +92,7 @@ class ByteSource(ABC):
         """Return the first element's address now: 0 once freed, None if it never moves."""
         return None
 
-    def keep(self) -> None:  # noqa: B027 - memory that nobody frees needs nothing
+    def keep(self) -> None:  # noqa: B027 - most memory is never freed by hand
         """Make an attempt to free the memory from now on raise an error.
 
         Called for large objects that are captured while the caller goes on, before `hold`.

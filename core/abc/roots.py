@@ -142,8 +142,7 @@ def misplaced_roots(
 
     Raises:
         StorageError: A tier does not say whether it is empty.
-        ConfigError: The tiers are not what their names say: two are one place, they are swapped,
-            or of two runs.
+        ConfigError: Two tiers are one place, are swapped, or belong to two runs.
     """
     known = {number: record for number, record in sorted(found.items()) if record is not None}
     shown = {number: f"tier {tier.name} ({tier.backend.url})" for number, tier in enumerate(tiers)}
@@ -170,7 +169,7 @@ def misplaced_roots(
                 continue
             reasons[blank] = (
                 f"{shown[blank]} is not the place to which {shown[number]} was copied so far: "
-                f"nobody has used it yet. Is its file system mounted? Until it is back nothing is "
+                f"no run has used it yet. Is its file system mounted? Until it is back nothing is "
                 f"read from there, nor copied there. {_ACCEPT}"
             )
     return reasons

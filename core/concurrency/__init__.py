@@ -1,5 +1,5 @@
 """Threads and their waits: pools, latches, deadlines, watchdogs, clocks.
 
-Nothing here knows what a checkpoint or a backend is. Every package of core may import it; plugins
-see the parts that `penstock.core.abc` names.
+Nothing here depends on checkpoints or backends. Every package of core may import it; plugins see
+the parts that `penstock.core.abc` exports.
 """

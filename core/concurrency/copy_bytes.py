@@ -1,4 +1,4 @@
-"""The one copy of bytes that lets other threads run."""
+"""The copy of bytes without the GIL."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def copy_bytes(target: memoryview, source: memoryview, /) -> None:
     """Copy all of `source` to the beginning of `target` without holding the GIL.
 
-    A memoryview's slice assignment would hold it: the training loop would stand still while 16 MiB
-    are copied. Both are flat views of bytes.
+    Both are flat views of bytes. The slice assignment of a memoryview would hold the GIL: the
+    training loop would stand still while 16 MiB are copied.
 
     Raises:
         ValueError: `target` is shorter than `source`, or is read-only; nothing was copied.

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from running while many objects are made that all live on."""
+"""A hold on Python's garbage collector, while many objects are made that all stay alive."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 
 
 class _CollectionHold:
-    """A context in which no collection starts; several threads may be in it, and nest it.
+    """A context in which no collection starts; several threads may enter it, and nest it.
 
-    A class rather than a generator: to end one makes an object, and so starts the collection.
+    A class, not a generator: leaving a generator makes an object, which can start a collection.
     """
 
     def __init__(self) -> None:
@@ -29,26 +29,26 @@ class _CollectionHold:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             if not self._holders:
-                return  # a child that was forked inside
+                return  # this process was forked inside the block, and `leave_in_child` left it
             self._holders -= 1
             if not self._holders and self._enabled:
                 gc.enable()
 
     def leave_in_child(self) -> None:
-        """None of those that are in it will leave it in a forked process."""
-        self._lock = threading.RLock()  # the parent's may be held at this moment
+        """Leave all blocks, in a forked child: the threads that were in them do not exist there."""
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         if self._holders and self._enabled:
             gc.enable()
         self._holders = 0
 
 
 collections_held = _CollectionHold()
-"""No collection starts before the last of those that are in it has left.
+"""The hold of this process: no collection starts until the last thread has left it.
 
-To describe and plan 3,000 tensors makes so many objects that the collector ran some 60 times in it,
-and now and then looked at every object of the process, for up to 0.7 s. None of them are garbage.
-A collector that the user has switched off stays off.
+Describing and planning 3,000 tensors makes so many objects that the collector ran some 60 times,
+and sometimes visited every object of the process, for up to 0.7 s. None of them are garbage. A
+collector that the user has disabled stays disabled.
 """
 
-# A loader starts its workers where it is asked for its state, as a rule by forking.
+# A data loader may fork its workers when it is asked for its state, which is inside the block.
 os.register_at_fork(after_in_child=collections_held.leave_in_child)

@@ -1,4 +1,4 @@
-"""Waiting on the thread that trains, where Ctrl-C may come at any moment."""
+"""Latches: waits in the training thread, where Ctrl-C may come at any moment."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import threading
 import time
 
-_POLL_S = 0.2  # only bounds how late a wait ends whose end was missed
+_POLL_S = 0.2  # a wait that missed its wake-up, through Ctrl-C, ends at most this late
 
 
 class Latch:
-    """Opens once and stays open.
+    """Lets threads wait until it is opened; it stays open.
 
     Made of a bare lock: Ctrl-C at the wrong moment leaves a `threading.Condition` (and so an
-    `Event` or a `Future`) locked for ever, and whoever wants to notify it hangs.
+    `Event` or a `Future`) locked for ever, and the thread that would notify it hangs.
     """
 
     def __init__(self) -> None:
@@ -24,16 +24,16 @@ class Latch:
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` was called."""
+        """Whether the latch was opened."""
         return self._open
 
     def open(self) -> None:
-        """Let everyone pass; idempotent."""
+        """Let all waiting threads pass, and later ones; idempotent."""
         self._open = True
         self._wake_one()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is open; False: it is not, `timeout_s` seconds later."""
+        """Wait at most `timeout_s`, None for ever; return whether the latch is open."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._open:
             left_s = until_s - time.monotonic()
@@ -44,5 +44,6 @@ class Latch:
         return True
 
     def _wake_one(self) -> None:
-        with contextlib.suppress(RuntimeError):  # another one did
+        # Each woken thread wakes the next one; the loser of a race finds the lock released already.
+        with contextlib.suppress(RuntimeError):
             self._lock.release()

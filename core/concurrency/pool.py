@@ -1,10 +1,11 @@
-"""A pool of threads that keeps no interpreter from exiting."""
+"""Pools of daemonic threads, and lanes, which run tasks one after the other."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,17 +22,18 @@ T = TypeVar("T")
 
 
 class Pool:
-    """At most `count` threads, made when there is work for them.
+    """Runs tasks on at most `count` threads, which are started when there is work for them.
 
-    They are daemonic, which those of `concurrent.futures` are not: its hook at the exit of the
-    interpreter would wait for ever for a call of a store that hangs.
+    The threads are daemonic, unlike those of `concurrent.futures`: its hook at the exit of the
+    interpreter would wait for ever for a store call that hangs.
 
     Args:
-        count: Threads.
-        name: Of the threads.
-        stuck_s: A thread whose task takes longer is not counted any more, and another may take its
-            place: calls that never return must not use up the pool.
-        timing: How often stuck threads are looked for; None: as is in force.
+        count: The most threads that are not stuck.
+        name: The beginning of the threads' names.
+        stuck_s: A thread whose task takes longer counts as stuck, and another may take its place:
+            calls that never return must not use up the pool.
+        timing: The clock, and how often stuck threads are looked for (`poll_s`); None takes the
+            timing in force.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Pool:
         self._busy: dict[threading.Thread, Deadline] = {}
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._waiting = 0  # tasks that no thread has taken yet
+        self._waiting = 0  # tasks in the queue
         self._watched = False
         self._closed = False
         self._lock = threading.Lock()  # guards all of the above but `_queue`
@@ -53,7 +55,7 @@ class Pool:
         """Run `task` on one of the threads.
 
         Raises:
-            RuntimeError: It is shut down.
+            RuntimeError: The pool is shut down.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -69,9 +71,9 @@ class Pool:
         return future
 
     def shutdown(self, *, wait: bool) -> None:
-        """Take no more, and end the threads when all is done; idempotent.
+        """Refuse further tasks, and end the threads after the queued ones; idempotent.
 
-        With `wait` until they have ended, but for those that are stuck.
+        With `wait`, return when all threads but the stuck ones have ended.
         """
         with self._lock:
             first, self._closed = not self._closed, True
@@ -90,7 +92,7 @@ class Pool:
         stuck = sum(map(self._is_stuck, self._threads))
         if self._waiting > self._free() and len(self._threads) < self._count + stuck:
             self._threads.append(self._start(str(len(self._threads)), self._work))
-            if self._closed:
+            if self._closed:  # `shutdown` has queued no end for this thread, which is newer
                 self._queue.put(None)
 
     def _start(self, what: str, target: Callable[[], None]) -> threading.Thread:
@@ -99,7 +101,8 @@ class Pool:
         return thread
 
     def _watch(self) -> None:
-        """What was queued before a thread counted as stuck waits for nobody to submit more."""
+        # `submit` alone would start the replacement of a stuck thread: tasks queued before the
+        # thread counted as stuck would wait until another task is submitted.
         while True:
             time.sleep(self._timing.poll_s)
             with self._lock:
@@ -124,14 +127,42 @@ class Pool:
                 del self._busy[me]
 
 
+class Lane:
+    """Runs tasks on a pool in the order of their submission, never two at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._running = False
+        self._lock = threading.Lock()  # guards `_tasks` and `_running`
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run `task`, which must not raise, when all tasks before it have ended."""
+        with self._lock:
+            self._tasks.append(task)
+            if self._running:
+                return
+            self._running = True
+        self._pool.submit(self._drain)
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._tasks:
+                    self._running = False
+                    return
+                task = self._tasks.popleft()
+            task()
+
+
 def fulfil(future: Future[T], task: Callable[[], T]) -> None:
-    """Run `task`, unless `future` was cancelled, and tell it what came of that."""
+    """Run `task`, unless `future` was cancelled, and resolve `future` with the outcome."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = task()
-    except BaseException as error:  # noqa: BLE001 - raised by who waits
+    except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
         future.set_exception(error)
-        del future  # an error holds this frame, and would be held by it
+        del future  # the traceback of an error holds this frame: it would be a cycle
     else:
         future.set_result(result)

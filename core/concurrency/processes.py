@@ -1,4 +1,4 @@
-"""Tells the processes of one machine apart, also after they have ended."""
+"""The identities of processes, which tell them apart even after they have ended."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def identity_of(pid: int) -> str:
-    """Boot, PID namespace, number and start of a process; no other process ever has the same.
+    """Return boot, PID namespace, number and start time of a process, which are unique together.
 
-    The start is empty where there is no such process; all is empty where `/proc` tells nothing, or
-    is that of another PID namespace: its numbers are those of other processes.
+    The start time is empty if there is no such process. The whole identity is empty if `/proc`
+    cannot be read, or belongs to another PID namespace: its numbers mean other processes.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - not a path
@@ -23,10 +23,10 @@ def identity_of(pid: int) -> str:
 
 
 def is_over(identity: str) -> bool:
-    """Whether a process is known to have ended: only in the PID namespace where it ran.
+    """Return whether a process is known to have ended.
 
-    A container has a namespace of its own, so there is no answer about processes of another one,
-    or of its host.
+    Always False for a process of another PID namespace (another container, or the host), whose
+    processes cannot be seen from here.
     """
     mine = identity_of(os.getpid())
     place, _, process = identity.rpartition("/")
@@ -37,7 +37,7 @@ def is_over(identity: str) -> bool:
         return False
     start = _start_of(int(number))
     if start is None:
-        # It is gone, or `/proc` hides processes of other users.
+        # The process is gone, or `/proc` hides processes of other users (hidepid).
         return _is_free(int(number))
     return start != started
 
@@ -53,12 +53,13 @@ def _is_free(pid: int) -> bool:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started, in ticks since the boot; empty: it has ended; None: not told."""
+    """Return the start of a process in ticks since boot; empty if it ended, None if unknown."""
     try:
-        # Behind the name, which may hold anything, the 20th field is when it started.
+        # The name in parentheses may hold spaces and parentheses, so fields are counted behind it:
+        # the 20th is the start time.
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
-        # One that nobody has waited for yet is over all the same.
+        # A zombie has ended, though its parent has not waited for it yet.
         return "" if fields[0] in {"Z", "X"} else fields[19]
     except (OSError, IndexError):
         return None

@@ -1,8 +1,8 @@
-"""How long the engine waits for anything, and by which clock.
+"""The clocks, and the lengths of all waits that are no options of the user.
 
-Each wait that is not an option of the user has its length here. A `Timing` is handed down: whoever
-opens a run or runs a command takes the one in force, and everything below gets it as an argument.
-A test puts one of its own in force (`timing_in_force`) instead of patching constants.
+A `Timing` is handed down: the code that opens a run, or runs a command, takes the timing in force,
+and everything below gets it as an argument. A test puts its own timing in force
+(`timing_in_force`) instead of patching constants.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """The clocks of this machine. A test hands in a subclass that tells another time."""
+    """Reads the clocks of this machine; a test hands in a subclass that tells another time."""
 
     def monotonic_s(self) -> float:
-        """Seconds since some moment; stands still while the machine sleeps, and is never set."""
+        """Return seconds since some moment; stops while the machine sleeps, and is never set."""
         return time.monotonic()
 
     def boot_s(self) -> float:
-        """Seconds since some moment; goes on while the machine sleeps, and is never set."""
+        """Return seconds since some moment; counts while the machine sleeps, and is never set."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def wall_s(self) -> float:
-        """Seconds since 1970. Anybody may set this clock, so nothing that is safe relies on it."""
+        """Return seconds since 1970; users may set this clock, so no safety may depend on it."""
         return time.time()
 
     def now_iso(self) -> str:
-        """The wall clock's time as it stands in records."""
+        """Return the wall clock's time in the form that records have."""
         return datetime.fromtimestamp(self.wall_s(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class CountedClock(Clock):
-    """A monotonic clock that goes on by what is counted only.
+    """A monotonic clock that advances only by the seconds that its owner counts.
 
-    For a wait for another process: whatever stops this one, as a debugger or `SIGSTOP` do, as a
-    rule stops that one, so the time in which this one stood still is not the other's silence.
+    Used to wait for another process. A debugger or `SIGSTOP` that stops this process as a rule
+    stops the other one as well, so the time in which this one stood still is no silence of the
+    other.
     """
 
     def __init__(self) -> None:
         self._now_s = 0.0
 
     def advance(self, seconds: float) -> None:
-        """So many seconds have passed."""
+        """Add `seconds`."""
         self._now_s += seconds
 
     def monotonic_s(self) -> float:
-        """What was counted."""
+        """Return the seconds counted so far."""
         return self._now_s
 
 
@@ -61,136 +62,140 @@ SYSTEM_CLOCK = Clock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Lengths of all waits, in seconds. Those that users choose stand in the configuration."""
+    """Holds the lengths of all waits, in seconds, but for those that users configure."""
 
     clock: Clock = SYSTEM_CLOCK
-    """What tells the time to deadlines, watchdogs, leases and intents."""
+    """The clock of deadlines, watchdogs, leases and intents."""
 
     poll_s: float = 1.0
-    """A thread that waits for a store looks this often whether the store is stuck, or the wait is
-    over for another reason. It bounds only how late that is noticed."""
+    """A thread that waits for a store checks this often whether the store is stuck, or the wait
+    has ended for another reason; so a stuck store is noticed at most this late."""
 
     capture_poll_s: float = 0.2
-    """The thread of a save that waits for captured chunks looks this often whether the save was
+    """The save thread, while it waits for captured chunks, checks this often whether the save was
     given up."""
 
     staging_poll_s: float = 0.05
-    """A capture that waits for staging memory looks this often whether the save was given up, or
-    training has come to the fence."""
+    """A capture that waits for staging memory checks this often whether the save was given up, or
+    training waits at the fence."""
 
     stuck_s: float = 600.0
-    """Where no configuration gives `io_timeout_s` (in commands): a store that makes no progress
-    for so long counts as stuck."""
+    """A store that makes no progress for this long counts as stuck, in commands: these have no
+    `io_timeout_s`."""
 
     batch_stuck_s: float = 60.0
     """A thread of a backend whose batch takes longer is not counted any more, and another thread
-    takes its place. Far above any batch of a store that answers."""
+    takes its place. A store that answers needs far less for any batch."""
 
     transfer_stuck_s: float = 600.0
-    """As `batch_stuck_s`, for fsspec: not every file system ends its calls by itself."""
+    """The same as `batch_stuck_s` for fsspec, where some file systems never end a call."""
 
     interrupt_s: float = 5.0
-    """After Ctrl-C, or a timeout, the caller waits so long for the end of the call that is under
-    way; then the call's thread is left behind."""
+    """After Ctrl-C, or a timeout, the caller waits this long for the call in flight to end; then
+    it leaves the call's thread behind."""
 
     release_s: float = 5.0
-    """Once a save has ended, the next one waits so long until its memory is free; then it goes on
-    without. Only a store that is stuck keeps the memory for longer."""
+    """A save waits this long for the staging memory of the save before it, which has ended; then
+    it continues without. Only a stuck store keeps that memory for longer."""
 
     opening_s: float = 5.0
-    """Opening a run waits so long for the store to say whether it can be written; then the run is
-    open without a warning."""
+    """Opening a run waits this long for the store to say whether it can be written; then the run
+    opens without a warning."""
 
     last_progress_s: float = 5.0
-    """A blocking save waits so long for its last `on_progress` to return; then it returns."""
+    """A blocking save waits this long for its last `on_progress` call; then it returns."""
 
     progress_interval_s: float = 0.1
-    """Between two calls of `on_progress`, and between two reports of a process that copies."""
+    """The pause between two calls of `on_progress`, and between two reports of a copy process."""
 
     repeat_log_s: float = 600.0
-    """A warning about the same trouble is logged again after so long."""
+    """A warning about the same trouble is logged again after this long."""
 
     command_end_s: float = 2.0
-    """When the time of `--timeout` is over, a command may take so much more to end what is under
-    way and to look once more."""
+    """After the time of `--timeout`, a command may take this much more to end its calls in flight
+    and to list the rest."""
 
     probe_s: float = 4.0
-    """`penstock doctor` writes for so long to measure a place, and then reads for so long."""
+    """`penstock doctor` writes for this long to measure a place, and then reads for as long."""
 
     request_retry_first_s: float = 0.2
-    """After a passing error of an object store the request is tried again after a random part of
-    this; doubled with each further error."""
+    """The first backoff after a transient error of an object store: the request is retried after
+    a random part of it; doubled with each further error."""
 
     request_retry_most_s: float = 10.0
-    """The longest pause between two tries of a request."""
+    """The longest backoff between two attempts of a request."""
 
     tier_answer_s: float = 10.0
-    """A tier that takes longer for one small record, or for its names, counts as away: the save,
-    or the opening, goes on without it."""
+    """A tier that takes longer to read one small record, or to list its names, counts as away:
+    the save, or the opening of the run, continues without it."""
 
     tier_quick_error_s: float = 0.5
-    """An error of a tier that comes sooner costs a save nothing, so the tier is asked again by the
-    next save. After a slower one the tier is left alone for `tier_rest_first_s`."""
+    """An error of a tier that comes sooner costs a save nothing, so the next save tries the tier
+    again. After a slower error the tier is left alone for `tier_rest_first_s`."""
 
     tier_rest_first_s: float = 60.0
-    """A tier that did not answer is left alone for so long; doubled with each further time."""
+    """A tier that did not answer is left alone for this long; doubled with each further time."""
 
     tier_rest_most_s: float = 600.0
     """The longest time for which a tier is left alone."""
 
     tier_full_poll_s: float = 0.5
-    """A save that waits because all tiers are full looks this often whether one has room again."""
+    """A save that waits because all tiers are full checks this often whether one has room."""
 
     tier_reopen_s: float = 1.0
-    """A tier that could not be opened is tried again after so long at the earliest, or after as
-    long as the last try took, if that is longer."""
+    """A tier that could not be opened is retried after this long at the earliest, or after as long
+    as the last attempt took, if that is longer."""
 
     drain_retry_first_s: float = 1.0
-    """After an error a checkpoint's copy to the next tier is tried again after so long at most;
-    doubled with each further error."""
+    """The first backoff after an error of a drain: the copy of the checkpoint to the next tier is
+    retried after this long at most; doubled with each further error."""
 
     drain_retry_most_s: float = 60.0
-    """The longest pause between two tries."""
+    """The longest backoff between two attempts of a drain."""
 
     drain_failing_s: float = 30.0
-    """A tier that has failed for longer is not waited for any more: a blocking save raises
+    """Nothing waits for a tier that has failed for longer: a blocking save raises
     `NotDrainedError`, and `close` leaves the rest to the next process."""
 
     lease_refresh_s: float = 60.0
-    """A copy says this often in its lease that it is alive. Far below the time after which other
-    machines take a silent copy for dead (`SILENT_S`), which all of them have to agree on."""
+    """A copy renews its lease this often. Far below the time after which other machines take a
+    silent copy for dead (`SILENT_S`), which all machines have to agree on."""
 
     copy_alive_s: float = 5.0
-    """While a store takes its time over one piece, a copy says this often that it is alive, so
-    that it keeps its lease."""
+    """While a store is slow with one piece, a copy reports this often that it is alive, so that it
+    keeps its lease."""
 
     process_start_s: float = 120.0
-    """The process that copies has so long for its imports, on a slow shared file system; then
-    threads of the trainer copy."""
+    """The copy process has this long for its imports, on a slow shared file system; then threads
+    of the training process copy."""
 
     process_end_s: float = 10.0
-    """The process that copies has so long to end, or to give up a copy; then it is killed, which a
-    copy survives."""
+    """The copy process has this long to end, or to give up a copy; then it is killed, and the next
+    process continues the copy."""
 
     store_tick_s: float = 2.5
-    """A conformance suite waits so long for a store's time to go on: file systems and stores have
-    times of whole seconds, some of every second one."""
+    """A conformance suite waits this long for a store's time to advance: file systems and stores
+    keep times in whole seconds, some only in even ones."""
 
     process_leave_s: float = 5.0
-    """Told to end, that process waits so long for its copy to release the lease."""
+    """The copy process, when it is told to end, waits this long for its copy to release the
+    lease."""
 
 
 _in_force = [Timing()]
 
 
 def current_timing() -> Timing:
-    """The timing in force, for whoever opens a run, a store or a command."""
+    """Return the timing in force, for code that opens a run, a store or a command."""
     return _in_force[-1]
 
 
 @contextmanager
 def timing_in_force(timing: Timing) -> Iterator[Timing]:
-    """Put `timing` in force, in all threads, for what is opened from now on: for tests."""
+    """Put `timing` in force, in all threads, for all runs and stores opened in the block.
+
+    For tests.
+    """
     _in_force.append(timing)
     try:
         yield timing

@@ -1,9 +1,9 @@
 """Deadlines, watchdogs, and calls of a store that may never return.
 
-A call of a store cannot be cancelled: the kernel, or a library, holds its thread. So whatever must
-not hang with a store makes the call on a daemonic thread of its own, waits for it as long as a
-deadline allows, and else leaves the thread behind with all that it uses. A daemonic thread does
-not keep an interpreter from exiting.
+Store calls cannot be cancelled: the kernel, or a library, holds the thread. So code that must not
+hang with a store makes the call on a daemonic thread of its own, and waits for it until a deadline.
+Then it leaves the thread behind, with all that the call uses. A daemonic thread does not keep the
+interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The end of a length of time that is counted from now on.
+    """Limits a length of time, counted from its construction.
 
     Args:
-        limit_s: The length; None or infinity: the end never comes.
-        clock: What tells the time.
+        limit_s: The length; None or infinity sets no limit.
+        clock: The clock that is read.
     """
 
     def __init__(self, limit_s: float | None, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -40,15 +40,15 @@ class Deadline:
         self._began_s = clock.monotonic_s()
 
     def taken_s(self) -> float:
-        """Seconds that have passed."""
+        """Return the seconds that have passed."""
         return self._clock.monotonic_s() - self._began_s
 
     def left_s(self) -> float:
-        """Seconds until the end, 0 from then on."""
+        """Return the seconds that are left, at least 0."""
         return max(0.0, self.limit_s - self.taken_s())
 
     def is_over(self) -> bool:
-        """Whether the end has come."""
+        """Return whether the time has passed."""
         return self.taken_s() >= self.limit_s
 
 
@@ -56,18 +56,18 @@ NEVER = Deadline(None)
 
 
 class Watchdog(Deadline):
-    """A deadline that each progress of a task puts off, so it comes when the task is stuck.
+    """Passes when a task is stuck: the task calls `moved` at each progress, which starts it anew.
 
-    The task says `moved`; any thread may ask.
+    Any thread may ask it.
     """
 
     def moved(self) -> None:
-        """Count anew from now on."""
+        """Count from now on."""
         self._began_s = self._clock.monotonic_s()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count within the block: what it calls has limits of its own."""
+        """Do not count within the block, whose calls have limits of their own."""
         self._began_s = math.inf
         try:
             yield
@@ -76,53 +76,53 @@ class Watchdog(Deadline):
 
 
 class BackgroundCall(Generic[T]):
-    """One call on a thread of its own, which is left behind if it does not return."""
+    """Makes one call on a thread of its own, which is left behind if the call does not return."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
         self._name = name
         # Acquired once: by the call when it begins, or by the waiter that gives up before that.
         self._claim = threading.Lock()
         self._over = Latch()
-        # Not touched by the waiter before the call is over: Ctrl-C could come while it holds the
-        # lock of the future, which the call would then wait for.
+        # The waiter does not touch this before the call is over: Ctrl-C could interrupt it while it
+        # holds the lock of the future, and the call's thread would wait for that lock for ever.
         self._outcome: Future[T] | None = Future()
         self._work = partial(_run, call, self._claim, self._outcome, self._over)
 
     def start(self) -> None:
-        """Begin the call."""
+        """Start the thread."""
         spawn(self._name, self._work)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the call is over; False: it is not, `timeout_s` seconds later."""
+        """Wait at most `timeout_s` for the call; return whether it is over."""
         return self._over.wait(timeout_s)
 
     def result(self) -> T:
-        """What the call returned, or raises what it raised; once, when it is over."""
+        """Return the result of the call, or raise its error; only once, and when it is over."""
         outcome, self._outcome = self._outcome, None
         assert outcome is not None
         del self._work
         try:
             return outcome.result()
         finally:
-            del outcome  # an error holds this frame, and would be held by it
+            del outcome  # the traceback of an error holds this frame: it would be a cycle
 
     def outcome(self) -> T | BaseException:
-        """What the call returned or raised; once, when it is over."""
+        """Return the result or the error of the call; only once, and when it is over."""
         future, self._outcome = self._outcome, None
         assert future is not None
         error = future.exception()
         return future.result() if error is None else error
 
     def give_up(self, cancel: Callable[[], None], patience_s: float) -> bool:
-        """Keep the call from beginning, or `cancel` it and wait for its end.
+        """Keep the call from beginning, or `cancel` it and wait at most `patience_s` for its end.
 
         Returns:
-            Whether it is over; else it goes on, after `patience_s`.
+            Whether the call is over; else it is still in flight.
         """
         until_s = math.inf
         while True:
-            # All of it in one `try`: whatever interrupts this, as a rule one more Ctrl-C, makes it
-            # begin again.
+            # All in one `try`: a second Ctrl-C anywhere in it would else raise from here while the
+            # call uses memory that the caller frees. So it begins again.
             try:
                 until_s = min(until_s, SYSTEM_CLOCK.monotonic_s() + patience_s)
                 if self._claim.acquire(blocking=False):
@@ -155,29 +155,30 @@ def call_with_deadline(
 ) -> T:
     """Make `call` on a thread of its own, and return its result.
 
-    Whatever ends the wait early, Ctrl-C or the deadline, calls `cancel`, and is raised once the
-    call is over or `patience_s` have passed. In the latter case the error has a note that says that
-    the thread was left behind.
+    If Ctrl-C or the deadline ends the wait early, this calls `cancel`, and raises once the call is
+    over or `patience_s` have passed. In the latter case a note of the error says that the thread
+    was left behind.
 
     Args:
-        name: Of the thread, for people.
-        call: What may hang.
-        deadline: When to give it up; a `Watchdog` that `call` feeds, if it makes progress. Without
-            one only Ctrl-C ends the wait.
-        late: Makes the error that is raised at the deadline.
-        timing: How often the deadline is looked at.
-        cancel: Asks `call`, from this thread, to end soon.
-        patience_s: How long a call that was given up may take to end; None: `interrupt_s`.
+        name: The name of the thread, in logs and notes.
+        call: The call that may hang.
+        deadline: Ends the wait; a `Watchdog` if `call` reports progress. With the default only
+            Ctrl-C ends it.
+        late: Returns the error that is raised at the deadline.
+        timing: Says how often the deadline is checked (`poll_s`).
+        cancel: Asks `call` to end soon; called in the waiting thread.
+        patience_s: The most seconds to wait for a call that was given up; None takes
+            `Timing.interrupt_s`.
 
     Raises:
-        BaseException: What `call` raised, or `late` made.
+        BaseException: The error of `call`, or the one that `late` returns.
     """
     background = BackgroundCall(name, call)
     try:
         background.start()
         while not background.wait(min(timing.poll_s, deadline.left_s())):
             if deadline.is_over():
-                raise late()  # noqa: TRY301 - what follows is for this as well
+                raise late()  # noqa: TRY301 - the call is given up in this case, too
     except BaseException as error:
         if not background.give_up(cancel, timing.interrupt_s if patience_s is None else patience_s):
             error.add_note(f"penstock: a stuck {name} was left behind")
@@ -194,8 +195,8 @@ def call_all_with_deadline(
     """Make all of `calls` at once, each on a thread of its own.
 
     Returns:
-        What each of them returned or raised, or what `late` makes for one that is not over at the
-        deadline; its thread is left behind.
+        For each call its result or its error, or the error that `late` returns if the call is not
+        over at the deadline; then its thread is left behind.
     """
     begun = [BackgroundCall(name, call) for call in calls]
     for background in begun:
@@ -213,5 +214,5 @@ def _run(call: Callable[[], T], claim: threading.Lock, outcome: Future[T], over:
             outcome.set_result(call())
         except BaseException as error:  # noqa: BLE001 - the waiter raises it
             outcome.set_exception(error)
-        del outcome  # an error holds this frame, and would be held by it
+        del outcome  # the traceback of an error holds this frame: it would be a cycle
         over.open()

@@ -1,4 +1,4 @@
-"""The threads of the engine; nothing else in core makes any, but for `pool`."""
+"""The threads of one checkpointer, and the clock that measures how long they are busy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Workers:
-    """The threads of one checkpointer: a pool for hashing and encoding, and one per long task.
+    """Runs short tasks (hashing, encoding) in a pool, and each long task on its own thread.
 
     Args:
-        count: Threads of the pool.
-        timing: How long whatever has these threads waits; None: as is in force.
+        count: The threads of the pool.
+        timing: The waits of the code that uses these threads; None takes the timing in force.
     """
 
     def __init__(self, count: int, timing: Timing | None = None) -> None:
@@ -44,19 +44,19 @@ class Workers:
         return Pool(self.count, "penstock-work", timing=self.timing)
 
     def spawn(self, name: str, task: Callable[[], object]) -> threading.Thread:
-        """Run `task` on a daemonic thread of its own: a stuck disk must not hold up an exit."""
+        """Run `task` on a daemonic thread of its own, so that a stuck disk cannot delay an exit."""
         return spawn(name, task)
 
     def close(self) -> None:
-        """Stop the pool once it is idle."""
+        """End the pool after its queued tasks, without waiting for them."""
         self._pool.shutdown(wait=False)
 
 
 class BusyClock:
-    """Seconds in which at least one of some overlapping tasks was under way."""
+    """Counts the seconds in which at least one of several overlapping tasks runs."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the three fields below
+        self._lock = threading.Lock()  # guards `_running`, `_since` and `seconds`
         self._running = 0
         self._since = 0.0
         self.seconds = 0.0
@@ -68,14 +68,14 @@ class BusyClock:
         self.stop()
 
     def start(self) -> None:
-        """One more task runs."""
+        """Count a task that begins."""
         with self._lock:
             if self._running == 0:
                 self._since = time.monotonic()
             self._running += 1
 
     def stop(self) -> None:
-        """One task less."""
+        """Count a task that ends."""
         with self._lock:
             self._running -= 1
             if self._running == 0:
