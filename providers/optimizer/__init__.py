@@ -1,6 +1,6 @@
 """The provider of `torch.optim.Optimizer`: its state by parameter name.
 
-Here: names, matching, placing, and the optimizer's load hooks. Not here: modules, and tensors as
+Here: names, matching, placing with the load hooks, rebuilding. Not here: modules, and tensors as
 bytes.
 """
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import debugging
-from penstock.core.cli.deadline import CommandDeadline
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
 from penstock.core.concurrency.timing import current_timing
+from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import ConfigError, StorageError, StorageTimeoutError
 from penstock.core.reporting.progress_bar import ProgressBar
@@ -26,11 +27,14 @@ from penstock.core.tiers.whereabouts import in_the_way, pending
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.format.records import CommitRecord
     from penstock.core.tiers.link import DrainState
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,38 @@ class DrainOutcome:
     silent: Mapping[str, str]
     stuck: bool
     seconds: float
+
+
+class CommandDeadline(Deadline):
+    """Limits the time of the command (`--timeout`), which holds also where a store hangs."""
+
+    def __init__(self, timing: Timing, timeout_s: float | None) -> None:
+        """Begin to count `timeout_s` seconds; None sets no limit."""
+        super().__init__(timeout_s, timing.clock)
+        self._timing = timing
+
+    def ask(self, what: str, call: Callable[[], T], *, ending: bool = False) -> T:
+        """Return what `call` returns, if it returns before the deadline.
+
+        Args:
+            what: Names the call in the message of an error.
+            call: The call, made in a thread of its own where there is a limit.
+            ending: Allow `Timing.command_end_s` more: cleaning up begins when the time is over.
+
+        Raises:
+            StorageTimeoutError: The deadline passed first; the thread of `call` is left behind.
+        """
+        if self.limit_s == math.inf:
+            return call()
+
+        def late() -> StorageTimeoutError:
+            msg = f"{what} did not end within the {self.limit_s:g} s of --timeout"
+            return StorageTimeoutError(msg)
+
+        timing = self._timing
+        extra_s = timing.command_end_s if ending else 0.0
+        left = Deadline(max(0.0, self.limit_s + extra_s - self.taken_s()), timing.clock)
+        return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
 
 
 def run(url: str, *, timeout_s: float | None, as_json: bool) -> bool:
