@@ -161,21 +161,10 @@ class Catalog:
             CheckpointNotFoundError: The step does not exist; the message lists those that do.
             FormatError: The record is unreadable, or of an unknown version.
         """
-        name = ""
-        for _ in range(_TRIES):
-            if entries is None:
-                entries = self.entries()
-            if step not in entries:
-                raise self._not_found(step, list(entries))
-            name = entries[step][-1]
-            try:
-                return read_commit(self._backend, name)
-            except BlobNotFoundError:
-                entries = None  # deleted or overwritten after the listing: list again
-            except FormatError as error:
-                raise FormatError(self._damaged(step, error), error.damaged) from error
-        listed = unreadable(self._backend, name)
-        raise FormatError(self._damaged(step, listed), listed.damaged)
+        try:
+            return self._read(step, entries)
+        except FormatError as error:
+            raise FormatError(self._damaged(step, error), error.damaged) from error
 
     def records(
         self, steps: Iterable[int] | None = None
@@ -186,13 +175,13 @@ class Catalog:
             steps: The steps, in the order in which to read them; by default all, ascending.
 
         Yields:
-            A step with its commit record, or with the reason why that is unreadable.
+            A step with its commit record, or with the error that tells why that is unreadable.
         """
         entries = self.entries()
         for step in entries if steps is None else steps:
             found: CommitRecord | DamagedError
             try:
-                found = self.record(step, entries=entries)
+                found = self._read(step, entries)
             except CheckpointNotFoundError:
                 continue
             except DamagedError as error:
@@ -418,6 +407,20 @@ class Catalog:
         )
 
     # ------------------------------------------------------------------------------------------
+
+    def _read(self, step: int, entries: Mapping[int, list[str]] | None) -> CommitRecord:
+        name = ""
+        for _ in range(_TRIES):
+            if entries is None:
+                entries = self.entries()
+            if step not in entries:
+                raise self._not_found(step, list(entries))
+            name = entries[step][-1]
+            try:
+                return read_commit(self._backend, name)
+            except BlobNotFoundError:
+                entries = None  # deleted or overwritten after the listing: list again
+        raise unreadable(self._backend, name)
 
     def _delete(
         self, names: Iterable[str], uids: Mapping[str, str | None] | None = None

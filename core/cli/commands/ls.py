@@ -26,9 +26,7 @@ from penstock.core.cli.output.render import (
     visible,
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
-from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
-from penstock.core.format.commit_record import decode_commit
-from penstock.core.limits import RECORD_LIMIT_BYTES
+from penstock.core.errors import DamagedError, StorageError
 from penstock.core.storage.open import open_backend
 from penstock.core.tiers.whereabouts import pending
 from penstock.core.units import size_text
@@ -165,16 +163,12 @@ def _print_metadata(one: Listed) -> None:
 
 def list_run(backend: Backend) -> list[Listed]:
     """Return every step of a run, ascending; a damaged record hides no other step."""
-    listed = []
-    for step, names in Catalog(backend).entries().items():
-        try:
-            data = backend.read_record(names[-1], limit_bytes=RECORD_LIMIT_BYTES)
-            listed.append(Listed(step, decode_commit(data, names[-1]), None))
-        except FormatError as error:
-            listed.append(Listed(step, None, str(error)))
-        except BlobNotFoundError:
-            continue  # deleted after the listing
-    return listed
+    return [
+        Listed(step, None, str(found))
+        if isinstance(found, DamagedError)
+        else Listed(step, found, None)
+        for step, found in Catalog(backend).records()
+    ]
 
 
 def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
