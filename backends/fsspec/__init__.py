@@ -1,4 +1,8 @@
-"""The backend `fsspec`: object stores and all else that has a URL, with a fast path for S3."""
+"""The backend `fsspec`: S3, and every file system of fsspec.
+
+Here: the backend, the parts that both kinds of store share, and the store for file systems of
+fsspec. S3 has a store of its own, in the package `s3`.
+"""
 
 from __future__ import annotations
 

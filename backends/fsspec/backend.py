@@ -1,4 +1,4 @@
-"""The backend: names, lifetimes, forks. What moves bytes is one of two kinds of store."""
+"""The backend: checks names, and owns a store, its writers and their lives across forks."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ if TYPE_CHECKING:
 
 
 class FsspecBackend(Backend):
-    """Blobs and records below any URL that fsspec knows; `s3://` by a path of its own."""
+    """Keeps blobs and records below any URL that fsspec knows, and below `s3://` without fsspec.
+
+    The store, which moves the bytes, is of one of two kinds: `S3Store` or `FileStore`.
+    """
 
     name: ClassVar[str] = "fsspec"
     Config: ClassVar[type[PluginConfig]] = FsspecConfig
 
     def __init__(self, config: FsspecConfig, /) -> None:
-        """Finds the file system, and connects to nothing yet."""
+        """Find the file system; connects to nothing yet."""
         self._config = config
         self._closed = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards `_closed` and the two fields below
         self._writers: weakref.WeakSet[StoreWriter] = weakref.WeakSet()
         self._opened: Store | None = _open_store(config)
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for any URL: what the backend knows is its own, the rest is the store's.
+        """Return the options for any URL; those that the backend does not know go to the store.
 
         Raises:
             ConfigError: The query holds a credential.
@@ -53,8 +56,8 @@ class FsspecBackend(Backend):
         secret = sorted(name for name in options if is_secret_name(name))
         if secret:
             msg = (
-                f"{shown(url)}: {', '.join(secret)}: credentials do not belong into a URL, where "
-                "shells and logs keep them; use the environment, or `options` of a configuration "
+                f"{shown(url)}: {', '.join(secret)}: credentials do not belong in a URL, since "
+                "shells and logs keep it; use the environment, or `options` of a configuration "
                 "file"
             )
             raise ConfigError(msg)
@@ -70,20 +73,20 @@ class FsspecBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the store can do."""
+        """The capabilities of the store; the first call may probe it."""
         return self._store().capabilities
 
     @property
     def direct_io(self) -> bool:
-        """Never; known without trying out conditional puts."""
+        """False, without probing the store as `capabilities` does."""
         return False
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """As the contract says."""
         check_blob_name(name)
         store = self._store()
         writer = store.writer(name, size_hint=size_hint)
         with self._lock:
+            # The store shows a blob only when it is sealed, so it cannot refuse a second writer.
             if any(other.name == name and not other.over for other in self._writers):
                 msg = f"{place('create', name, self.url)}: it is being written"
                 raise BlobExistsError(msg)
@@ -96,7 +99,7 @@ class FsspecBackend(Backend):
         return writer
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Natively: batches of one writer reach the store in the order of submission."""
+        """Start to write and return at once; batches reach the store in the order of submission."""
         if not isinstance(writer, StoreWriter):
             return super().submit_write(writer, requests)
         try:
@@ -107,18 +110,17 @@ class FsspecBackend(Backend):
             return refused
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """In the background, on threads that a fork does not take along."""
+        """Start to read and return at once."""
         self._check_requests(requests)
         store = self._store()
         return store.feeds.submit(partial(store.read, requests))
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """As the contract says."""
         self._check_requests(requests)
         self._store().read(requests)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """As the contract says, by one request, so of one version."""
+        """Read a record by one request, so that all of it is of one version."""
         check_blob_name(name)
         data = self._store().read_record(name, limit_bytes=limit_bytes)
         if isinstance(data, int):
@@ -127,35 +129,32 @@ class FsspecBackend(Backend):
         return data
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says; see `S3Client.put_if_absent` for what becomes of a lost answer."""
         check_blob_name(name)
         self._store().publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says; what is not a name of ours is left out."""
+        """List what has the prefix; leaves out objects whose names Penstock does not use."""
         check_blob_name(prefix, prefix=True)
         found = [i for i in self._store().list(prefix) if _is_name(i.name, prefix)]
         return sorted(found, key=lambda info: info.name)
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
         check_blob_name(name)
         return self._store().stat(name)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says."""
         for name in names:
             check_blob_name(name)
         self._store().delete(names)
 
     def sweep(self, before_s: float, /) -> None:
-        """As the contract says: uploads and temporary records that nobody finished."""
+        """Remove uploads and temporary records that were never finished."""
         self._store().sweep(before_s)
 
     def close(self) -> None:
-        """As the contract says; blobs that were not sealed are aborted."""
+        """Abort blobs that are not sealed, and release all threads and connections."""
         if self._pid != os.getpid():
-            # Threads, connections and locks are the parent's.
+            # After a fork threads, connections and locks belong to the parent.
             self._closed = True
             return
         with self._lock:
@@ -174,8 +173,8 @@ class FsspecBackend(Backend):
 
     def _store(self) -> Store:
         if self._pid != os.getpid() and not self._closed:
-            # A fork has none of the threads, shares the connections, and its locks may be held
-            # for ever.
+            # A forked child has none of the threads, and shares the connections with its parent. A
+            # lock that a thread of the parent held at the fork is never released in the child.
             self._lock = threading.Lock()
             self._writers = weakref.WeakSet()
             self._opened, self._pid = None, os.getpid()

@@ -1,4 +1,4 @@
-"""Options of the `fsspec` backend. Whatever may be secret stays out of `repr` and of messages."""
+"""The options of `fsspec`; what may be secret in them stays out of `repr` and of messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from penstock.core.abc import PluginConfig, SizeBytes, without_credentials
 
 S3_SCHEMES = frozenset({"s3", "s3a"})
-MIN_PART_BYTES = 5 << 20  # S3's rule for all parts but the last
-MAX_PARTS = 10_000  # likewise
+MIN_PART_BYTES = 5 << 20  # a limit of S3, for all parts but the last
+MAX_PARTS = 10_000  # a limit of S3
 
-# Parts of names of options that hold a credential.
+# An option holds a credential if its name contains one of these words, or is one of these names.
 _SECRET_WORDS = (
     "secret", "token", "passw", "passphrase", "credential", "sig", "auth", "cookie", "bearer",
     "jwt", "private", "connection_string", "login",
 )  # fmt: skip
 _SECRET_NAMES = frozenset({"pass", "pwd", "sas", "pat"})
-# Names of options whose text nobody has to hide. Of others every store has its own.
+# Options that messages may show. All others are hidden, since each file system has options of its
+# own, and a credential may be in one that is not known here.
 _HARMLESS = frozenset({
     "endpoint_url", "endpoint", "region", "region_name", "location", "project", "profile",
     "bucket", "container", "addressing_style", "signature_version", "verify", "host", "hostname",
@@ -27,7 +28,7 @@ _HARMLESS = frozenset({
     "mode", "encoding", "compression", "cache_type", "api", "version", "access", "consistency",
     "listings_cache", "use_listings_cache", "size_policy", "content_type",
 })  # fmt: skip
-_SHORT = 6  # characters: what is shorter is no credential, and stands in every other word
+_SHORT = 6  # characters; hiding shorter texts would tear holes into the words of a message
 
 
 class FsspecConfig(PluginConfig):
@@ -35,20 +36,21 @@ class FsspecConfig(PluginConfig):
 
     Attributes:
         url: The root: `s3://bucket/run`, or any other URL that fsspec knows.
-        options: What the store itself takes. For S3 see `S3Options`; for others the arguments of
-            the fsspec file system. Credentials are better left to the environment.
-        part_bytes: Smallest part of an upload, and largest piece of a read. Blobs of more than
-            10,000 parts get larger ones.
-        parallel: Requests in flight.
-        buffer_bytes: Memory for parts on their way out; what covers whole parts is not copied.
+        options: The options of the store itself. For S3 see `S3Options`; for others the arguments
+            of the fsspec file system. Credentials are better left to the environment.
+        part_bytes: The smallest part of an upload, and the largest piece of a read. Blobs of more
+            than 10,000 parts get larger ones.
+        parallel: The most requests in flight.
+        buffer_bytes: The memory for parts that are copied and in flight; what covers a whole part
+            is not copied.
         merge_gap_bytes: Ranges that are nearer to each other are read in one request.
-        timeout_s: How long a store may take to connect, or to go on.
-        attempts: How often an operation that is safe to repeat is tried.
-        retry_total_s: After this long nothing is tried again; so where it is not above
-            `timeout_s`, nothing is that met a timeout.
+        timeout_s: The seconds that a store may take to connect, or to send or take more bytes.
+        attempts: The most attempts of an operation that is safe to repeat.
+        retry_total_s: The seconds after which no further attempt begins. If this is not above
+            `timeout_s`, an attempt that met a timeout is the last one.
         conditional_put: Whether the store itself decides which of two publishers was first
-            (`If-None-Match: *` of S3 and Azure, generations of Google): `auto` knows it of AWS,
-            and tries it out with a record of its own elsewhere.
+            (`If-None-Match: *` of S3 and Azure, generations of Google). `auto` takes AWS to do so,
+            and probes other stores with a record of its own.
         checksums: Whether each part of an S3 upload carries a CRC for the store to check.
     """
 
@@ -77,7 +79,7 @@ class FsspecConfig(PluginConfig):
             bucket = rest.partition("/")[0]
             if "@" in rest or ":" in bucket:
                 msg = (
-                    "credentials do not belong into the URL: use the environment "
+                    "credentials do not belong in the URL: use the environment "
                     "(AWS_ACCESS_KEY_ID, AWS_PROFILE, a role) or options"
                 )
                 raise ValueError(msg)
@@ -88,7 +90,7 @@ class FsspecConfig(PluginConfig):
 
     @property
     def scheme(self) -> str:
-        """In lower case, without `://`."""
+        """The scheme of the URL, in lower case, without `://`."""
         return self.url.partition("://")[0].lower()
 
     @property
@@ -98,27 +100,28 @@ class FsspecConfig(PluginConfig):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Values that no message may show."""
+        """Texts of the options and the URL that no message may show."""
         found = _in_url(self.url)
         _collect(self.options, found)
         return tuple({text for text in found if text})
 
 
 class S3Options(BaseModel):
-    """`options` for S3. What is not given comes from where every AWS tool takes it.
+    """`options` for S3.
 
-    That is: environment, `~/.aws`, web identity, container or instance role.
+    Options that are not given come from the places that every AWS tool reads: environment,
+    `~/.aws`, web identity, container or instance role.
 
     Attributes:
-        endpoint_url: For stores other than AWS: `https://minio.example:9000`.
-        region: Of the bucket.
-        profile: Section of `~/.aws/config`.
-        key: Access key id.
-        secret: Secret access key.
-        token: Session token.
-        anon: Ask without credentials.
-        addressing_style: How the bucket is addressed: in the host name or in the path.
-        verify: Whether TLS certificates are checked, or the file with those to trust.
+        endpoint_url: The endpoint of stores other than AWS: `https://minio.example:9000`.
+        region: The region of the bucket.
+        profile: A section of `~/.aws/config`.
+        key: The access key id.
+        secret: The secret access key.
+        token: The session token.
+        anon: Whether to send requests without credentials.
+        addressing_style: Whether the bucket is named in the host name or in the path.
+        verify: Whether TLS certificates are checked; or a file with the certificates to trust.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -137,18 +140,18 @@ class S3Options(BaseModel):
     @classmethod
     def _without_credentials(cls, url: str | None) -> str | None:
         if url is not None and "@" in urlsplit(url).netloc:
-            msg = "credentials do not belong into it: use the options key and secret"
+            msg = "credentials do not belong in it: use the options key and secret"
             raise ValueError(msg)
         return url
 
 
 def shown(url: str) -> str:
-    """`url` without user, password, query and fragment."""
+    """Return `url` without user, password, query and fragment."""
     return without_credentials(url)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether an option of that name is known to hold what nobody should see."""
+    """Return whether an option of that name is known to hold a credential."""
     plain = name.lower().replace("-", "_")
     if plain in _HARMLESS:
         return False
@@ -157,7 +160,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _collect(value: object, found: list[str], name: str = "", *, secret: bool = False) -> None:
-    """Texts of options that no message may show: all but those that are known to be harmless."""
+    """Add to `found` all texts in options, except those of options known to be harmless."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _collect(inner, found, str(key), secret=secret or is_secret_name(str(key)))
@@ -171,8 +174,9 @@ def _collect(value: object, found: list[str], name: str = "", *, secret: bool = 
 
 
 def _in_url(url: str) -> list[str]:
-    """What stands before the last `@` of a URL, if that may be user and password."""
+    """Return user and password of a URL, and the password alone; nothing if there is none."""
     rest = url.partition("://")[2]
+    # The last `@`: a password may hold one, and also `/`, which ends the host for URL parsers.
     head, _, _ = rest.rpartition("@")
     _, colon, password = head.partition(":")
     return [head, password] if colon else []

@@ -1,4 +1,4 @@
-"""The one place where errors of fsspec's file systems become ours, without credentials."""
+"""Maps the errors of fsspec's file systems to those of Penstock, without credentials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"@]+@|[^/\s'\"@:]+:(?!\d+/)[^\s'\"@]*@)")
-# As http.client says it: most are a credential that ends with a line break.
+# http.client quotes the value in this message: mostly a credential with a line break at its end.
 _HEADER = re.compile(r"(Invalid header value).*", re.DOTALL)
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -32,18 +32,18 @@ _DENIED = {401, 403}
 
 
 class RefusedAnswerError(Exception):
-    """An answer that is not to be taken, though the file system would take it."""
+    """An answer that the file system would accept, but Penstock refuses."""
 
 
 class Scrubber:
-    """Takes credentials out of text."""
+    """Removes credentials from text."""
 
     def __init__(self, secrets: tuple[str, ...]) -> None:
-        # The longest first, in case one is the beginning of another.
+        # The longest first: if one is the start of another, the rest of the longer one would stay.
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """`text` without known secrets, user names in URLs and queries."""
+        """Return `text` without known secrets, and its URLs without user names and queries."""
         text = _HEADER.sub(r"\1 (has a credential a line break at its end?)", text)
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -51,18 +51,18 @@ class Scrubber:
 
 
 def place(what: str, name: str, url: str) -> str:
-    """How every message begins."""
+    """Return the beginning of a message: what failed, on which name, on which store."""
     return f"cannot {what} {name or 'the root'} on {url}"
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that an error tells of, as most file systems over HTTP name it; else 0."""
+    """Return the HTTP status in an error, as most file systems over HTTP name it; else 0."""
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
     return status if isinstance(status, int) else 0
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another attempt may succeed."""
+    """Return whether another attempt may succeed."""
     if isinstance(error, PenstockError):
         return False
     status = status_of(error)
@@ -70,7 +70,7 @@ def is_transient(error: BaseException) -> bool:
         return status >= _SERVER_ERROR or status == _MANY_REQUESTS
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
         return True
-    # What comes from a network library is an OSError without a number, or of its own kind.
+    # Network libraries raise errors without a number, and with base classes of their own.
     library = type(error).__module__.partition(".")[0]
     return library in {"aiohttp", "urllib3", "requests", "httpx"}
 
@@ -78,7 +78,15 @@ def is_transient(error: BaseException) -> bool:
 def storage_error(
     error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
 ) -> StorageError:
-    """`error` as one of our tree; `what` is the verb that failed, `name` the blob or record."""
+    """Return `error` as a `StorageError`.
+
+    Args:
+        error: The error of the file system.
+        what: The verb that failed.
+        name: The blob or record; empty for the root.
+        url: The store.
+        scrub: Removes credentials.
+    """
     where = place(what, name, url)
     status = status_of(error)
     text = scrub(str(error)) or type(error).__name__
@@ -87,7 +95,7 @@ def storage_error(
         kind, text = BlobNotFoundError, "it does not exist"
     elif isinstance(error, (IsADirectoryError, NotADirectoryError)):
         kind = BlobNotFoundError if what in {"read", "stat"} else StorageError
-        text = "a folder stands where the blob should be, or the other way round"
+        text = "there is a folder in the place of the blob, or a file in that of a folder"
     elif isinstance(error, FileExistsError):
         kind, text = BlobExistsError, "the name is taken"
     elif status == _NO_SUCH_RANGE:
@@ -110,19 +118,20 @@ def storage_error(
 
 @contextmanager
 def explained(what: str, name: str, *, url: str, scrub: Scrubber) -> Iterator[None]:
-    """Turn whatever a file system raises inside into one of our errors."""
+    """Turn every exception of a file system into an error of Penstock."""
     try:
         yield
     except PenstockError:
         raise
     except Exception as error:  # noqa: BLE001 - every file system has errors of its own
-        # fsspec says "not found" of whatever it meets while it asks for a size over HTTP.
+        # While fsspec asks for a size over HTTP it turns every error into "not found", so a refusal
+        # is found in the cause only. A blob that seems not to exist would count as damage.
         cause = error if isinstance(error, RefusedAnswerError) else error.__cause__
         found = (
             StorageError(f"{place(what, name, url)}: {scrub(str(cause))}")
             if isinstance(cause, RefusedAnswerError)
             else storage_error(error, what, name, url=url, scrub=scrub)
         )
-        # A traceback shows the cause's own text, which may hold what `scrub` takes out.
+        # A traceback shows the text of the cause, too, with the credentials that `scrub` removes.
         clean = scrub(str(error)) == str(error)
         raise found from (error if clean else None)

@@ -1,4 +1,4 @@
-"""Any file system of fsspec: what it has of paths, streams and ranges, and no more."""
+"""The store for any file system of fsspec: asks of it only paths, streams and ranges."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import threading
+import weakref
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -15,8 +16,8 @@ from penstock.backends.fsspec.errors import Scrubber, explained, is_transient, p
 from penstock.backends.fsspec.http_client import bounded_client
 from penstock.backends.fsspec.retry import Retry
 from penstock.backends.fsspec.store import Store
-from penstock.backends.fsspec.streams import StreamWriter, flush
 from penstock.backends.fsspec.waiting import settle
+from penstock.backends.fsspec.writer import StoreWriter
 from penstock.core.abc import copy_bytes
 from penstock.core.errors import (
     BlobExistsError,
@@ -26,7 +27,7 @@ from penstock.core.errors import (
     ConfigError,
     StorageError,
 )
-from penstock.core.types import BlobInfo, Capabilities
+from penstock.core.types import BlobInfo, Capabilities, flat_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,31 +35,38 @@ if TYPE_CHECKING:
 
     from penstock.backends.fsspec.config import FsspecConfig
     from penstock.backends.fsspec.ranges import Span
-    from penstock.backends.fsspec.writer import StoreWriter
+    from penstock.backends.fsspec.waiting import Batch
+    from penstock.core.concurrency.pool import Pool
+    from penstock.core.types import WriteRequest
 
 T = TypeVar("T")
 
 _READ_ONLY = frozenset({"http", "https"})
-# Stores where a put is whole or not at all, and where there are no folders to be made. A rename
-# would be a copy.
+# Stores that put an object as a whole or not at all, and that have no folders. Their rename is a
+# copy.
 _OBJECT_STORES = frozenset(
     {"gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "cos", "obs", "tos", "s3", "s3a"}
 )
-# Those whose `pipe_file(mode="create")` lets the store decide whether the name is free. What fsspec
-# itself does for others looks first, and then puts.
+# File systems whose `pipe_file(mode="create")` leaves the decision to the store. For all others
+# fsspec itself looks whether the name is free, and then puts, so that two savers may both win.
 _CONDITIONAL = frozenset({"gs", "gcs", "abfs", "abfss", "az"})
-# Those whose `open` knows of "xb". Others refuse it, or look first and then open as with "wb".
+# File systems whose `open` knows "xb". Others refuse it, or look and then open as with "wb".
 _EXCLUSIVE = frozenset({"file", "local"})
-# How file systems call the time of the last change in `info`.
+# Names that file systems have for the time of the last change in `info`.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
-_TEMPORARY = re.compile(r"~[0-9a-f]{16}$")  # `~` cannot be part of a name of ours
+_TEMPORARY = re.compile(r"~[0-9a-f]{16}$")  # no name of ours has a `~`
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class FileStore(Store):
-    """Blobs are files below a folder of whatever file system fsspec has for the scheme."""
+    """Keeps blobs as files below a folder of the file system that fsspec has for the scheme."""
 
     def __init__(self, config: FsspecConfig) -> None:
-        """Loads the file system's class."""
+        """Load the file system's class.
+
+        Raises:
+            ConfigError: fsspec lacks a package for the scheme, or refuses the options.
+        """
         self._scrub = Scrubber(config.secrets)
         self._fs, self._root = self._load(config)
         super().__init__(config)
@@ -66,8 +74,7 @@ class FileStore(Store):
         self._object_store = config.scheme in _OBJECT_STORES
 
     def find_capabilities(self) -> Capabilities:
-        """Streams take bytes in order. Tries out conditional puts where there may be some."""
-        exclusive, notes = self._conditional()
+        exclusive, notes = self._conditional_puts()
         return Capabilities(
             preferred_io_bytes=self.config.part_bytes,
             preferred_parallel=self.config.parallel,
@@ -95,7 +102,8 @@ class FileStore(Store):
                 f"{place('read', span.name, self.url)}: bytes {span.start} to {span.stop} were "
                 f"asked for, {data.nbytes} came"
             )
-            if data.nbytes > span.stop - span.start:  # says nothing of what is stored
+            if data.nbytes > span.stop - span.start:
+                # Not damage: the store ignored the range, so nothing is known of the blob.
                 msg += "; the store does not serve ranges of bytes: copy the run, or use another"
                 raise StorageError(msg)
             raise BlobTruncatedError(msg)
@@ -107,19 +115,17 @@ class FileStore(Store):
         size = self.stat(name).size_bytes
         if size > limit_bytes:
             return size
-        # What that tells and what comes are two answers. Object stores are asked for all of it: not
-        # each of them serves a range that ends behind the end.
+        # The record may be replaced by a longer one after `stat`, so the read is bounded, too.
+        # Object stores return all of it: some refuse a range that ends behind the end.
         part = {} if self._object_store else {"start": 0, "end": limit_bytes + 1}
         data = self._ask("read", name, lambda: self._fs.cat_file(self.path(name), **part))
         return bytes(data) if len(data) <= limit_bytes else len(data)
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> None:
-        self._check_writable("publish", name)
-        if exclusive and self.capabilities.exclusive_publish:
-            self._publish_if_absent(name, data)
-            return
-        if exclusive:
-            self.refuse_taken("publish", name)
+        self._check_writable("publish", name)  # before anything is asked of the store
+        super().publish(name, data, exclusive=exclusive)
+
+    def put(self, name: str, data: bytes) -> None:
         path = self.path(name)
         with self.explained("publish", name):
             self.make_parent(path)
@@ -130,12 +136,34 @@ class FileStore(Store):
             try:
                 with self._fs.open(temporary, "wb") as stream:
                     stream.write(data)
-                    flush(stream)
+                    _flush(stream)
                 self._fs.mv(temporary, path)
             except BaseException:
                 with suppress(Exception):
                     self._fs.rm_file(temporary)
                 raise
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        try:
+            with self.explained("publish", name):
+                self._fs.pipe_file(self.path(name), bytes(data), mode="create")
+        except BlobExistsError as error:
+            # The client of the file system retries by itself, even a put that had succeeded. So
+            # the name may be taken by this very record.
+            found: bytes | int
+            try:
+                found = self.read_record(name, limit_bytes=len(data))
+            except BlobNotFoundError:
+                found = b""  # it was another saver's, and is deleted since
+            except StorageError:
+                found = data  # unknown; a save that was told "taken" would believe that it lost
+            if found != data:
+                raise
+            msg = (
+                f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
+                "by this very record after a lost answer: read it to learn whose it is"
+            )
+            raise StorageError(msg) from error
 
     def list(self, prefix: str) -> Sequence[BlobInfo]:
         return [info for info in self._find(prefix) if not _TEMPORARY.search(info.name)]
@@ -144,7 +172,7 @@ class FileStore(Store):
         path = self.path(name)
         info = self._ask("stat", name, lambda: self._fs.info(path))
         if info.get("type") == "directory":
-            msg = f"{place('stat', name, self.url)}: a folder of that name stands there"
+            msg = f"{place('stat', name, self.url)}: there is a folder of that name"
             raise BlobNotFoundError(msg)
         return self._info(name, info)
 
@@ -153,25 +181,34 @@ class FileStore(Store):
         settle([self.transfers.submit(partial(self._delete, name)) for name in names])
 
     def sweep(self, before_s: float) -> None:
-        """Remove temporary records that nobody renamed."""
+        """Remove temporary records that were never renamed."""
         for info in self._find(""):
             if _TEMPORARY.search(info.name) and info.modified_s < before_s:
                 self._delete(info.name)
 
+    def close(self) -> None:
+        super().close()
+        session = getattr(self._fs, "_session", None)
+        if self._read_only and session is not None:
+            # Else its connections last until the garbage collector finds the file system.
+            self._fs.close_session(self._fs.loop, session)
+
     # -- for writers ----------------------------------------------------------------------------
 
     def open_stream(self, name: str) -> Any:
-        """A stream into a new blob."""
+        """Open a stream into a new blob."""
         with self.explained("create", name):
             path = self.path(name)
             self.make_parent(path)
-            return self._fs.open(path, self._creates, block_size=self.config.part_bytes)
+            # "xb" where it is known, so that a blob of that name, of another saver, is not emptied.
+            mode = "xb" if self.config.scheme in _EXCLUSIVE else "wb"
+            return self._fs.open(path, mode, block_size=self.config.part_bytes)
 
     def rewrite(self, name: str, length: int) -> None:
-        """Cut a blob that is stored already, by writing it again.
+        """Cut a stored blob by writing it again.
 
         Raises:
-            StorageError: It is too long to be held in memory for that.
+            StorageError: The blob is too long to be held in memory for that.
         """
         if length > self.config.part_bytes:
             msg = f"{place('seal', name, self.url)}: it cannot be cut to {length} bytes any more"
@@ -182,95 +219,52 @@ class FileStore(Store):
             self._fs.pipe_file(path, bytes(data))
 
     def remove(self, name: str) -> None:
-        """Remove what an abort leaves, if it can be removed."""
+        """Remove a file if that is possible; raises nothing."""
         with suppress(Exception):
             self._fs.rm_file(self.path(name))
 
     def holds(self, name: str, stream: Any) -> bool:
-        """Whether the file of that name is known to be the one that `stream` has open.
+        """Return whether the file of that name is known to be the one that `stream` has open.
 
-        Of most stores nobody knows it: the name is the only thing that they tell of a blob.
+        False for most stores, which identify a blob by its name alone.
         """
         path = self.path(name)
         with suppress(OSError, AttributeError, ValueError):
-            there = os.stat(path, follow_symlinks=False)
-            return os.path.samestat(os.fstat(stream.fileno()), there)
-        held = getattr(self._fs, "store", None)  # of a file system in memory
-        return isinstance(held, dict) and held.get(path) is stream
+            found = os.stat(path, follow_symlinks=False)
+            return os.path.samestat(os.fstat(stream.fileno()), found)
+        files = getattr(self._fs, "store", None)  # of a file system in memory
+        return isinstance(files, dict) and files.get(path) is stream
 
     def make_parent(self, path: str) -> None:
-        """Make the folder of `path`, where there are folders."""
+        """Create the folder of `path`, unless the store has no folders."""
         if not self._object_store:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def path(self, name: str) -> str:
-        """Where a blob is, in the file system's own words."""
+        """Return the path of a blob in the file system; that of the root for an empty name."""
         return f"{self._root}/{name}" if name else self._root
 
     def explained(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Errors from inside become ours."""
+        """Turn errors from inside into errors of Penstock."""
         return explained(what, name, url=self.url, scrub=self._scrub)
 
     # -- below ----------------------------------------------------------------------------------
 
-    def _conditional(self) -> tuple[bool, tuple[str, ...]]:
-        """Whether the store decides between two publishers, and what to say of it."""
+    def _conditional_puts(self) -> tuple[bool, tuple[str, ...]]:
         if self._read_only:
             return False, ("a store that can only be read",)
         wanted = self.config.conditional_put
         if wanted != "auto" or self.config.scheme not in _CONDITIONAL:
             return wanted == "yes" and self.config.scheme in _CONDITIONAL, ()
-        probe = f"clock/{secrets.token_hex(8)}"  # where `prune` looks for what was left behind
-        try:
-            self._put_if_absent(probe, b"1")
-        except StorageError as error:
-            return False, (f"conditional puts could not be tried out: {error}",)
-        try:
-            self._put_if_absent(probe, b"2")
-        except BlobExistsError:
-            return True, ()
-        except StorageError as error:
-            return False, (f"conditional puts do not work: {error}",)
-        finally:
-            self.remove(probe)
-        return False, ("the store puts in spite of its condition, so one saver per root",)
-
-    def _publish_if_absent(self, name: str, data: bytes) -> None:
-        try:
-            self._put_if_absent(name, data)
-        except BlobExistsError as error:
-            # These file systems try again by themselves, also what had succeeded.
-            found: bytes | int
-            try:
-                found = self.read_record(name, limit_bytes=len(data))
-            except BlobNotFoundError:
-                found = b""  # another's, deleted since
-            except StorageError:
-                found = data  # it may be: "taken" would be believed
-            if found != data:
-                raise
-            msg = (
-                f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
-                "by this very record after a lost answer: read it to learn whose it is"
-            )
-            raise StorageError(msg) from error
-
-    def _put_if_absent(self, name: str, data: bytes) -> None:
-        with self.explained("publish", name):
-            self._fs.pipe_file(self.path(name), bytes(data), mode="create")
+        return self.probe_conditional_puts()
 
     @property
     def _read_only(self) -> bool:
         return self.config.scheme in _READ_ONLY
 
-    @property
-    def _creates(self) -> str:
-        """How a new blob is opened: where possible so that another's of its name is not emptied."""
-        return "xb" if self.config.scheme in _EXCLUSIVE else "wb"
-
     @cached_property
     def _renames(self) -> bool:
-        """Whether there is a rename; the one that fsspec puts in its place is copy and delete."""
+        """Whether there is a rename; the one that fsspec provides by default copies and deletes."""
         if self._object_store:
             return False
         from fsspec import AbstractFileSystem  # noqa: PLC0415 - 80 ms
@@ -282,7 +276,7 @@ class FileStore(Store):
             from fsspec.core import url_to_fs  # noqa: PLC0415 - 80 ms
 
             with explained("open", "", url=config.shown_url, scrub=self._scrub):
-                # Listings would be remembered, and instances shared with the user's own.
+                # By default fsspec caches listings, and shares instances with the user's own code.
                 options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
                 if config.scheme in _READ_ONLY:
                     guard = bool(config.options.get("headers"))
@@ -299,7 +293,7 @@ class FileStore(Store):
                 )
                 raise ConfigError(msg) from error
             if isinstance(cause, (TypeError, ValueError)):
-                msg = f"{config.shown_url}: fsspec does not take it: {self._scrub(str(cause))}"
+                msg = f"{config.shown_url}: fsspec refuses it: {self._scrub(str(cause))}"
                 raise ConfigError(msg) from error
             raise
         return fs, str(root).rstrip("/")
@@ -313,7 +307,7 @@ class FileStore(Store):
             raise CapabilityError(msg)
 
     def _ask(self, what: str, name: str, operation: Callable[[], T]) -> T:
-        """An operation that changes nothing, so may be repeated."""
+        """Run an operation that changes nothing, so may be retried."""
         with self.explained(what, name):
             return self._retry.run(operation, transient=is_transient, stop=threading.Event())
 
@@ -331,11 +325,11 @@ class FileStore(Store):
                     yield self._info(name, info)
 
     def _walk(self, top: str) -> dict[str, Any]:
-        """All files below `top`, by path; nothing where that is no folder.
+        """Return all files below `top`, by path; nothing if `top` is no folder.
 
-        Not fsspec's `find`: most file systems inherit one that takes a folder whose listing fails,
-        be it for a broken connection, for an empty one. A commit record that is not listed is a
-        checkpoint that is not there, whose data `prune` deletes.
+        Not fsspec's `find`: the one that most file systems inherit takes a folder for empty when
+        its listing fails, even by a broken connection. A checkpoint whose commit record is not
+        listed seems not to exist, and `prune` would delete its data.
         """
         found: dict[str, Any] = {}
         folders = [top]
@@ -343,19 +337,20 @@ class FileStore(Store):
             folder = folders.pop()
             try:
                 entries = self._fs.ls(folder, detail=True)
-            except (FileNotFoundError, NotADirectoryError):  # or deleted since
+            except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile, for example
                 continue
             for info in entries:
                 path = info["name"].rstrip("/")
                 if info.get("type") != "directory":
                     found[path] = info
-                elif path.startswith(f"{folder.rstrip('/')}/"):  # not itself, nor one above
+                elif path.startswith(f"{folder.rstrip('/')}/"):
+                    # Pages of links name the folder itself, and the one above: an endless walk.
                     folders.append(path)
         return found
 
     def _info(self, name: str, info: dict[str, Any]) -> BlobInfo:
         size = info.get("size")
-        if size is None:  # a page of links tells none
+        if size is None:  # a page of links shows no sizes
             full = self._ask("stat", name, lambda: self._fs.info(self.path(name)))
             size = full.get("size")
         if size is None:
@@ -372,12 +367,125 @@ class FileStore(Store):
         if isinstance(told, (int, float)):
             return float(told)
         if self._read_only:
-            return 0.0  # only what may be deleted needs a time
+            return 0.0  # times decide on deletions only
         msg = f"{place('stat', name, self.url)}: the store does not tell when it was changed"
         raise StorageError(msg)
 
     def _delete(self, name: str) -> None:
-        # A folder is no blob: none of that name is there.
+        # A folder is no blob, so a blob of that name does not exist.
         mapped = self.explained("delete", name)
         with suppress(BlobNotFoundError), mapped, suppress(IsADirectoryError):
             self._fs.rm_file(self.path(name))
+
+
+class StreamWriter(StoreWriter):
+    """Appends to a stream, opened when the first bytes come; gaps are written as zeros.
+
+    A stream that cannot be cut is cut by writing its blob again, up to the size of one part. The
+    blob is as durable as the close of its stream; a file below the stream is synced.
+    """
+
+    def __init__(self, store: FileStore, name: str, *, feeds: Pool) -> None:
+        super().__init__(name, store.url, feeds=feeds)
+        self._store = store
+        self._stream: Any = None
+        self._position = 0
+
+    def _take(self, request: WriteRequest, batch: Batch) -> None:
+        del batch  # the stream has taken the bytes over when this returns
+        if not request.length:
+            return
+        if request.offset < self._position:
+            msg = (
+                f"{self._where('write')}: offset {request.offset} comes too late, the stream is "
+                f"at {self._position}; offsets must ascend from call to call"
+            )
+            raise StorageError(msg)
+        self._open()
+        with self._store.explained("write", self.name):
+            self._advance(request.offset)
+            for buffer in request.buffers:
+                self._send(flat_view(buffer))
+
+    def _finish(self, length: int) -> None:
+        self._open()
+        with self._store.explained("seal", self.name):
+            self._advance(length)
+            cut = length < self._position and not _truncate(self._stream, length)
+            _flush(self._stream)
+            self._stream.close()
+        if cut:
+            self._store.rewrite(self.name, length)
+        size = self._store.stat(self.name).size_bytes
+        if size != length:
+            msg = f"{self._where('seal')}: the store holds {size} bytes of {length}; do not use it"
+            raise StorageError(msg)
+
+    def _give_up(self) -> None:
+        if self._stream is None:
+            return
+        # If this process was suspended, another saver may have taken over the name. So the file is
+        # removed only if it is known to be the open one, and before that is closed. `delete` and
+        # `prune` remove all others.
+        if self._store.holds(self.name, self._stream):
+            self._store.remove(self.name)
+        with suppress(Exception):
+            self._stream.discard()
+        if _stores_on_close(self._stream):
+            _disable_close(self._stream)
+        with suppress(Exception):
+            self._stream.close()
+
+    def _open(self) -> None:
+        if self._stream is None:
+            self._stream = self._store.open_stream(self.name)
+            # The `__del__` of an abandoned stream would store it, over a blob that another saver
+            # may have put there since. The finalizer also keeps the stream alive for as long as the
+            # writer: the collector may else take the stream first, if both are garbage.
+            weakref.finalize(self, _disable_close, self._stream)
+
+    def _advance(self, offset: int) -> None:
+        while self._position < offset:
+            self._send(_ZEROS[: offset - self._position])
+
+    def _send(self, view: memoryview) -> None:
+        while view.nbytes:
+            count = self._stream.write(view)
+            # Raw streams may take less than all; some others return None.
+            count = view.nbytes if count is None else count
+            self._position += count
+            view = view[count:]
+
+
+def _disable_close(stream: Any) -> None:
+    """Mark a stream as closed, without a call of the store, which may hang.
+
+    The store drops an unfinished upload by itself.
+    """
+    with suppress(Exception):
+        stream.closed = True
+
+
+def _stores_on_close(stream: Any) -> bool:
+    """Return whether `close` makes a blob of what was written, replacing any of that name."""
+    from fsspec.spec import AbstractBufferedFile  # noqa: PLC0415 - 80 ms; loaded with the stream
+
+    return isinstance(stream, AbstractBufferedFile)
+
+
+def _flush(stream: Any) -> None:
+    """Flush a stream, and sync the file below it if there is one; others are stored by `close`."""
+    stream.flush()
+    try:
+        number = stream.fileno()
+    except (AttributeError, OSError):
+        return
+    os.fsync(number)
+
+
+def _truncate(stream: Any, length: int) -> bool:
+    try:
+        stream.truncate(length)
+    except (AttributeError, NotImplementedError, OSError, ValueError):
+        return False
+    return True

@@ -1,7 +1,7 @@
-"""A client of aiohttp for fsspec's HTTP: an answer ends where it has to, and headers stay at home.
+"""The client of aiohttp for fsspec's HTTP: bounds each answer, and keeps headers to one origin.
 
-fsspec reads each answer whole, however long it is, and sends the headers that it was given to
-wherever an answer leads.
+fsspec itself reads each answer whole, however long it is, and follows a redirect to any host with
+the headers of the user's options.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)", re.ASCII)
 
 
 async def bounded_client(**options: Any) -> ClientSession:
-    """A session that refuses answers longer than what was asked for.
+    """Return a session that refuses answers longer than the range that was asked for.
 
-    With headers of the caller's it also refuses to be led to another origin: aiohttp takes along
-    all of them but a few that it knows to be credentials.
+    With headers of the user it also refuses redirects to another origin: aiohttp would send all
+    headers there but a few that it knows to be credentials.
     """
     import aiohttp  # noqa: PLC0415 - an extra
 
@@ -42,10 +42,10 @@ def _bounded_response() -> type[ClientResponse]:
     import aiohttp  # noqa: PLC0415 - an extra
 
     class BoundedResponse(aiohttp.ClientResponse):
-        async def read(self) -> bytes:
+        async def read(self) -> bytes:  # fsspec calls it for every body
             if self._body is None:
                 try:
-                    self._body = await self._read_bounded(most_bytes(self))
+                    self._body = await self._read_bounded(_limit_bytes(self))
                 except BaseException:
                     self.close()
                     raise
@@ -69,8 +69,8 @@ def _bounded_response() -> type[ClientResponse]:
     return BoundedResponse
 
 
-def most_bytes(answer: ClientResponse) -> int:
-    """How long the body of an answer may be, by its status and by what was asked for."""
+def _limit_bytes(answer: ClientResponse) -> int:
+    """Return how long the body of an answer may be, by its status and the requested range."""
     if answer.status >= _ERROR:
         return _REFUSAL_BYTES
     asked = _RANGE.fullmatch(answer.request_info.headers.get("Range", ""))
@@ -82,8 +82,9 @@ def most_bytes(answer: ClientResponse) -> int:
 async def _check_redirect(_session: object, _context: object, params: Any) -> None:
     target = params.url.join(type(params.url)(params.response.headers.get("Location", "")))
     if target.origin() != params.url.origin():
+        params.response.close()
         msg = (
             f"{params.url.host} leads to {target.host}, which would get the headers of `options`, "
-            "and what is secret of them; give the URL to which it leads"
+            "and the secrets in them; give the URL to which it leads"
         )
         raise RefusedAnswerError(msg)

@@ -1,4 +1,4 @@
-"""Which requests a batch of reads becomes: near ranges merged, large ones cut."""
+"""Turns a batch of reads into requests: merges near ranges, and cuts large ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from penstock.core.types import ReadRequest
 
-_WASTE = 20  # of what a span reads, at most one part in so many may be gaps, beyond the first gap
+_WASTE = 20  # one byte of gaps is allowed for so many wanted ones, besides `gap_bytes`
 
 
 @dataclass(frozen=True, slots=True)
 class RangePiece:
-    """Bytes of a blob from `offset` on, and where they go."""
+    """Bytes of a blob from `offset` on, and the memory that they go to."""
 
     offset: int
     target: memoryview
@@ -32,30 +32,31 @@ class RangePiece:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request to the store: ascending pieces that do not overlap, and the gaps between."""
+    """One request to the store: ascending pieces without overlap, and the gaps between them."""
 
     name: str
     pieces: tuple[RangePiece, ...]
 
     @property
     def start(self) -> int:
-        """The first byte."""
+        """The offset of the first byte."""
         return self.pieces[0].offset
 
     @property
     def stop(self) -> int:
-        """Behind the last byte."""
+        """The offset behind the last byte of the last piece."""
         return self.pieces[-1].stop
 
 
 def plan_spans(requests: Sequence[ReadRequest], *, piece_bytes: int, gap_bytes: int) -> list[Span]:
-    """Requests that together fill every target; empty targets are left out.
+    """Return spans that together fill every target; leaves out empty targets.
 
     Args:
-        requests: In any order; may overlap.
-        piece_bytes: No span is longer.
-        gap_bytes: No gap that is read along is longer. Of each span, gaps are at most this much
-            and a twentieth of what is wanted.
+        requests: The reads, in any order; they may overlap.
+        piece_bytes: The most bytes of a span.
+        gap_bytes: The longest gap that is read along. All gaps of a span together are at most this
+            much and a twentieth of its wanted bytes, so that many small reads far apart do not
+            become one of nearly all the blob.
     """
     spans: list[Span] = []
     wanted = sorted((r for r in requests if r.target.nbytes), key=attrgetter("name"))

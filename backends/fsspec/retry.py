@@ -1,4 +1,4 @@
-"""Tries again what is safe to try again: exponential back-off, full jitter, bounded twice."""
+"""Retries with exponential backoff and full jitter, bounded in number and in time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often, and for how long, an operation is tried.
+    """Runs an operation until it succeeds, fails for good, or has used up its attempts or time.
 
     Full jitter (a random time below the exponential bound) keeps the ranks of a large job from
     coming back all at once; after Brooker, "Exponential Backoff And Jitter", AWS 2015.
 
     Attributes:
-        attempts: At most.
-        total_s: Nothing is begun again later than this after the first attempt.
-        timing: How long the pauses between attempts are.
+        attempts: The most attempts.
+        total_s: The time after the first attempt at which the last one may begin.
+        random: Draws the pauses, from the system: forked ranks must not draw the same ones.
+        timing: The bounds of the pauses between attempts.
     """
 
     attempts: int
@@ -40,15 +41,15 @@ class Retry:
         transient: Callable[[Exception], bool],
         stop: threading.Event | None = None,
     ) -> T:
-        """The result of the first attempt that has one.
+        """Return the result of the first attempt that succeeds.
 
         Args:
-            operation: Must be safe to repeat whatever became of the attempt before.
-            transient: Whether an error is worth another attempt.
-            stop: Set by another thread: no further attempt.
+            operation: What to run; must be safe to repeat after an attempt with unknown outcome.
+            transient: Returns whether an error is worth another attempt.
+            stop: If another thread sets it, no further attempt begins.
 
         Raises:
-            Exception: What the last attempt raised.
+            Exception: The error of the last attempt.
         """
         stop = stop or threading.Event()
         timing = self.timing
@@ -61,6 +62,7 @@ class Retry:
                     raise
                 most_s = timing.request_retry_first_s * 2 ** (attempt - 1)
                 delay_s = self.random.uniform(0, min(most_s, timing.request_retry_most_s))
+                # A wait that `stop` ends: an abort must not last as long as the pauses.
                 if deadline.left_s() < delay_s or stop.wait(delay_s):
                     raise
         msg = "a Retry needs at least one attempt"

@@ -1,4 +1,4 @@
-"""Waiting for what runs in the background, all of it."""
+"""Futures that stand for several transfers: done only when all of them have ended."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """A future that is done once everything that holds it has let go."""
+    """A future that is done once all holders have released it; the first holder is its maker."""
 
     def __init__(self) -> None:
         self.future: Future[None] = Future()
         self._holders = 1
         self._error: BaseException | None = None
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards `_holders` and `_error`
 
     def hold(self) -> None:
-        """One more part is under way."""
+        """Add a holder."""
         with self._lock:
             self._holders += 1
 
     def release(self, error: BaseException | None = None) -> None:
-        """One part is over; the first error is that of the batch."""
+        """Remove a holder; the first error of a holder becomes that of the batch."""
         with self._lock:
             self._holders -= 1
             self._error = self._error or error
             last, error = self._holders == 0, self._error
         if not last:
             return
+        # Outside the lock, since this runs the callbacks of the future.
         if error is None:
             self.future.set_result(None)
         else:
@@ -39,9 +40,10 @@ class Batch:
 
 
 def settle(futures: Collection[Future[None]]) -> None:
-    """Wait until none of `futures` runs any more, then raise the first error.
+    """Wait until none of `futures` is running, then raise the first error.
 
-    What has not begun when one fails, or when the wait is interrupted, never begins.
+    When one fails, or the wait is interrupted, those that have not begun are cancelled. Those that
+    run are waited for: they may still write into the caller's memory.
     """
     try:
         _, pending = wait(futures, return_when=FIRST_EXCEPTION)

@@ -1,4 +1,4 @@
-"""The life of a blob being written, whatever carries its bytes."""
+"""The base of the two writers: the states of a blob, from its creation to seal or abort."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 class WriterState(Enum):
-    """Where a blob stands."""
+    """The state of a blob."""
 
     OPEN = auto()
-    SEALING = auto()  # an abort waits for its end
+    SEALING = auto()  # an abort waits until this ends
     SEALED = auto()
     DEAD = auto()  # a write or the seal failed: may only be aborted
     ABORTED = auto()
 
 
 class StoreWriter(BlobWriter):
-    """A blob being written by batches, taken one at a time in the order of their submission.
+    """Writes a blob from batches, one at a time, in the order of their submission.
 
     Args:
-        name: Of the blob.
-        url: Of the store, for messages.
-        feeds: Runs what takes the batches.
+        name: The name of the blob.
+        url: The URL of the store, for messages.
+        feeds: Runs `_take` for the batches.
     """
 
     def __init__(self, name: str, url: str, *, feeds: Pool) -> None:
@@ -46,8 +46,8 @@ class StoreWriter(BlobWriter):
         self.url = url
         self._lane = Lane(feeds)
         self._pid = os.getpid()
-        self._stop = threading.Event()  # set: nothing further is begun
-        # Guards the three below; notified when a batch or a seal is over.
+        self._stop = threading.Event()  # once set, no transfer begins, and none is retried
+        # Guards the three fields below; notified when a batch or a seal ends.
         self._changed = threading.Condition()
         self._cause: BaseException | None = None
         self._state = WriterState.OPEN
@@ -55,45 +55,49 @@ class StoreWriter(BlobWriter):
 
     @abstractmethod
     def _take(self, request: WriteRequest, batch: Batch) -> None:
-        """Take a request over; what is in use after this holds the batch. Runs alone."""
+        """Begin to write a request; runs alone.
+
+        Each transfer that still uses the caller's memory afterwards holds the batch.
+        """
 
     def _own_memory(self) -> None:
-        """Copy what is needed of a batch, if nothing in use holds it. Runs alone."""
+        """Copy what is still needed of the batch that ends, whose memory the caller gets back.
+
+        Runs alone.
+        """
 
     @abstractmethod
     def _finish(self, length: int) -> None:
-        """Cut the blob to `length`, make it durable, and check its length. Runs alone."""
+        """Cut the blob to `length`, make it durable, and check its length; runs alone."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Remove what can be removed, once nothing is in use; raises nothing. Runs alone."""
+        """Remove what can be removed; runs alone, without a batch in flight, and raises nothing."""
 
     @property
     def over(self) -> bool:
-        """Whether the blob is sealed or aborted: its name is no longer this writer's."""
+        """Whether the blob is sealed or aborted, so that its name is free for another writer."""
         return self._state in {WriterState.SEALED, WriterState.ABORTED}
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
-        """Begin to write, behind all that was submitted before; see `Backend.submit_write`.
+        """Begin to write, after all that was submitted before; see `Backend.submit_write`.
 
         Raises:
-            StorageError: The blob is sealed or dead; nothing was begun.
+            StorageError: The blob is sealed or dead, or belongs to the parent of this fork.
         """
         self._check_process("write")
         with self._changed:
             self._check_open("write")
             self._batches += 1
         batch = Batch()
-        batch.future.add_done_callback(self._landed)
+        batch.future.add_done_callback(self._end_batch)
         self._lane.submit(lambda: self._feed(requests, batch))
         return batch.future
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
-        """As the contract says."""
         self.submit(requests).result()
 
     def seal(self, length: int, /) -> None:
-        """As the contract says."""
         self._check_process("seal")
         with self._changed:
             self._wait_idle()
@@ -112,10 +116,9 @@ class StoreWriter(BlobWriter):
                 self._changed.notify_all()
 
     def abort(self) -> None:
-        """As the contract says."""
-        if os.getpid() != self._pid:  # the parent's blob is not ours to end
-            return
-        self._stop.set()
+        if os.getpid() != self._pid:
+            return  # the blob is the parent's, which goes on writing it
+        self._stop.set()  # before waiting, so that what is in flight ends soon
         with self._changed:
             self._wait_idle()
             if self.over:
@@ -124,7 +127,7 @@ class StoreWriter(BlobWriter):
         self._give_up()
 
     def _die(self, cause: BaseException) -> None:
-        """After a failure: nothing further is begun, and only an abort is left."""
+        """Record a failure: no further transfer begins, and only an abort is possible."""
         with self._changed:
             self._cause = self._cause or cause
             if self._state is WriterState.OPEN:
@@ -143,11 +146,11 @@ class StoreWriter(BlobWriter):
                     self._take(request, batch)
             finally:
                 self._own_memory()
-        except BaseException as failure:  # noqa: BLE001 - raised by who waits for the batch
+        except BaseException as failure:  # noqa: BLE001 - the batch's future raises it
             error = failure
         batch.release(error)
 
-    def _landed(self, future: Future[None]) -> None:
+    def _end_batch(self, future: Future[None]) -> None:
         error = future.exception()
         if error is not None:
             self._die(error)
@@ -160,7 +163,8 @@ class StoreWriter(BlobWriter):
             self._changed.wait()
 
     def _check_process(self, what: str) -> None:
-        if os.getpid() != self._pid:  # before any lock, which a fork may have left held
+        # Before any lock: a thread of the parent may have held it at the fork.
+        if os.getpid() != self._pid:
             msg = f"{self._where(what)}: it was begun in another process (fork)"
             raise StorageError(msg)
 
@@ -172,9 +176,9 @@ class StoreWriter(BlobWriter):
 
     def _check_open(self, what: str) -> None:
         if self._state is not WriterState.OPEN:
-            told = f"{self._state.name.lower()} already"
+            state = f"{self._state.name.lower()} already"
             if self._state is WriterState.DEAD:
                 why = f" ({self._cause})" if self._cause else ""
-                told = f"dead since an earlier failure{why}; abort it and write another blob"
-            msg = f"{self._where(what)}: it is {told}"
+                state = f"dead since an earlier failure{why}; abort it and write another blob"
+            msg = f"{self._where(what)}: it is {state}"
             raise StorageError(msg)

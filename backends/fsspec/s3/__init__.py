@@ -1,5 +1,5 @@
-"""S3, and whatever speaks its protocol: the store that `fsspec` takes for `s3://`.
+"""S3, and every store that speaks its protocol: used by `fsspec` for `s3://`.
 
-Here: requests by botocore, multipart uploads, errors of S3. What it shares with file systems of
-fsspec (parts, retries, the life of a writer) is in the package above.
+Here: requests by botocore, parts and multipart uploads, errors of S3. The package above has what
+S3 shares with the file systems of fsspec: retries, ranges, the life of a writer.
 """

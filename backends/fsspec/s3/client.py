@@ -1,7 +1,7 @@
-"""S3 as a few blocking operations, with retries for what is safe to repeat.
+"""S3 as a few blocking operations, with retries of those that are safe to repeat.
 
-botocore signs, finds credentials and speaks HTTP; its own retries are off, since it does not know
-which operations of ours may be repeated, and would hide a lost answer to a conditional put.
+botocore signs, finds credentials and speaks HTTP. Its own retries are off: it does not know which
+operations may be repeated, and would hide a lost answer to a conditional put.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 1 << 20
 _SCRATCH_BYTES = 64 << 10
-# What the next page is asked for with, and where the last one says it.
+# For each listing: the parameters that request the next page, and the fields that they come from.
 _MARKERS = {
     "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
     "list_multipart_uploads": {
@@ -50,7 +50,10 @@ _MARKERS = {
 
 
 class S3Client:
-    """One bucket, and a prefix in it. Thread-safe; not to be used across a fork."""
+    """Sends requests about the objects below one prefix of a bucket.
+
+    Thread-safe, but a forked child must not use its parent's.
+    """
 
     def __init__(self, config: FsspecConfig, options: S3Options, *, retry: Retry) -> None:
         bucket, _, path = config.url.partition("://")[2].partition("/")
@@ -67,7 +70,7 @@ class S3Client:
 
     @property
     def is_aws(self) -> bool:
-        """Whether this is S3 itself, and not a store that speaks the same."""
+        """Whether this is S3 of AWS, and not another store with the same protocol."""
         host = str(self._api.meta.endpoint_url).partition("://")[2].partition("/")[0]
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
@@ -82,19 +85,28 @@ class S3Client:
         stop: threading.Event | None = None,
         **parameters: Any,
     ) -> dict[str, Any]:
-        """One operation that is safe to repeat; returns botocore's answer.
+        """Run one operation of botocore, which must be safe to repeat, and return its answer.
 
-        An answer without all of `needs` is not the store's, or not whole, and asked for again:
-        botocore takes any text that is XML for an answer in which nothing is said.
+        An answer without all of `needs` is cut off, or comes from a gateway, so it counts as a
+        failed attempt: botocore accepts any XML, and takes what is missing for empty.
+
+        Args:
+            operation: The method of botocore's client.
+            what: The verb for error messages.
+            name: The blob or record; empty for requests about the bucket.
+            needs: The fields that a complete answer has.
+            body: The bytes to send.
+            stop: If another thread sets it, no further attempt begins.
+            **parameters: Further parameters of the operation.
         """
-        ask = getattr(self._api, operation)
+        request = getattr(self._api, operation)
         if name:
             parameters["Key"] = self.prefix + name
 
         def attempt() -> dict[str, Any]:
-            # A fresh stream for each: the one before may have been read in part.
+            # A new stream for each attempt: the last attempt may have read a part of its own.
             sent = {} if body is None else _body(body)
-            answer: dict[str, Any] = ask(Bucket=self.bucket, **parameters, **sent)
+            answer: dict[str, Any] = request(Bucket=self.bucket, **parameters, **sent)
             _check_whole(answer, needs)
             return answer
 
@@ -103,39 +115,39 @@ class S3Client:
         )
 
     def pages(self, operation: str, what: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        """All answers of a listing, each asked for when it is needed."""
+        """Yield the answers of a listing; requests each page only when it is needed."""
         seen: set[tuple[object, ...]] = set()
         while True:
             page = self.call(operation, what, "", needs=("IsTruncated",), **parameters)
             yield page
             if not page["IsTruncated"]:
                 return
-            for asked, told in _MARKERS[operation].items():
-                if told not in page:
+            for parameter, field in _MARKERS[operation].items():
+                if field not in page:
                     msg = (
-                        f"{place(what, '', self.url)}: the store says that there is more, but not "
-                        f"from where on ({told}); it lacks this part of S3"
+                        f"{place(what, '', self.url)}: the answer announces another page, but "
+                        f"lacks {field}; the store lacks this part of S3"
                     )
                     raise StorageError(msg)
-                parameters[asked] = page[told]
-            marker = tuple(page[told] for told in _MARKERS[operation].values())
+                parameters[parameter] = page[field]
+            marker = tuple(page[field] for field in _MARKERS[operation].values())
             if marker in seen:
                 msg = (
-                    f"{place(what, '', self.url)}: the store goes on from a place a second time; "
-                    "the listing would never end"
+                    f"{place(what, '', self.url)}: the store names the same next page a second "
+                    "time; the listing would never end"
                 )
                 raise StorageError(msg)
             seen.add(marker)
 
     def size(self, what: str, name: str) -> int:
-        """Bytes of a blob, as the store has them."""
+        """Return the size of a blob, as the store reports it."""
         answer = self.call("head_object", what, name, needs=("ContentLength",))
         return int(answer["ContentLength"])
 
-    def abort_upload(self, what: str, name: str, number: str) -> None:
-        """End a multipart upload; that it is gone already is no error."""
+    def abort_upload(self, what: str, name: str, upload_id: str) -> None:
+        """Delete a multipart upload; it is no error if it is gone already."""
         with suppress(BlobNotFoundError):
-            self.call("abort_multipart_upload", what, name, UploadId=number)
+            self.call("abort_multipart_upload", what, name, UploadId=upload_id)
 
     def put(
         self,
@@ -145,19 +157,19 @@ class S3Client:
         *,
         stop: threading.Event | None = None,
     ) -> None:
-        """Store a blob, replacing what is there; the same bytes twice are the same blob."""
+        """Store a blob or record as a whole; replaces one of that name."""
         self.call("put_object", what, name, needs=("ETag",), body=data, stop=stop)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Store a record unless the name is taken, by one conditional put.
 
-        Repeating it is safe: it can only create what is not there. But once an attempt had an
-        unknown end (a reset, a timeout, any 5xx), a later 412 may be the answer to our own
-        record, so it is not reported as a lost race but as what it is: an unknown outcome.
+        Repeating it is safe, since it never replaces a record. But once an attempt had an unknown
+        outcome (a reset, a timeout, any 5xx), a later 412 may be about this very record. Then this
+        reports an unknown outcome, not a lost race.
 
         Raises:
-            BlobExistsError: The store refused, and nothing of ours can have been stored.
-            StorageError: Unknown outcome; read the record to learn whose it is.
+            BlobExistsError: The name is taken, and no attempt can have stored this record.
+            StorageError: The put failed, or its outcome is unknown: the record must be read.
         """
         unknown: list[Exception] = []
 
@@ -185,14 +197,14 @@ class S3Client:
         self._explained("publish", name, lambda: self._retry.run(attempt, transient=is_transient))
 
     def get(self, name: str, *, limit_bytes: int) -> bytes | int:
-        """A whole blob as one version of it, or its size if that is above `limit_bytes`."""
+        """Return a whole record, all of one version, or its size if that is above `limit_bytes`."""
 
         def attempt() -> bytes | int:
             answer = self._api.get_object(Bucket=self.bucket, Key=self.prefix + name)
             with answer["Body"] as body:
                 _check_whole(answer, ("ContentLength",))
                 if "ContentRange" in answer:
-                    msg = f"asked for all, the answer holds {answer['ContentRange']}"
+                    msg = f"requested all, but the answer holds {answer['ContentRange']}"
                     raise BrokenAnswerError(msg)
                 size = int(answer["ContentLength"])
                 if size > limit_bytes:
@@ -229,6 +241,7 @@ class S3Client:
     def _check_range(self, span: Span, answer: dict[str, Any]) -> None:
         told = str(answer.get("ContentRange", ""))  # bytes 0-99/1000
         size = told.rpartition("/")[2]
+        # First, since a blob that is cut off is damage, and another attempt would not help.
         if size.isdigit() and int(size) < span.stop:
             msg = (
                 f"cannot read bytes {span.start} to {span.stop} of {span.name} on {self.url}: "
@@ -236,11 +249,11 @@ class S3Client:
             )
             raise BlobTruncatedError(msg)
         expected = f"bytes {span.start}-{span.stop - 1}/"
-        # What comes in chunks may have no length.
+        # An answer in chunks has no length in its head.
         length = int(answer.get("ContentLength", span.stop - span.start))
         if not told.startswith(expected) or length != span.stop - span.start:
             holds = f"{length} bytes" if "ContentLength" in answer else "no length"
-            msg = f"asked for {expected[:-1]}, the answer holds {holds} ({told or 'all'})"
+            msg = f"requested {expected[:-1]}, but the answer holds {holds} ({told or 'all'})"
             raise BrokenAnswerError(msg)
 
     def _explained(self, what: str, name: str, operation: Callable[[], T]) -> T:
@@ -250,11 +263,12 @@ class S3Client:
             raise
         except Exception as error:  # noqa: BLE001 - botocore, urllib3, http, ssl: no common root
             found = storage_error(error, what, name, url=self.url, scrub=self._scrub)
+            # A traceback shows the text of the cause, too, with the credentials.
             clean = self._scrub(str(error)) == str(error)
             raise found from (error if clean else None)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections that are not in use."""
         self._api.close()
         self._transport.close()
 
@@ -266,17 +280,18 @@ def _body(views: Sequence[memoryview]) -> dict[str, Any]:
 
 def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
     missing = [name for name in needs if name not in answer]
-    if str(answer.get("ETag", "")).count('"') == 1:  # http.client takes any end for that of a head
+    # http.client takes any end of a connection for the end of the head.
+    if str(answer.get("ETag", "")).count('"') == 1:
         missing.append("the end of its ETag")
     if missing:
-        msg = f"the answer lacks {', '.join(missing)}; is it a store of S3 that answers?"
+        msg = f"the answer lacks {', '.join(missing)}; does a gateway answer for the store?"
         raise BrokenAnswerError(msg)
 
 
 def _fill(body: Any, target: memoryview) -> None:
     at = 0
     while at < target.nbytes:
-        # urllib3 reads into memory of its own, and copies that; a small piece of it is used again.
+        # In small pieces: urllib3 copies each from memory of its own, which it reuses only then.
         count = body.readinto(target[at : at + _PIECE_BYTES])
         if not count:
             msg = f"the answer ended {target.nbytes - at} bytes early"

@@ -1,4 +1,4 @@
-"""A client of botocore as this backend wants it, and how its requests travel.
+"""The client of botocore, and the transport of its requests.
 
 botocore finds credentials, signs, speaks HTTP and understands the answers. Its requests go through
 `Transport`, which adds the rules that its HTTP session lacks.
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from penstock.backends.fsspec.config import FsspecConfig, S3Options
 
-_OK, _REDIRECT = 200, 300  # the first status of success, and of all that is none
+_OK, _REDIRECT = 200, 300  # the first status of success, and the first behind it
 _SEND_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 _TEXT_BYTES = 16 << 20  # a page of a listing has at most 1,000 names of 1,024 bytes, escaped
-_SHOWN_CHARS = 100  # of what a server sent
+_SHOWN_CHARS = 100  # of a header that a server sent
 _IDLE_S = 30.0
 
 
 def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
-    """Return a client of botocore, and what carries its requests; it connects to nothing yet.
+    """Return a client of botocore, and the transport of its requests; connects to nothing yet.
 
     Raises:
         ConfigError: botocore is missing.
@@ -42,7 +42,7 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
     except ImportError as error:
         msg = f"{config.shown_url}: S3 needs botocore: pip install 'penstock[s3]'"
         raise ConfigError(msg) from error
-    s3: dict[str, Any] = {"payload_signing_enabled": False}  # 0.6 s of SHA-256 per GiB
+    s3: dict[str, Any] = {"payload_signing_enabled": False}  # SHA-256 would take 0.6 s per GiB
     if options.addressing_style != "auto":
         s3["addressing_style"] = options.addressing_style
     session = botocore.session.Session(profile=options.profile)
@@ -55,7 +55,7 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
         aws_session_token=options.token,
         config=Config(
             retries={"total_max_attempts": 1, "mode": "standard"},
-            # Checksums of ours bind every stored byte; a CRC of each part is sent besides.
+            # Checksums of the manifest cover every stored byte, and each part is sent with a CRC.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             signature_version=UNSIGNED if options.anon else None,
@@ -63,7 +63,8 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
         ),
     )
     verify: bool | str = options.verify
-    if verify is True:  # the environment may name a file
+    if verify is True:
+        # botocore applies these variables to its own session only, which `Transport` replaces.
         named = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
         verify = named or True
     transport = Transport(config, endpoint_url=client.meta.endpoint_url, verify=verify)
@@ -72,18 +73,19 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
 
 
 class Transport:
-    """The HTTP session of botocore, with rules that it lacks. Thread-safe.
+    """Sends requests by the HTTP session of botocore, with rules that it lacks. Thread-safe.
 
-    An answer that is not streamed has a limit, since a store could else make this process hold
-    whatever it sends; it is whole, or an error. Bodies are sent without asking whether they are
-    welcome, which costs one more way to the store and back. A connection that rested is not used
-    again: firewalls forget those, and drop what comes later without an answer.
+    * An answer that is not streamed is complete and has a limited length, or it is an error.
+      Otherwise a store could fill the memory of this process.
+    * Bodies are sent without `Expect: 100-continue`, which would cost one more round trip.
+    * A connection that was idle for long is not used again: firewalls forget such connections, and
+      then drop packets without an answer.
 
     Args:
-        config: How many requests run at once, and how long the store may take to go on.
-        endpoint_url: Of the store; the environment may name a proxy for it.
-        verify: Whether TLS certificates are checked; or the file with those to trust.
-        clock: Seconds since some moment, of which the time between two requests is taken.
+        config: The number of requests in flight, and the time that the store may take to go on.
+        endpoint_url: The URL of the store; the environment may name a proxy for it.
+        verify: Whether TLS certificates are checked; or a file with the certificates to trust.
+        clock: Returns a time in seconds, from which the pause between two requests is computed.
     """
 
     def __init__(
@@ -100,26 +102,26 @@ class Transport:
         self._session = URLLib3Session(
             verify=verify,  # pyright: ignore[reportArgumentType] - botocore takes names of files, too
             proxies=get_environ_proxies(endpoint_url),
-            # The first of the two also limits how long a store may take a piece of a body.
+            # To connect, and to read. The first also limits how long a piece of a body may take.
             timeout=(config.timeout_s, config.timeout_s),
             max_pool_connections=config.parallel + 4,
-            # Else a body waits for up to 40 ms until the store has acknowledged its head.
+            # Otherwise a body waits for up to 40 ms until the store has acknowledged its head.
             socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
         )
         self._clock = clock
         self._used_s = clock()
-        self._lock = threading.Lock()  # guards the time of the last use
+        self._lock = threading.Lock()  # guards `_used_s`
 
     def send(self, request: Any, **_: Any) -> Any:
-        """Return the answer to a signed request: a handler of botocore's `before-send`.
+        """Return the answer to a signed request; botocore calls this as its `before-send` handler.
 
         Raises:
-            BrokenAnswerError: The answer is none to this request, is cut off, or has no end.
+            BrokenAnswerError: The answer is cut off, too long, or not about this request.
         """
-        self._close_rested()
+        self._close_idle()
         request.headers.pop("Expect", None)
         streamed = request.stream_output
-        request.stream_output = True  # else the session itself reads all of the answer
+        request.stream_output = True  # so the session does not read all of the answer by itself
         answer = self._session.send(request)
         answer.raw.enforce_content_length = True
         try:
@@ -132,22 +134,22 @@ class Transport:
         return answer
 
     def close(self) -> None:
-        """Close the connections that rest; the others are closed once their answer is read."""
+        """Close the idle connections; each of the others is closed once its answer is read."""
         self._session.close()
 
-    def _close_rested(self) -> None:
+    def _close_idle(self) -> None:
         with self._lock:
             now = self._clock()
-            rested = now - self._used_s > _IDLE_S
+            idle = now - self._used_s > _IDLE_S
             self._used_s = now
-        if rested:
+        if idle:
             self._session.close()
 
 
 class Views(io.RawIOBase):
-    """Memory as the file that botocore takes for a body, without copying it.
+    """Shows memory to botocore as the file of a body, without copying it.
 
-    `read` returns pieces of one size, whatever was asked for: large enough to be few, and small
+    `read` ignores the requested size, and returns pieces that are large enough to be few, and small
     enough that a slow network takes each within the time limit.
     """
 
@@ -189,9 +191,9 @@ class Views(io.RawIOBase):
 
 
 def _check_head(request: Any, answer: Any) -> None:
-    """Refuse heads that http.client lets pass, although what follows cannot be understood."""
-    if answer.status_code < _OK:  # the answer itself is still to come
-        msg = f"a provisional answer ({answer.status_code}), which nobody asked for"
+    """Refuse heads that http.client accepts, although the body cannot be understood."""
+    if answer.status_code < _OK:  # the final answer is still to come
+        msg = f"a provisional answer ({answer.status_code}), which was not requested"
         raise BrokenAnswerError(msg)
     for name, usable in (("Content-Length", str.isdecimal), ("Transfer-Encoding", _is_chunked)):
         value = str(answer.headers.get(name, "")).strip()
@@ -200,7 +202,7 @@ def _check_head(request: Any, answer: Any) -> None:
             raise BrokenAnswerError(msg)
     body = request.body
     if isinstance(body, Views) and body.tell() < len(body) and answer.status_code < _REDIRECT:
-        msg = "the answer says that a body is stored which was not sent to its end"
+        msg = "the answer says that a body is stored, but it was not sent to its end"
         raise BrokenAnswerError(msg)
 
 
@@ -209,14 +211,14 @@ def _is_chunked(coding: str) -> bool:
 
 
 def _text(raw: Any) -> Any:
-    """Read all of an answer, up to the limit; as what botocore reads it from."""
+    """Read all of an answer, up to the limit; return it in the form from which botocore reads."""
     from urllib3 import HTTPResponse  # noqa: PLC0415 - comes with botocore
 
     text = io.BytesIO()
     while piece := raw.read(_READ_BYTES):
         text.write(piece)
         if text.tell() > _TEXT_BYTES:
-            msg = f"the answer's text goes on behind {_TEXT_BYTES:,} bytes"
+            msg = f"the text of the answer has more than {_TEXT_BYTES:,} bytes"
             raise BrokenAnswerError(msg)
     text.seek(0)
     return HTTPResponse(text, preload_content=False)

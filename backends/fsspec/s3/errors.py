@@ -1,4 +1,4 @@
-"""The one place where errors of S3 become ours."""
+"""Maps errors of S3, of botocore and of the network to those of Penstock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _AGAIN = _BUSY | {
     "RequestTimeoutException",
     "OperationAborted",
     "ConditionalRequestConflict",
-    "BadDigest",  # the bytes changed, or got lost, on their way
+    "BadDigest",  # bytes were changed or lost on their way
     "IncompleteBody",
 }
 _AGAIN_STATUS = {408, 429}
@@ -63,7 +63,7 @@ _CREDENTIALS = (
     "UnauthorizedSSOTokenError",
     "RefreshWithMFAUnsupportedError",
 )
-# Of those, what an agent or a metadata service says that may work the next time.
+# Of those, the errors of an agent or a metadata service, which may work the next time.
 _CREDENTIALS_AGAIN = ("CredentialRetrievalError", "MetadataRetrievalError")
 _TIMEOUTS = ("ConnectTimeoutError", "ReadTimeoutError")
 _NETWORK = (
@@ -77,18 +77,18 @@ _NETWORK = (
     "ProxyConnectionError",
     "gaierror",
 )
-_SHOWN_CHARS = 250  # of what a library says, which may quote a server
+_SHOWN_CHARS = 250  # of the text of a library, which may quote a server
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
 class BrokenAnswerError(ConnectionError):
-    """The answer is shorter than announced, or not about what was asked for."""
+    """The answer is shorter than announced, or not about the request."""
 
 
 def code_of(error: BaseException) -> str:
-    """S3's code of an error that the store answered with; else an empty string.
+    """Return the code of S3 in an error answer; empty if the store did not answer.
 
-    Of what has none, as the page of a gateway, it is `HTTP` and the status.
+    An answer without a code, such as the page of a gateway, has the code `HTTP` with its status.
     """
     answer = getattr(error, "response", None)
     if not isinstance(answer, dict):
@@ -97,7 +97,7 @@ def code_of(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> int:
-    """HTTP status of an error that the store answered with; else 0."""
+    """Return the HTTP status of an error answer; 0 if the store did not answer."""
     answer = getattr(error, "response", None)
     if not isinstance(answer, dict):
         return 0
@@ -105,10 +105,10 @@ def status_of(error: BaseException) -> int:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another attempt may succeed: the store is busy or broken, or the network is."""
+    """Return whether another attempt may succeed: the store or the network is busy or broken."""
     if isinstance(error, PenstockError):
         return False
-    if status_of(error) in _AGAIN_STATUS:  # of a proxy, whatever its text says
+    if status_of(error) in _AGAIN_STATUS:  # first, since a proxy may send any code with it
         return True
     if code_of(error):
         return code_of(error) in _AGAIN or status_of(error) >= SERVER_ERROR
@@ -116,7 +116,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_definite(error: BaseException) -> bool:
-    """Whether the store did nothing for certain. After all others it may have done it."""
+    """Return whether the store has certainly not carried out the request."""
     if _named(error, _CREDENTIALS):  # nothing was sent
         return True
     return bool(code_of(error)) and status_of(error) < SERVER_ERROR
@@ -125,7 +125,7 @@ def is_definite(error: BaseException) -> bool:
 def storage_error(
     error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
 ) -> StorageError:
-    """`error` as one of our tree; `what` is the verb that failed, `name` the blob or record."""
+    """Return `error` as a `StorageError`; the arguments are those of `fsspec.errors`."""
     if isinstance(error, StorageError):
         return error
     where = place(what, name, url)
@@ -154,7 +154,7 @@ def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
     if code in _MISSING:
         kind, text = BlobNotFoundError, "it does not exist"
     elif code in _TRUNCATED:
-        kind, text = BlobTruncatedError, "it ends before the range that was asked for"
+        kind, text = BlobTruncatedError, "it ends before the requested range"
     elif status_of(error) == PRECONDITION_FAILED:
         kind, text = BlobExistsError, "the name is taken"
     elif code in _EXPIRED:
@@ -173,7 +173,10 @@ def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Whether the store took too long; one that takes no more of a body shows in the cause."""
+    """Return whether the store took too long.
+
+    A store that stops reading a body shows only in the cause.
+    """
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, TimeoutError) or _named(found, _TIMEOUTS):
@@ -192,5 +195,5 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _named(error: BaseException, names: Collection[str]) -> bool:
-    """By name, so that nobody needs botocore to read this module."""
+    """Compare by name, so that this module can be imported without botocore."""
     return any(cls.__name__ in names for cls in type(error).__mro__)

@@ -1,36 +1,47 @@
-"""One blob of S3 being written: parts by offset, uploaded while later ones are filled."""
+"""Writes one blob of S3: cuts it into parts by offset, and uploads them while later ones fill."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import base64
+from concurrent.futures import CancelledError, wait
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.fsspec.config import MAX_PARTS
-from penstock.backends.fsspec.parts import Part
-from penstock.backends.fsspec.s3.upload import Upload
+from penstock.backends.fsspec.s3.parts import Part
 from penstock.backends.fsspec.writer import StoreWriter
-from penstock.core.errors import StorageError
+from penstock.core.errors import BlobNotFoundError, PenstockError, StorageError
 from penstock.core.types import PAGE_BYTES, align_down, align_up, flat_view
 
+try:
+    from isal.isal_zlib import crc32  # some six times as fast
+except ImportError:
+    from zlib import crc32
+
 if TYPE_CHECKING:
-    from penstock.backends.fsspec.parts import PartMemory
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
     from penstock.backends.fsspec.s3.client import S3Client
+    from penstock.backends.fsspec.s3.parts import PartMemory
     from penstock.backends.fsspec.waiting import Batch
     from penstock.core.concurrency.pool import Pool
     from penstock.core.types import WriteRequest
 
-# A part with gaps waits for calls that overtook each other; so many may wait.
+# A part with gaps is kept for batches that overtook each other; at most so many are kept.
 _OPEN_PARTS = 3
 _PART_UNIT = 1 << 20
-# A request takes a millisecond of CPU; sixteen such parts are what core has under way at once.
+# A request takes a millisecond of CPU; sixteen such parts are what core has in flight at once.
 _MOST_BYTES = 16 << 20
 _PARTS = 64
-_LENT_BYTES = 1 << 20  # what is smaller is copied, which costs less than a call to send it
+_LENT_BYTES = 1 << 20  # less is copied, which costs less than a call to send it
 
 
 def part_bytes_for(size_hint: int | None, least: int) -> int:
-    """The size of the parts of a blob of `size_hint`: few requests, but enough to share.
+    """Return the size of the parts of a blob: few requests, but enough to upload in parallel.
 
-    At most `MAX_PARTS` of them.
+    A blob of `size_hint` bytes has at most `MAX_PARTS` of them.
     """
     size = size_hint or 0
     wanted = min(size // _PARTS, _MOST_BYTES)
@@ -39,25 +50,25 @@ def part_bytes_for(size_hint: int | None, least: int) -> int:
 
 
 class S3Writer(StoreWriter):
-    """A multipart upload, or one put for a blob that fits into one part.
+    """Stores a blob by a multipart upload, or by one put if it fits into one part.
 
-    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, whatever the order of the
-    writes, so that a part that is sent again replaces itself. What one batch has of a part is sent
-    from where it lies, unless it is small; of a part that two batches share, the first is copied.
-    Three parts that still have gaps are kept for calls that overtook each other; a later write
-    into a part that is gone fails.
+    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, in whatever order they are
+    written, so a part that is uploaded again replaces itself. Large pieces of a batch are uploaded
+    from the caller's memory, small ones are copied; so is the first batch's share of a part that
+    two batches have in common. Three parts with gaps are kept for batches that overtook each
+    other; a later write into a part that is uploaded already fails.
 
-    A blob can be cut at the end of any part, but not inside one that is sent already.
+    A blob can be cut at the end of any part, but not inside one that is uploaded already.
 
     Args:
         client: The bucket.
-        name: Of the blob.
-        size_hint: Expected bytes.
-        part_bytes: Least size of every part but the last.
-        memory: For parts that are copied.
-        uploads: Sends parts.
+        name: The name of the blob.
+        size_hint: The expected size of the blob.
+        part_bytes: The least size of every part but the last.
+        memory: The memory for parts that are copied.
+        uploads: Uploads parts; its threads bound the parts in flight.
         feeds: Runs the copying.
-        checksums: Whether the store is given a CRC of each part to check.
+        checksums: Whether the store gets a CRC of each part to check.
     """
 
     def __init__(
@@ -76,13 +87,15 @@ class S3Writer(StoreWriter):
         self._client = client
         self._part_bytes = part_bytes_for(size_hint, part_bytes)
         self._memory = memory
+        self._uploads = uploads
+        self._checksums = checksums
+        # The lane, `seal` and `abort` use the fields below one after the other, without a lock.
         self._open: dict[int, Part] = {}
-        self._newest = 0  # the last part that anything was written to
-        self._upload = Upload(
-            client, name, pool=uploads, checksums=checksums, stop=self._stop, failed=self._die
-        )
+        self._newest = 0  # the last part that has been written to
+        self._upload_id: Future[str] | None = None
+        self._sent: dict[int, Future[dict[str, Any]]] = {}
         if (size_hint or 0) > self._part_bytes:
-            self._upload.begin()
+            self._begin_upload()  # so the first part need not wait for the answer
 
     def _take(self, request: WriteRequest, batch: Batch) -> None:
         if not request.length:
@@ -94,13 +107,17 @@ class S3Writer(StoreWriter):
             at += view.nbytes
         self._count(request.offset, at)
         self._newest = max(self._newest, (at - 1) // self._part_bytes)
-        for index in [i for i, part in self._open.items() if self._is_over(i, part)]:
+        for index in [i for i, part in self._open.items() if self._is_complete(i, part)]:
             self._send(self._open.pop(index), self._part_bytes, batch)
         while len(self._open) > _OPEN_PARTS:
             self._send(self._open.pop(min(self._open)), self._part_bytes, batch)
 
-    def _is_over(self, index: int, part: Part) -> bool:
-        """Whether all of a part is known: where its last page is not full the blob may end."""
+    def _is_complete(self, index: int, part: Part) -> bool:
+        """Return whether a part can be uploaded: no further byte of it can come.
+
+        If the last page of a part is not full, the blob may end there, until a later part shows
+        that it does not. Uploaded in full length, such a part could no longer be cut.
+        """
         if part.taken < self._part_bytes:
             return False
         return part.stop == self._part_bytes or index < self._newest
@@ -123,7 +140,11 @@ class S3Writer(StoreWriter):
             view = view[count:]
 
     def _count(self, start: int, stop: int) -> None:
-        """Pages that a request touches are its own (`offset_alignment`): their gaps stay gaps."""
+        """Count whole pages as taken.
+
+        Requests share no page (`offset_alignment`), so the rest of a page that a request touches
+        stays a gap.
+        """
         at, stop = align_down(start, PAGE_BYTES), align_up(stop, PAGE_BYTES)
         while at < stop:
             index = at // self._part_bytes
@@ -132,7 +153,7 @@ class S3Writer(StoreWriter):
             at += count
 
     def _check_part(self, index: int, offset: int) -> None:
-        if index in self._upload or offset < 0:
+        if index in self._sent or offset < 0:
             msg = (
                 f"{self._where('write')}: offset {offset} comes too late, its part is uploaded "
                 "already; offsets must ascend from call to call"
@@ -146,37 +167,46 @@ class S3Writer(StoreWriter):
             raise StorageError(msg)
 
     def _send(self, part: Part, size: int, batch: Batch | None = None) -> None:
-        """Send a part; `batch`, whose memory it may hold, is held until that is over."""
+        """Upload a part in the background; a batch whose memory it uses ends only afterwards."""
+        assert batch is not None or not part.lent  # what `seal` uploads was copied
+        lender = batch if part.lent else None
         views, memory = part.views(size), part.memory
-        if part.lent:
-            assert batch is not None
-            batch.hold()
+        if lender is not None:
+            lender.hold()
         if memory is not None:
             self._memory.send(memory)
 
-        def over(error: BaseException | None) -> None:
+        def release(error: BaseException | None) -> None:
             if memory is not None:
                 self._memory.sent(memory)
-            if part.lent:
-                assert batch is not None
-                batch.release(error)
+            if lender is not None:
+                lender.release(error)
+
+        def done(sent: Future[dict[str, Any]]) -> None:
+            error = StorageError("given up") if sent.cancelled() else sent.exception()
+            if error is not None:
+                self._die(error)
+            release(error)
 
         try:
-            self._upload.start(part.index, views, over=over)
+            upload_id = self._begin_upload().result()
+            sent = self._uploads.submit(partial(self._upload_part, part.index, views, upload_id))
         except BaseException:
-            over(None)
+            release(None)  # the error is raised into the batch by the lane
             raise
+        self._sent[part.index] = sent
+        sent.add_done_callback(done)
 
     def _finish(self, length: int) -> None:
         count = -(-length // self._part_bytes)
-        if count > 1 or self._upload.sends:
+        if count > 1 or self._sent:
             self._finish_parts(count, length)
         else:
             part = self._open.pop(0, None) or Part(0, self._part_bytes)
             self._client.put("seal", self.name, part.views(length), stop=self._stop)
             self._give(part)
-            self._upload.abort()  # it was begun for more
-        self._drop_open()  # all that is left lies behind the end
+            self._abort_upload()  # the size hint announced more than one part
+        self._drop_open()  # what is left lies behind the end
         size = self._client.size("seal", self.name)
         if size != length:
             msg = f"{self._where('seal')}: the store holds {size} bytes of {length}; do not use it"
@@ -184,20 +214,37 @@ class S3Writer(StoreWriter):
 
     def _finish_parts(self, count: int, length: int) -> None:
         last = length - (count - 1) * self._part_bytes
-        if not count or (last < self._part_bytes and count - 1 in self._upload):
+        if not count or (last < self._part_bytes and count - 1 in self._sent):
             msg = (
                 f"{self._where('seal')}: it cannot be cut to {length} bytes, since the part of "
                 "that offset is uploaded already"
             )
             raise StorageError(msg)
         for index in range(count):
-            if index not in self._upload:
+            if index not in self._sent:
                 part = self._open.pop(index, None) or Part(index, self._part_bytes)
                 self._send(part, self._part_bytes if index < count - 1 else last)
-        self._upload.complete(count, length)
+        parts = [self._sent[index].result() for index in range(count)]
+        try:
+            self._client.call(
+                "complete_multipart_upload",
+                "seal",
+                self.name,
+                UploadId=self._begin_upload().result(),
+                MultipartUpload={"Parts": parts},
+            )
+        except StorageError as error:
+            # The answer may have been lost after the store completed the upload. Then the upload is
+            # gone, so a retry fails, but the blob is there, under a name of this writer alone.
+            try:
+                size = self._client.size("seal", self.name)
+            except BlobNotFoundError:
+                raise error from None
+            if size != length:
+                raise
 
     def _give_up(self) -> None:
-        self._upload.abort()
+        self._abort_upload()
         self._drop_open()
 
     def _drop_open(self) -> None:
@@ -207,3 +254,60 @@ class S3Writer(StoreWriter):
     def _give(self, part: Part) -> None:
         if part.memory is not None:
             self._memory.give(part.memory)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _begin_upload(self) -> Future[str]:
+        """Return the id of the upload, which the first call requests in the background."""
+        if self._upload_id is None:
+            self._upload_id = self._uploads.submit(self._create_upload)
+        return self._upload_id
+
+    def _create_upload(self) -> str:
+        extra: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
+        answer = self._client.call(
+            "create_multipart_upload",
+            "create",
+            self.name,
+            needs=("UploadId",),
+            stop=self._stop,
+            **extra,
+        )
+        return str(answer["UploadId"])
+
+    def _upload_part(
+        self, index: int, views: Sequence[memoryview], upload_id: str
+    ) -> dict[str, Any]:
+        """Upload one part; return the entry that names it when the upload is completed."""
+        checksum: dict[str, Any] = {}
+        if self._checksums:
+            crc = 0
+            for view in views:
+                crc = crc32(view, crc)
+            checksum["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
+        answer = self._client.call(
+            "upload_part",
+            f"upload part {index + 1} of",
+            self.name,
+            needs=("ETag",),
+            body=views,
+            stop=self._stop,
+            UploadId=upload_id,
+            PartNumber=index + 1,
+            **checksum,
+        )
+        return {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}
+
+    def _abort_upload(self) -> None:
+        """Delete what the upload has stored, once no part is in flight."""
+        for part in self._sent.values():
+            part.cancel()
+        # A part that arrives after the abort would stay stored, and cost money. Besides, the caller
+        # may reuse its memory once `abort` returns.
+        wait(self._sent.values())
+        self._sent.clear()
+        if self._upload_id is not None:
+            self._upload_id.cancel()
+            # An upload that cannot be aborted now is left to `sweep`, or to a rule of the bucket.
+            with suppress(PenstockError, CancelledError):
+                self._client.abort_upload("abort", self.name, self._upload_id.result())

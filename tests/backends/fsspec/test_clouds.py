@@ -150,5 +150,5 @@ def test_google_is_seen_not_to_decide_where_it_does_not(google, opened):
     scheme, options = google
     backend = opened(f"{scheme}://{CONTAINER}/probe", options=options)
     assert not backend.capabilities.exclusive_publish
-    assert "in spite of its condition" in " ".join(backend.capabilities.notes)
+    assert "ignores the condition of a put" in " ".join(backend.capabilities.notes)
     assert backend.list("") == []  # of the trial nothing is left

@@ -148,6 +148,16 @@ def test_checkpoint_can_be_read_over_http(web, tmp_path):
             checkpointer.save(state, step=4, mode="blocking").result()
 
 
+def test_connections_over_http_are_closed_with_the_backend(web, opened, tmp_path):
+    (tmp_path / "r").write_bytes(b"12345")
+    backend = opened(web)
+    store = backend._store()  # held, so that no collector closes them
+    assert backend.read_record("r", limit_bytes=9) == b"12345"
+    assert not store._fs._session.closed
+    backend.close()
+    assert store._fs._session.closed
+
+
 def test_writing_over_http_is_refused(web, opened):
     backend = opened(f"{web}/run")
     for call in (

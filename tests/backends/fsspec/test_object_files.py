@@ -71,7 +71,7 @@ def test_of_publishers_that_looked_at_once_one_wins(backend, monkeypatch):
 
 def test_one_that_ignores_the_condition_is_found_out(backend):
     assert not backend.capabilities.exclusive_publish
-    assert "in spite of its condition" in " ".join(backend.capabilities.notes)
+    assert "ignores the condition of a put" in " ".join(backend.capabilities.notes)
     assert backend.list("") == []
 
 

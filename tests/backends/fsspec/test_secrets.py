@@ -175,7 +175,7 @@ def test_scrubber_takes_out_secrets_users_and_queries():
 
 
 def test_credentials_in_the_endpoint_are_refused_unseen():
-    with pytest.raises(ConfigError, match="do not belong into it") as caught:
+    with pytest.raises(ConfigError, match="do not belong in it") as caught:
         FsspecBackend(
             FsspecConfig(url="s3://bucket/run", options={"endpoint_url": "http://me:pw123@host"})
         )

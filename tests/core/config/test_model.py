@@ -470,7 +470,7 @@ def test_folder_that_must_exist_is_not_made(opened, tmp_path):
     [
         ("nope://b/run", ConfigError, "no installed backend serves nope://: install "),
         ("s3://", ConfigError, "url: it should be s3://bucket/folder"),
-        ("s3://key:word@bucket/run", ConfigError, "credentials do not belong into the URL"),
+        ("s3://key:word@bucket/run", ConfigError, "credentials do not belong in the URL"),
         ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
         ("nope://b/run", ConfigError, "install the package that provides it; known are "),
         ("posx:///a", ConfigError, "did you mean posix?"),

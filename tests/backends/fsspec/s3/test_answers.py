@@ -374,8 +374,8 @@ def going_on(first, piece, last):
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ((b"HTTP/1.1 404 Not Found\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "goes on behind"),
-        ((b"HTTP/1.1 200 OK\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "goes on behind|lacks"),
+        ((b"HTTP/1.1 404 Not Found\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "has more than"),
+        ((b"HTTP/1.1 200 OK\r\n" + CHUNKED, CHUNK, b"0\r\n\r\n"), "has more than|lacks"),
     ],
     ids=["refusal", "answer"],
 )

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.backends.fsspec.config import MAX_PARTS
-from penstock.backends.fsspec.parts import Part, PartMemory
+from penstock.backends.fsspec.s3.parts import Part, PartMemory
 from penstock.backends.fsspec.s3.writer import part_bytes_for
 from penstock.core.errors import BlobExistsError, StorageError
 from penstock.core.testing.expectations import pattern, read_all

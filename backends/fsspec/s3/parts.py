@@ -1,4 +1,4 @@
-"""Memory of the parts on their way to a store, and what they are made of."""
+"""The parts of a blob on their way to S3, and the memory of what is copied into them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 @dataclass(slots=True)
 class Part:
-    """A part being filled: by the caller's own memory, and by what is copied.
+    """A part being filled, from the caller's own memory and from copies.
 
     Attributes:
-        index: Its place in the blob, from 0 on.
-        size_bytes: That of every part.
-        lent: Where pieces of the caller's memory begin, and the pieces; none overlap.
-        memory: As long as every part, once something is copied.
-        copied: Start and stop of what was, ascending.
-        taken: Bytes that nobody will write any more.
-        stop: Behind the last byte that was written.
+        index: The number of the part in the blob, from 0.
+        size_bytes: The size of every part.
+        lent: Pieces of the caller's memory, each with its offset in the part; none overlap.
+        memory: Memory for a whole part, once something is copied.
+        copied: Start and stop of what was copied, ascending.
+        taken: The bytes that no later request writes.
+        stop: The offset behind the last byte that was written.
     """
 
     index: int
@@ -43,7 +43,7 @@ class Part:
     stop: int = 0
 
     def lend(self, at: int, source: memoryview) -> None:
-        """Refer to `source` at `at`, until the part is sent or `own` is called."""
+        """Refer to `source` at `at`, until the part is uploaded or `own` is called."""
         self.lent.append((at, source))
         self.stop = max(self.stop, at + source.nbytes)
 
@@ -56,13 +56,13 @@ class Part:
         self.stop = max(self.stop, at + source.nbytes)
 
     def own(self, *, memory: PartMemory) -> None:
-        """Copy what is lent."""
+        """Copy all that is lent."""
         lent, self.lent = self.lent, []
         for at, source in lent:
             self.put(at, source, memory=memory)
 
     def views(self, length: int) -> tuple[memoryview, ...]:
-        """The first `length` bytes; those that were never written are zero."""
+        """Return the first `length` bytes; those that were never written are zero."""
         found: list[memoryview] = []
         at = 0
         for start, source in sorted(self.lent, key=itemgetter(0)):
@@ -75,11 +75,12 @@ class Part:
         return tuple(found)
 
     def _between(self, start: int, stop: int) -> Iterator[memoryview]:
-        """All of a range in which nothing is lent."""
+        """Yield the bytes of a range in which nothing is lent."""
         if self.memory is None:
             for at in range(start, stop, _ZEROS.nbytes):
                 yield _ZEROS[: stop - at]
         elif start < stop:
+            # Gaps are cleared here: memory is reused, and holds bytes of an earlier blob.
             at = start
             for first, last in [*self.copied, (stop, stop)]:
                 if start <= first <= stop:
@@ -95,10 +96,10 @@ class PartMemory:
         self._budget = budget_bytes
         self._in_flight = 0
         self._spare: dict[int, list[memoryview]] = {}
-        self._changed = threading.Condition()  # guards all of the above
+        self._changed = threading.Condition()  # guards `_in_flight` and `_spare`
 
     def take(self, size_bytes: int) -> memoryview:
-        """Memory for one part; what it holds is unspecified."""
+        """Return memory for one part; its content is unspecified."""
         with self._changed:
             spare = self._spare.get(size_bytes)
             if spare:
@@ -106,25 +107,27 @@ class PartMemory:
         return memoryview(mmap.mmap(-1, size_bytes))
 
     def send(self, memory: memoryview) -> None:
-        """Count `memory` as in flight, once there is room for it; one part always has room."""
+        """Wait until there is room for `memory`, then count it as in flight."""
         with self._changed:
+            # A part larger than the budget is let through alone; else it would wait for ever.
             while self._in_flight and self._in_flight + memory.nbytes > self._budget:
                 self._changed.wait()
             self._in_flight += memory.nbytes
 
     def sent(self, memory: memoryview) -> None:
-        """`memory` is no longer in flight."""
+        """Count `memory` as no longer in flight, and take it back."""
         with self._changed:
             self._in_flight -= memory.nbytes
             self._changed.notify_all()
         self.give(memory)
 
     def give(self, memory: memoryview) -> None:
-        """Take back what nobody uses any more."""
+        """Take back memory that is no longer used."""
         with self._changed:
             kept = sum(size * len(views) for size, views in self._spare.items())
+            # Parts of earlier blobs had another size, which may never be needed again.
             others = [views for size, views in self._spare.items() if size != memory.nbytes]
-            for views in others:  # of blobs before; nobody may want that size again
+            for views in others:
                 while views and kept + memory.nbytes > self._budget:
                     kept -= views.pop().nbytes
             if kept + memory.nbytes <= self._budget:
