@@ -22,9 +22,8 @@ from penstock.core.reporting.progress import follow
 from penstock.core.restore.stored_source import StoredReader, StoredSource
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
-from penstock.core.save.prepare import ChainTable, plan_state
+from penstock.core.save.prepare import ChainTable, plan_state, staging_for
 from penstock.core.save.request import Destination
-from penstock.core.save.staging_budget import staging_for
 from penstock.core.tree.describe import Description
 from penstock.core.tree.stored_tree import PathTree
 from penstock.core.types import Region, show_path
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.errors import StorageFullError
     from penstock.core.format.records import Chain, NodeRecord
     from penstock.core.plan.restore import Located
     from penstock.core.plugins.registry import Registry
@@ -127,16 +127,36 @@ def copy_objects(
         destination=Destination(last_place(target)),
         staging=staging_for(request, None, config),
         workers=workers,
-        after_commit=partial(
-            clean_up_after,
-            catalog=Catalog(target),
-            overwrite=generation > 0,
+        surroundings=_CopyTarget(target),
+    )
+    return _followed(job, workers, on_progress)
+
+
+class _CopyTarget:
+    """The run that a copy is saved to; see `SaveSurroundings`."""
+
+    def __init__(self, target: Backend) -> None:
+        self._target = target
+
+    def before_write(self, job: SaveJob) -> None:
+        """Do nothing: a copy never deletes other checkpoints."""
+
+    def when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+        """Return `error` as it is, for the same reason."""
+        del job
+        return error
+
+    def after_commit(self, job: SaveJob, report: SaveReport) -> None:
+        """Delete the generations that the copy has replaced."""
+        del job
+        clean_up_after(
+            report,
+            Catalog(self._target),
+            overwrite=report.generation > 0,
             retention=None,
             protect=(),
             events=EventStream(None),
-        ),
-    )
-    return _followed(job, workers, on_progress)
+        )
 
 
 def _generation(target: Backend, step: int, *, overwrite: bool) -> int:
@@ -247,7 +267,7 @@ def _followed(
     try:
         if on_progress is not None:
             workers.spawn("progress", partial(follow, job.handle, on_progress))
-        job.begin_capture(on_captured=lambda: None)
+        job.begin_capture()
         job.capture_now()
         job.wait_durable()
     except BaseException as error:

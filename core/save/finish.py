@@ -1,7 +1,7 @@
-"""The second half of a save, from its intent to its commit record: one step after the other.
+"""Writes a save from its intent to its commit record, one step after the other.
 
-A save thread runs it; `job` has the threads, and says how a save ends. Here nothing is caught but
-what is resolved.
+The save thread runs it. `job` has the threads and ends a save; here an error is caught only where
+it is resolved.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import queue
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.commit_table import Commit, Event, State
@@ -45,14 +45,14 @@ log = logging.getLogger("penstock")
 
 @dataclass(slots=True)
 class SaveClock:
-    """When things happened in a save, on the monotonic clock.
+    """The times of a save, on the monotonic clock.
 
     Attributes:
-        called: `save` was called.
-        started: What to do was known.
+        called: When `save` was called.
+        started: When the save was planned.
         blocked: Seconds in which the caller could not go on.
-        captured: Everything was captured.
-        commit_began: Everything was durable but the records.
+        captured: When everything was captured.
+        commit_began: When all blobs were durable, and only the records were missing.
     """
 
     called: float
@@ -63,9 +63,9 @@ class SaveClock:
 
 
 class Finish:
-    """Writes what a capture hands on, seals it, and publishes the manifest.
+    """Writes the captured chunks, seals the blobs, and publishes the manifest.
 
-    `run` and `clean_up` are called by one thread; the rest by any.
+    One thread calls `run` and `clean_up`; any thread may call the other methods.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class Finish:
         clock: SaveClock,
         workers: Workers,
     ) -> None:
-        """Prepare it; nothing has begun.
+        """Prepare to write; nothing has begun.
 
         Args:
-            request: What is saved.
-            manifest: Encodes its manifest.
-            destination: Where it is stored, and what makes it durable there, if not the commit.
-            capture: Hands chunks on.
+            request: The plan and the options of the save.
+            manifest: Encodes the manifest of the save.
+            destination: The backend, and the slower tiers that make the checkpoint durable.
+            capture: Hands captured chunks on.
             ending: Says whether the save was given up.
-            clock: Takes when what happened.
-            workers: Threads that hash and encode.
+            clock: Gets the time at which the commit begins.
+            workers: The threads that hash and encode.
         """
         self.uid = secrets.token_hex(16)
         self.bytes_done = 0
         self.commit = Commit()
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
-        self._request = request
+        self.request = request
         self._manifest = manifest
         self._backend = destination.backend
         self._onward = destination.onward
@@ -122,12 +122,17 @@ class Finish:
             tick=self._tick,
         )
 
+    @property
+    def url(self) -> str:
+        """The URL of the place that the save writes to."""
+        return self._backend.url
+
     def run(self) -> SaveReport:
         """Take the save from its intent to its commit record.
 
         Raises:
-            SaveAbortedError: It was given up meanwhile.
-            PenstockError: What went wrong; call `clean_up`.
+            SaveAbortedError: The save was given up meanwhile; call `clean_up`.
+            PenstockError: A step failed; call `clean_up`.
         """
         self._raise_if_failed()
         self._publisher.publish_intent()
@@ -136,8 +141,8 @@ class Finish:
         self._wait_captured()
         blobs = self._writer.finish()
         results = [r for r in self._writer.results if r is not None]
-        if len(results) != len(self._request.plan.chunks):
-            msg = f"step {self._request.step}: not every chunk was written; this is a bug"
+        if len(results) != len(self.request.plan.chunks):
+            msg = f"step {self.request.step}: not every chunk was written; this is a bug"
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
         manifest = self._encoded_manifest(results, blobs)
@@ -151,7 +156,9 @@ class Finish:
         return self._report(blobs)
 
     def clean_up(self, capture_over: Latch) -> None:
-        """After a failure: nothing stays in flight, and data that nobody can need goes.
+        """Release the memory of a failed save, and delete its data if no reader can need it.
+
+        On return nothing is in flight. The data stays if the commit record may exist.
 
         Args:
             capture_over: Opens when no thread captures for this save any more.
@@ -164,54 +171,54 @@ class Finish:
             self._capture.release_unwritten()
         self.commit.feed(Event.FAILED)
         if not self.commit.may_delete_own_data:
-            log.debug("step %d: data/%s stays for prune", self._request.step, self.uid)
+            log.debug("step %d: data/%s stays for prune", self.request.step, self.uid)
             return
         try:
             names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
-            # Those that were aborted, too: a store of files then removes the empty folder.
+            # Names of aborted blobs too: a store of files then removes the empty folder.
             self._backend.delete(list(dict.fromkeys([*names, *self._writer.blob_names])))
-        except BaseException as error:  # noqa: BLE001 - only rubbish is left behind
+        except BaseException as error:  # noqa: BLE001 - the data is left to `prune`
             log.warning("data/%s stays until prune: %s", self.uid, repr(error))
         else:
-            log.debug("step %d: cleaned up, data/%s is gone", self._request.step, self.uid)
+            log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
 
     def forget(self) -> None:
-        """The save is over: let go of the state, which may live no longer than this."""
+        """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
         del self._manifest, self._writer
-        self._request = self._request.without_state()
+        plan = replace(self.request.plan, objects=(), chunks=())
+        self.request = replace(self.request, entries=(), plan=plan)
 
     def stuck_error(self, stuck_s: float) -> BaseException:
-        """What it means that nothing moves; called under the lock of `ending`.
+        """Return the error for a store that made no progress for `stuck_s` seconds.
 
-        So that no publish begins meanwhile.
+        Called under the lock of `ending`, so that no publish can begin between the look at the
+        state of the commit and the failure of the save.
         """
         tried = self.commit.state in {State.PUBLISHING, State.UNKNOWN}
-        what = (
+        outcome = (
             "the commit record was being published, so the checkpoint may or may not exist"
             if tried
             else "nothing was committed"
         )
         msg = (
-            f"step {self._request.step}: {self._backend.url} made no progress for {stuck_s:.0f} s "
-            f"(io_timeout_s={self._request.io_timeout_s:g}); {what}"
+            f"step {self.request.step}: {self._backend.url} made no progress for {stuck_s:.0f} s "
+            f"(io_timeout_s={self.request.io_timeout_s:g}); {outcome}"
         )
         return CommitUnknownError(msg) if tried else StorageTimeoutError(msg)
 
-    # ------------------------------------------------------------------------------------------
-
     def _tick(self, size_bytes: int) -> None:
-        """The store made progress."""
+        """Note that the store made progress."""
         self.watchdog.moved()
         self.bytes_done += size_bytes
 
     def _raise_if_failed(self) -> None:
         if self._ending.error is not None:
-            msg = f"step {self._request.step}: given up"
+            msg = f"step {self.request.step}: given up"
             raise SaveAbortedError(msg) from self._ending.error
 
     def _write_chunks(self) -> None:
-        left = len(self._request.plan.chunks)
+        left = len(self.request.plan.chunks)
         while left:
             self._raise_if_failed()
             self._publisher.refresh_intent()
@@ -223,7 +230,7 @@ class Finish:
                 self._writer.settle_oldest()
 
     def _next_batch(self) -> list[Captured]:
-        """What is captured by now, up to a batch; waits a moment only when nothing is in flight."""
+        """Return what is captured by now, up to a batch; wait a little if nothing is in flight."""
         batch: list[Captured] = []
         handed_on = self._capture.handed_on
         try:
@@ -234,11 +241,11 @@ class Finish:
         except queue.Empty:
             pass
         if not batch and self._writer.idle:
-            self.watchdog.moved()  # waiting for training, not for the store
+            self.watchdog.moved()  # the wait is for training, so the store is not stuck
         return batch
 
     def _wait_captured(self) -> None:
-        """The commit waits for the capture's last word: a tensor may have changed."""
+        """Wait for the end of the capture, which may still find that a tensor has changed."""
         while not self._writer.idle:
             self._writer.settle_oldest()
         while not self._ending.handle.captured.done():
@@ -258,9 +265,9 @@ class Finish:
                     engine=self._backend.name,
                     created=self._timing.clock.now_iso(),
                 )
-        except FormatError as error:  # of what a reader would find; nothing stored is damaged
+        except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (
-                f"step {self._request.step}: nobody could read its manifest, so nothing was "
+                f"step {self.request.step}: no reader would take its manifest, so nothing was "
                 f"committed: {error}. Split the state into fewer or smaller parts"
             )
             raise SaveError(msg) from error
@@ -273,7 +280,7 @@ class Finish:
         log.debug("published %s: %d bytes in %.3f s", name, len(data), time.monotonic() - began)
 
     def _begin_to_publish(self) -> None:
-        """The last moment at which the save can be given up."""
+        """Begin the commit, unless the save was given up; later it cannot be given up any more."""
         self._capture.check()
         with self._ending.lock:
             self._raise_if_failed()
@@ -281,7 +288,7 @@ class Finish:
 
     def _report(self, blobs: Sequence[tuple[str, int]]) -> SaveReport:
         now = time.monotonic()
-        clock, request = self._clock, self._request
+        clock, request = self._clock, self.request
         capabilities = self._backend.capabilities
         return SaveReport(
             step=request.step,

@@ -1,4 +1,4 @@
-"""The life of one save: its threads, its handle, and how it ends. `finish` has the steps."""
+"""The life of one save: its threads, its handle, and its end. `finish` has the steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import Progress, SaveHandle
 from penstock.core.save.capture import CaptureRun
 from penstock.core.save.finish import Finish, SaveClock
-from penstock.core.save.request import Room
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -33,13 +32,16 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.staging import Staging
     from penstock.core.reporting.reports import SaveReport
     from penstock.core.save.manifest import ManifestWriter
-    from penstock.core.save.request import Destination, SaveRequest
+    from penstock.core.save.request import Destination, SaveRequest, SaveSurroundings
 
 log = logging.getLogger("penstock")
 
 
 class SaveJob:
-    """A save under way. On the caller's thread: `begin_capture`, then `capture_now`."""
+    """A save under way. On the caller's thread: `begin_capture`, then `capture_now`.
+
+    Three threads work for it: one captures, one writes and commits, one watches the store.
+    """
 
     def __init__(
         self,
@@ -49,44 +51,38 @@ class SaveJob:
         destination: Destination,
         staging: Staging,
         workers: Workers,
-        after_commit: Callable[[SaveReport], None],
+        surroundings: SaveSurroundings,
         called: float | None = None,
-        room: Room | None = None,
     ) -> None:
-        """Prepare it; nothing has begun.
+        """Prepare the save; nothing has begun.
 
         Args:
-            request: What is to be done.
-            manifest: Encodes its manifest.
-            destination: Where it is stored, and what makes it durable there, if not the commit.
-            staging: Memory for what is captured.
-            workers: Threads.
-            after_commit: Called on a thread of the save, when it is committed.
-            called: When the caller called, by the monotonic clock; default: now.
-            room: Makes room for it, where that can be done.
+            request: The state, the plan and the options of the save.
+            manifest: Encodes the manifest of the save.
+            destination: The backend, and the slower tiers that make the checkpoint durable.
+            staging: The memory for captured chunks.
+            workers: The threads.
+            surroundings: Makes room before the save and cleans up behind it.
+            called: When `save` was called, on the monotonic clock; default: now.
         """
-        onward = destination.onward
-        self.request = request
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
         self.handle.progress_source = self.progress
         self.ending = Ending(self.handle)
-        self.released = Latch()  # nothing of this save is in memory or in flight
+        self.released = Latch()  # opens when nothing of this save is in memory or in flight
         self._caller = threading.get_ident()
-        self._onward = onward
-        # What else has to happen until it is durable keeps no other save waiting.
-        self._over = self.handle.durable if onward is None else self.handle.committed
-        self._after_commit: Callable[[SaveReport], None] | None = after_commit
-        self._room = room or Room()
-        self._staging = staging
+        self._onward = destination.onward
+        # Copies to slower tiers do not hold up the next save.
+        self._over = self.handle.durable if self._onward is None else self.handle.committed
+        self._surroundings: SaveSurroundings | None = surroundings
         self._workers = workers
         self._timing = workers.timing
         self._lock = threading.Lock()  # guards `_started`
         self._started = False
         # Acquired once: by the capture thread when it starts, or by `interrupt` before that.
         self._may_capture = threading.Lock()
-        self._capture_over = Latch()  # no thread captures for this save any more
-        self._taken = Latch()  # what is not deferred may change
+        self._capture_over = Latch()  # opens when no thread captures for this save any more
+        self._taken = Latch()  # opens when memory that is not deferred may change
         self._clock = SaveClock(time.monotonic() if called is None else called)
         self._capture = CaptureRun(
             request.plan,
@@ -106,16 +102,24 @@ class SaveJob:
         )
 
     @property
+    def request(self) -> SaveRequest:
+        """What is saved; once the save is over, without the state."""
+        return self._finish.request
+
+    @property
     def uid(self) -> str:
         """The name of this attempt to save."""
         return self._finish.uid
 
-    # -- the caller's thread --------------------------------------------------------------------
+    @property
+    def url(self) -> str:
+        """The URL of the place that the save writes to."""
+        return self._finish.url
 
     def start(self) -> None:
         """Begin to write in the background, unless that has begun.
 
-        A save that blocks only for its capture starts when that is complete, or needs room:
+        A save that blocks only for its capture starts when the capture is complete, or needs room:
         writing at the same time takes memory bandwidth from the copies that training waits for.
         """
         with self._lock:
@@ -125,23 +129,21 @@ class SaveJob:
             self._workers.spawn("save", self._run)
             self._workers.spawn("watch", self._watch)
 
-    def begin_capture(self, *, on_captured: Callable[[], None]) -> None:
-        """Start to capture, on a thread of its own; failures go to the handle.
+    def begin_capture(self) -> None:
+        """Start to capture; failures go to the handle.
 
-        So Ctrl-C cannot come between taking one of the engine's locks and giving it back.
-
-        Args:
-            on_captured: Called once, when the capture ended, well or badly; on any thread.
+        The capture has a thread of its own even when the caller waits for it: Ctrl-C, which only
+        the main thread gets, cannot come between taking one of the engine's locks and releasing it.
 
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
         """
         if self.request.mode == "blocking":
             self.start()
-        self._workers.spawn("capture", lambda: self._take_all(on_captured))
+        self._workers.spawn("capture", self._take_all)
 
     def capture_now(self) -> None:
-        """Wait until all but what is deferred is captured.
+        """Wait until everything that is not deferred is captured.
 
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
@@ -151,44 +153,34 @@ class SaveJob:
     def interrupt(self, error: BaseException) -> None:
         """Give the save up since `error` came while the caller of `save` waited or prepared."""
         if self._may_capture.acquire(blocking=False):
-            self._capture_over.open()  # it has not begun, and will not
+            self._capture_over.open()  # the capture has not begun, and cannot begin any more
         interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
         interrupted.__cause__ = error
         self.handle.error_seen = True
         self.fail(interrupted)
-        self.start()  # it cleans up
+        self.start()  # the save thread cleans up
 
     @property
     def deferred_bytes(self) -> int:
         """Raw bytes behind the fence."""
         return self._capture.deferred_bytes
 
-    @property
-    def staging_budget_bytes(self) -> int:
-        """What its staging memory may take."""
-        return self._staging.budget_bytes
-
-    @property
-    def straight_bytes(self) -> int:
-        """Bytes written straight from live memory."""
-        return self._capture.straight_bytes
-
     def wait_durable(self) -> None:
         """Wait until the save ended, well or badly.
 
         Raises:
-            NotDrainedError: It is committed, and what would make it durable keeps failing.
+            NotDrainedError: The save is committed, but copying it to a durable tier keeps failing.
         """
-        look_s = None if self._onward is None else self._timing.capture_poll_s
-        while not self.handle.durable.wait(look_s):
+        poll_s = None if self._onward is None else self._timing.capture_poll_s
+        while not self.handle.durable.wait(poll_s):
             if self._onward is not None and self.handle.committed.done():
                 self._onward.check()
 
     def finished(self, timeout_s: float | None) -> bool:
         """Wait until the save ended, well or badly, and its memory is free again.
 
-        A stuck store may keep its memory for ever; that is not waited for. Nor is it in a callback
-        of the save, which has to return first.
+        The wait for the memory has a limit, since a stuck store may keep it for ever. In a callback
+        of the save there is none: the memory is freed only after the callback returns.
         """
         if not self._over.wait(timeout_s):
             return False
@@ -197,10 +189,10 @@ class SaveJob:
         return True
 
     def is_changed_by(self, storages: Callable[[], Iterable[int]]) -> bool:
-        """Whether a step on parameters in `storages` (their addresses) may change what is deferred.
+        """Whether a step on parameters in `storages` (their addresses) may change deferred memory.
 
-        A user who passed `defer` has said that a step does, whatever it is a step of. An address
-        of 0 says nothing.
+        A user who passed `defer` has promised that any step on the thread that saved is the fence.
+        The address 0 belongs to a parameter without memory of its own, which may be any.
         """
         if self.request.promised and threading.get_ident() == self._caller:
             return True
@@ -209,8 +201,12 @@ class SaveJob:
     def fence(self, timeout_s: float | None, *, give_up: bool = True, passes: bool = True) -> bool:
         """Wait until deferred memory may change; False: it took too long.
 
-        What went wrong is in the handle. With `give_up`, a save whose capture takes too long is
-        aborted. Without `passes` the memory may not change, as yet.
+        An error of the save goes to its handle.
+
+        Args:
+            timeout_s: How long to wait for the capture.
+            give_up: Whether a save whose capture takes too long is aborted.
+            passes: Whether the memory is about to change; if not, it stays under comparison.
 
         Raises:
             BusyError: A signal handler that interrupted this was refused; the save goes on.
@@ -231,23 +227,25 @@ class SaveJob:
                 )
                 self.fail(FenceTimeoutError(msg))
         except BusyError:
-            raise  # it says nothing of this save
+            raise  # an error of the signal handler, not of this save
         except Exception as error:  # noqa: BLE001 - recorded in the handle
             self.fail(error)
         if complete and not self._capture.has_device_copies:
-            self.handle.captured.wait(timeout_s)  # all is: only its thread has yet to say so
+            # All is captured, and the capture thread is about to resolve the future. A caller that
+            # looks at `captured` right after its fence finds it resolved.
+            self.handle.captured.wait(timeout_s)
         self._clock.blocked += time.monotonic() - began
         return complete
 
     def _captured_was_awaited(self) -> None:
-        """A wait for `captured` by the thread that called `save` counts as a fence."""
+        """Make a wait for `captured` by the thread that called `save` count as a fence."""
         if threading.get_ident() == self._caller:
             self.fence(None)
             if self.ending.error is not None:
                 raise self.ending.error
 
     def fail(self, error: BaseException) -> None:
-        """Give the save up: `captured` resolves first, then the others."""
+        """Give the save up: `captured` resolves first, then the other futures."""
         self._fail_because(lambda: error)
 
     def _fail_because(self, why: Callable[[], BaseException]) -> None:
@@ -261,9 +259,9 @@ class SaveJob:
         self.ending.fail(why, first=first)
 
     def progress(self) -> Progress:
-        """How far it is."""
+        """Return the phase of the save, and the bytes written by now."""
         total, phase = self.request.plan.raw_bytes, self._phase()
-        # The last count may come late.
+        # The count of the last batch may arrive after the commit.
         done = total if phase in {"drain", "durable"} else self._finish.bytes_done
         return Progress(min(done, total), total, phase)
 
@@ -278,52 +276,45 @@ class SaveJob:
             return "commit"
         return "capture" if self._clock.captured is None else "write"
 
-    # -- background -----------------------------------------------------------------------------
-
-    def _take_all(self, on_captured: Callable[[], None]) -> None:
-        """The capture thread."""
+    def _take_all(self) -> None:
+        """Run the capture; the body of the capture thread."""
         if not self._may_capture.acquire(blocking=False):
             return
         try:
             self._capture.take_now()
             if self.deferred_bytes:
-                self._let_caller_go()
+                self._count_blocked()
+                self._taken.open()  # `save` returns; the rest is captured while training goes on
                 self._capture.take_deferred()
-            self._captured()
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end
+            with self.ending.lock:
+                if self.ending.error is None:
+                    self._clock.captured = time.monotonic()
+            self.ending.capture()
+        except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             self.fail(_of_our_tree(error, self.request.step))
         finally:
             self._capture_over.open()
             if not self._taken.is_open:
-                self._count_blocked()  # before anything reports it
-            self.start()  # after a failure: it cleans up
-            on_captured()
+                self._count_blocked()  # before the save thread can report it
+            self.start()  # also after a failure: the save thread cleans up
             self._taken.open()
-
-    def _let_caller_go(self) -> None:
-        self._count_blocked()
-        self._taken.open()
 
     def _count_blocked(self) -> None:
         self._clock.blocked += time.monotonic() - self._clock.called
 
-    def _captured(self) -> None:
-        with self.ending.lock:
-            if self.ending.error is None:
-                self._clock.captured = time.monotonic()
-        self.ending.capture()
-
     def _run(self) -> None:
-        """The save thread."""
-        watchdog = self._finish.watchdog
+        """Write and commit; the body of the save thread."""
+        watchdog, surroundings = self._finish.watchdog, self._surroundings
+        assert surroundings is not None
         try:
-            with watchdog.paused():  # each call has a limit of its own, and many may take long
-                self._room.before_write()
+            # Each call in it has a time limit of its own, and many calls may take long together.
+            with watchdog.paused():
+                surroundings.before_write(self)
             report = self._finish.run()
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the handle must end
+        except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             if isinstance(error, StorageFullError):
                 with watchdog.paused():
-                    error = self._room.when_full(error)  # the same, with advice
+                    error = surroundings.when_full(self, error)
             self.fail(_of_our_tree(error, self.request.step))
             self._finish.clean_up(self._capture_over)
         else:
@@ -335,19 +326,17 @@ class SaveJob:
                 report.seconds["total"],
                 report.seconds["blocked"],
             )
-            self._commit_is_over(report)
+            self._after_commit(report)
         finally:
-            self._finish.forget()
-            self.request = self.request.without_state()  # its handle may live on, and so may this
-            self._room = Room()  # it holds the checkpointer, as `_after_commit` does
+            self._finish.forget()  # the user may keep the handle, and the handle keeps this
             self.released.open()
             if self._onward is None or self.handle.durable.done():
-                self._after_commit = None  # it holds the checkpointer, which holds this
+                self._surroundings = None  # they hold the checkpointer, which holds this
 
-    def _commit_is_over(self, report: SaveReport) -> None:
-        after_commit = self._after_commit
-        if after_commit is not None:
-            after_commit(report)
+    def _after_commit(self, report: SaveReport) -> None:
+        surroundings = self._surroundings
+        if surroundings is not None:
+            surroundings.after_commit(self, report)
 
     def _succeeded(self, report: SaveReport) -> None:
         onward = self._onward
@@ -360,9 +349,10 @@ class SaveJob:
                 self.ending.leave(error)
                 return
             self.ending.succeed(replace(report, tiers=onward.tiers()))
-            if gone_on:  # what only its coming there makes superfluous
-                self._commit_is_over(report)
-                self._after_commit = None
+            if gone_on:
+                # Retention keeps older checkpoints until a durable tier has this one.
+                self._after_commit(report)
+                self._surroundings = None
 
         gone_on = False
         self.ending.commit(report)
@@ -372,10 +362,11 @@ class SaveJob:
     def _watch(self) -> None:
         """Give the save up when the store makes no progress for `io_timeout_s`."""
         watchdog = self._finish.watchdog
-        look_s = min(self._timing.poll_s, watchdog.limit_s / 4)
-        while not self.released.wait(look_s):
+        poll_s = min(self._timing.poll_s, watchdog.limit_s / 4)
+        while not self.released.wait(poll_s):
             if self.ending.error is not None:
-                # Its own thread may hang in the store for ever, and others wait for this memory.
+                # The save thread may hang in the store for ever, and other threads may wait until
+                # this memory is no longer held.
                 self._capture.release_unwritten()
             stuck_s = watchdog.taken_s()
             if watchdog.is_over() and not self._over.done():

@@ -1,23 +1,44 @@
-"""From a described state tree to everything that one save needs to know."""
+"""Prepares a save: checks its arguments, plans its chunks, and reserves its staging memory.
+
+All of it happens on the caller's thread, before the save has threads, and stores nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import StateObject
-from penstock.core.errors import CodecError, ConfigError, PenstockError, PluginError
+from penstock.core.errors import (
+    CodecError,
+    ConfigError,
+    PenstockError,
+    PluginError,
+    StepExistsError,
+)
 from penstock.core.foreign import said
-from penstock.core.limits import MAX_CODEC_NAME_CHARS, MAX_INT
+from penstock.core.format.records import commit_name, generation_above
+from penstock.core.limits import (
+    MAX_CODEC_NAME_CHARS,
+    MAX_INT,
+    MAX_METADATA_DEPTH,
+    METADATA_LIMIT_BYTES,
+    depth_of,
+)
 from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.staging import Staging, default_budget
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.request import SaveRequest
 from penstock.core.tree.patterns import compile_all
 from penstock.core.tree.select import Selection, nothing_for
-from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path
+from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path, show_value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import ByteSource
     from penstock.core.config.model import CheckpointerConfig, Rule
@@ -27,6 +48,78 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
+
+
+def check_metadata(metadata: object) -> dict[str, Any]:
+    """Return a user's metadata as it will be read back: tuples as lists, scalars as plain numbers.
+
+    Raises:
+        ConfigError: The metadata is not JSON, has a key that is no text, is larger than 16 MiB, or
+            is nested too deeply.
+    """
+    if not isinstance(metadata, Mapping):
+        msg = f"metadata is a {type(metadata).__name__}: pass a dict"
+        raise ConfigError(msg)
+    if depth_of(dict(metadata)) > MAX_METADATA_DEPTH:
+        msg = (
+            f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep, or holds itself: pass "
+            "flat dicts, and store what is deeper in the state"
+        )
+        raise ConfigError(msg)
+    try:
+        text = json.dumps(dict(metadata), ensure_ascii=False, default=_plain_scalar)
+        result = json.loads(text)
+        # `json` turns other keys into text, and would silently lose one of `{1: "a", "1": "b"}`.
+        if not _all_keys_are_text(dict(metadata)):
+            raise TypeError  # noqa: TRY301 - the handler below finds the key for its message
+    except (TypeError, ValueError, RecursionError) as error:
+        found = _foreign(dict(metadata), "metadata") if isinstance(error, TypeError) else None
+        if found is not None:
+            raise ConfigError(found) from error
+        msg = f"metadata cannot be stored as JSON: {error}; pass plain dicts, lists, text, numbers"
+        raise ConfigError(msg) from error
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > METADATA_LIMIT_BYTES or type(result) is not dict:
+        msg = f"metadata is {size} bytes of JSON; at most {METADATA_LIMIT_BYTES} are stored"
+        raise ConfigError(msg)
+    return result
+
+
+def claim_generation(
+    step: int,
+    entries: Mapping[int, Sequence[str]],
+    *,
+    url: str,
+    overwrite: bool,
+    may_go: Callable[[str], bool] = lambda _: False,
+) -> int:
+    """Return the generation that a save of `step` publishes.
+
+    Args:
+        step: The step to save.
+        entries: The names of commit records by step, ascending. An overwrite needs all of them: it
+            would publish a generation below one that is missing here, and count as the older one.
+        url: The name of the run in messages.
+        overwrite: Whether the save may replace a committed step.
+        may_go: Says whether a deletion that timed out may still delete the record of this name;
+            its generation is skipped, or that deletion would take the new record.
+
+    Raises:
+        StepExistsError: This step or a later one is committed, and `overwrite` is off.
+    """
+    if overwrite:
+        generation = generation_above(entries.get(step, ()))
+    else:
+        generation = 0
+        steps = list(entries)
+        if steps and step <= steps[-1]:
+            raise _step_exists(step, steps, url)
+    while may_go(commit_name(step, generation)):
+        generation += 1
+    if generation > MAX_INT:
+        msg = f"step {step} has a generation that none can follow: delete the step, and save again"
+        raise StepExistsError(msg)
+    return generation
 
 
 class ChainTable:
@@ -41,12 +134,12 @@ class ChainTable:
             self._numbers[index] = 0 if chain is None else len(self.chains)
             if chain is not None:
                 self.chains.append(chain)
-                _check_links(chain)
+                _check_codecs(chain)
         self._exact = {n: self._without_lossy(n) for n in range(len(self.chains))}
         self._unchecked = list(config.rules)
 
     def number(self, path: ObjectPath, kind: Kind) -> int:
-        """Chain of the object at `path`: a value's leaves out what is lossy."""
+        """Return the chain of the object at `path`; the chain of a value has no lossy codecs."""
         for index, (selection, _) in enumerate(self._rules):
             if selection.selects(path):
                 number = self._numbers[index]
@@ -54,10 +147,10 @@ class ChainTable:
         return 0
 
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
-        """Say which rules match nothing of the first save that holds anything.
+        """Warn of the rules that match nothing of the first save that holds anything.
 
-        A misspelt pattern matches nothing of a later save either. A rule for what is added to the
-        state later is warned of as well, but once, and every later save is spared the comparison.
+        A misspelt pattern matches nothing of a later save either. A rule for objects that join the
+        state later is warned of as well, but once, and no later save pays for the comparison.
         """
         if not paths:
             return
@@ -87,15 +180,28 @@ class ChainTable:
         return len(self.chains) - 1
 
 
-def _check_links(chain: CodecChain) -> None:
-    """Refuse a codec whose name or version no reader would take."""
-    for codec in chain.codecs:
-        if len(codec.name) > MAX_CODEC_NAME_CHARS or not 0 <= codec.version <= MAX_INT:
-            msg = (
-                f"codec {codec.name!r} of version {codec.version} cannot be recorded: a name has "
-                f"at most {MAX_CODEC_NAME_CHARS} characters, a version is at least 0"
-            )
-            raise PluginError(msg)
+def codec_chain(rule: Rule, registry: Registry) -> CodecChain | None:
+    """Return the codecs of `rule`, ready for use; None stands for raw.
+
+    Raises:
+        PluginError: A codec is not installed or broken.
+        ConfigError: Its options do not fit, or codecs do not go together in this order.
+    """
+    codecs = []
+    for number, link in enumerate(rule.codecs):
+        try:
+            codecs.append(registry.codec(link.type, link.options))
+        except (ConfigError, PluginError) as error:
+            if not rule.origin.what:
+                raise
+            where = rule.origin.below(f"codecs[{number}]")
+            msg = f"{where.what}: {where.place}: {error}"
+            raise (ConfigError if isinstance(error, ConfigError) else PluginError)(msg) from error
+    try:
+        return CodecChain(codecs) if codecs else None
+    except CodecError as error:
+        msg = f"{rule.shown}: {error}"
+        raise ConfigError(msg) from error
 
 
 def plan_state(
@@ -107,7 +213,11 @@ def plan_state(
     generation: int,
     mode: str,
 ) -> SaveRequest:
-    """Plan the save of a described tree."""
+    """Plan the save of a described tree.
+
+    Raises:
+        PluginError: A source cannot say its version.
+    """
     defer = Selection(include=config.defer) if config.defer else None
     objects: list[PlannedObject] = []
     count = 0
@@ -142,6 +252,102 @@ def plan_state(
     )
 
 
+def staging_for(
+    request: SaveRequest, reusable: Staging | None, config: CheckpointerConfig
+) -> Staging:
+    """Return staging memory within the budget; `reusable`, if given, is that of earlier saves."""
+    budget = config.staging_bytes
+    if budget is None:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        budget = default_budget(request.staging_bytes, local_ranks)
+    # With room for one chunk only, copying and writing would take turns.
+    budget = max(budget, 2 * config.chunk_bytes)
+    staging = reusable or Staging(budget)
+    staging.budget_bytes = max(staging.budget_bytes, budget)
+    largest = min(request.staging_bytes, config.chunk_bytes)
+    staging.expect(request.staging_bytes, largest_bytes=largest, pin=request.pin)
+    return staging
+
+
+def _plain_scalar(value: object) -> object:
+    """Return a numpy scalar, or a tensor or array without dimensions, as a plain value."""
+    # Recognized by their methods, so that a commit record does not import torch.
+    item = getattr(value, "item", None)
+    if not callable(item) or getattr(value, "ndim", None) != 0:
+        raise TypeError(type(value).__name__)
+    try:
+        found: object = item()
+    except Exception as error:  # a tensor on meta has no value
+        raise TypeError(str(error)) from error
+    # `item` of a numpy.longdouble returns another numpy.longdouble.
+    return float(found) if type(found) is type(value) else found  # type: ignore[arg-type]
+
+
+def _all_keys_are_text(value: object) -> bool:
+    todo = [value]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, dict):
+            if not all(isinstance(key, str) for key in here):
+                return False
+            todo += here.values()
+        elif isinstance(here, list | tuple):
+            todo += here
+    return True
+
+
+def _foreign(value: object, place: str) -> str | None:
+    """Describe the first key or value that cannot be stored, and what to pass instead."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return (
+                    f"{place} has the key {show_value(key)}: keys of metadata are text, so pass "
+                    "str() of it"
+                )
+        items = [(f"{place}[{show_value(key)}]", child) for key, child in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(f"{place}[{number}]", child) for number, child in enumerate(value)]
+    else:
+        kind = type(value)
+        subject = f"{place} is a {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ")
+        if callable(getattr(value, "tolist", None)) and getattr(value, "ndim", None):
+            return f"{subject} of several elements: pass .tolist()"
+        with contextlib.suppress(TypeError):
+            if _foreign(_plain_scalar(value), place) is None:
+                return None
+        return f"{subject}: metadata is stored as JSON; pass plain dicts, lists, text, numbers"
+    return next(filter(None, (_foreign(child, where) for where, child in items)), None)
+
+
+def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
+    problem = "exists" if step in steps else f"is before the latest step {steps[-1]}"
+    older = [s for s in steps if s < step]
+    way = (
+        f"call rewind({older[-1]}), which forgets all later steps,"
+        if older
+        else f"delete steps {steps[0]} and later (there is no earlier one for rewind)"
+    )
+    return StepExistsError(
+        f"step {step} on {url} {problem}. Pass overwrite=True to save it all "
+        f"the same, or {way} first to go on from there. If you did not save it, another "
+        "process saves here: give each training a root of its own."
+    )
+
+
+def _check_codecs(chain: CodecChain) -> None:
+    """Refuse a codec whose name or version a reader would refuse in the manifest."""
+    for codec in chain.codecs:
+        if len(codec.name) > MAX_CODEC_NAME_CHARS or not 0 <= codec.version <= MAX_INT:
+            msg = (
+                f"codec {codec.name!r} of version {codec.version} cannot be recorded: a name has "
+                f"at most {MAX_CODEC_NAME_CHARS} characters, a version is at least 0"
+            )
+            raise PluginError(msg)
+
+
 def _version(entry: StateObject) -> int | None:
     try:
         return entry.source.version()
@@ -150,13 +356,6 @@ def _version(entry: StateObject) -> int | None:
     except Exception as error:
         msg = f"{show_path(entry.path)}: its source cannot say its version: {said(error)}"
         raise PluginError(msg) from error
-
-
-def _steady(source: ByteSource) -> bool:
-    try:
-        return source.steady()
-    except Exception:  # noqa: BLE001 - the capture asks again, and says whose it is
-        return False
 
 
 def _capture(
@@ -178,30 +377,13 @@ def _staging_need(plan: SavePlan, *, blocking: bool) -> int:
     for chunk in plan.chunks:
         source = plan.objects[chunk.pieces[0].item].entry.source
         if blocking and not chunk.slab and source.address is not None and _steady(source):
-            continue  # lent, not copied
+            continue  # lent to the writer, not copied
         total += align_up(chunk.phase + chunk.length, PAGE_BYTES)
     return total
 
 
-def codec_chain(rule: Rule, registry: Registry) -> CodecChain | None:
-    """The codecs of `rule`, ready for use; None: raw.
-
-    Raises:
-        PluginError: A codec is not installed or broken.
-        ConfigError: Its options do not fit, or codecs do not go together in this order.
-    """
-    codecs = []
-    for number, link in enumerate(rule.codecs):
-        try:
-            codecs.append(registry.codec(link.type, link.options))
-        except (ConfigError, PluginError) as error:
-            if not rule.origin.what:
-                raise
-            where = rule.origin.below(f"codecs[{number}]")
-            msg = f"{where.what}: {where.place}: {error}"
-            raise (ConfigError if isinstance(error, ConfigError) else PluginError)(msg) from error
+def _steady(source: ByteSource) -> bool:
     try:
-        return CodecChain(codecs) if codecs else None
-    except CodecError as error:
-        msg = f"{rule.shown}: {error}"
-        raise ConfigError(msg) from error
+        return source.steady()
+    except Exception:  # noqa: BLE001 - the capture calls it again, and names the source
+        return False

@@ -1,8 +1,8 @@
-"""What one save is to do, fixed before it starts."""
+"""The records that describe one save, and the contracts that it needs from its surroundings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.plan.save import SavePlan
+    from penstock.core.reporting.reports import SaveReport
+    from penstock.core.save.job import SaveJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +22,20 @@ class SaveRequest:
     """Everything that one save needs to know, fixed before it starts.
 
     Attributes:
-        step: Of the checkpoint.
-        generation: Likewise.
+        step: The step of the checkpoint.
+        generation: The generation of the checkpoint.
         mode: `"blocking"`, `"async"` or `"lazy"`.
         entries: The state tree as it was described. They hold the state.
-        plan: Where the bytes of the entries go.
+        plan: The chunks, and their places in blobs.
         chains: Codec chains by number; None is raw.
         providers: Name and version of every provider that took part.
         objects: Number of objects, tied ones included.
-        staging_bytes: Memory that capturing all of it takes at most.
+        staging_bytes: The most memory that capturing all of it takes.
         pin: Whether something is copied from a CUDA device.
         promised: Whether something is deferred only because the user asked for it.
         block_bytes: Distance of the checksums in raw frames.
-        grace_s: How long the intent holds.
-        io_timeout_s: A store that makes no progress for so long is given up.
+        grace_s: The grace time of the intent, in seconds.
+        io_timeout_s: The save is given up when the store makes no progress for so many seconds.
     """
 
     step: int
@@ -51,67 +53,70 @@ class SaveRequest:
     grace_s: float
     io_timeout_s: float
 
-    def without_state(self) -> SaveRequest:
-        """The same, less all that holds the state: what a save that is over may keep."""
-        return replace(self, entries=(), plan=replace(self.plan, objects=(), chunks=()))
 
+class SaveSurroundings(Protocol):
+    """The run around a save, as far as the save thread calls it."""
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Makes room for one save, on its thread.
+    def before_write(self, job: SaveJob) -> None:
+        """Make room in the store before the save writes anything."""
+        ...
 
-    Attributes:
-        before_write: Called before anything is written.
-        when_full: Called with the error of a full store; returns what to raise for it.
-    """
+    def when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+        """Make room after the save met a full store; return the error to raise, with advice."""
+        ...
 
-    before_write: Callable[[], None] = lambda: None
-    when_full: Callable[[StorageFullError], StorageFullError] = lambda error: error
+    def after_commit(self, job: SaveJob, report: SaveReport) -> None:
+        """Clean up behind a committed save; called again once it is durable in slower tiers."""
+        ...
 
 
 class Onward(Protocol):
-    """What becomes of a checkpoint behind its commit, until it is durable."""
+    """The way of a checkpoint from its commit until it is durable, through slower tiers."""
 
     def prepare(self, record: CommitRecord) -> None:
-        """Before it is committed."""
+        """Store that the checkpoint shall be copied on; called before the commit."""
         ...
 
     def go(self, told: Callable[[BaseException | None], None]) -> None:
-        """It is committed; `told` is called once, when it is durable, or with why it is not."""
+        """Start to copy the committed checkpoint on.
+
+        `told` is called once: with None when the checkpoint is durable, or with the reason why it
+        will not be.
+        """
         ...
 
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers that have it, for the report."""
+        """Return the names of the tiers that have the checkpoint, for the report."""
         ...
 
     def check(self) -> None:
-        """Raise a NotDrainedError if waiting for it makes no sense."""
+        """Raise a NotDrainedError if the copy keeps failing, so that a wait might never end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a save goes, and what becomes of it there."""
+    """The backend that a save writes to, and the way from there to slower tiers, if any."""
 
     backend: Backend
     onward: Onward | None = None
 
 
 class TiersOfSave(Protocol):
-    """The tiers of a run, as far as saving there needs to know them."""
+    """The tiers of a run, as far as a save needs to know them."""
 
     def entries(self, *, strict: bool) -> dict[int, list[str]]:
-        """Names of commit records by step; `strict`: an error unless every tier answers."""
+        """Return the names of commit records by step; `strict`: every tier has to answer."""
         ...
 
     def destination(self, request: SaveRequest) -> Destination | None:
-        """The fastest tier that has room for a save; None: the save is to be skipped."""
+        """Return the fastest tier that has room for a save; None: the save is to be skipped."""
         ...
 
     def is_silent(self) -> bool:
-        """Whether a tier did not answer when it was asked last."""
+        """Whether a tier did not answer its latest call."""
         ...
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to be copied; False: something is, after `timeout_s`."""
+        """Wait until nothing is left to copy; False: `timeout_s` seconds were too few."""
         ...

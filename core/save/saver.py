@@ -1,4 +1,4 @@
-"""The saving half of a run: prepares a save, starts it, and waits for it."""
+"""Runs the saves of a checkpointer: prepares each, starts it, waits for it, and cleans up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import StateObject
-from penstock.core.catalog.generation import claim_generation
 from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import ConfigError
@@ -21,10 +20,14 @@ from penstock.core.save import fence as fence_hook
 from penstock.core.save.current import Pending
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
-from penstock.core.save.metadata import check_metadata
-from penstock.core.save.prepare import ChainTable, plan_state
-from penstock.core.save.request import Destination, Room
-from penstock.core.save.staging_budget import staging_for
+from penstock.core.save.prepare import (
+    ChainTable,
+    check_metadata,
+    claim_generation,
+    plan_state,
+    staging_for,
+)
+from penstock.core.save.request import Destination
 from penstock.core.tree.describe import describe_tree, warn_of_forms
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
@@ -47,12 +50,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _MODES = ("blocking", "async", "lazy")
-_BUSY = "another save was under way"  # why a save is skipped
+_BUSY = "another save was under way"
 
 
 @dataclass(frozen=True, slots=True)
 class _SaveCall:
-    """What one call of `save` asks for, checked; `called`: when, on the monotonic clock."""
+    """The checked arguments of one call of `save`, and its time on the monotonic clock."""
 
     state: Mapping[str, Any]
     step: int
@@ -63,7 +66,10 @@ class _SaveCall:
 
 
 class Saver:
-    """Saves to one run, one save at a time. Used by the thread that trains."""
+    """Saves to one run, one save at a time.
+
+    The thread that trains uses it. A save thread calls the methods of `SaveSurroundings`.
+    """
 
     def __init__(
         self,
@@ -76,22 +82,23 @@ class Saver:
         events: EventStream,
         tiers: TiersOfSave | None,
     ) -> None:
-        """Save to the run of `backend`.
+        """Make the saver of a run.
 
         Args:
-            backend: Where; what saves write goes to the backend inside, and is watched there.
-            catalog: Of the run.
+            backend: The backend of the run. Saves write to the backend inside, since `SaveJob`
+                watches their progress; its other calls have a time limit each.
+            catalog: The catalog of the run.
             config: Rules, budgets, retention and times.
-            registry: Where providers and codecs are looked up.
-            workers: Threads.
-            events: Are told of saves, and of what retention deletes.
-            tiers: Those of the backend, if it has any.
+            registry: Finds providers and codecs.
+            workers: The threads.
+            events: Receives the saves, and the deletions by retention.
+            tiers: The tiers of the backend, if it has any.
         """
         self.pending = Pending(tiers)
         self.staging: Staging | None = None
-        """Memory of the newest save."""
+        """The staging memory of the newest save."""
         self.restored_from: int | None = None
-        """The step that was restored last: retention spares it."""
+        """The step that was restored last; retention keeps it."""
         self._backend = backend
         self._catalog = catalog
         self._config = config
@@ -127,7 +134,7 @@ class Saver:
         on_progress: Callable[[Progress], None] | None,
         called: float,
     ) -> SaveHandle:
-        """See `Checkpointer.save`; `called`: when that was, on the monotonic clock."""
+        """See `Checkpointer.save`; `called` is its time on the monotonic clock."""
         if not self.pending.may_prepare(self._config.on_busy):
             return self._skipped(valid_step(step), on_progress, _BUSY)
         return self.pending.prepare(
@@ -173,8 +180,6 @@ class Saver:
         if self.pending.released and self.staging is not None:
             self.staging.close()
 
-    # ------------------------------------------------------------------------------------------
-
     def _valid_mode(self, mode: str | None) -> str:
         mode = mode or self._config.mode
         if mode not in _MODES:
@@ -183,13 +188,13 @@ class Saver:
         return mode
 
     def _claim_generation(self, step: int, *, overwrite: bool) -> int:
-        """The generation that a save of `step` publishes.
+        """Return the generation that a save of `step` publishes.
 
         Raises:
-            StepExistsError: The step, or a later one, is committed, and is not to be overwritten.
-            StorageError: A tier does not answer, and the step is to be overwritten.
+            StepExistsError: This step or a later one is committed, and `overwrite` is off.
+            StorageError: A tier does not answer, and `overwrite` is on.
         """
-        # What replaces has to know all that it replaces: else it would count as the older one.
+        # A tier that is away may have a higher generation, and the overwrite would count as older.
         entries = (
             self._catalog.entries()
             if self._tiers is None
@@ -200,7 +205,7 @@ class Saver:
             entries,
             url=self._backend.url,
             overwrite=overwrite,
-            may_go=self._backend.may_go,  # a deletion that was given up, and may still happen
+            may_go=self._backend.may_go,
         )
 
     def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
@@ -211,8 +216,8 @@ class Saver:
             job = self._prepared(call)
             if job is None:
                 self.pending.prepared()
-                why = "no tier has room for it, as the log says"
-                return self._skipped(call.step, on_progress, why)
+                reason = "no tier has room for it, as the log says"
+                return self._skipped(call.step, on_progress, reason)
             watching = self._begin(job, on_progress)
             if call.mode != "blocking":
                 self._wait(job, job.capture_now)
@@ -227,24 +232,21 @@ class Saver:
         return job.handle
 
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
-        """The save, planned; None: there is no place for it."""
-        overwrite = (
-            call.overwrite
-        )  # kept by what runs behind the commit, which must not keep a state
-        generation = self._claim_generation(call.step, overwrite=overwrite)
+        """Return the planned save; None: no tier has room for it."""
+        generation = self._claim_generation(call.step, overwrite=call.overwrite)
         request = self._planned(call.state, call.step, generation, mode=call.mode)
         destination: Destination | None = Destination(self._backend.inner)
         if self._tiers is not None:
             destination = self._tiers.destination(request)
         if destination is None:
             return None
-        # Memory that may still belong to a stuck disk is left to it.
+        # A stuck disk may still read the memory of the save before, or write to it.
         reusable = self.staging if self.pending.released else None
         staging = staging_for(request, reusable, self._config)
         if staging is not self.staging:
             self.staging = staging
-            # Where nobody closes, the memory goes with the checkpointer, though a handle of its
-            # last save lives on.
+            # Without `close`, the memory is freed with the checkpointer, though the user may keep
+            # the handle of its last save, which keeps the staging object.
             weakref.finalize(self, staging.close).atexit = False
         job = SaveJob(
             request,
@@ -252,20 +254,16 @@ class Saver:
             destination=destination,
             staging=staging,
             workers=self._workers,
-            after_commit=lambda report: self._after_commit(job, report, overwrite=overwrite),
-            room=Room(
-                lambda: self._before_write(job, destination.backend.url),
-                lambda error: self._when_full(job, error),
-            ),
+            surroundings=self,
             called=call.called,
         )
+        _log_plan(job, staging)
         return job
 
     def _begin(self, job: SaveJob, on_progress: Callable[[Progress], None] | None) -> Thread | None:
-        """Make `job` the save that is under way, and start to capture."""
+        """Make `job` the save under way, and start its capture."""
         try:
             self.pending.begin(job)
-            _log_plan(job)
             with job.ending.calling_back():
                 self._events.announce(job.handle)
             watching = self._watch(job.handle, on_progress)
@@ -274,7 +272,7 @@ class Saver:
                 job.handle.committed.add_done_callback(lambda _: fence_hook.disarm(job))
             else:
                 self._warn_if_not_lazy(job.request)
-            job.begin_capture(on_captured=lambda: self._on_captured(job))
+            job.begin_capture()
             self.pending.prepared()
         except BaseException as error:
             job.interrupt(error)
@@ -283,7 +281,7 @@ class Saver:
         return watching
 
     def _wait(self, job: SaveJob, wait: Callable[[], None]) -> None:
-        """Wait for `job`, which whatever interrupts that gives up."""
+        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives the save up."""
         try:
             self.pending.outlast(wait)
         except BaseException as error:
@@ -312,10 +310,10 @@ class Saver:
         return request
 
     def _skipped(
-        self, step: int, on_progress: Callable[[Progress], None] | None, why: str
+        self, step: int, on_progress: Callable[[Progress], None] | None, reason: str
     ) -> SaveHandle:
         self._events.emit(SaveEvent("skipped", step))
-        handle = skipped_save(step, why)
+        handle = skipped_save(step, reason)
         self._watch(handle, on_progress)
         return handle
 
@@ -341,62 +339,70 @@ class Saver:
                 request.step,
             )
 
-    def _on_captured(self, job: SaveJob) -> None:
-        if job.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
-            self._warned_straight = True
-            log.warning(
-                "staging is too small for the state: %s of step %d were written straight "
-                "from live tensors while training stood still; raise staging_bytes (said once)",
-                size_text(job.straight_bytes),
-                job.request.step,
-            )
-
-    def _before_write(self, job: SaveJob, url: str) -> None:
-        if self._tiers is None or not self._tiers.is_silent():
+    def before_write(self, job: SaveJob) -> None:
+        """See `SaveSurroundings`."""
+        if not self._is_tier_silent():
             with job.ending.calling_back():  # `on_event` may be called
                 self._housekeeper.before_save(
-                    url, job.request.plan.raw_bytes, protect=self._spared_for(job)
+                    job.url, job.request.plan.raw_bytes, protect=self._protected_from(job)
                 )
 
-    def _when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
-        if self._tiers is not None and self._tiers.is_silent():
+    def when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+        """See `SaveSurroundings`."""
+        if self._is_tier_silent():
             return error
         with job.ending.calling_back():
-            return self._housekeeper.when_full(error, job.uid, protect=self._spared_for(job))
+            return self._housekeeper.when_full(error, job.uid, protect=self._protected_from(job))
 
-    def _protected(self) -> set[int]:
-        """Steps that retention spares: the one restored from, and the one just committed."""
-        return {s for s in (self.restored_from, self._committed) if s is not None}
-
-    def _spared_for(self, job: SaveJob) -> set[int]:
-        """Steps that retention spares even where there is no room left for `job`.
-
-        What that overwrites stays until it has. A process that went on from a checkpoint no longer
-        needs it once it has committed one of its own: a disk with room for few checkpoints would
-        otherwise never take one more.
-        """
-        needed = self._protected() if self._committed is None else {self._committed}
-        return {job.request.step, *needed}
-
-    def _after_commit(self, job: SaveJob, report: SaveReport, *, overwrite: bool) -> None:
+    def after_commit(self, job: SaveJob, report: SaveReport) -> None:
+        """See `SaveSurroundings`."""
         self._committed = report.step
-        if self._tiers is not None and self._tiers.is_silent():
+        self._warn_if_straight(job, report)
+        if self._is_tier_silent():
+            # The next save would wait for the clean-up as long as the tier hangs. The first save
+            # after the tier is back cleans up.
             log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
-            return  # a save when it is back does it
+            return
         self._catalog.note_own(report.uid)
         with job.ending.calling_back():  # `on_event` may be called
             clean_up_after(
                 report,
                 self._catalog,
-                overwrite=overwrite,
+                overwrite=report.generation > 0,
                 retention=self._config.retention,
                 protect=self._protected(),
                 events=self._events,
             )
 
+    def _is_tier_silent(self) -> bool:
+        return self._tiers is not None and self._tiers.is_silent()
 
-def _log_plan(job: SaveJob) -> None:
-    """One line on what a save is about to do."""
+    def _warn_if_straight(self, job: SaveJob, report: SaveReport) -> None:
+        if report.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
+            self._warned_straight = True
+            log.warning(
+                "staging is too small for the state: %s of step %d were written straight "
+                "from live tensors while training stood still; raise staging_bytes (said once)",
+                size_text(report.straight_bytes),
+                report.step,
+            )
+
+    def _protected(self) -> set[int]:
+        """Return the steps that retention keeps: the one restored from, and the last committed."""
+        return {s for s in (self.restored_from, self._committed) if s is not None}
+
+    def _protected_from(self, job: SaveJob) -> set[int]:
+        """Return the steps that retention keeps even where `job` has no room left.
+
+        An overwritten step stays until `job` has replaced it. A process that went on from a
+        checkpoint no longer needs it once it has committed one of its own: a disk with room for few
+        checkpoints would otherwise never take one more.
+        """
+        needed = self._protected() if self._committed is None else {self._committed}
+        return {job.request.step, *needed}
+
+
+def _log_plan(job: SaveJob, staging: Staging) -> None:
     if not log.isEnabledFor(logging.DEBUG):
         return
     request = job.request
@@ -415,5 +421,5 @@ def _log_plan(job: SaveJob) -> None:
         sum(chunk.slab for chunk in chunks),
         sum(chunk.chain != 0 for chunk in chunks),
         request.staging_bytes,
-        job.staging_budget_bytes,
+        staging.budget_bytes,
     )

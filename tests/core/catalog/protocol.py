@@ -27,7 +27,6 @@ from penstock.core.catalog import publisher as publishing
 from penstock.core.catalog import survey
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit
-from penstock.core.catalog.generation import claim_generation
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.retention import clean_up_after
 from penstock.core.catalog.survey import survey_records
@@ -63,7 +62,7 @@ from penstock.core.reporting.reports import SaveHandle
 from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import EncodedManifest
-from penstock.core.save.request import Room
+from penstock.core.save.prepare import claim_generation
 from penstock.core.types import Capabilities
 
 _NOW = "2026-01-01T00:00:00Z"
@@ -216,11 +215,10 @@ class _Finish(Finish):
         self._timing = Timing()
         self._references = references
         chunks = [SimpleNamespace(view=SimpleNamespace(nbytes=BATCH_BYTES))] * batches
-        self._request = SimpleNamespace(
+        self.request = SimpleNamespace(
             step=step,
             generation=generation,
             plan=SimpleNamespace(chunks=chunks, raw_bytes=32),
-            without_state=lambda: self._request,
         )
         self._manifest = SimpleNamespace(encode=self._encode)
         self._writer = _Writer(turn, uid)
@@ -231,15 +229,18 @@ class _Finish(Finish):
         self._capture = _Capture(chunks)
         self._clock = SimpleNamespace(commit_began=None)
 
+    def forget(self):
+        """There is no state."""
+
     def _report(self, blobs):
         return SimpleNamespace(
-            step=self._request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
+            step=self.request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
         )
 
     def _encode(self, uid, results, blobs, *, engine, created):
         index, part = index_name(uid), part_name(uid, 0)
         record = CommitRecord(
-            uid, self._request.step, self._request.generation, created, 1,
+            uid, self.request.step, self.request.generation, created, 1,
             IndexEntry(index, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
             1, 32, 32, references=self._references,
             engine=engine,
@@ -267,22 +268,20 @@ class _Capture:
 class _Job(SaveJob):
     """The engine's save on one thread, which is the actor's."""
 
-    def __init__(self, turn, clock, *, step, **finish):
+    def __init__(self, turn, clock, surroundings, *, step, **finish):
         self._turn = turn
         self.handle = SaveHandle(step)
         self._over = self.handle.durable
         self._onward = None
-        self._room = Room()
         self.ending = Ending(self.handle)
         self.ending.capture()
         self._finish = _Finish(turn, clock, self.ending, **finish)
-        self.request = self._finish._request
         self._capture = self._finish._capture
         self._capture_over = Latch()
         self._capture_over.open()
         self.released = Latch()
         self.handle.durable.add_done_callback(self._told)
-        self._after_commit = lambda report: None
+        self._surroundings = surroundings
 
     def _told(self, durable):
         error = durable.exception()
@@ -324,10 +323,23 @@ class Saver:
         except (StepExistsError, CheckpointNotFoundError) as error:
             turn.note(told=_word(error))
             return
+
+        def after_commit(job, report):
+            turn.note(looking=False)
+            clean_up_after(
+                report,
+                catalog,
+                overwrite=self.overwrite,
+                retention=retention,
+                protect=(),
+                events=SimpleNamespace(emit=lambda event: None),
+            )
+
+        surroundings = SimpleNamespace(before_write=lambda job: None, after_commit=after_commit)
         job = _Job(
-            turn, _ModelClock(turn, stopped=self.stopped_clock), uid=self.uid, step=self.step,
-            generation=generation, grace_s=self.grace_s, batches=self.batches,
-            references=references,
+            turn, _ModelClock(turn, stopped=self.stopped_clock), surroundings,
+            uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,
+            batches=self.batches, references=references,
         )  # fmt: skip
         name = commit_name(self.step, generation)
         turn.note(name=name, uid=self.uid)
@@ -353,17 +365,6 @@ class Saver:
         publisher.publish_commit = publish_commit
         publisher._read_back = resolve
         publisher._check_data = landed
-        job._after_commit = lambda report: (
-            turn.note(looking=False),
-            clean_up_after(
-                report,
-                catalog,
-                overwrite=self.overwrite,
-                retention=retention,
-                protect=(),
-                events=SimpleNamespace(emit=lambda event: None),
-            ),
-        )
         job._run()
 
 

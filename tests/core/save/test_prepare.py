@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.core.save.metadata import check_metadata
+from penstock.core.save.prepare import check_metadata
 
 
 def test_metadata_is_checked_as_it_will_be_read_back():
