@@ -266,6 +266,7 @@ def test_what_cannot_be_lent_waits_for_staging(source):
     run = Run((source, NOW), staging_bytes=2 * CHUNK)
     expected, got = source.bytes(), b""
     thread, join = in_background(run.capture.take_now)
+    run.writer_needed.wait(60)  # else chunks may go back before staging is ever full
     while thread.is_alive() or run.captured:
         if run.captured:
             assert not run.captured[0].straight
