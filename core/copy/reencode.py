@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import Progress, SaveReport
     from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.restore.contents import Contents
+    from penstock.core.save.request import SaveRequest
     from penstock.core.tree.select import Selection
     from penstock.core.types import Kind, ObjectPath
 
@@ -138,17 +139,19 @@ class _CopyTarget:
     def __init__(self, target: Backend) -> None:
         self._target = target
 
-    def before_write(self, job: SaveJob) -> None:
+    def before_write(self, request: SaveRequest, url: str) -> None:
         """Do nothing: a copy never deletes other checkpoints."""
 
-    def when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+    def when_full(
+        self, request: SaveRequest, uid: str, error: StorageFullError
+    ) -> StorageFullError:
         """Return `error` as it is, for the same reason."""
-        del job
+        del request, uid
         return error
 
-    def after_commit(self, job: SaveJob, report: SaveReport) -> None:
+    def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Delete the generations that the copy has replaced."""
-        del job
+        del request
         clean_up_after(
             report,
             Catalog(self._target),

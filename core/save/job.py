@@ -111,11 +111,6 @@ class SaveJob:
         """The name of this attempt to save."""
         return self._finish.uid
 
-    @property
-    def url(self) -> str:
-        """The URL of the place that the save writes to."""
-        return self._finish.url
-
     def start(self) -> None:
         """Begin to write in the background, unless that has begun.
 
@@ -308,13 +303,13 @@ class SaveJob:
         assert surroundings is not None
         try:
             # Each call in it has a time limit of its own, and many calls may take long together.
-            with watchdog.paused():
-                surroundings.before_write(self)
+            with watchdog.paused(), self.ending.calling_back():
+                surroundings.before_write(self.request, self._finish.url)
             report = self._finish.run()
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             if isinstance(error, StorageFullError):
-                with watchdog.paused():
-                    error = surroundings.when_full(self, error)
+                with watchdog.paused(), self.ending.calling_back():
+                    error = surroundings.when_full(self.request, self.uid, error)
             self.fail(_of_our_tree(error, self.request.step))
             self._finish.clean_up(self._capture_over)
         else:
@@ -336,7 +331,8 @@ class SaveJob:
     def _after_commit(self, report: SaveReport) -> None:
         surroundings = self._surroundings
         if surroundings is not None:
-            surroundings.after_commit(self, report)
+            with self.ending.calling_back():
+                surroundings.after_commit(self.request, report)
 
     def _succeeded(self, report: SaveReport) -> None:
         onward = self._onward

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.plan.save import SavePlan
     from penstock.core.reporting.reports import SaveReport
-    from penstock.core.save.job import SaveJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +54,23 @@ class SaveRequest:
 
 
 class SaveSurroundings(Protocol):
-    """The run around a save, as far as the save thread calls it."""
+    """The run around a save, as far as the save thread calls it.
 
-    def before_write(self, job: SaveJob) -> None:
-        """Make room in the store before the save writes anything."""
+    The methods may call the user's `on_event`, so the save marks its thread as one that runs
+    callbacks meanwhile.
+    """
+
+    def before_write(self, request: SaveRequest, url: str) -> None:
+        """Make room at `url` before the save writes anything there."""
         ...
 
-    def when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+    def when_full(
+        self, request: SaveRequest, uid: str, error: StorageFullError
+    ) -> StorageFullError:
         """Make room after the save met a full store; return the error to raise, with advice."""
         ...
 
-    def after_commit(self, job: SaveJob, report: SaveReport) -> None:
+    def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Clean up behind a committed save; called again once it is durable in slower tiers."""
         ...
 

@@ -339,46 +339,46 @@ class Saver:
                 request.step,
             )
 
-    def before_write(self, job: SaveJob) -> None:
+    def before_write(self, request: SaveRequest, url: str) -> None:
         """See `SaveSurroundings`."""
         if not self._is_tier_silent():
-            with job.ending.calling_back():  # `on_event` may be called
-                self._housekeeper.before_save(
-                    job.url, job.request.plan.raw_bytes, protect=self._protected_from(job)
-                )
+            protect = self._protected_from(request.step)
+            self._housekeeper.before_save(url, request.plan.raw_bytes, protect=protect)
 
-    def when_full(self, job: SaveJob, error: StorageFullError) -> StorageFullError:
+    def when_full(
+        self, request: SaveRequest, uid: str, error: StorageFullError
+    ) -> StorageFullError:
         """See `SaveSurroundings`."""
         if self._is_tier_silent():
             return error
-        with job.ending.calling_back():
-            return self._housekeeper.when_full(error, job.uid, protect=self._protected_from(job))
+        protect = self._protected_from(request.step)
+        return self._housekeeper.when_full(error, uid, protect=protect)
 
-    def after_commit(self, job: SaveJob, report: SaveReport) -> None:
+    def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step
-        self._warn_if_straight(job, report)
+        if request.mode != "blocking":
+            self._warn_if_straight(report)
         if self._is_tier_silent():
             # The next save would wait for the clean-up as long as the tier hangs. The first save
             # after the tier is back cleans up.
             log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
             return
         self._catalog.note_own(report.uid)
-        with job.ending.calling_back():  # `on_event` may be called
-            clean_up_after(
-                report,
-                self._catalog,
-                overwrite=report.generation > 0,
-                retention=self._config.retention,
-                protect=self._protected(),
-                events=self._events,
-            )
+        clean_up_after(
+            report,
+            self._catalog,
+            overwrite=report.generation > 0,
+            retention=self._config.retention,
+            protect=self._protected(),
+            events=self._events,
+        )
 
     def _is_tier_silent(self) -> bool:
         return self._tiers is not None and self._tiers.is_silent()
 
-    def _warn_if_straight(self, job: SaveJob, report: SaveReport) -> None:
-        if report.straight_bytes and job.request.mode != "blocking" and not self._warned_straight:
+    def _warn_if_straight(self, report: SaveReport) -> None:
+        if report.straight_bytes and not self._warned_straight:
             self._warned_straight = True
             log.warning(
                 "staging is too small for the state: %s of step %d were written straight "
@@ -391,15 +391,15 @@ class Saver:
         """Return the steps that retention keeps: the one restored from, and the last committed."""
         return {s for s in (self.restored_from, self._committed) if s is not None}
 
-    def _protected_from(self, job: SaveJob) -> set[int]:
-        """Return the steps that retention keeps even where `job` has no room left.
+    def _protected_from(self, step: int) -> set[int]:
+        """Return the steps that retention keeps even where a save of `step` has no room left.
 
-        An overwritten step stays until `job` has replaced it. A process that went on from a
+        An overwritten step stays until the save has replaced it. A process that went on from a
         checkpoint no longer needs it once it has committed one of its own: a disk with room for few
         checkpoints would otherwise never take one more.
         """
         needed = self._protected() if self._committed is None else {self._committed}
-        return {job.request.step, *needed}
+        return {step, *needed}
 
 
 def _log_plan(job: SaveJob, staging: Staging) -> None:

@@ -324,7 +324,7 @@ class Saver:
             turn.note(told=_word(error))
             return
 
-        def after_commit(job, report):
+        def after_commit(request, report):
             turn.note(looking=False)
             clean_up_after(
                 report,
@@ -335,7 +335,9 @@ class Saver:
                 events=SimpleNamespace(emit=lambda event: None),
             )
 
-        surroundings = SimpleNamespace(before_write=lambda job: None, after_commit=after_commit)
+        surroundings = SimpleNamespace(
+            before_write=lambda request, url: None, after_commit=after_commit
+        )
         job = _Job(
             turn, _ModelClock(turn, stopped=self.stopped_clock), surroundings,
             uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,
