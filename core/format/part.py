@@ -18,7 +18,7 @@ from penstock.core.format.records import (
     is_uid,
     part_name,
 )
-from penstock.core.format.section_reader import check_section, read_section
+from penstock.core.format.section import check_section, read_section
 from penstock.core.format.strict_json import (
     Fields,
     check_list,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from penstock.core.format.records import CommitRecord, Section
-    from penstock.core.format.section_reader import Wanted
-    from penstock.core.format.section_writer import SectionDraft
+    from penstock.core.format.section import SectionDraft
+    from penstock.core.tree.select import Selection
 
 _HEAD_KEYS = (
     "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "hashes",
@@ -204,7 +204,7 @@ def read_head(
 
 
 def decode_section(
-    data: bytes, info: SectionInfo, head: PartHead, wanted: Wanted | None = None
+    data: bytes, info: SectionInfo, head: PartHead, wanted: Selection | None = None
 ) -> Section:
     """Read and validate one section.
 

@@ -1,8 +1,8 @@
 """Records of the manifest, and the names under which they are stored. Sans-IO.
 
-Their bytes are written and read by `commit_record` (intents as well), `part`, `section_writer`,
-`section_reader` and `index`; `docs/format.md` describes every byte. Reading trusts nothing: every
-decoder validates names, bounds and digests, and raises `FormatError`.
+Their bytes are written and read by `commit_record` (intents as well), `part`, `section` and
+`index`; `docs/format.md` describes every byte. Reading trusts nothing: every decoder validates
+names, bounds and digests, and raises `FormatError`.
 """
 
 from __future__ import annotations

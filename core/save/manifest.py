@@ -12,7 +12,7 @@ from penstock.core.errors import SaveError
 from penstock.core.format.index import encode_index
 from penstock.core.format.part import encode_part
 from penstock.core.format.records import BlobRecord, CodecRecord, CommitRecord, Frame
-from penstock.core.format.section_writer import SectionDraft, new_draft
+from penstock.core.format.section import SectionDraft, new_draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

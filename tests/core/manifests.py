@@ -14,7 +14,7 @@ from penstock.core.format.records import (
     CommitRecord,
     blob_name,
 )
-from penstock.core.format.section_writer import new_draft
+from penstock.core.format.section import new_draft
 from penstock.core.pipeline.writer import ChunkResult
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.manifest import build_sections

@@ -28,7 +28,7 @@ from penstock.core.format.records import (
     parse_commit_name,
     part_name,
 )
-from penstock.core.format.section_reader import check_section, read_section
+from penstock.core.format.section import check_section, read_section
 from penstock.core.format.strict_json import dump_json, load_json
 from penstock.core.format.zstd import compress, decompress, digest
 from penstock.core.limits import MAX_FRAME_BYTES
