@@ -20,7 +20,7 @@ from penstock.core.restore.restore import build_new, restore_into
 from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
-from penstock.core.tiers.verify_repair import Mending, verify_and_repair
+from penstock.core.tiers.verify_repair import verify_and_repair
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import valid_step
 
@@ -163,11 +163,9 @@ class Reader:
         """See `Checkpointer.verify`."""
         checkpoint = self.open(step)
         if repair:
-            mending = None
-            if self._repairs is not None:
-                bring = self._repairs.bring
-                mending = Mending(bring, self._workers, self._config.io_timeout_s)
-            report = verify_and_repair(checkpoint, mending, deep=deep, on_progress=on_progress)
+            report = verify_and_repair(
+                checkpoint, self._repairs, deep=deep, on_progress=on_progress
+            )
         else:
             report = checkpoint.verify(deep=deep, on_progress=on_progress)
         self._events.emit(VerifyEvent("verified", report.step, report))

@@ -1,4 +1,4 @@
-"""Copies one checkpoint from a tier to the next: by threads of this process, or by another one."""
+"""Copies one checkpoint from a tier to the next: in a process of its own, or on threads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_TRIES = 2
+_TRIES = 2  # failures in the process, after which threads copy
 WORTH_BYTES = 64 << 20
-"""Below, another process costs more than it saves."""
+"""A checkpoint below this size is copied by threads: starting a process takes longer."""
 
 
 class TierCopier:
-    """One copy at a time, on one thread; `cancel` from any."""
+    """Makes one copy at a time, on the thread of its link; any thread may call `cancel`."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class TierCopier:
         self._target = target
         self._workers = workers
         self._grace_s = grace_s
-        self._process = process  # None: threads of this one copy
-        self._unsuitable = 0  # times in a row
-        self._failed = ("", 0)  # times in the process, of one uid
-        self._lock = threading.Lock()  # guards the field below
-        self._under_way: tuple[str, CheckpointCopy | ProcessCopy] | None = None
+        self._process = process  # None: threads copy
+        self._unsuitable = 0  # how often in a row
+        self._failed = ("", 0)  # the uid that failed in the process last, and how often
+        self._lock = threading.Lock()  # guards `_in_flight`
+        self._in_flight: tuple[str, CheckpointCopy | ProcessCopy] | None = None
 
     def copy(
         self,
@@ -61,16 +61,17 @@ class TierCopier:
         may_begin: Callable[[], bool],
         on_progress: Callable[[int], None],
     ) -> None:
-        """Make the next tier have it; raises what `CheckpointCopy.run` raises.
+        """Copy a checkpoint to the next tier; raise the same errors as `CheckpointCopy.run`.
 
         Args:
-            record: Of the checkpoint.
-            replace: Uids of checkpoints at that step that make way for it.
-            may_begin: Asked before each try, when `cancel` can reach it.
-            on_progress: As `CheckpointCopy.run` has it.
+            record: The commit record.
+            replace: The uids of checkpoints at that step that may be replaced.
+            may_begin: Says before each try whether the copy is still wanted: a cancellation that
+                comes while none is in flight reaches no copy.
+            on_progress: As for `CheckpointCopy.run`.
 
         Raises:
-            CheckpointGoneError: The tier has it no more.
+            CheckpointGoneError: The tier does not have the checkpoint any more.
         """
         if self._process is not None and self._is_for_process(record):
             try:
@@ -82,7 +83,7 @@ class TierCopier:
                     raise self.gone(record) from error
                 self._note_unsuitable(self._process, error)
             except StorageTimeoutError:
-                raise  # as a thread it could not be killed
+                raise  # a thread would hang in the same store, and cannot be killed
             except PenstockError:
                 uid, count = self._failed
                 self._failed = record.uid, count + 1 if uid == record.uid else 1
@@ -93,25 +94,25 @@ class TierCopier:
         self._run(record, self._by_threads(record, replace), may_begin, on_progress)
 
     def cancel(self, uids: Collection[str] | None = None) -> None:
-        """End the copy under way, if it is one of `uids`; None: whichever it is."""
+        """Cancel the copy in flight, if it is one of `uids`, or if `uids` is None."""
         with self._lock:
-            if self._under_way is not None and (uids is None or self._under_way[0] in uids):
-                self._under_way[1].cancel()
+            if self._in_flight is not None and (uids is None or self._in_flight[0] in uids):
+                self._in_flight[1].cancel()
 
     def end_process(self) -> None:
-        """There is nothing to copy for a while."""
+        """End the process, since the queue is empty; the next copy starts another one."""
         if self._process is not None:
             self._process.close()
 
     def gone(self, record: CommitRecord) -> CheckpointGoneError:
-        """What to tell of one that was deleted."""
+        """Return the error for a checkpoint that was deleted before it was copied."""
         msg = f"step {record.step} was deleted before it was in tier {self._target.name}"
         return CheckpointGoneError(msg)
 
     # ------------------------------------------------------------------------------------------
 
     def _is_for_process(self, record: CommitRecord) -> bool:
-        """Whether it is worth it, and was not tried in vain: what fails there may go here."""
+        """Return whether the copy is large enough, and has not failed there too often."""
         wanted = self._source.drain_in == "process" or record.bytes_stored >= WORTH_BYTES
         return wanted and self._failed != (record.uid, _TRIES)
 
@@ -120,7 +121,7 @@ class TierCopier:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
         log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
         self._unsuitable += 1
-        if self._unsuitable == _TRIES:  # it is not for lack of memory, or the like
+        if self._unsuitable == _TRIES:  # no passing reason, such as too little memory
             self._process = None
 
     def _by_process(
@@ -146,6 +147,10 @@ class TierCopier:
         )
 
     def _check_seen(self, record: CommitRecord) -> None:
+        """Make sure that the process has copied to the place that this process sees.
+
+        It may have a memory store, or a mount, of its own under the same URL.
+        """
         if not is_whole(self._target.backend, record):
             url = self._target.backend.url
             msg = f"what another process copies to {url} is not seen here"
@@ -162,9 +167,9 @@ class TierCopier:
             if not may_begin():
                 msg = "the run was closed, or the step deleted"
                 raise SaveAbortedError(msg)
-            self._under_way = record.uid, copy
+            self._in_flight = record.uid, copy
         try:
             copy.run(on_progress=on_progress)
         finally:
             with self._lock:
-                self._under_way = None
+                self._in_flight = None

@@ -1,14 +1,14 @@
-"""Evicts checkpoints from tiers, once a later tier was found to have their data.
+"""The eviction of checkpoints from a tier, once a later tier was found to have their data.
 
 A commit record proves that a checkpoint was whole when it was published. Its blobs may have been
-lost, cut off or damaged since. So before a copy goes, the names and lengths of the later copy are
-compared with its manifest; and all of it is read, unless this process has written it itself.
+lost, cut off or damaged since. So before a copy is deleted, the names and lengths of the later copy
+are compared with its manifest; and all of it is read, unless this process has written it.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.survey import is_whole
@@ -26,67 +26,62 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 MARGIN_BYTES = 8 << 20
-"""Room that stays beside a save: part, index, records, and what a file system keeps."""
+"""Room that stays beside a save: part, index, records, and the overhead of a file system."""
+
+Verify: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
+"""Reads all of a copy and compares every checksum, or returns False if it did not.
+
+It raises DamagedError, CheckpointGoneError or StorageError, as `verify_blobs` does.
+"""
 
 
-class Prove(Protocol):
-    """Reads all of a copy in a later tier, for a thread that can afford to wait."""
-
-    def __call__(self, backend: Backend, record: CommitRecord, /) -> bool:
-        """Compare every checksum; False: this was not done, and nothing is known.
-
-        Raises:
-            DamagedError: The copy is not what was written.
-            CheckpointGoneError: It was deleted meanwhile.
-            StorageError: The store failed.
-        """
-        ...
-
-
-def prove_nothing(_backend: Backend, _record: CommitRecord) -> bool:
-    """Read nothing: only copies that are proved already count."""
+def verify_nothing(_backend: Backend, _record: CommitRecord) -> bool:
+    """Read nothing: only a copy that was verified before counts."""
     return False
 
 
-class Rooms:
-    """Makes room in tiers by evicting checkpoints of which a later tier has a proved copy."""
+class Eviction:
+    """Makes room in tiers by evicting checkpoints of which a later tier has a verified copy."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         *,
-        renew: Callable[[CommitRecord, int, int], None] = lambda _record, _good, _bad: None,
+        on_damage: Callable[[CommitRecord, int, int], None] = lambda _record, _good, _bad: None,
     ) -> None:
-        """Look at `tiers`.
+        """Prepare; no tier is asked yet.
 
         Args:
-            tiers: From the fastest on.
-            renew: Called with a checkpoint, the number of the tier whose copy stays, and that of
-                the later tier whose copy turned out to be damaged: once per process.
+            tiers: The tiers, the fastest first.
+            on_damage: Called with a checkpoint, the number of the tier that keeps its copy, and the
+                number of the later tier whose copy is damaged; once per process.
         """
         self._tiers = tiers
-        self._renew = renew
-        # Sets are changed by single operations, which the interpreter makes atomic.
-        self._proved: set[tuple[int, str]] = set()  # copies that this process wrote, or has read
-        self._distrusted: set[tuple[int, str]] = set()  # copies of which the log has spoken
+        self._on_damage = on_damage
+        # Both sets are changed by single operations, which the interpreter makes atomic.
+        self._verified: set[tuple[int, str]] = set()  # copies that this process wrote, or has read
+        self._damaged: set[tuple[int, str]] = set()  # copies that were reported
 
-    def note_copied(self, number: int, record: CommitRecord) -> None:
-        """This process has written the copy in tier `number`, and compared every checksum."""
-        self._proved.add((number, record.uid))
-        self._distrusted.discard((number, record.uid))
+    def note_verified(self, number: int, record: CommitRecord) -> None:
+        """Note that this process has written the copy in tier `number`, and compared checksums."""
+        self._verified.add((number, record.uid))
+        self._damaged.discard((number, record.uid))
 
-    def make_room(self, number: int, need_bytes: int, *, prove: Prove = prove_nothing) -> bool:
-        """Evict from a tier, oldest first, until `need_bytes` fit; False: they do not.
+    def make_room(self, number: int, need_bytes: int, *, verify: Verify = verify_nothing) -> bool:
+        """Evict from a tier, oldest first, until `need_bytes` fit; return whether they do.
 
         Raises:
             StorageError: The tier itself does not answer.
         """
         backend = self._tiers[number].backend
-        need_bytes += MARGIN_BYTES
-        free = backend.free_bytes()
-        if free is None or free >= need_bytes:
+
+        def fits() -> bool:
+            free = backend.free_bytes()
+            return free is None or free >= need_bytes + MARGIN_BYTES
+
+        if fits():
             return True
-        candidates = self._evictable(number, by_age(backend), prove)
+        candidates = self._evictable(number, by_age(backend), verify)
         while True:
             try:
                 record = next(candidates, None)
@@ -96,12 +91,11 @@ class Rooms:
             if record is None:
                 return False
             self.evict(number, record)
-            free = backend.free_bytes()
-            if free is None or free >= need_bytes:
+            if fits():
                 return True
 
-    def trim(self, number: int, *, prove: Prove = prove_nothing) -> None:
-        """Evict all but the newest `keep_last` of what a later tier has.
+    def trim(self, number: int, *, verify: Verify = verify_nothing) -> None:
+        """Evict all but the newest `keep_last` checkpoints of those that a later tier has.
 
         Raises:
             StorageError: A tier does not answer.
@@ -110,77 +104,80 @@ class Rooms:
         if keep is None:
             return
         here = by_age(self._tiers[number].backend)
-        for record in self._evictable(number, here[: max(len(here) - keep, 0)], prove):
+        for record in self._evictable(number, here[: max(len(here) - keep, 0)], verify):
             self.evict(number, record)
 
     def evict(self, number: int, record: CommitRecord, *, unreadable: bool = False) -> None:
         """Delete one tier's copy: its record first, durably, then its data.
 
-        Unless another's record has that name by now; with `unreadable`, one that can be read.
+        Deletes nothing if the tier's record of that name has another uid, or, with `unreadable`, if
+        that record can be read: another save has published it meanwhile.
         """
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
         delete_records(tier.backend, [name], uids={name: None if unreadable else record.uid})
-        self._proved.discard((number, record.uid))
+        self._verified.discard((number, record.uid))
         log.debug("evicted step %d from tier %s", record.step, tier.name)
 
     def _evictable(
-        self, number: int, here: Sequence[CommitRecord], prove: Prove
+        self, number: int, here: Sequence[CommitRecord], verify: Verify
     ) -> Iterator[CommitRecord]:
-        """Those of `here` that wait for nothing in their tier, and that a later one has whole.
+        """Yield the checkpoints of `here` that are not marked, and that a later tier has whole.
 
-        Later tiers are asked for these alone: they may hold many more.
+        Asks later tiers for these checkpoints alone: they may hold many more.
         """
         backend = self._tiers[number].backend
         for record in here:
-            # The mark is looked for behind the proof, which may take long: a repair sets it
-            # meanwhile on the copy that it brings elsewhere.
-            if self._is_elsewhere(number, record, prove) and not is_marked(backend, record.uid):
+            # The mark is looked for after the later copy was verified, which may take long: a
+            # repair of another tier may set the mark meanwhile, since it needs this copy.
+            if self._is_elsewhere(number, record, verify) and not is_marked(backend, record.uid):
                 yield record
 
-    def _is_elsewhere(self, number: int, record: CommitRecord, prove: Prove) -> bool:
-        """Whether a tier behind `number` has a proved copy."""
+    def _is_elsewhere(self, number: int, record: CommitRecord, verify: Verify) -> bool:
+        """Return whether a tier behind `number` has a verified copy."""
         for later in range(number + 1, len(self._tiers)):
             backend = self._tiers[later].backend
             if not is_whole(backend, record):
                 continue
             try:
                 _check_data(backend, record)
-                if (later, record.uid) not in self._proved:
-                    if not prove(backend, record):
+                if (later, record.uid) not in self._verified:
+                    if not verify(backend, record):
                         continue
-                    self._proved.add((later, record.uid))
+                    self._verified.add((later, record.uid))
             except CheckpointGoneError:
                 continue
             except DamagedError as error:
-                self._distrust(number, later, record, error)
+                self._report_damage(number, later, record, error)
                 return False
             return True
         return False
 
-    def _distrust(self, number: int, later: int, record: CommitRecord, error: DamagedError) -> None:
-        """Keep the copy in tier `number`, say why, and have the other one brought anew."""
-        self._proved.discard((later, record.uid))
-        if (later, record.uid) in self._distrusted:
+    def _report_damage(
+        self, number: int, later: int, record: CommitRecord, error: DamagedError
+    ) -> None:
+        """Warn that tier `number` keeps its copy, and have the damaged one replaced; both once."""
+        self._verified.discard((later, record.uid))
+        if (later, record.uid) in self._damaged:
             return
-        self._distrusted.add((later, record.uid))
+        self._damaged.add((later, record.uid))
         log.warning(
-            "step %d stays in tier %s: tier %s lists it, but its copy is damaged, and is brought "
-            "anew: %s",
+            "step %d stays in tier %s: tier %s lists it, but its copy is damaged, and is replaced: "
+            "%s",
             record.step,
             self._tiers[number].name,
             self._tiers[later].name,
             str(error),
         )
-        self._renew(record, number, later)
+        self._on_damage(record, number, later)
 
 
 def _check_data(backend: Backend, record: CommitRecord) -> None:
-    """Compare names and lengths of a copy with what its records say.
+    """Compare the names and lengths of a copy with its manifest.
 
     Raises:
         FormatError: Something is missing, or cut off.
-        CheckpointGoneError: It was deleted meanwhile.
+        CheckpointGoneError: The copy was deleted meanwhile.
     """
     if has_all_data(backend, record):
         return

@@ -1,4 +1,4 @@
-"""One link between two neighbouring tiers: what is marked in the first is copied to the second."""
+"""One link between two neighbouring tiers: copies the marked checkpoints to the slower one."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
-    from penstock.core.tiers.eviction import Rooms
+    from penstock.core.tiers.eviction import Eviction
     from penstock.core.tiers.process import CopyProcess
     from penstock.core.tiers.roots import TierRoots
 
 log = logging.getLogger("penstock")
 
-_STUCK = "no progress for %g s"
-_HOPELESS = (LostRaceError, StepExistsError, DamagedError)
+_PERMANENT = (LostRaceError, StepExistsError, DamagedError)
+"""Errors that no later try can mend: the same bytes meet the same target."""
 
 
 @dataclass(eq=False, slots=True)
 class DrainState:
-    """What one link is doing.
+    """The state of one link.
 
     Attributes:
-        source: Name of the tier that is copied from.
-        target: And to.
-        step: Which checkpoint is being copied; None: none.
-        bytes_done: Of it.
-        bytes_total: Of it.
-        bytes_moved: Of all that this process has copied.
-        waiting: Steps behind it, in order.
-        error: Why the last try failed, while it is tried again; empty: it did not.
-        lost: Why checkpoints cannot be copied at all, by step.
+        source: Name of the tier to copy from.
+        target: Name of the tier to copy to.
+        step: The step that is being copied; None if none is.
+        bytes_done: Bytes of this step that were copied.
+        bytes_total: Bytes of this step.
+        bytes_moved: Bytes that this process has copied in all.
+        waiting: The queued steps, in order.
+        error: Why the last try failed, if it is repeated; else empty.
+        lost: Why a step cannot be copied at all, by step.
     """
 
     source: str
@@ -71,30 +71,30 @@ class DrainState:
     lost: Mapping[int, str] = field(default_factory=dict)
 
     def unfinished(self) -> list[int]:
-        """Steps that have yet to be copied."""
+        """Return the steps that have yet to be copied, in order."""
         return sorted({*self.waiting, *([] if self.step is None else [self.step])})
 
 
-class LinkReport(Protocol):
-    """Whom a link asks and tells: all links of the run together."""
+class LinkOwner(Protocol):
+    """All links of a run together, as far as one link needs them: `Drains`, which imports this."""
 
-    rooms: Rooms
+    eviction: Eviction
     roots: TierRoots
 
     def prepare(self, number: int, uid: str, step: int, replaces: Collection[str] | None) -> bool:
-        """Before a checkpoint is committed in tier `number`."""
+        """Mark a checkpoint before its commit in tier `number`, if it is to be copied on."""
         ...
 
     def arrived(self, number: int, record: CommitRecord) -> None:
-        """A checkpoint is whole in tier `number`."""
+        """Take note that a checkpoint is whole in tier `number`."""
         ...
 
-    def again(self, number: int, record: CommitRecord) -> bool:
-        """Tier `number` has lost it; whether a faster one has it, and brings it once more."""
+    def send_again(self, number: int, record: CommitRecord) -> bool:
+        """Copy a checkpoint to tier `number` once more; return whether a faster tier has it."""
         ...
 
-    def tell(self, record: CommitRecord, error: BaseException | None) -> None:
-        """It will get no further, because of `error`."""
+    def end(self, record: CommitRecord, error: BaseException | None) -> None:
+        """Take note that a checkpoint will be copied no further, because of `error`."""
         ...
 
 
@@ -105,7 +105,7 @@ class DrainLink:
         self,
         tiers: Sequence[Tier],
         number: int,
-        report: LinkReport,
+        drains: LinkOwner,
         *,
         workers: Workers,
         grace_s: float,
@@ -115,10 +115,9 @@ class DrainLink:
         self._number = number
         self._source = tiers[number]
         self._target = tiers[number + 1]
-        self._report = report
+        self._drains = drains
         self._workers = workers
         self._timing = workers.timing
-        # A store that has not moved for so long is not waited for.
         self._watchdog = Watchdog(stuck_s, self._timing.clock)
         self._copier = TierCopier(
             self._source, self._target, workers=workers, grace_s=grace_s, process=process
@@ -126,20 +125,20 @@ class DrainLink:
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[CommitRecord] = deque()
         self._current: CommitRecord | None = None
-        self._prepared = ""  # uid whose mark in the next tier is written, if it needs one
+        self._prepared = ""  # the uid for which `Drains.prepare` was called last
         self._running = False
         self._tidying = False
         self._closed = False
         self._done_bytes = 0
         self._moved_bytes = 0
         self._error = ""
-        self._failing = NEVER  # over when a tier has failed for so long that nobody waits for it
-        self._quiet = Deadline(0.0)  # over when the same error is logged again
+        self._failing = NEVER  # over when a tier has failed for so long that no caller waits for it
+        self._next_log = Deadline(0.0)  # over when the same error is logged again
         self._lost: dict[int, str] = {}
         self._withdrawn: set[str] = set()
 
     def add(self, record: CommitRecord) -> bool:
-        """Queue a checkpoint, unless it is."""
+        """Queue a checkpoint, unless it is queued or withdrawn; return whether this was done."""
         with self._changed:
             current = [] if self._current is None else [self._current]
             if (
@@ -156,15 +155,15 @@ class DrainLink:
             return True
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Copy these no more; waits until none of them is being copied."""
+        """Drop the copies of these checkpoints, and wait for the end of one in flight."""
         with self._changed:
             self._withdrawn.update(uids)
             gone = [record for record in self._queue if record.uid in uids]
             self._queue = deque(record for record in self._queue if record.uid not in uids)
             current = self._current
             self._changed.notify_all()
-        for record in gone:  # else whoever waits for it would wait until the run is closed
-            self._report.tell(record, self._copier.gone(record))
+        for record in gone:  # else `result()` of their saves would wait until the run is closed
+            self._drains.end(record, self._copier.gone(record))
         if current is None or current.uid not in uids:
             return
         self._copier.cancel(uids)
@@ -173,14 +172,14 @@ class DrainLink:
                 self._changed.wait(self._timing.poll_s)
 
     def reinstate(self, uids: Collection[str]) -> None:
-        """Copy these again when they are added."""
+        """Accept these checkpoints again when they are added."""
         with self._changed:
             self._withdrawn.difference_update(uids)
 
     def state(self) -> DrainState:
-        """What it is doing."""
+        """Return the state of this link."""
         with self._changed:
-            current = self._current
+            current, limit_s = self._current, self._watchdog.limit_s
             return DrainState(
                 self._source.name,
                 self._target.name,
@@ -189,12 +188,12 @@ class DrainLink:
                 0 if current is None else current.bytes_stored,
                 self._moved_bytes,
                 tuple(record.step for record in self._queue),
-                self._error or (_STUCK % self._watchdog.limit_s if self.is_stuck() else ""),
+                self._error or (f"no progress for {limit_s:g} s" if self.is_stuck() else ""),
                 dict(self._lost),
             )
 
     def settle(self, deadline: Deadline) -> bool:
-        """Wait until nothing is left, or what is left is failing; False: neither by then."""
+        """Wait until no copy is left, or they are failing; return whether that was in time."""
         with self._changed:
             while not (self._closed or self._idle() or self.is_failing()):
                 if deadline.is_over():
@@ -203,7 +202,7 @@ class DrainLink:
             return True
 
     def close(self) -> None:
-        """Cancel what is under way, and wait for its end."""
+        """Cancel the copy in flight and wait for its end, unless a store is stuck."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -213,10 +212,10 @@ class DrainLink:
                 self._changed.wait(self._timing.poll_s)
 
     def tidy(self, need_bytes: int = 0) -> None:
-        """Make room in the source tier, in the background; copies there are read if need be.
+        """Evict from the source tier in the background, after reading the later copies.
 
         Args:
-            need_bytes: Room for these; what is more than the tier is to keep goes in any case.
+            need_bytes: The room to make, besides evicting what exceeds `keep_last`.
         """
         with self._changed:
             if self._tidying or self._closed:
@@ -228,15 +227,15 @@ class DrainLink:
     # ------------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     def is_failing(self) -> bool:
-        """Whether a tier has failed for so long that nobody should wait for it."""
+        """Return whether a tier has failed for so long that no caller should wait for it."""
         return self._failing.is_over() or self.is_stuck()
 
     def is_stuck(self) -> bool:
-        """Whether a store neither answers nor fails."""
+        """Return whether a task of this link has made no progress for `stuck_s` seconds."""
         busy = self._current is not None or self._tidying
         return busy and self._watchdog.is_over()
 
@@ -249,15 +248,15 @@ class DrainLink:
     def _run(self) -> None:
         while (record := self._next()) is not None:
             try:
-                self._carry(record)
-            except BaseException as error:  # noqa: BLE001 - the link itself must go on
+                self._copy_with_retries(record)
+            except BaseException as error:  # noqa: BLE001 - a task's boundary: the next copy begins
                 log.error(  # noqa: TRY400 - a record with the exception would hold its frames
                     "step %d: copying it to tier %s ended with %s; the next process goes on",
                     record.step,
                     self._target.name,
                     repr(error),
                 )
-                self._report.tell(record, SaveError(f"step {record.step}: {error!r}"))
+                self._drains.end(record, SaveError(f"step {record.step}: {error!r}"))
             finally:
                 with self._changed:
                     self._current = None
@@ -278,29 +277,30 @@ class DrainLink:
             self._watchdog.moved()
             return record
 
-    def _carry(self, record: CommitRecord) -> None:
-        """Copy one checkpoint, however many tries that takes."""
+    def _copy_with_retries(self, record: CommitRecord) -> None:
+        """Copy one checkpoint, with as many tries as it takes, and ever longer pauses."""
         pause_s = self._timing.drain_retry_first_s
         while not self.is_closed():
             began = time.monotonic()
             try:
                 if record.uid in self._withdrawn:
-                    self._report.tell(record, self._copier.gone(record))
+                    self._drains.end(record, self._copier.gone(record))
                     return
                 if not self._copy_once(record):
-                    if not self._report.again(self._number, record):
-                        self._report.tell(record, self._copier.gone(record))
+                    if not self._drains.send_again(self._number, record):
+                        self._drains.end(record, self._copier.gone(record))
                     return
-            except Exception as error:  # noqa: BLE001 - a task's boundary: logged, and told
+            except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
                 if self.is_closed():
                     return
                 if record.uid in self._withdrawn:
                     continue
                 self._failed(record, error)
-                if isinstance(error, _HOPELESS):
-                    self._report.tell(record, error)
+                if isinstance(error, _PERMANENT):
+                    self._drains.end(record, error)
                     return
                 with self._changed:
+                    # Random, so that the nodes of a run do not all return to a store at once.
                     delay_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
                     self._changed.wait_for(lambda: self._is_over(record), delay_s)
                 pause_s = min(2 * pause_s, self._timing.drain_retry_most_s)
@@ -310,18 +310,25 @@ class DrainLink:
                 return
 
     def _copy_once(self, record: CommitRecord) -> bool:
-        """Make the next tier have it; False: this one has it no more."""
+        """Copy a checkpoint to the next tier; return False if it is gone from both."""
         source, target = self._source.backend, self._target.backend
+
+        def verify_source() -> None:
+            self._verify(source, record)
+
         if not has(source, record):
             retract(target, record)
-            # Another process may have brought it there, and evicted it here since.
+            # Another process may have copied it there, and evicted it here since.
             return is_whole(target, record)
-        self._report.roots.check(self._number + 1)
-        if not confirmed(target, record, first=partial(self._check_source, record)):
-            self._report.rooms.make_room(self._number + 1, record.bytes_stored, prove=self._prove)
+        self._drains.roots.check(self._number + 1)
+        if not confirmed(target, record, first=verify_source):
+            self._drains.eviction.make_room(
+                self._number + 1, record.bytes_stored, verify=self._verify
+            )
+            # Once per checkpoint: each call of `prepare` counts as a save for `drain_every`.
             if record.uid != self._prepared:
                 known = marked_replaces(source, record.uid)
-                self._report.prepare(self._number + 1, record.uid, record.step, known)
+                self._drains.prepare(self._number + 1, record.uid, record.step, known)
                 self._prepared = record.uid
             with self._changed:
                 self._done_bytes = 0
@@ -331,18 +338,11 @@ class DrainLink:
                 may_begin=lambda: not self._is_over(record),
                 on_progress=self._moved,
             )
-            self._report.rooms.note_copied(self._number + 1, record)
-        self._report.roots.check(self._number + 1)
+            self._drains.eviction.note_verified(self._number + 1, record)
+        # Once more: a file system that was unmounted during the copy took the data with it.
+        self._drains.roots.check(self._number + 1)
         source.delete([mark_name(record.uid)])
         return True
-
-    def _check_source(self, record: CommitRecord) -> None:
-        verify_blobs(
-            self._source.backend,
-            record,
-            workers=self._workers,
-            on_progress=lambda _: self._moved(0),
-        )
 
     def _moved(self, size_bytes: int) -> None:
         self._watchdog.moved()
@@ -351,8 +351,8 @@ class DrainLink:
 
     def _succeeded(self, record: CommitRecord, seconds: float) -> None:
         with self._changed:
-            self._error, self._failing, self._quiet = "", NEVER, Deadline(0.0)
-            self._prepared = ""  # should the next tier lose it, it comes there anew
+            self._error, self._failing, self._next_log = "", NEVER, Deadline(0.0)
+            self._prepared = ""  # if the next tier loses it, the next copy has to mark it again
         log.info(
             "step %d is in tier %s now: %s in %.2f s",
             record.step,
@@ -360,21 +360,21 @@ class DrainLink:
             size_text(record.bytes_stored),
             seconds,
         )
-        # Each by itself: whoever waits is told though nothing can be evicted.
-        late: list[CommitRecord] = []
-        with self._noted(record):
-            self._report.rooms.trim(self._number, prove=partial(self._prove_small, late))
-        with self._noted(record):
-            self._report.arrived(self._number + 1, record)
-        if late:
+        # One block each: `arrived` is called even if nothing can be evicted.
+        large: list[CommitRecord] = []
+        with self._failures_logged(record):
+            self._drains.eviction.trim(self._number, verify=partial(self._verify_small, large))
+        with self._failures_logged(record):
+            self._drains.arrived(self._number + 1, record)
+        if large:
             self.tidy()
 
     def _tidy(self, need_bytes: int) -> None:
-        rooms = self._report.rooms
+        eviction = self._drains.eviction
         try:
             if need_bytes:
-                rooms.make_room(self._number, need_bytes, prove=self._prove)
-            rooms.trim(self._number, prove=self._prove)
+                eviction.make_room(self._number, need_bytes, verify=self._verify)
+            eviction.trim(self._number, verify=self._verify)
         except Exception as error:  # noqa: BLE001 - a task's boundary: nothing is evicted then
             if not self._closed:
                 log.warning("tier %s is not tidied: %s", self._source.name, str(error))
@@ -383,20 +383,22 @@ class DrainLink:
                 self._tidying = False
                 self._changed.notify_all()
 
-    def _prove_small(
-        self, late: list[CommitRecord], backend: Backend, record: CommitRecord
+    def _verify_small(
+        self, large: list[CommitRecord], backend: Backend, record: CommitRecord
     ) -> bool:
-        """Read a copy if that takes no longer than other calls; else it goes to `late`.
+        """Verify a copy if it is small; else append it to `large`.
 
-        Someone may be waiting to hear that the checkpoint that was copied last is durable.
+        Reading a large one here would delay `arrived`, and `result()` of the save with it.
         """
         if record.bytes_stored < WORTH_BYTES:
-            return self._prove(backend, record)
-        late.append(record)
+            return self._verify(backend, record)
+        large.append(record)
         return False
 
-    def _prove(self, backend: Backend, record: CommitRecord) -> bool:
-        def look() -> None:
+    def _verify(self, backend: Backend, record: CommitRecord) -> bool:
+        """Read all of a copy and compare checksums; return True, which `Eviction` asks for."""
+
+        def stop_if_closed() -> None:
             if self._closed:
                 msg = "the run was closed"
                 raise SaveAbortedError(msg)
@@ -406,14 +408,14 @@ class DrainLink:
             record,
             workers=self._workers,
             on_progress=lambda _: self._moved(0),
-            on_look=look,
+            on_look=stop_if_closed,
             bytes_per_s=self._source.drain_bytes_per_s,
         )
         return True
 
     @contextmanager
-    def _noted(self, record: CommitRecord) -> Iterator[None]:
-        """What fails once the copy is whole goes to the log, and no further."""
+    def _failures_logged(self, record: CommitRecord) -> Iterator[None]:
+        """Log what fails in the block, and go on: the copy is whole already."""
         try:
             yield
         except PenstockError as error:
@@ -425,17 +427,17 @@ class DrainLink:
             str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
         )
         clock = self._timing.clock
-        hopeless = isinstance(error, _HOPELESS)
+        permanent = isinstance(error, _PERMANENT)
         with self._changed:
-            repeated = text == self._error and not self._quiet.is_over()
-            if hopeless:
+            repeated = text == self._error and not self._next_log.is_over()
+            if permanent:
                 self._lost[record.step] = text
             else:
                 self._error = text
                 if self._failing is NEVER:
                     self._failing = Deadline(self._timing.drain_failing_s, clock)
                 if not repeated:
-                    self._quiet = Deadline(self._timing.repeat_log_s, clock)
+                    self._next_log = Deadline(self._timing.repeat_log_s, clock)
             self._changed.notify_all()
         log.log(
             logging.DEBUG if repeated else logging.ERROR,
@@ -443,6 +445,6 @@ class DrainLink:
             record.step,
             self._source.name,
             self._target.name,
-            "" if hopeless else " yet; it will be tried again",
+            "" if permanent else " yet; it will be tried again",
             text,
         )

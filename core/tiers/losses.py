@@ -1,22 +1,158 @@
-"""What a tier lists, and has lost: another tier was read instead, and nothing failed."""
+"""Losses of tiers: checkpoints that slower tiers have lost, and blobs that any tier has lost.
+
+Neither makes a read or a save fail: another tier has the data. So without this search no user would
+hear of a loss, and no copy or repair would begin.
+"""
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.survey import is_whole
-from penstock.core.errors import StorageError
-from penstock.core.format.records import data_prefix
+from penstock.core.catalog.survey import is_whole, read_commit
+from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
+from penstock.core.format.records import COMMIT_PREFIX, data_prefix, parse_commit_name
 from penstock.core.suggest import listed
+from penstock.core.tiers.whereabouts import by_age, is_marked, mark, note_staying, stays
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import CommitRecord
+    from penstock.core.tiers.roots import TierRoots
 
 log = logging.getLogger("penstock")
+left_log = logging.getLogger(__name__)  # names what is never copied: `penstock drain` shows it
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def mark_lost(tiers: Sequence[Tier], roots: TierRoots) -> tuple[list[CommitRecord], dict[str, str]]:
+    """Mark the checkpoints that slower tiers have lost, so that they are copied once more.
+
+    A tier may have been restored from an older backup, or replaced by an empty one.
+
+    Returns:
+        The checkpoints that were marked, and the tiers that do not answer with the reason.
+    """
+    marked: list[CommitRecord] = []
+    silent: dict[str, str] = {}
+    for number, tier in enumerate(tiers[:-1]):
+        try:
+            behind = roots.behind(number)
+            lost = _lost_behind(tiers, number, behind)
+            staying = _not_lost(tiers, number, lost, roots)
+            for record in staying:
+                note_staying(tier.backend, record.uid, record.step, behind)
+            uids = {record.uid for record in staying}
+            lost = [record for record in lost if record.uid not in uids]
+            for record in lost:
+                mark(tier.backend, record.uid, record.step)
+        except StorageError as error:
+            log.debug("tier %s: what slower tiers have lost: %s", tier.name, str(error))
+            silent |= _silent(tiers[number:])
+            continue
+        marked += lost
+        if lost:
+            log.warning(
+                "no tier behind %s has step %s any more: copied there once more. Was it "
+                "restored from an older backup, or replaced?",
+                tier.name,
+                _steps(lost),
+            )
+    return marked, silent
+
+
+def _not_lost(
+    tiers: Sequence[Tier], number: int, lost: Sequence[CommitRecord], roots: TierRoots
+) -> Sequence[CommitRecord]:
+    """Return those of `lost` that are missing behind a tier on purpose, and log them."""
+    tier, slower = tiers[number], tiers[number + 1 :]
+    if roots.was_used_before(number):
+        if roots.is_before_older(number):
+            return ()
+        staying = _saved_behind_since(tiers, number, lost)
+        why = "was deleted behind it, where others have saved since"
+    elif tier.drain_every and not any(one.backend.list(COMMIT_PREFIX) for one in slower):
+        # `drain_every` never leaves out the first save. So nothing was ever copied from here, and
+        # nothing was left out: the slower tiers are new.
+        return ()
+    else:
+        # Earlier versions did not note which saves `drain_every` has left out.
+        staying = list(lost)
+        why = "counts as left out by an earlier version, which did not note that"
+    if staying:
+        left_log.warning(
+            "step %s is in tier %s, and %s: it is not copied on. `penstock copy` does, if that "
+            "is wrong",
+            _steps(staying),
+            tier.name,
+            why,
+        )
+    return staying
+
+
+def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) -> list[CommitRecord]:
+    """Return the checkpoints that tier `number` has copied, and that no slower tier has any more.
+
+    Checkpoints with a note that they stay are left out, if it was made for the roots `behind`.
+    """
+    backend = tiers[number].backend
+    here = {info.name for info in backend.list(COMMIT_PREFIX)}
+    slower: set[str] = set()
+    for tier in tiers[number + 1 :]:
+        slower |= {info.name for info in tier.backend.list(COMMIT_PREFIX)}
+    newest: dict[int, int] = {}
+    parsed = {name: found for name in here | slower if (found := parse_commit_name(name))}
+    for step, generation in parsed.values():
+        newest[step] = max(generation, newest.get(step, generation))
+    lost = []
+    for name in sorted(here - slower):
+        step, generation = parsed.get(name, (-1, -1))
+        if newest.get(step) != generation:
+            continue  # an overwrite has replaced it, or it is no commit record
+        with suppress(BlobNotFoundError, FormatError):
+            record = read_commit(backend, name)
+            if not is_marked(backend, record.uid) and not stays(backend, record.uid, behind):
+                lost.append(record)
+    return lost
+
+
+def _saved_behind_since(
+    tiers: Sequence[Tier], number: int, records: Collection[CommitRecord]
+) -> list[CommitRecord]:
+    """Return those of `records`, all of tier `number`, after which others have saved behind it.
+
+    Another node that saved to a slower tier has seen its checkpoints; so a checkpoint that is
+    missing there, and is older than that save, was deleted on purpose.
+    """
+    if not records:
+        return []
+    here = {record.uid for record in by_age(tiers[number].backend)}
+    behind = [record for tier in tiers[number + 1 :] for record in by_age(tier.backend)]
+    newest = max((record.created for record in behind if record.uid not in here), default="")
+    return [record for record in records if record.created < newest]
+
+
+def _silent(tiers: Sequence[Tier]) -> dict[str, str]:
+    """Return the tiers that do not list their checkpoints, each with the reason."""
+    silent = {}
+    for tier in tiers:
+        try:
+            tier.backend.list(COMMIT_PREFIX)
+        except StorageError as error:
+            silent[tier.name] = str(error)
+    return silent
+
+
+def _steps(records: Iterable[CommitRecord]) -> str:
+    return listed([str(record.step) for record in records])
+
+
+# -- blobs -----------------------------------------------------------------------------------------
 
 
 def lost_by_tiers(
@@ -26,20 +162,20 @@ def lost_by_tiers(
     *,
     known: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Blobs and records that tiers have lost, though they list the checkpoint; warns of them.
+    """Return the blobs and records that tiers have lost of a checkpoint they list; warn of them.
 
-    A tier that does not list it has evicted it, and lacks nothing. Only tiers in front of the
-    first that has all of it are looked at: reading has passed these over. One listing of each, as
-    long as nothing is missing.
+    A tier that does not list the checkpoint has evicted it, and has lost nothing. Looks only at
+    tiers in front of the first one that has all data: a read has fallen through these. Each tier is
+    listed once, as long as it has lost nothing.
 
     Args:
-        backend: What was read; without tiers nothing can be missing unnoticed.
-        record: Commit record of the checkpoint.
-        lengths: Bytes of its blobs and records by name.
-        known: Names of which the log has spoken.
+        backend: The backend that was read; one without tiers raises instead of falling through.
+        record: The commit record of the checkpoint.
+        lengths: The lengths of its blobs and records in bytes, by name.
+        known: The names that were logged before.
 
     Returns:
-        Each name with that of the first tier which has it.
+        Each name with the name of the first tier that has it.
     """
     lost: set[str] = set()
     for tier in backend.tiers[:-1]:
@@ -49,30 +185,30 @@ def lost_by_tiers(
         if not missing:
             break
         lost |= missing
-        if said := sorted(missing.difference(known)):
+        if news := sorted(missing.difference(known)):
             log.warning(
                 "step %d: tier %s lists it, but has lost %s, or the end of it; the next tier that "
                 "has it was read",
                 record.step,
                 tier.name,
-                listed(said),
+                listed(news),
             )
     return list(_found(backend, record, lengths, lost)) if lost else []
 
 
 def _lost_by(tier: Tier, record: CommitRecord, lengths: Mapping[str, int]) -> set[str] | None:
-    """What one tier has lost; None: it does not list the checkpoint, or does not answer."""
+    """Return what one tier has lost; None if it does not list the checkpoint, or answer."""
     try:
         missing = _missing(tier.backend, record, lengths)
         if missing:
-            # Its record goes first when it is evicted, and comes last when it is brought: so what
-            # is missing between two looks at that was lost.
+            # Eviction deletes the commit record first, and a copy publishes it last. So data that
+            # is missing between two readings of the record was lost, not evicted.
             if not is_whole(tier.backend, record):
                 return None
             missing = _missing(tier.backend, record, lengths)
             if not is_whole(tier.backend, record):
                 return None
-    except StorageError as error:  # reading has said so
+    except StorageError as error:  # the read has warned of it
         log.debug("step %d: what tier %s has lost: %s", record.step, tier.name, str(error))
         return None
     return missing
@@ -81,6 +217,7 @@ def _lost_by(tier: Tier, record: CommitRecord, lengths: Mapping[str, int]) -> se
 def _found(
     backend: Backend, record: CommitRecord, lengths: Mapping[str, int], lost: Collection[str]
 ) -> Iterator[tuple[str, str]]:
+    """Yield each lost name with the first tier that has it."""
     left = set(lost)
     for tier in backend.tiers:
         missing = _lost_by(tier, record, lengths)

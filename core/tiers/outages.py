@@ -1,4 +1,4 @@
-"""Asks tiers that may hang, for who must not."""
+"""Calls of tiers that may hang, made for callers that must not hang with them."""
 
 from __future__ import annotations
 
@@ -23,32 +23,39 @@ T = TypeVar("T")
 
 
 class NotAskedError(StorageTimeoutError):
-    """A tier did not answer a while ago, and is not asked again yet."""
+    """A tier did not answer a while ago, so this call was not made."""
 
 
-class Answers:
-    """Asks tiers from the thread that trains, which must not hang where one of them does."""
+class Outages:
+    """Calls tiers with a deadline, and pauses the calls of a tier that was slow to fail.
 
-    def __init__(self, workers: Workers, limit_s: float) -> None:
+    The training thread makes such calls: without the pause each save would lose the length of the
+    deadline while a tier hangs.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], workers: Workers, limit_s: float) -> None:
+        """Give each call at most `limit_s` seconds."""
+        self._tiers = tiers
         self._workers = workers
         self._limit_s = limit_s
-        self._silent: dict[int, tuple[float, float]] = {}  # until when, and for how long
-        self._said_s: dict[int, dict[str, float]] = {}
+        # Both are changed by single operations, which the interpreter makes atomic.
+        self._pauses: dict[int, tuple[float, float]] = {}  # the end of each pause, and its length
+        self._warned_s: dict[int, dict[str, float]] = {}  # the time of each warning, by its reason
 
-    def ask(self, number: int, call: Callable[[], T], *, silent_too: bool = False) -> T:
-        """What `call` gives; one that hangs, or took long to fail, is left alone for a while.
+    def ask(self, number: int, call: Callable[[], T], *, despite_pause: bool = False) -> T:
+        """Return the result of `call`; begin a pause if the call hangs, or is slow to fail.
 
         Args:
-            number: Of the tier.
-            call: What it is asked for.
-            silent_too: Ask it though it is left alone.
+            number: Number of the tier that `call` asks.
+            call: A call of the tier's backend; left behind on a thread of its own if it hangs.
+            despite_pause: Make the call during a pause, too.
 
         Raises:
-            NotAskedError: Tier `number` is left alone.
-            StorageError: It does not answer.
+            NotAskedError: The calls of this tier are paused.
+            StorageError: The tier does not answer.
         """
         timing = self._workers.timing
-        if not silent_too and timing.clock.monotonic_s() < self._silent.get(number, (0.0, 0.0))[0]:
+        if not despite_pause and self._is_paused(number):
             msg = "it did not answer a while ago, and is not asked again yet"
             raise NotAskedError(msg)
 
@@ -59,63 +66,65 @@ class Answers:
         try:
             return call_with_deadline("ask", call, deadline, late, timing=timing, patience_s=0.0)
         except StorageError:
+            # A quick error costs the caller nothing, so the next save may ask again.
             if deadline.taken_s() > min(timing.tier_quick_error_s, self._limit_s):
-                self._leave_alone(number)
+                self._begin_pause(number)
             raise
 
-    def is_any_silent(self) -> bool:
-        """Whether a tier is left alone at the moment, since it did not answer."""
-        now_s = self._workers.timing.clock.monotonic_s()
-        return any(now_s < until_s for until_s, _ in self._silent.values())
+    def is_any_paused(self) -> bool:
+        """Return whether the calls of any tier are paused now."""
+        return any(map(self._is_paused, list(self._pauses)))
 
-    def _leave_alone(self, number: int) -> None:
-        timing = self._workers.timing
-        _, before_s = self._silent.get(number, (0.0, 0.0))
-        rest_s = min(2 * before_s, timing.tier_rest_most_s) or timing.tier_rest_first_s
-        self._silent[number] = timing.clock.monotonic_s() + rest_s, rest_s
-
-    def missed(self, number: int, name: str, error: StorageError) -> None:
-        """Warn that tier `number` does not answer: of each reason once, then every ten minutes."""
-        if isinstance(error, NotAskedError):  # no news
+    def warn(self, number: int, error: StorageError) -> None:
+        """Log that a tier does not answer: each reason once, and again after `repeat_log_s`."""
+        if isinstance(error, NotAskedError):  # the reason was logged when the pause began
             return
-        said_s = self._said_s.setdefault(number, {})
+        warned_s = self._warned_s.setdefault(number, {})
         timing = self._workers.timing
         now_s = timing.clock.monotonic_s()
-        if now_s - said_s.get(str(error), -math.inf) >= timing.repeat_log_s:
-            said_s[str(error)] = now_s
+        if now_s - warned_s.get(str(error), -math.inf) >= timing.repeat_log_s:
+            warned_s[str(error)] = now_s
+            name = self._tiers[number].name
             log.warning("tier %s does not answer, going on without it: %s", name, str(error))
 
-    def answered(self, number: int) -> None:
-        """The next outage of tier `number` is news, and it is asked as ever."""
-        self._said_s.pop(number, None)
-        self._silent.pop(number, None)
+    def end(self, number: int) -> None:
+        """End the outage of a tier: its calls are not paused, and its next error is logged."""
+        self._warned_s.pop(number, None)
+        self._pauses.pop(number, None)
 
+    def entries(self, *, strict: bool) -> dict[int, list[str]]:
+        """Return the same as `Catalog.entries`, of all tiers that answer; warn of the others.
 
-def known_entries(tiers: Sequence[Tier], answers: Answers, *, strict: bool) -> dict[int, list[str]]:
-    """As `Catalog.entries`, of all tiers that answer; warns of those that do not.
+        Raises:
+            StorageError: No tier answers, or (`strict`) one does not.
+        """
+        names: dict[int, set[str]] = {}
+        failure: StorageError | None = None
+        answers = 0
+        for number, tier in enumerate(self._tiers):
+            try:
+                found = self.ask(number, Catalog(tier.backend).entries, despite_pause=strict)
+            except StorageError as error:
+                failure = error
+                self.warn(number, error)
+                continue
+            self.end(number)
+            answers += 1
+            for step, some in found.items():
+                names.setdefault(step, set()).update(some)
+        if failure is not None and (strict or not answers):
+            raise failure
+        return {step: sorted(names[step], key=_generation) for step in sorted(names)}
 
-    For who is about to save: an outage of one tier must not stop it.
+    def _is_paused(self, number: int) -> bool:
+        until_s, _ = self._pauses.get(number, (-math.inf, 0.0))
+        return self._workers.timing.clock.monotonic_s() < until_s
 
-    Raises:
-        StorageError: No tier answers, or (`strict`) one does not.
-    """
-    names: dict[int, set[str]] = {}
-    failure: StorageError | None = None
-    count = 0
-    for number, tier in enumerate(tiers):
-        try:
-            found = answers.ask(number, Catalog(tier.backend).entries, silent_too=strict)
-        except StorageError as error:
-            failure = error
-            answers.missed(number, tier.name, error)
-            continue
-        answers.answered(number)
-        count += 1
-        for step, some in found.items():
-            names.setdefault(step, set()).update(some)
-    if failure is not None and (strict or not count):
-        raise failure
-    return {step: sorted(names[step], key=_generation) for step in sorted(names)}
+    def _begin_pause(self, number: int) -> None:
+        timing = self._workers.timing
+        _, before_s = self._pauses.get(number, (0.0, 0.0))
+        pause_s = min(2 * before_s, timing.tier_rest_most_s) or timing.tier_rest_first_s
+        self._pauses[number] = timing.clock.monotonic_s() + pause_s, pause_s
 
 
 def _generation(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Replaces bad copies of checkpoints in tiers by good ones of other tiers."""
+"""Replaces damaged copies of checkpoints in tiers by good copies of other tiers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.watchdog import Deadline
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
-    from penstock.core.tiers.eviction import Rooms
+    from penstock.core.tiers.eviction import Eviction
 
 log = logging.getLogger("penstock")
 
@@ -32,60 +32,67 @@ class TierRepairs:
     """All repairs of one run. Thread-safe.
 
     Args:
-        tiers: From the fastest on.
-        rooms: Evicts.
-        workers: Threads for checksums and for what waits.
-        grace_s: As `prune` has it.
-        stuck_s: A store that neither moves nor fails for so long is not waited for.
+        tiers: The tiers, the fastest first.
+        eviction: Evicts damaged copies.
+        workers: Threads for checksums and for background tasks.
+        grace_s: The grace time of `prune`.
+        stuck_s: A store that makes no progress for so long is not waited for.
     """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         *,
-        rooms: Rooms,
+        eviction: Eviction,
         workers: Workers,
         grace_s: float,
         stuck_s: float,
     ) -> None:
+        self.workers = workers
+        self.stuck_s = stuck_s
         self._tiers = tiers
-        self._rooms = rooms
-        self._workers = workers
+        self._eviction = eviction
         self._grace_s = grace_s
         self._running: list[threading.Thread] = []
         self._timing = workers.timing
         self._watchdog = Watchdog(stuck_s, self._timing.clock)
-        self._ended = threading.Condition()  # guards everything below
+        self._ended = threading.Condition()  # guards the three below
         self._withdrawn: set[str] = set()
-        self._copies: dict[str, CheckpointCopy] = {}
-        self._claimed: set[str] = set()
+        self._copies: dict[str, CheckpointCopy] = {}  # those in flight, by uid
+        self._claimed: set[str] = set()  # uids of which a copy is verified or replaced now
 
     def begin(self, damaged: Sequence[tuple[str, str]]) -> None:
-        """Bring copies anew, in the background, that turned out to be damaged.
+        """Replace, in the background, copies that a read has found to be damaged.
 
         Args:
-            damaged: Blobs and records, each with the name of the tier whose copy is good.
-        """
-        self._moved(0)
-        self._running.append(self._workers.spawn("repair", partial(self._run, dict(damaged))))
-
-    def begin_renewal(
-        self, record: CommitRecord, good: int, bad: int, *, failed: Callable[[], None]
-    ) -> None:
-        """Replace tier `bad`'s copy by that of tier `good`, in the background.
-
-        Args:
-            record: Of the checkpoint.
-            good: Number of the tier whose copy is verified, and then copied.
-            bad: Number of the tier with a damaged copy.
-            failed: Called if that was cut short.
+            damaged: The blobs and records, each with the name of the tier whose copy is good.
         """
         self._moved(0)
         self._running.append(
-            self._workers.spawn("repair", partial(self._renew, record, good, bad, failed))
+            self.workers.spawn("repair", partial(self._replace_read, dict(damaged)))
         )
 
-    def bring(
+    def begin_replacing(
+        self, record: CommitRecord, good: int, bad: int, *, failed: Callable[[], None]
+    ) -> None:
+        """Call `replace_copy` in the background; `failed` is called if that raises."""
+        self._moved(0)
+
+        def task() -> None:
+            try:
+                self.replace_copy(record, good, bad)
+            except Exception as error:  # noqa: BLE001 - a task's boundary: the good copy stays
+                log.warning(
+                    "step %d: its copy in tier %s is not replaced: %s",
+                    record.step,
+                    self._tiers[bad].name,
+                    str(error),
+                )
+                failed()
+
+        self._running.append(self.workers.spawn("repair", task))
+
+    def replace_copy(
         self,
         record: CommitRecord,
         good: int,
@@ -94,20 +101,21 @@ class TierRepairs:
         unreadable: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Replace one tier's copy of a checkpoint; it is not listed there meanwhile.
+        """Replace one tier's copy of a checkpoint, which that tier does not list meanwhile.
 
-        What is to be copied on from there still is afterwards.
+        The mark of a checkpoint that is to be copied on from there stays.
 
         Args:
-            record: Of the checkpoint.
-            good: Number of the tier with a good copy, all of which is verified first.
-            bad: Number of the tier with the bad one.
-            unreadable: Only if the commit record there cannot be read.
-            on_progress: Called with bytes that were verified, then with those that were copied.
+            record: The commit record.
+            good: The number of the tier with a good copy, all of which is verified first.
+            bad: The number of the tier with the damaged copy.
+            unreadable: Replace the copy only if its commit record cannot be read.
+            on_progress: Called with bytes that were verified, then with bytes that were copied.
 
         Raises:
             DamagedError: The good copy is not good; nothing was deleted.
-            BusyError: Another process copies it there.
+            BusyError: Another thread of this process replaces a copy of the checkpoint, or another
+                process copies it to that tier.
             StorageError: A tier failed.
         """
         with self._ended:
@@ -117,23 +125,24 @@ class TierRepairs:
                 msg = f"step {record.step}: a copy of it is brought anew already: wait for it"
                 raise BusyError(msg)
             self._claimed.add(record.uid)
-        lent: list[Tier] = []
+        set_here: list[Tier] = []  # tiers with a mark that this repair has set
         try:
-            # Before it is verified: from then on nobody evicts it for what the bad tier lists. And
-            # a crash would leave it there for ever, less durable than it was.
-            for tier in self._lenders(record, good, bad):
+            # The marks come before the verification: from then on no process evicts a good copy
+            # because the bad tier lists the checkpoint. And after a crash that leaves no copy in
+            # the bad tier, the next process finds the mark and copies the checkpoint there.
+            for tier in self._tiers_to_mark(record, good, bad):
                 mark(tier.backend, record.uid, record.step)
-                lent.append(tier)
+                set_here.append(tier)
             moved = on_progress or self._moved
-            self._check_good(record, good, on_progress=moved, lent=lent)
+            self._check_good(record, good, on_progress=moved, set_here=set_here)
             self._replace(record, good, bad, unreadable=unreadable, on_progress=moved)
-            _unmark(record, lent)
+            _unmark(record, set_here)
         finally:
             with self._ended:
                 self._claimed.discard(record.uid)
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Bring these no more; on return none of them is being copied, unless a store is stuck."""
+        """Cancel the repairs of these checkpoints; wait for their end, unless a store is stuck."""
         with self._ended:
             self._withdrawn.update(uids)
             copies = [copy for uid, copy in self._copies.items() if uid in uids]
@@ -145,21 +154,21 @@ class TierRepairs:
             )
 
     def reinstate(self, uids: Collection[str]) -> None:
-        """These may be brought again."""
+        """Allow repairs of these checkpoints again."""
         with self._ended:
             self._withdrawn.difference_update(uids)
 
     def is_withdrawn(self, uid: str) -> bool:
-        """Whether it is not to be brought any more: it is about to be deleted, or was."""
+        """Return whether a checkpoint was deleted, or is about to be."""
         with self._ended:
             return uid in self._withdrawn
 
     def is_stuck(self) -> bool:
-        """Whether one is under way in a store that neither answers nor fails."""
+        """Return whether a repair is in flight that makes no progress."""
         return self._watchdog.is_over() and any(thread.is_alive() for thread in self._running)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait for those that were begun, until they are over, stuck, or the time has come."""
+        """Wait until each background repair is over or stuck, or the deadline has come."""
         for thread in self._running:
             while thread.is_alive() and not self.is_stuck():
                 if deadline.is_over():
@@ -168,44 +177,36 @@ class TierRepairs:
 
     # ------------------------------------------------------------------------------------------
 
-    def _run(self, damaged: Mapping[str, str]) -> None:
+    def _replace_read(self, damaged: Mapping[str, str]) -> None:
+        """Replace the copies that a read has passed over: all in front of the good one."""
         good = {data_uid(blob): name for blob, name in damaged.items()}
         numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
             for name, tier in damaged.items():
                 if parse_commit_name(name) is not None:
-                    self._bring_listed(name, numbers[tier])
+                    self._replace_unreadable(name, numbers[tier])
             for uid, where in whereabouts(self._tiers).items():
                 best = numbers[good[uid]] if uid in good else 0
                 for number in where.tiers if best in where.tiers else ():
+                    # Replacing deletes the record, and the copy to the next tier may be in flight.
                     if number < best and number not in where.waiting:
-                        self.bring(where.record, best, number)
+                        self.replace_copy(where.record, best, number)
         except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
             log.warning("repairing a damaged copy failed: %s", str(error))
-
-    def _renew(self, record: CommitRecord, good: int, bad: int, failed: Callable[[], None]) -> None:
-        try:
-            self.bring(record, good, bad)
-        except Exception as error:  # noqa: BLE001 - a task's boundary: nothing was given up
-            name = self._tiers[bad].name
-            log.warning(
-                "step %d: its copy in tier %s is not replaced: %s", record.step, name, str(error)
-            )
-            failed()
 
     def _moved(self, _: int) -> None:
         self._watchdog.moved()
 
-    def _bring_listed(self, name: str, good: int) -> None:
-        """Replace what the tiers before `good` have under the name of a commit record, unreadable.
+    def _replace_unreadable(self, name: str, good: int) -> None:
+        """Replace unreadable commit records of one name in all tiers in front of `good`.
 
-        What waits there to be copied stays: its mark would go with it.
+        A copy with a mark is left alone: the mark would be deleted with it.
         """
         record = read_commit(self._tiers[good].backend, name)
         for number, tier in enumerate(self._tiers[:good]):
             found = uids_named(tier.backend, [name])
             if found == {name: None} and not is_marked(tier.backend, record.uid):
-                self.bring(record, good, number, unreadable=True)
+                self.replace_copy(record, good, number, unreadable=True)
 
     def _check_good(
         self,
@@ -213,21 +214,20 @@ class TierRepairs:
         good: int,
         *,
         on_progress: Callable[[int], None],
-        lent: Sequence[Tier],
+        set_here: Sequence[Tier],
     ) -> None:
-        """Verify all of a copy, and that it is still there.
-
-        Unless it is good nothing stays marked that was not.
-        """
+        """Verify all of a copy, and that it still exists; else take back the marks."""
         source = self._tiers[good].backend
         try:
-            # A copy that is damaged elsewhere is better than none, where this one is damaged too.
-            verify_blobs(source, record, workers=self._workers, on_progress=on_progress)
-            for tier in lent:  # who drains may have taken the bad copy for a good one meanwhile
+            # Before anything is deleted: if both copies are damaged, in different blobs, reading
+            # finds all of the checkpoint between them.
+            verify_blobs(source, record, workers=self.workers, on_progress=on_progress)
+            # Once more: a drain may have found the bad copy listed meanwhile, and deleted the mark.
+            for tier in set_here:
                 mark(tier.backend, record.uid, record.step)
             _check_still_there(source, record)
         except BaseException:
-            _unmark(record, lent)
+            _unmark(record, set_here)
             raise
 
     def _replace(
@@ -244,7 +244,7 @@ class TierRepairs:
             source.backend,
             target.backend,
             record,
-            workers=self._workers,
+            workers=self.workers,
             grace_s=self._grace_s,
             repair=True,
         )
@@ -255,7 +255,7 @@ class TierRepairs:
         try:
             waits = good < bad < len(self._tiers) - 1 and is_marked(target.backend, record.uid)
             replaces = marked_replaces(target.backend, record.uid) if waits else None
-            self._rooms.evict(bad, record, unreadable=unreadable)
+            self._eviction.evict(bad, record, unreadable=unreadable)
             if waits:
                 mark(target.backend, record.uid, record.step, replaces)
             copy.run(on_progress=on_progress)
@@ -263,11 +263,15 @@ class TierRepairs:
             with self._ended:
                 del self._copies[record.uid]
                 self._ended.notify_all()
-        self._rooms.note_copied(bad, record)
+        self._eviction.note_verified(bad, record)
         log.info("step %d: repaired in tier %s from %s", record.step, target.name, source.name)
 
-    def _lenders(self, record: CommitRecord, good: int, bad: int) -> list[Tier]:
-        """Tiers to be marked while a copy behind them is brought: the good one, and the last."""
+    def _tiers_to_mark(self, record: CommitRecord, good: int, bad: int) -> list[Tier]:
+        """Return the unmarked tiers to mark while a slower copy is replaced.
+
+        These are the good tier, and the last one in front of the bad tier that has a copy, whose
+        link copies to the bad tier or is on the way there.
+        """
         having = [n for n in range(good, bad) if is_whole(self._tiers[n].backend, record)]
         numbers = sorted({*having[:1], *having[-1:]})
         return [
@@ -276,7 +280,7 @@ class TierRepairs:
 
 
 def _check_still_there(source: Backend, record: CommitRecord) -> None:
-    """What is open can be read though it is deleted."""
+    """Look for the record once more: open files can be read after they were deleted."""
     if not is_whole(source, record):
         msg = f"step {record.step} on {source.url} was deleted while it was verified"
         raise CheckpointGoneError(msg)
@@ -284,5 +288,5 @@ def _check_still_there(source: Backend, record: CommitRecord) -> None:
 
 def _unmark(record: CommitRecord, tiers: Sequence[Tier]) -> None:
     for tier in tiers:
-        with suppress(StorageError):  # then it is looked at once more
+        with suppress(StorageError):  # then the next process verifies that copy, and unmarks it
             tier.backend.delete([mark_name(record.uid)])

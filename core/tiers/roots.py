@@ -1,6 +1,6 @@
-"""Notes which roots a run is kept in, and notices when one is not what it was.
+"""The root records of one run's tiers: written by savers and drains, checked around each copy.
 
-See `abc.roots` for the record. It is written by whoever saves or drains, never by whoever reads.
+`core/abc/roots.py` describes the record. Reading a run never writes one.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
-    from penstock.core.tiers.outages import Answers
+    from penstock.core.tiers.outages import Outages
 
 log = logging.getLogger("penstock")
 
 
 class TierRoots:
-    """The roots of one run's tiers, as this process has met them. Thread-safe."""
+    """The roots of one run's tiers, as this process has found them. Thread-safe."""
 
-    def __init__(self, tiers: Sequence[Tier], answers: Answers) -> None:
-        """Look at nothing yet; tiers are asked through `answers`."""
+    def __init__(self, tiers: Sequence[Tier], outages: Outages) -> None:
+        """Prepare; no tier is asked yet."""
         self._tiers = tiers
-        self._answers = answers
-        self._lock = threading.Lock()  # one registration at a time; guards the three below
-        self._known: dict[int, str] = {}  # the root of each tier that was registered
-        self._wrong: dict[int, str] = {}  # why others are left alone
+        self._outages = outages
+        self._lock = threading.Lock()  # one registration at a time; guards the four below
+        self._known: dict[int, str] = {}  # the root of each registered tier
+        self._wrong: dict[int, str] = {}  # tiers to leave alone, with the reason
         self._used_before: set[int] = set()
         self._before_older: set[int] = set()
 
-    def register(self, *, silent_too: bool = False) -> None:
-        """Give each tier that answers an identity, unless it has one, and note the others' there.
+    def register(self, *, despite_pause: bool = False) -> None:
+        """Write a root record to each tier that answers: its identity, and those of all others.
 
-        Once per tier and process.
+        A tier is registered once per process.
 
         Args:
-            silent_too: Ask tiers also that are left alone since they did not answer.
+            despite_pause: Ask tiers whose calls are paused (see `Outages.ask`), too.
 
         Raises:
             ConfigError: The tiers are no tiers of one run in this order; nothing was written.
@@ -67,7 +67,7 @@ class TierRoots:
         with self._lock:
             if len(self._known) == len(self._tiers):
                 return
-            found, damaged = self._read_all(silent_too=silent_too)
+            found, damaged = self._read_all(despite_pause=despite_pause)
             if not found.keys() - self._known.keys():
                 return
             readable = {n: record for n, record in found.items() if n not in damaged}
@@ -82,37 +82,36 @@ class TierRoots:
             self._write_all(usable, damaged)
 
     def was_used_before(self, number: int) -> bool:
-        """Whether this tier notes what is not to be copied from it, since it was first used."""
+        """Return whether earlier processes noted in this tier what is not to be copied from it."""
         return number in self._used_before
 
     def is_before_older(self, number: int) -> bool:
-        """Whether a place is new behind this tier, or older than this tier has seen it."""
+        """Return whether a slower tier is new, or older than this tier has recorded it."""
         return number in self._before_older
 
     def behind(self, number: int) -> frozenset[str]:
-        """The roots behind a tier, as far as they were registered."""
+        """Return the registered roots of the tiers that are slower than tier `number`."""
         return frozenset(root for other, root in self._known.items() if other > number)
 
     def check(self, number: int) -> None:
-        """Make sure that a tier is still the root that it was.
+        """Verify that a tier still has the root that this process registered.
 
-        Before and after something is copied there: its file system may have been unmounted.
-
-        Tiers in front of the durable one may lose all, and go on.
+        A copy is checked before and after: the file system may be unmounted meanwhile. Tiers in
+        front of the durable one are not checked, since they may lose everything and go on.
 
         Raises:
-            WrongPlaceError: It is another one, or none.
-            StorageError: It does not answer.
+            WrongPlaceError: The tier has another root, or none.
+            StorageError: The tier does not answer.
         """
         if number < first_durable(self._tiers):
             return
         backend = self._tiers[number].backend
         if number not in self._known:
-            # Read first: a tier that comes back just behind a registration that failed would be
-            # told as one that could not be noted, which no user can do anything about.
-            with suppress(FormatError):  # a damaged record is written anew
+            # `register` reports no outage to its caller. So the tier is read first: while it is
+            # away, users shall read the store's error, not that its root is not registered.
+            with suppress(FormatError):  # `register` replaces a damaged record
                 read_root(backend)
-            self.register(silent_too=True)
+            self.register(despite_pause=True)
         if number in self._wrong:
             raise WrongPlaceError(self._wrong[number])
         try:
@@ -120,7 +119,7 @@ class TierRoots:
         except FormatError as error:
             raise StorageError(str(error)) from error
         if number not in self._known:
-            msg = f"who {backend.url} is could not be noted there yet"
+            msg = f"the root record of {backend.url} could not be written yet"
             raise StorageError(msg)
         if record is None or record.root != self._known[number]:
             msg = (
@@ -142,31 +141,31 @@ class TierRoots:
         except StorageError:
             return False
 
-    def _read_all(self, *, silent_too: bool) -> tuple[dict[int, RootRecord | None], set[int]]:
-        """The records of tiers that answer, and numbers of those whose record is damaged."""
+    def _read_all(self, *, despite_pause: bool) -> tuple[dict[int, RootRecord | None], set[int]]:
+        """Return the records of all tiers that answer, and the numbers of damaged records."""
         found: dict[int, RootRecord | None] = {}
         damaged: set[int] = set()
         for number, tier in enumerate(self._tiers):
             try:
-                found[number] = self._answers.ask(
-                    number, partial(read_root, tier.backend), silent_too=silent_too
+                found[number] = self._outages.ask(
+                    number, partial(read_root, tier.backend), despite_pause=despite_pause
                 )
             except FormatError as error:
                 log.warning("tier %s: %s; it is written anew", tier.name, str(error))
                 found[number] = None
                 damaged.add(number)
             except StorageError as error:
-                self._answers.missed(number, tier.name, error)
+                self._outages.warn(number, error)
         return found, damaged
 
     def _warn_of_older(self, found: Mapping[int, RootRecord | None]) -> None:
-        """Say which roots were used more often by then than they say now."""
+        """Warn of roots that other tiers have recorded with more uses than they have themselves."""
         for number, record in found.items():
             if record is None or number in self._known:
                 continue
             for other in found.values():
-                seen = dict(other.tiers).get(record.root, 0) if other is not None else 0
-                if seen > record.opened:
+                recorded = dict(other.tiers).get(record.root, 0) if other is not None else 0
+                if recorded > record.opened:
                     log.warning(
                         "tier %s (%s) is older than another tier has seen it: was it restored "
                         "from a backup? What a faster tier has of what is missing there is "
@@ -177,7 +176,11 @@ class TierRoots:
                     break
 
     def _write_all(self, found: Mapping[int, RootRecord | None], damaged: Collection[int]) -> None:
-        """Slower tiers first: nobody may know a root that does not know itself."""
+        """Write the records, the slowest tier first.
+
+        In this order a crash leaves no tier that names a root which has no record of its own yet:
+        that one would look like the empty folder below a file system that is not mounted.
+        """
         present = [found[number] for number in sorted(found, reverse=True)]
         run = next((r.run for r in present if r is not None), secrets.token_hex(16))
         mine: dict[int, RootRecord] = {}
@@ -185,7 +188,7 @@ class TierRoots:
             record = found[number]
             if record is None or record.run != run:
                 fresh = record is None and number not in damaged
-                record = self._made(number, run, exclusive=fresh)
+                record = self._created(number, run, exclusive=fresh)
             if record is None:
                 continue
             if record.run != run and not self._is_accepted():  # another process was faster
@@ -193,27 +196,28 @@ class TierRoots:
                     self._tiers, {**found, number: record}, has_checkpoints=self._has_checkpoints
                 )
             run = record.run  # else the next tier would be of a run of its own
-            self._check_apart(number, record, mine)
+            self._check_distinct(number, record, mine)
             mine[number] = record
-        self._say_new(found, mine)
+        self._warn_of_new(found, mine)
         order = [(mine[n].root, mine[n].opened + 1) for n in sorted(mine)]
         for number in sorted(mine, reverse=True):
             record = mine[number]
-            # What is not there at the moment is not forgotten.
+            # A tier that is away now keeps its place in the records of the others.
             whole = len(mine) == len(self._tiers)
             tiers = tuple(order) if whole else merged_order(record.tiers, order)
-            noted = replace(record, opened=record.opened + 1, tiers=tiers)
-            publish = partial(self._tiers[number].backend.publish, ROOT_NAME, encode_root(noted))
+            updated = replace(record, opened=record.opened + 1, tiers=tiers)
+            publish = partial(self._tiers[number].backend.publish, ROOT_NAME, encode_root(updated))
             try:
-                self._answers.ask(number, publish)
+                self._outages.ask(number, publish, despite_pause=True)  # it has just been read
             except StorageError as error:
-                self._answers.missed(number, self._tiers[number].name, error)
+                self._outages.warn(number, error)
                 continue
-            self._known[number] = noted.root
+            self._known[number] = updated.root
 
-    def _check_apart(
+    def _check_distinct(
         self, number: int, record: RootRecord, slower: Mapping[int, RootRecord]
     ) -> None:
+        """Refuse a tier that has the root of a slower one: their URLs need not show it."""
         if all(record.root != other.root for other in slower.values()):
             return
         name, url = self._tiers[number].name, self._tiers[number].backend.url
@@ -224,21 +228,23 @@ class TierRoots:
         )
         raise ConfigError(msg)
 
-    def _made(self, number: int, run: str, *, exclusive: bool) -> RootRecord | None:
-        """A new identity for a tier, or the one that another process has just given it."""
+    def _created(self, number: int, run: str, *, exclusive: bool) -> RootRecord | None:
+        """Return a new record of a tier, or the one that another process has just created there."""
         backend = self._tiers[number].backend
         record = RootRecord(run, secrets.token_hex(16))
         try:
-            return self._answers.ask(
-                number, partial(_publish_root, backend, record, exclusive=exclusive)
-            )
+            # The tier has just been read, so a pause is not heeded: else a tier that is back would
+            # get no root record, and so no copy, until the pause is over.
+            publish = partial(_publish_root, backend, record, exclusive=exclusive)
+            return self._outages.ask(number, publish, despite_pause=True)
         except (StorageError, FormatError) as error:
             log.warning("tier %s gets no identity: %s", self._tiers[number].name, str(error))
             return None
 
-    def _say_new(
+    def _warn_of_new(
         self, found: Mapping[int, RootRecord | None], mine: Mapping[int, RootRecord]
     ) -> None:
+        """Warn of tiers that have a new root, although the run has other roots already."""
         for number, record in mine.items():
             before = found[number]
             if any(found.values()) and (before is None or before.root != record.root):
@@ -251,28 +257,32 @@ class TierRoots:
 
 
 def _is_known(record: RootRecord) -> bool:
-    """Whether a process has used this root together with others.
+    """Return whether a process has used this root together with others.
 
-    Until then an earlier version may have saved there, which did not note what it left out. The
-    last tier of a run may become a faster one: it has left nothing out so far.
+    A root without others may hold saves of an earlier version, which did not note which saves are
+    not to be copied. The last tier of a run counts as well: it may become a faster tier later, and
+    so far no save was left out of any copy from it.
     """
     return len(record.tiers) > 1
 
 
 def _is_before_older(number: int, found: Mapping[int, RootRecord | None]) -> bool:
     record = found[number]
-    # What was in front of this one lacks what was evicted there, and that was not deleted.
+    # Roots that were faster than this one are not looked at: they lack what was evicted there,
+    # which nobody has deleted.
     behind = record.slower() if record is not None else []
-    seen = dict(record.tiers) if record is not None else {}
-    seen = {root: seen[root] for root in behind}
+    recorded = dict(record.tiers) if record is not None else {}
+    recorded = {root: recorded[root] for root in behind}
     slower = [other for n, other in found.items() if n > number]
-    return any(other is None or other.opened < seen.get(other.root, math.inf) for other in slower)
+    return any(
+        other is None or other.opened < recorded.get(other.root, math.inf) for other in slower
+    )
 
 
 def merged_order(
     before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """Roots that were known before and those that are there now, each where it belongs."""
+    """Return the roots of both lists in one order; a new root goes behind its faster neighbour."""
     counts = dict(before) | dict(now)
     ids = [root for root, _ in before]
     above: str | None = None
@@ -284,7 +294,8 @@ def merged_order(
 
 
 def _publish_root(backend: Backend, record: RootRecord, *, exclusive: bool) -> RootRecord | None:
+    """Publish a new record, and return the one that the tier has then."""
     exclusive = exclusive and backend.capabilities.exclusive_publish
-    with suppress(BlobExistsError):  # another process was faster, or it is another tier's place
+    with suppress(BlobExistsError):  # another process was faster, or another tier is the same place
         backend.publish(ROOT_NAME, encode_root(record), exclusive=exclusive)
     return read_root(backend)

@@ -1,9 +1,9 @@
 """Checkpoints in several tiers: where each is whole, and which have yet to be copied.
 
-A tier holds a checkpoint if the tier itself lists its commit record, which is published there last
-(see `copying`); so nothing here needs a journal of what is where. Only what is *still to be*
-copied is written down: `data/<uid>/drain.json` stands beside the data in the tier to copy from,
-from before the commit until the next tier has it.
+A tier holds a checkpoint if the tier itself lists its commit record, which a copy publishes last;
+so no journal of what is where is needed. Only a copy that is still to be made is recorded: the mark
+`data/<uid>/drain.json` stands beside the data in the tier to copy from, from before the commit
+until the next tier has the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.survey import is_listed, read_commit, survey_records
 from penstock.core.errors import BlobNotFoundError, FormatError
 from penstock.core.format.records import (
-    COMMIT_PREFIX,
     DATA_PREFIX,
     commit_name,
     data_uid,
     mark_name,
-    parse_commit_name,
     staying_name,
 )
 from penstock.core.format.strict_json import check_texts, load_json
@@ -32,130 +30,87 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import CommitRecord
 
-
-_MARK_LIMIT_BYTES = 1 << 20
+_NOTE_LIMIT_BYTES = 1 << 20
 
 
 def mark(backend: Backend, uid: str, step: int, replaces: Collection[str] | None = None) -> None:
-    """Write down that an attempt is to be copied to the next tier, before it is committed.
+    """Record that a save is to be copied to the next tier, before it is committed.
 
     Args:
         backend: The tier to copy from.
-        uid: Name of the attempt.
-        step: Its step.
-        replaces: Uids of the checkpoints of that step that its saver knew, and meant to replace;
-            None: that is not known.
+        uid: The uid of the save.
+        step: The step of the save.
+        replaces: The uids of the checkpoints of that step that the saver knew, and meant to
+            replace; None if that is not known.
     """
-    body: dict[str, object] = {"uid": uid, "step": step}
-    if replaces is not None:
-        body["replaces"] = sorted(replaces)
-    backend.publish(mark_name(uid), json.dumps(body).encode())
+    _publish_note(backend, mark_name(uid), uid, step, replaces=replaces)
 
 
 def note_staying(
     backend: Backend, uid: str, step: int, behind: Collection[str] | None = None
 ) -> None:
-    """Write down that an attempt is not to be copied to the next tier.
+    """Record that a save is not to be copied to the next tier.
 
-    What is neither marked nor noted so was copied: if no slower tier has it, it was lost there.
+    A checkpoint with neither a mark nor this note was copied: if no slower tier has it, it was lost
+    there.
 
     Args:
-        backend: The tier that has it.
-        uid: Name of the attempt.
-        step: Its step.
-        behind: The slower roots from which this was concluded: at any other one it does not count.
-            None: the saver wants it so, wherever it would be copied.
+        backend: The tier that has the checkpoint.
+        uid: The uid of the save.
+        step: The step of the save.
+        behind: The slower roots from which this was concluded: the note does not count for another
+            root. None if the saver wants it so, to whichever root it would be copied.
     """
+    _publish_note(backend, staying_name(uid), uid, step, behind=behind)
+
+
+def _publish_note(
+    backend: Backend, name: str, uid: str, step: int, **ids: Collection[str] | None
+) -> None:
     body: dict[str, object] = {"uid": uid, "step": step}
-    if behind is not None:
-        body["behind"] = sorted(behind)
-    backend.publish(staying_name(uid), json.dumps(body).encode())
+    body |= {key: sorted(some) for key, some in ids.items() if some is not None}
+    backend.publish(name, json.dumps(body).encode())
 
 
-def _stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
-    """Whether `note_staying` has said so of an attempt, of the roots that are behind it now."""
-    name = staying_name(uid)
+def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
+    """Return the ids below `key` of a mark or a note; None if it has none.
+
+    Raises:
+        BlobNotFoundError: There is no such note.
+        FormatError: The note cannot be read.
+        StorageError: The tier does not answer.
+    """
+    found = load_json(backend.read_record(name, limit_bytes=_NOTE_LIMIT_BYTES), name)
+    if type(found) is not dict or key not in found:
+        return None
+    return frozenset(check_texts(found[key], name))
+
+
+def stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
+    """Return whether a note says that a save is not to be copied to the roots behind it now."""
     try:
-        found = load_json(backend.read_record(name, limit_bytes=_MARK_LIMIT_BYTES), name)
-        if type(found) is not dict or "behind" not in found:
-            return True
-        return set(behind) <= set(check_texts(found["behind"], name))
+        noted = _read_note(backend, staying_name(uid), "behind")
     except BlobNotFoundError:
         return False
     except FormatError:
         return True
-
-
-def lost_behind(
-    tiers: Sequence[Tier], number: int, behind: Collection[str] = ()
-) -> list[CommitRecord]:
-    """Checkpoints that tier `number` has copied, and that no slower tier has any more.
-
-    Args:
-        tiers: From the fastest on.
-        number: Of the tier.
-        behind: The slower roots, as `note_staying` has them.
-
-    Raises:
-        StorageError: One of these tiers does not answer.
-    """
-    backend = tiers[number].backend
-    here = {info.name for info in backend.list(COMMIT_PREFIX)}
-    slower: set[str] = set()
-    for tier in tiers[number + 1 :]:
-        slower |= {info.name for info in tier.backend.list(COMMIT_PREFIX)}
-    newest: dict[int, int] = {}
-    parsed = {name: found for name in here | slower if (found := parse_commit_name(name))}
-    for step, generation in parsed.values():
-        newest[step] = max(generation, newest.get(step, generation))
-    lost = []
-    for name in sorted(here - slower):
-        step, generation = parsed.get(name, (-1, -1))
-        if newest.get(step) != generation:
-            continue  # replaced, or no record of ours
-        with suppress(BlobNotFoundError, FormatError):
-            record = read_commit(backend, name)
-            if not is_marked(backend, record.uid) and not _stays(backend, record.uid, behind):
-                lost.append(record)
-    return lost
-
-
-def saved_behind_since(
-    tiers: Sequence[Tier], number: int, records: Collection[CommitRecord]
-) -> list[CommitRecord]:
-    """Those of `records`, all of tier `number`, that are older than what others saved behind it.
-
-    Another node that has gone on there has seen what there was; so what is missing it has deleted.
-
-    Raises:
-        StorageError: One of these tiers does not answer.
-    """
-    if not records:
-        return []
-    here = {record.uid for record in by_age(tiers[number].backend)}
-    behind = [record for tier in tiers[number + 1 :] for record in by_age(tier.backend)]
-    newest = max((record.created for record in behind if record.uid not in here), default="")
-    return [record for record in records if record.created < newest]
+    return noted is None or set(behind) <= noted
 
 
 def marked_replaces(backend: Backend, uid: str) -> frozenset[str] | None:
-    """What `mark` was told of the checkpoints that an attempt replaces; None: nothing.
+    """Return the uids that a marked save replaces; None if its mark does not say, or is gone.
 
     Raises:
         StorageError: The tier does not answer.
     """
-    name = mark_name(uid)
     try:
-        found = load_json(backend.read_record(name, limit_bytes=_MARK_LIMIT_BYTES), name)
-        if type(found) is not dict or "replaces" not in found:
-            return None
-        return frozenset(check_texts(found["replaces"], name))
+        return _read_note(backend, mark_name(uid), "replaces")
     except (BlobNotFoundError, FormatError):
         return None
 
 
 def at_step(backend: Backend, step: int) -> list[CommitRecord]:
-    """The readable commit records of one step, the lowest generation first.
+    """Return the readable commit records of one step, the lowest generation first.
 
     Raises:
         StorageError: The store does not answer.
@@ -168,10 +123,11 @@ def at_step(backend: Backend, step: int) -> list[CommitRecord]:
 
 
 def replaceable(source: Backend, target: Backend, record: CommitRecord) -> frozenset[str]:
-    """Uids of checkpoints at the target that make way for `record`, an overwrite.
+    """Return the uids of checkpoints at the target that `record`, an overwrite, may replace.
 
-    A higher generation alone does not say so: a node that was away may have left it, while another
-    one has overwritten the same step at the target. So the saver has to have known them.
+    A higher generation alone does not allow that: a node may have left it while it was away, and
+    another node has overwritten the same step at the target meanwhile. So `record` replaces only
+    checkpoints that its saver knew.
 
     Raises:
         StorageError: A store does not answer.
@@ -179,12 +135,12 @@ def replaceable(source: Backend, target: Backend, record: CommitRecord) -> froze
     known = marked_replaces(source, record.uid)
     if known is not None:
         return known
-    # Marks of earlier versions, and of repairs, do not say it: then time decides.
+    # Marks of earlier versions, and of repairs, name no uids: then the time of the save decides.
     return frozenset(r.uid for r in at_step(target, record.step) if r.created <= record.created)
 
 
 def in_the_way(source: Backend, target: Backend, record: CommitRecord) -> CommitRecord | None:
-    """The checkpoint that the target has at the step of `record`, and that does not make way.
+    """Return the target's checkpoint of the same step that `record` may not replace, if any.
 
     Raises:
         StorageError: A store does not answer.
@@ -199,18 +155,18 @@ def in_the_way(source: Backend, target: Backend, record: CommitRecord) -> Commit
 
 
 def is_marked(backend: Backend, uid: str) -> bool:
-    """Whether an attempt has yet to be copied from one tier to the next."""
+    """Return whether a save has yet to be copied from this tier to the next one."""
     return is_listed(backend, mark_name(uid))
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Which tiers have one checkpoint.
+    """The tiers that have one checkpoint.
 
     Attributes:
-        record: Its commit record.
-        tiers: Numbers of the tiers that have it whole, ascending.
-        waiting: Those of them that have yet to copy it to the next one.
+        record: The commit record.
+        tiers: The numbers of the tiers that have the checkpoint whole, ascending.
+        waiting: The numbers of the tiers that have yet to copy it to the next one.
     """
 
     record: CommitRecord
@@ -219,7 +175,7 @@ class Whereabouts:
 
 
 def whereabouts(tiers: Sequence[Tier]) -> dict[str, Whereabouts]:
-    """Where each readable checkpoint is, by uid.
+    """Return where each readable checkpoint is, by uid.
 
     Raises:
         StorageError: A tier does not answer.
@@ -241,7 +197,7 @@ def whereabouts(tiers: Sequence[Tier]) -> dict[str, Whereabouts]:
 
 
 def pending(backend: Backend) -> list[CommitRecord]:
-    """Checkpoints of one tier that have yet to be copied, lowest step first.
+    """Return the checkpoints of one tier that have yet to be copied, the lowest step first.
 
     Raises:
         StorageError: The tier does not answer.
@@ -259,6 +215,6 @@ def _marked(backend: Backend) -> set[str]:
 
 
 def by_age(backend: Backend) -> list[CommitRecord]:
-    """All readable commit records of one tier, the oldest first."""
+    """Return all readable commit records of one tier, the lowest step and generation first."""
     records = survey_records(backend).records.values()
     return sorted(records, key=lambda record: (record.step, record.generation))

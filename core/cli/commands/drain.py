@@ -22,7 +22,8 @@ from penstock.core.errors import ConfigError, StorageError, StorageTimeoutError
 from penstock.core.reporting.progress_bar import ProgressBar
 from penstock.core.reporting.reports import Progress
 from penstock.core.storage.open import open_backend
-from penstock.core.tiers.drains import Drains, left_log
+from penstock.core.tiers.drains import Drains
+from penstock.core.tiers.losses import left_log
 from penstock.core.tiers.whereabouts import in_the_way, pending
 from penstock.core.units import size_text
 

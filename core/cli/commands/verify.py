@@ -19,7 +19,7 @@ from penstock.core.reporting.reports import Damage, VerifyReport
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.tiers.drains import Drains
-from penstock.core.tiers.verify_repair import Mending, verify_and_repair
+from penstock.core.tiers.verify_repair import verify_and_repair
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -100,10 +100,11 @@ class _Look:
         self._backend = backend
         self._loader = Loader(backend, workers)
         self._how = how
-        self._mending = None
+        self._repairs = None
         if how.repair:
-            drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
-            self._mending = Mending(drains.repairs.bring, workers, workers.timing.stuck_s)
+            stuck_s = workers.timing.stuck_s
+            drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
+            self._repairs = drains.repairs
 
     def at(self, step: int, on_progress: Callable[[Progress], None]) -> VerifyReport:
         """Verify one step, and repair it if `--repair` is given."""
@@ -114,9 +115,9 @@ class _Look:
             # A manifest that cannot be read is a finding, not an error: `--all` goes on behind it.
             damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
             return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
-        if self._mending is None:
+        if self._repairs is None:
             return checkpoint.verify(deep=deep, on_progress=on_progress)
-        return verify_and_repair(checkpoint, self._mending, deep=deep, on_progress=on_progress)
+        return verify_and_repair(checkpoint, self._repairs, deep=deep, on_progress=on_progress)
 
 
 def _print(report: VerifyReport, url: str) -> None:

@@ -22,7 +22,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
-from penstock.core.tiers.eviction import Rooms
+from penstock.core.tiers.eviction import Eviction
 from penstock.core.tiers.whereabouts import is_marked, mark
 
 
@@ -246,7 +246,7 @@ def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
         ckpt.save(make_state(1), 1).result(60)
     spoil(places.durable)
     other = (Tier("fast", places.other_fast(), keep_last=0), Tier("durable", places.other()))
-    fast = Meanwhile(places.other_fast(), lambda: Rooms(other).trim(0))
+    fast = Meanwhile(places.other_fast(), lambda: Eviction(other).trim(0))
     with places.open(fast=fast, options={"keep_fast": 0}) as ckpt:
         report = ckpt.verify(1, deep=False, repair=True)
         assert report.ok
@@ -303,7 +303,7 @@ def test_a_copy_that_goes_while_it_is_verified_is_no_copy_that_somebody_deleted(
 
 def test_a_copy_that_is_brought_anew_while_it_is_verified_is_looked_at_again(both):
     def bring():
-        ckpt._drains.repairs.bring(Catalog(both.durable).record(1), 1, 0)
+        ckpt._drains.repairs.replace_copy(Catalog(both.durable).record(1), 1, 0)
 
     fast = Briefly(both.other_fast(), lambda: Catalog(both.fast).delete(1), bring)
     with both.open(fast=fast) as ckpt:
