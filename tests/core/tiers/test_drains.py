@@ -217,8 +217,7 @@ def test_what_is_deleted_while_it_is_sent_back_is_gone():
     with sending_back() as (drains, record, told, _, goes_on):
         withdrawing = threading.Thread(target=drains.withdraw, args=([record.uid],))
         withdrawing.start()
-        while not drains.repairs.is_withdrawn(record.uid):
-            pass
+        until(lambda: drains.repairs.is_withdrawn(record.uid))
         withdrawing.join(0.2)  # by then the first link has heard of it
         goes_on.set()
         withdrawing.join(30)
@@ -259,6 +258,17 @@ def test_who_waits_is_told_when_the_run_is_closed_before():
     assert [r.step for r in pending(fast)] == [1]
 
 
+def set_behind_cancel(copier, event):
+    """Set `event` once the copy in flight was cancelled."""
+    cancel = copier.cancel
+
+    def cancel_and_set(*uids):
+        cancel(*uids)
+        event.set()
+
+    copier.cancel = cancel_and_set
+
+
 def test_closing_ends_a_copy_that_is_under_way():
     fast, durable = memory(), FaultyBackend(memory())
     (record,) = saved(fast, 1)
@@ -268,7 +278,7 @@ def test_closing_ends_a_copy_that_is_under_way():
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         drains.committed(0, record, told, marked=is_marked(fast, record.uid))
         assert held.reached.wait(30)
-        threading.Timer(0.2, event.set).start()
+        set_behind_cancel(drains._links[0]._copier, event)
     assert isinstance(told.get(), NotDrainedError)
     assert steps_of(durable) == []
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
@@ -533,7 +543,7 @@ def test_what_waits_to_be_copied_is_not_evicted_though_the_next_tier_lists_it():
     with drains_of(Tier("fast", fast), Tier("durable", durable, durable=True)) as drains:
         workers = drains._workers
         CheckpointCopy(fast, durable, record, workers=workers, grace_s=GRACE_S).run()
-        drains.rooms.note_copied(1, record)
+        drains.eviction.note_verified(1, record)
         assert drains.place(2, size) == 1
         assert steps_of(fast) == [1]
         drains.resume()
@@ -556,6 +566,11 @@ def test_no_save_waits_while_a_copy_is_read_that_another_process_has_made():
     assert steps_of(fast) == []
 
 
+def clear_once_logged(faulty, caplog, text):
+    until(lambda: text in caplog.text)
+    faulty.clear()
+
+
 @pytest.mark.parametrize("policy", ["skip", "raise", "block"])
 def test_without_any_room_the_policy_decides(policy, caplog):
     size = size_of_one()
@@ -570,8 +585,10 @@ def test_without_any_room_the_policy_decides(policy, caplog):
             assert drains.place(1, size) is None
             assert "step 1 is not saved" in caplog.text
         else:
-            threading.Timer(0.1, durable.clear).start()
+            back = threading.Thread(target=clear_once_logged, args=(durable, caplog, "waits"))
+            back.start()
             assert drains.place(1, size) == 1
+            back.join(30)
             assert "waits" in caplog.text
 
 

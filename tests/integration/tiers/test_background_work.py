@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -270,7 +269,6 @@ def test_a_durable_tier_that_hangs_is_not_waited_for(places, what):
     hanging, event = FaultyBackend(places.other()), threading.Event()
     ckpt = places.open(durable=hanging, io_timeout_s=1)
     hanging.block("create", event)
-    began = time.monotonic()
     try:
         if what == "blocking":
             with pytest.raises(NotDrainedError):
@@ -278,7 +276,7 @@ def test_a_durable_tier_that_hangs_is_not_waited_for(places, what):
         else:
             ckpt.save(make_state(1), 1).committed.result(60)
         ckpt.close()
-        assert time.monotonic() - began < 45
+        assert not event.is_set()  # it was closed all the same
     finally:
         event.set()
     assert places.steps()[0] == [1]

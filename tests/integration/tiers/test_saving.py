@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import penstock
 from penstock import NotDrainedError, SaveSkippedError, StorageError
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST
+from penstock.core.testing.timing import FAST, ShiftedClock, current_timing
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tiers.whereabouts import pending
 
@@ -174,8 +175,6 @@ def blob_of(backend, suffix):
 
 
 def damage(backend, name, how):
-    from dataclasses import replace
-
     blobs = backend._store.blobs
     data = bytearray(blobs[name].data)
     if how == "flip":
@@ -298,9 +297,7 @@ def test_prune_looks_at_each_tier_by_itself(places):
         uid = alone.info(1).uid
     places.fast.delete(["commits/00000001-0.json"])
     with places.open(grace_s=1e-6) as ckpt:
-        import time
-
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the data is older than that
         report = ckpt.prune()
         assert set(report.uids) == {"d" * 32, uid}
         assert same(ckpt.load(1), make_state(1))
@@ -322,62 +319,79 @@ def test_a_partial_copy_is_never_listed(places):
     assert places.steps() == ([1], [1])
 
 
+class Hanging(WrapperBackend):
+    """Holds calls until `released`, and moves the clock past the deadline of each caller."""
+
+    def __init__(self, inner, waits, *operations):
+        super().__init__(inner)
+        self._operations = operations
+        self._clock = ShiftedClock()
+        self._late_s = current_timing().tier_answer_s + 1
+        self.released = threading.Event()
+        self.asked = 0
+        waits(clock=self._clock)
+
+    def _around(self, operation, names, call):
+        if operation in self._operations and not self.released.is_set():
+            self.asked += 1
+            self._clock.ahead_s += self._late_s
+            self.released.wait()
+        return super()._around(operation, names, call)
+
+
 def test_a_durable_tier_that_hangs_holds_no_save(places, waits, caplog):
-    waits(tier_answer_s=0.1)
-    durable = FaultyBackend(places.other())
-    event = threading.Event()
-    for operation in ("list", "stat", "read", "publish"):
-        durable.block(operation, event)
+    durable = Hanging(places.other(), waits, "list", "stat", "read", "publish")
     try:
-        with places.open(durable=durable, io_timeout_s=1) as ckpt:
+        with places.open(durable=durable, io_timeout_s=2) as ckpt:
             for step in (1, 2, 3):
                 ckpt.save(make_state(step), step).committed.result(30)
             assert "no answer for" in caplog.text
     finally:
-        event.set()
+        durable.released.set()
     assert places.steps()[0] == [1, 2, 3]
 
 
 def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_clean_up(
     places, waits
 ):
-    waits(tier_answer_s=0.1)
-    durable = FaultyBackend(places.other())
-    event = threading.Event()
-    durable.block("list", event)
-
-    def asked():
-        return sum(operation == "list" for operation, _ in durable.calls)
-
+    durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable, retention={"keep_last": 2}) as ckpt:
         try:
             ckpt.save(make_state(1), 1).committed.result(30)
-            while asked() < 2:  # by the save, and by the copy that follows it
-                time.sleep(0.01)
+            # The save asks, then the comparison of the tiers, then the copy.
+            until(lambda: durable.asked == 3)
             for step in (2, 3, 4):
                 ckpt.save(make_state(step), step).committed.result(30)
                 ckpt.wait()
-            assert asked() == 2
+            assert durable.asked == 3
         finally:
-            event.set()
+            durable.released.set()
     with places.open(durable=places.other(), retention={"keep_last": 2}) as ckpt:
         for step in (5, 6):
             ckpt.save(make_state(step), step).result(30)
-        until(lambda: ckpt.steps() == [5, 6])  # what was left is made up for
+        until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it passed over
 
 
-def test_who_overwrites_asks_a_tier_that_hung_all_the_same(places, waits):
-    waits(tier_answer_s=0.1)
-    durable = FaultyBackend(places.other())
-    event = threading.Event()
-    durable.block("list", event)
+def test_a_tier_that_was_asked_no_more_is_copied_to_as_soon_as_it_is_back(places, waits, caplog):
+    waits(tier_quick_error_s=0.0)  # each error counts as a slow one
+    durable = away(places.durable)
+    with places.open(durable=durable) as ckpt:
+        handle = ckpt.save(make_state(1), 1)
+        handle.committed.result(30)
+        durable.clear()
+        assert handle.result(30).tiers == ("fast", "durable")
+    assert "gets no identity" not in caplog.text
+
+
+def test_an_overwrite_asks_a_tier_that_hung_all_the_same(places, waits):
+    durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable) as ckpt:
         try:
             ckpt.save(make_state(1), 1).committed.result(30)  # from now on it is left alone
-            with pytest.raises(penstock.StorageTimeoutError, match=r"no answer for 0\.1 s"):
+            with pytest.raises(penstock.StorageTimeoutError, match="no answer for 10 s"):
                 ckpt.save(make_state(10), 1, overwrite=True)
         finally:
-            event.set()
+            durable.released.set()
         ckpt.save(make_state(10), 1, overwrite=True).result(30)
         assert same(ckpt.load(1), make_state(10))
 
