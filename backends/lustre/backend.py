@@ -18,7 +18,6 @@ from penstock.backends.lustre.client import (
 )
 from penstock.backends.lustre.config import LustreConfig
 from penstock.backends.lustre.placing import LayoutPlacer
-from penstock.backends.lustre.ranks import ranks_from
 from penstock.backends.uring.engine import RingEngine
 from penstock.backends.uring.ring import Ring
 from penstock.core.abc import without_credentials
@@ -77,7 +76,7 @@ class LustreBackend(LocalBackend):
         """
         super().__init__(config)
         self._client = client or LustreClient(config.lfs, config.lfs_timeout_s)
-        self._ranks = _ranks(config)
+        self._ranks = config.ranks(os.environ)
         self._refusal = self._not_lustre()
         self._placer: LayoutPlacer | None = None
         self._placer_pid = 0
@@ -167,12 +166,3 @@ def cut_bytes(layout: Layout | None, /) -> int:
     if smallest < MIN_CUT_BYTES or smallest % PAGE_BYTES or any(s % smallest for s in sizes):
         return 0
     return smallest
-
-
-def _ranks(config: LustreConfig) -> tuple[int, int]:
-    writers, writer = ranks_from(os.environ)
-    if config.writers != "auto":
-        writers = config.writers
-    if config.writer != "auto":
-        writer = config.writer
-    return writers, writer % writers

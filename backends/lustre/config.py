@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
 from penstock.backends.local.config import LocalConfig
 from penstock.backends.lustre.layout import ALL_STRIPES
 from penstock.backends.lustre.policy import MAX_STRIPE_BYTES, MAX_STRIPES, STRIPE_UNIT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Size and rank as launchers set them: torchrun, Slurm's srun, Open MPI, MPICH and Cray's PALS.
+_RANK_VARIABLES: Final = (
+    ("WORLD_SIZE", "RANK"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+)
 
 
 class LustreConfig(LocalConfig):
@@ -54,3 +65,26 @@ class LustreConfig(LocalConfig):
     not_lustre: Literal["error", "warn"] = "error"
     lfs: str = Field(default="lfs", min_length=1)
     lfs_timeout_s: float = Field(default=60.0, gt=0)
+
+    def ranks(self, environment: Mapping[str, str], /) -> tuple[int, int]:
+        """Return `(writers, writer)`, from the launcher's variables where the options are `auto`.
+
+        There is one writer if no launcher has set a valid pair.
+        """
+        writers, writer = _launched_ranks(environment)
+        if self.writers != "auto":
+            writers = self.writers
+        if self.writer != "auto":
+            writer = self.writer
+        return writers, writer % writers
+
+
+def _launched_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
+    for size, rank in _RANK_VARIABLES:
+        values = environment.get(size, ""), environment.get(rank, "")
+        # `isdigit` is true for superscript digits, too, which `int` refuses.
+        if all(value.isascii() and value.isdigit() for value in values):
+            writers, writer = map(int, values)
+            if writer < writers:
+                return writers, writer
+    return 1, 0

@@ -242,7 +242,7 @@ def _unpack(order: str, form: str, data: bytes, at: int) -> tuple[int, ...]:
     try:
         return struct.unpack_from(order + form, data, at)
     except struct.error as error:
-        msg = f"not a Lustre layout: {len(data)} bytes end before what stands at {at} does"
+        msg = f"not a Lustre layout: {len(data)} bytes end before the field at {at} does"
         raise FormatError(msg, [LOV_ATTRIBUTE]) from error
 
 

@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from penstock.backends.lustre.advice import about_default, about_osts, stripes_records_widely
 from penstock.backends.lustre.client import existing_folder
-from penstock.backends.lustre.layout import parse_layout
+from penstock.backends.lustre.layout import ALL_STRIPES, parse_layout
 from penstock.backends.lustre.policy import Demand, Striping, plan_striping
 from penstock.backends.lustre.text import parse_df, parse_getstripe
 from penstock.core.errors import (
@@ -41,7 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 FREE_SPACE_IS_GOOD_FOR_S: Final = 600.0  # `lfs df` asks every OST, which is too slow for each blob
+BIG_BLOB_BYTES: Final = 4 << 30  # a blob of this size is slow on one OST
 _DOM_BYTES: Final = "64K"
+_SHOWN: Final = 8  # OSTs in one message
 
 
 class LayoutPlacer:
@@ -59,7 +60,7 @@ class LayoutPlacer:
         self._asked_s: float | None = None
         self._default: Layout | None = None
         self._default_known = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def blob(self, name: str, size_hint: int | None, io_bytes: int) -> Birth | None:
         """Return the function that creates a blob's file; None takes the folder's default."""
@@ -98,7 +99,7 @@ class LayoutPlacer:
                 return parse_layout(data)
             return self._shown_layout(os.path.join(self._root, name)) if ask_lfs else None
         except FormatError as error:
-            self._say("a layout is not understood, so requests are not cut at stripes", error)
+            self._warn_once("a layout is not understood, so requests are not cut at stripes", error)
             return None
 
     def adviser(self, layout: Layout | None) -> Advise:
@@ -147,7 +148,7 @@ class LayoutPlacer:
             named = self._setstripe(path, *common, "-o", ",".join(map(str, striping.osts)))
             if named is None or named.code == 0:
                 return
-            self._say("OSTs cannot be named, so the server chooses", _complaint(named))
+            self._warn_once("OSTs cannot be named, so the server chooses", _complaint(named))
         self._set_or_inherit(path, *common, "-i", "-1")
 
     def _set_or_inherit(self, path: str, *layout: str) -> None:
@@ -155,7 +156,9 @@ class LayoutPlacer:
         if answer is None or answer.code == 0:
             return
         self._refuse_if_final(path, answer)
-        self._say("layouts cannot be set, files get the folder's default", _complaint(answer))
+        self._warn_once(
+            "layouts cannot be set, so files get the folder's default", _complaint(answer)
+        )
         _plain_file(path)
 
     def _setstripe(self, path: str, *arguments: str) -> LfsAnswer | None:
@@ -163,14 +166,14 @@ class LayoutPlacer:
         try:
             answer = self._client.lfs("setstripe", *arguments, path)
         except CapabilityError as error:
-            self._say("layouts cannot be set, files get the folder's default", error)
+            self._warn_once("layouts cannot be set, so files get the folder's default", error)
             _plain_file(path)
             return None
         if answer.code != 0:
             _remove(path)  # it may have been created without the layout
         elif answer.complaint:
             # Where an administrator reserves layouts, `lfs` warns, and creates a plain file.
-            self._say("lfs setstripe warns", answer.complaint)
+            self._warn_once("lfs setstripe warns", answer.complaint)
         if answer.code == errno.ENOENT and _is_gone(os.path.dirname(path)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return answer
@@ -204,7 +207,7 @@ class LayoutPlacer:
                 self._osts = parse_df(answer.text)
             except (CapabilityError, FormatError, StorageTimeoutError) as error:
                 self._osts = ()
-                self._say("the OSTs are not known, so their choice is the server's", error)
+                self._warn_once("the OSTs are not known, so their choice is the server's", error)
             self._asked_s = time.monotonic()
             return self._osts
 
@@ -220,7 +223,7 @@ class LayoutPlacer:
                     else:
                         self._default = self._shown_layout(folder, "-d")
                 except (OSError, PenstockError) as error:
-                    self._say(f"the default layout of {folder} is not known", error)
+                    self._warn_once(f"the default layout of {folder} is not known", error)
             return self._default
 
     def _shown_layout(self, path: str, *options: str) -> Layout | None:
@@ -233,19 +236,87 @@ class LayoutPlacer:
         return parse_getstripe(answer.text) if answer.code == 0 else None
 
     def _advise_on_default(self, blob_bytes: int | None, *, blobs_inherit: bool) -> None:
-        said = about_default(
+        advice = about_default(
             self._folder_default(),
             blob_bytes=blob_bytes,
             blobs_inherit=blobs_inherit,
             records_inherit=self._config.records == "inherit",
         )
-        if said:
-            self._say(self._root, said)
+        if advice:
+            self._warn_once(self._root, advice)
 
-    def _say(self, what: str, why: object) -> None:
-        if what not in self._said:  # by `what` alone: `why` names a file, and differs each time
-            self._said.add(what)
-            log.warning("lustre: %s: %s", what, why)
+    def _warn_once(self, topic: str, reason: object) -> None:
+        # By topic alone: a reason names a file, so it differs for each blob.
+        if topic not in self._warned:
+            self._warned.add(topic)
+            log.warning("lustre: %s: %s", topic, reason)
+
+
+def about_osts(
+    number: int, layout: Layout | None, where: ByteRange | None, osts: tuple[Ost, ...]
+) -> str:
+    """Return a sentence that names the OSTs of a failed write, with free space if they are full.
+
+    A file on a full OST fails with ENOSPC while the file system as a whole has room.
+
+    Args:
+        number: The `errno`.
+        layout: The layout of the file.
+        where: The bytes that could not be written; None means any bytes of the file.
+        osts: The OSTs with their free space now, as far as known.
+    """
+    if layout is None or number == errno.EDQUOT:  # a quota is not a matter of single OSTs
+        return ""
+    if where is None:
+        touched = layout.osts
+    else:
+        ends = (layout.ost_at(where.start), layout.ost_at(max(where.start, where.stop - 1)))
+        touched = tuple(sorted({ost for ost in ends if ost is not None}))
+    if not touched:
+        return ""
+    free = {ost.index: ost.free_bytes for ost in osts}
+    touched = tuple(sorted(touched, key=lambda ost: (free.get(ost, 0), ost)))
+    named = ", ".join(_named(ost, free) for ost in touched[:_SHOWN])
+    more = f" and {len(touched) - _SHOWN} more" if len(touched) > _SHOWN else ""
+    sentence = f"the bytes lie on {named}{more}"
+    if number != errno.ENOSPC or not free:
+        return sentence
+    roomiest = max(free, key=lambda ost: free[ost])
+    return (
+        f"{sentence}; of {len(free)} OSTs, {_named(roomiest, free)} has the most: a full OST stops "
+        "a file though others have room ('lfs df' shows them)"
+    )
+
+
+def about_default(
+    layout: Layout | None, *, blob_bytes: int | None, blobs_inherit: bool, records_inherit: bool
+) -> str:
+    """Return a sentence on the harm of a folder's default layout to new files; empty if none."""
+    if layout is None or not layout.components:
+        return ""
+    widest = max(
+        (c.stripe_count for c in layout.components if not (c.extension or c.parity)),
+        key=lambda count: 1 << 31 if count == ALL_STRIPES else count,
+        default=1,
+    )
+    if records_inherit and stripes_records_widely(layout):
+        every = "every OST" if layout.components[0].stripe_count == ALL_STRIPES else "many OSTs"
+        return (
+            f"its default layout puts even small files on {every}; set records='auto' or "
+            "'lfs setstripe -c 1' on the folder"
+        )
+    if blobs_inherit and widest in {0, 1} and (blob_bytes or 0) >= BIG_BLOB_BYTES:
+        return (
+            f"its default layout puts a blob of {(blob_bytes or 0) / 1e9:.0f} GB on one OST; set "
+            "stripe_count='auto'"
+        )
+    return ""
+
+
+def stripes_records_widely(layout: Layout | None) -> bool:
+    """Return whether a small file with this default would lie on several OSTs."""
+    first = layout.at(0) if layout is not None else None
+    return first is not None and first.striped
 
 
 def _complaint(answer: LfsAnswer) -> str:
@@ -265,3 +336,8 @@ def _plain_file(path: str) -> None:
 def _remove(path: str) -> None:
     with suppress(FileNotFoundError):
         os.unlink(path)
+
+
+def _named(ost: int, free: dict[int, int]) -> str:
+    name = f"OST {ost} (OST{ost:04x})"
+    return f"{name} with {free[ost] / 1e6:,.1f} MB free" if ost in free else name

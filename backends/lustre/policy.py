@@ -17,7 +17,7 @@ STRIPE_UNIT: Final = 64 << 10  # LOV_MIN_STRIPE_SIZE: every stripe size is a mul
 MAX_STRIPE_BYTES: Final = 1 << 30  # Lustre: below 4 GiB
 MAX_STRIPES: Final = 2000  # LOV_MAX_STRIPE_COUNT
 MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST does not pay for an object of its own
-MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: what one RPC carries
+MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: the bytes of one RPC
 MAX_RUN_BYTES: Final = 128 << 20  # of one object at a time, where OSTs hold several
 WIDEST: Final = 160  # more stripes do not fit where inodes have no room for large attributes
 SLACK: Final = 1.01  # so much slower than the best balance is accepted for fewer stripes
@@ -96,9 +96,9 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     * Fewer writers than OSTs have OSTs of their own, with no more stripes than requests in flight,
       if that balances the OSTs within `SEPARATE_SLACK`. Else they share OSTs, with the smallest
       number of stripes that loads all alike, and begin at even distances.
-    * Half of what a writer has in flight covers its share of the OSTs. So stripes are short if
-      writers are few, and long if each writer needs one OST at a time: an OST that changes from one
-      object to another stands still meanwhile.
+    * Half of the bytes that a writer has in flight cover its share of the OSTs. So stripes are
+      short if writers are few, and long if each writer needs one OST at a time: an OST that changes
+      from one object to another stands still meanwhile.
     * A lone writer leaves the choice of the OSTs to the metadata server, which knows them best.
       Many writers must not: if free space differs, the server draws at random, and writers would
       meet. So each takes its own place on a ring of the OSTs that have room.
@@ -192,7 +192,7 @@ def _short_requests(demand: Demand) -> int:
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """Return a stripe size such that half of what is in flight covers a writer's share."""
+    """Return a stripe size such that half of the bytes in flight cover a writer's share."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

@@ -38,7 +38,7 @@ class StandInClient(LustreClient):
 
 
 class StandIn:
-    """The program, what it knows of the file system, and the calls that it got."""
+    """The program, the file system as it shows it, and the calls that it got."""
 
     def __init__(self, folder):
         self.path = folder / "lfs"

@@ -1,7 +1,8 @@
 """Stands in for Lustre's `lfs`: the options, texts and exit codes of `lfs-setstripe(1)`,
 `lfs-getstripe(1)` and `lfs-df(1)`, over plain files whose layout is kept in a user attribute.
 
-What it knows of the file system stands in `lfs.json` beside it; its calls go to `calls.jsonl`.
+It reads the state of the file system from `lfs.json` beside it, and appends its calls to
+`calls.jsonl`.
 """
 
 import errno

@@ -205,7 +205,7 @@ def test_the_registry_opens_it(tmp_path):
         open_backend({"type": "lustre", "path": str(tmp_path), "stripe_bytes": 5000})
 
 
-# -- what may go wrong with lfs -------------------------------------------------------------------
+# -- failures of lfs -----------------------------------------------------------------------------
 
 
 def test_a_blob_is_never_made_over_another(open_lustre, tmp_path):

@@ -1,4 +1,4 @@
-"""How much one save has in flight: what the layouts are chosen for, and simulated with."""
+"""The bytes that one save has in flight: layouts are chosen, and simulated, for this number."""
 
 import errno
 import threading

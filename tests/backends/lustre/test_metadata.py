@@ -1,4 +1,4 @@
-"""What one save asks of the metadata server does not grow with the number of tensors."""
+"""The calls to the metadata server of one save do not grow with the number of tensors."""
 
 import sys
 from collections import Counter

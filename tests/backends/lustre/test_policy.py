@@ -123,7 +123,7 @@ def test_the_busiest_ost_has_hardly_more_than_any_layout_would_give_it(writers, 
     assert reachable <= uniform + 1e-9
     if rounds:
         assert max(spread.values()) <= reachable * SLACK
-    elif rest * counts[-1] <= count:  # nobody shares an OST
+    elif rest * counts[-1] <= count:  # no two writers share an OST
         assert max(spread.values()) <= max(reachable * SEPARATE_SLACK, Fraction(1, 64))
     else:
         assert len(set(spread.values())) == 1 or max(spread.values()) <= reachable * SLACK

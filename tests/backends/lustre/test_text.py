@@ -1,4 +1,4 @@
-"""What `lfs` prints, new and old, is read the same; nonsense is refused."""
+"""The output of new and old versions of `lfs` is read alike; nonsense is refused."""
 
 import pytest
 from hypothesis import given

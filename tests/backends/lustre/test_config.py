@@ -1,8 +1,8 @@
-"""Which rank this is, as launchers say."""
+"""Options that come from the environment: the ranks, as launchers set them."""
 
 import pytest
 
-from penstock.backends.lustre.ranks import ranks_from
+from penstock.backends.lustre import LustreConfig
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from penstock.backends.lustre.ranks import ranks_from
     ],
 )
 def test_launchers_are_believed_where_they_make_sense(environment, ranks):
-    assert ranks_from(environment) == ranks
+    assert LustreConfig(path="/run").ranks(environment) == ranks

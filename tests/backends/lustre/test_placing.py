@@ -1,11 +1,11 @@
-"""The sentences that errors and warnings carry."""
+"""The advice on layouts in errors and warnings."""
 
 import errno
 
 import pytest
 
-from penstock.backends.lustre.advice import about_default, about_osts
 from penstock.backends.lustre.layout import ALL_STRIPES, Component, Layout
+from penstock.backends.lustre.placing import about_default, about_osts
 from penstock.backends.lustre.policy import Ost
 from penstock.core.types import ByteRange
 
