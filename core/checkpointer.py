@@ -24,7 +24,7 @@ from penstock.core.reader import Reader
 from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.save.saver import Saver
 from penstock.core.storage.open import open_backend, portable
-from penstock.core.storage.time_limited import PatientBackend
+from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
 from penstock.core.tree.describe import obstacle_of_ranks
 from penstock.core.types import valid_step
@@ -91,7 +91,7 @@ class Checkpointer:
         store = open_backend(config.backend, registry=registry)
         self._config = config
         self._workers = Workers(count)
-        self._backend = PatientBackend(store, self._workers, config.io_timeout_s)
+        self._backend = TimeLimitedBackend(store, self._workers, config.io_timeout_s)
         self._owns_backend = not isinstance(backend, Backend)
         self._closing = self._closed = False
         self._pid = os.getpid()
@@ -523,7 +523,7 @@ class Checkpointer:
             log.warning("%s", ranks)
         limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
         try:
-            PatientBackend(self._backend.inner, self._workers, limit_s).check_writable()
+            TimeLimitedBackend(self._backend.inner, self._workers, limit_s).check_writable()
         except StorageError as error:
             log.warning("%s can only be read, every save will fail: %s", self._backend.url, error)
 

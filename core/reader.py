@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         RestoreReport,
         VerifyReport,
     )
-    from penstock.core.storage.time_limited import PatientBackend
+    from penstock.core.storage.time_limited import TimeLimitedBackend
     from penstock.core.tiers.drains import Drains
     from penstock.core.tree.select import RenameSpec
 
@@ -50,7 +50,7 @@ class Reader:
 
     def __init__(
         self,
-        backend: PatientBackend,
+        backend: TimeLimitedBackend,
         *,
         config: CheckpointerConfig,
         registry: Registry,

@@ -140,7 +140,7 @@ class Publisher:
             self._commit.feed(Event.PUBLISH_ANSWER_LOST)
             msg = f"step {record.step} is published, but perhaps not durably: {error}"
             raise CommitUnknownError(msg) from error
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the record may be there
+        except BaseException as error:  # noqa: BLE001 - resolved below: after any error the record may exist
             log.warning("publishing %s: %s; looking whether it is there", name, repr(error))
             lost = error
             action = self._commit.feed(Event.PUBLISH_ANSWER_LOST)
@@ -168,7 +168,7 @@ class Publisher:
             "Look at steps() when the store answers again; nothing of it is deleted."
         )
         if lost is not None:
-            msg += f" What came back: {lost}"
+            msg += f" The store answered: {lost}"
         raise CommitUnknownError(msg) from lost
 
     def _encoded(self, record: CommitRecord) -> bytes:

@@ -144,7 +144,7 @@ class Housekeeper:
     def _what_was_freed(self, uid: str, protect: Collection[int]) -> list[str]:
         if not self._make_room(protect, [uid]):
             return []
-        return ["What retention does not keep, or dead savers left, was deleted now: save again"]
+        return ["Data of old checkpoints or dead savers was deleted now: save again"]
 
     def _what_prune_would_free(self, uid: str) -> list[str]:
         command = "penstock prune"

@@ -100,7 +100,7 @@ class Registry:
         self._providers: ProviderSet | None = None
         self.prefer(prefer or {})
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- contents -------------------------------------------------------------------------------
 
     @property
     def has_own(self) -> bool:
@@ -405,7 +405,7 @@ class Registry:
         return None if taken is entry else self._set_aside(kind, name, entries, taken)
 
     def _try(self, kind: PluginKind, entry: EntryPoint, cls: type) -> None:
-        """Make an instance without configuration, and call what costs nothing."""
+        """Make an instance without configuration, and call its cheap methods."""
         try:
             arguments = default_arguments(cls)
             problem = None if arguments is None else breach_of_instance(cls(*arguments))

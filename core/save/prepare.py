@@ -91,7 +91,7 @@ def claim_generation(
     *,
     url: str,
     overwrite: bool,
-    may_go: Callable[[str], bool] = lambda _: False,
+    may_be_deleted: Callable[[str], bool] = lambda _: False,
 ) -> int:
     """Return the generation that a save of `step` publishes.
 
@@ -101,8 +101,8 @@ def claim_generation(
             would publish a generation below one that is missing here, and count as the older one.
         url: The name of the run in messages.
         overwrite: Whether the save may replace a committed step.
-        may_go: Says whether a deletion that timed out may still delete the record of this name;
-            its generation is skipped, or that deletion would take the new record.
+        may_be_deleted: Returns whether a deletion that timed out may still delete the record of
+            this name; its generation is skipped, or that deletion would take the new record.
 
     Raises:
         StepExistsError: This step or a later one is committed, and `overwrite` is off.
@@ -114,7 +114,7 @@ def claim_generation(
         steps = list(entries)
         if steps and step <= steps[-1]:
             raise _step_exists(step, steps, url)
-    while may_go(commit_name(step, generation)):
+    while may_be_deleted(commit_name(step, generation)):
         generation += 1
     if generation > MAX_INT:
         msg = f"step {step} has a generation that none can follow: delete the step, and save again"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.events import EventStream
     from penstock.core.reporting.reports import Progress, SaveHandle, SaveReport
     from penstock.core.save.request import SaveRequest, TiersOfSave
-    from penstock.core.storage.time_limited import PatientBackend
+    from penstock.core.storage.time_limited import TimeLimitedBackend
 
 log = logging.getLogger("penstock")
 
@@ -73,7 +73,7 @@ class Saver:
 
     def __init__(
         self,
-        backend: PatientBackend,
+        backend: TimeLimitedBackend,
         catalog: Catalog,
         *,
         config: CheckpointerConfig,
@@ -205,7 +205,7 @@ class Saver:
             entries,
             url=self._backend.url,
             overwrite=overwrite,
-            may_go=self._backend.may_go,
+            may_be_deleted=self._backend.may_be_deleted,
         )
 
     def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:

@@ -1,4 +1,4 @@
-"""Reads what is damaged in one tier from another, and tells an observer of it."""
+"""Failover: reads a record that is damaged in one tier from another, and tells an observer."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ T = TypeVar("T")
 
 
 class ObservedBackend(DelegatingBackend):
-    """Delegates all; `from_any_tier` tells its observer which tier it had to use.
+    """Delegates everything, and holds the observer that `from_any_tier` tells of a failover.
 
-    That a copy is damaged is found by what reads it, by checksums, so no call shows it here.
+    Damage is found by checksums, after the call of the backend returned, so no call shows it here.
     """
 
     def __init__(self, inner: Backend, on_failover: Callable[[str, str], None], /) -> None:
         """Wrap `inner`; closing this closes it.
 
         Args:
-            inner: Where to read.
-            on_failover: Called with the name of what is damaged, and of the tier that had it whole.
+            inner: The backend to read from.
+            on_failover: Called with the name of the damaged blob or record, and the name of the
+                tier that has it whole.
         """
         super().__init__(inner)
-        self.name = inner.name  # type: ignore[misc] # reports are to name the wrapped one
+        self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
         self.on_failover = on_failover
 
 
 def from_any_tier(backend: Backend, read: Callable[[Backend], T]) -> T:
-    """What `read` makes of `backend`, or of the first of its tiers where that is not damaged.
+    """Return the result of `read` for `backend`, or for its first tier that is not damaged.
 
     Raises:
-        DamagedError: As `read` raised it first.
+        DamagedError: Each tier is damaged too, or fails; the error is the one of `backend`.
     """
     try:
         return read(backend)

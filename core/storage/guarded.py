@@ -1,4 +1,4 @@
-"""Third parties' backends: whatever they raise beside the contract becomes a StorageError here."""
+"""Guards third parties' backends: every foreign exception becomes a StorageError."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _PROPERTIES: frozenset[Operation] = frozenset(["url", "capabilities", "direct_io
 
 
 def guarded(backend: Backend) -> Backend:
-    """`backend`, which raises nothing but our tree; our own do so by themselves.
+    """Return a backend that raises errors of our tree only; a backend of ours is returned as it is.
 
-    What is no `Exception` (Ctrl-C, exits) passes as it is.
+    Ctrl-C and exits, which are no `Exception`, pass unchanged.
     """
     if type(backend).__module__.split(".")[0] == _OURS:
         return backend
@@ -65,14 +65,14 @@ class _GuardedWriter(DelegatingWriter):
     def abort(self) -> None:
         try:
             self.inner.abort()
-        except BaseException as error:  # noqa: BLE001 - `abort` never raises: others rely on it
+        except BaseException as error:  # noqa: BLE001 - logged: callers rely on `abort` to return, and then free memory
             log.warning("%s could not be aborted on %s: %r", self.name, self.backend.url, error)
 
 
 class GuardedBackend(DelegatingBackend):
-    """Delegates all, maps foreign errors, and refuses answers that the contract does not know.
+    """Delegates everything, maps foreign errors, and refuses answers of wrong types.
 
-    A bug of the wrapped backend is named as its own, with its class and distribution.
+    The errors name the wrapped backend and its distribution, so that its bug is not taken for ours.
     """
 
     writer_class = _GuardedWriter
@@ -80,10 +80,10 @@ class GuardedBackend(DelegatingBackend):
     def __init__(self, inner: Backend, /) -> None:
         """Wrap `inner`; closing this closes it."""
         super().__init__(inner)
-        self.name = inner.name  # type: ignore[misc] # reports are to name the wrapped one
+        self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
-        """Map what the call raises, and look at what it gives."""
+        """Map the exception of a call, and check the type of its answer."""
         try:
             found = call()
         except PenstockError:
@@ -96,28 +96,28 @@ class GuardedBackend(DelegatingBackend):
         return found
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """As the contract says."""
+        """As in the contract; answers and errors are checked."""
         assert isinstance(writer, _GuardedWriter)
         found = super().submit_write(writer, requests)
         return self._mapped_later("submit_write", (writer.name,), found)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """As the contract says."""
+        """As in the contract; answers and errors are checked."""
         names = tuple(request.name for request in requests)
         return self._mapped_later("submit_read", names, super().submit_read(requests))
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says."""
+        """As in the contract; answers and errors are checked."""
         what = f"an item of {_shown('list', (prefix,))}"
         return [self._checked(info, what) for info in super().list(prefix)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
+        """As in the contract; answers and errors are checked."""
         return self._checked(super().stat(name), _shown("stat", (name,)))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The wrapped backend's, each guarded as well."""
+        """The tiers of the wrapped backend, each guarded as well."""
         found: tuple[object, ...] = super().tiers
         for tier in found:
             if not isinstance(tier, Tier):
@@ -139,7 +139,7 @@ class GuardedBackend(DelegatingBackend):
     def _place(self) -> str:
         try:
             found: object = self.inner.url
-        except Exception:  # noqa: BLE001 - the message that is put together matters more
+        except Exception:  # noqa: BLE001 - a broken `url` must not hide the error that is being reported
             return ""
         return f" on {found}" if isinstance(found, str) and found else ""
 
@@ -164,9 +164,9 @@ class GuardedBackend(DelegatingBackend):
     def _mapped_later(
         self, operation: Operation, names: tuple[str, ...], future: Future[None]
     ) -> Future[None]:
-        """One that fails with our errors only, and is done when `future` is."""
+        """Return a future that ends with `future`, and fails with errors of our tree only."""
         outer: Future[None] = Future()
-        outer.set_running_or_notify_cancel()  # cancelling cannot take buffers back
+        outer.set_running_or_notify_cancel()  # never cancelled: the store may still use buffers
 
         def done(inner: Future[None]) -> None:
             error = CancelledError() if inner.cancelled() else inner.exception()
@@ -184,7 +184,7 @@ class GuardedBackend(DelegatingBackend):
 
 
 def _shown(operation: Operation, names: tuple[str, ...]) -> str:
-    """The call as its caller has written it: `url`, `submit_read()`, `stat('index')`."""
+    """Return the call in the form of source code: `url`, `submit_read()`, `stat('index')`."""
     if operation in _PROPERTIES:
         return operation
     asked = operation in {"create", "read_record", "list", "stat"}

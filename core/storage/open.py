@@ -1,4 +1,4 @@
-"""Opens the backend that a path, a URL or a table means."""
+"""Opens the backend that a path, a URL or a table names."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# What a plain path or file:// takes: the first that works here.
+# The backends for a plain path or file://; the first that works on this machine is taken.
 _LOCAL = ("uring", "posix")
 _LIGHT_LOCAL = ("posix",)
 
 # The backend for schemes that no backend is named after.
 _ANY_URL = "fsspec"
-_WITHOUT_FSSPEC = {"s3", "s3a"}  # its own path to these needs botocore alone
+_WITHOUT_FSSPEC = {"s3", "s3a"}  # the `fsspec` backend reaches these by botocore alone
 
 _OPTION = re.compile(r"[A-Za-z0-9_.-]+")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
-# What stands before :// without being a scheme; a path to somewhere has no such beginning.
+# Any text before ://, also one that is no valid scheme. No real path begins like this.
 _ODD_SCHEME = re.compile(r"([^/]+)://")
 
 _CONFIGURATION = re.compile(r"\.(toml|ya?ml|json)$", re.IGNORECASE)
@@ -62,22 +62,23 @@ def open_backend(
     must_exist: bool = False,
     light: bool = False,
 ) -> Backend:
-    """Open the backend that `spec` means; a `Backend` is returned as it is.
+    """Open the backend that `spec` names; a `Backend` is returned as it is.
 
     A plain path or `file://` takes `uring` when its probe passes, else `posix`, with one warning
-    per reason and process that says why. A scheme that no backend is named after is `fsspec`'s,
-    if fsspec knows it. Options stand in a URL's query.
+    per reason and process. A scheme that no backend is named after is opened by `fsspec`, if fsspec
+    knows it. The options of a URL are in its query.
 
     Args:
         spec: Path, URL, table with `type`, `BackendConfig`, or an open backend.
-        registry: Where backends are looked up; default: everything installed.
-        must_exist: Refuse a local folder that is not there; otherwise the first write makes it.
-        light: Only small records will be read: a plain path takes `posix` straight away.
+        registry: Finds backends; default: everything installed.
+        must_exist: Whether to refuse a local folder that does not exist; otherwise the first write
+            creates it.
+        light: Whether only small records will be read: a plain path takes `posix` straight away.
 
     Raises:
         ConfigError: The URL or its options are wrong, or no backend serves its scheme.
         PluginError: The backend is not installed or broken.
-        StorageError: It cannot be opened.
+        StorageError: The backend cannot be opened.
     """
     if isinstance(spec, Backend):
         return guarded(spec)
@@ -95,7 +96,7 @@ def open_backend(
     scheme = scheme_of(url)
     if not scheme:
         _refuse_lost_slash(url, names)
-        _refuse_oddscheme_of(url)
+        _refuse_odd_scheme(url)
     if scheme in {"", "file"}:
         return _open_local(_LIGHT_LOCAL if light else _LOCAL, url, registry, must_exist=must_exist)
     if scheme not in names and _ANY_URL in names and _is_known_to_fsspec(scheme):
@@ -113,7 +114,7 @@ def open_backend(
 
 
 def portable(spec: BackendSpec) -> str | dict[str, Any] | None:
-    """What another process can open the same from; None: there is no such thing."""
+    """Return a spec from which another process can open the same backend; None if there is none."""
     if isinstance(spec, Backend):
         return None
     if isinstance(spec, BackendConfig):
@@ -168,10 +169,10 @@ def _from_url(cls: type[Backend], url: str) -> PluginConfig:
         base, _, query = url.partition("?")
     options: dict[str, str] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
-        if not _OPTION.fullmatch(key):  # a piece of a password, perhaps: it is not quoted
+        if not _OPTION.fullmatch(key):  # may be a piece of a password, so the message hides it
             msg = (
-                f"{shown_url(url)}: what stands behind the ? is no list of options; in a user or "
-                "password write %3F for it"
+                f"{shown_url(url)}: the text behind the ? is no list of options; in a user or "
+                "password write %3F for a ?"
             )
             raise ConfigError(msg)
         if key in options:
@@ -211,7 +212,7 @@ def _opened(
 
 
 def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> BackendSpec:
-    """A backend that stands in the options of another, with the place where it was written."""
+    """Return the spec of a backend in the options of another, with its place in the file."""
     if origin is None or not origin.what or not isinstance(spec, Mapping):
         return spec
     chosen = validated(BackendConfig, spec, what=f"{origin.what}: backend in {origin.place}")
@@ -239,10 +240,10 @@ def _has_fsspec() -> bool:
 
 
 def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
-    """`Path("s3://bucket/run")` is `s3:/bucket/run`, which would be a folder of this machine.
+    """Refuse `s3:/bucket/run`, which pathlib makes of `s3://bucket/run`: it would be a folder.
 
     Raises:
-        ConfigError: A scheme that something serves stands there, with one slash.
+        ConfigError: The path begins with the scheme of a known backend and one slash.
     """
     match = _ONE_SLASH.match(url)
     if match is None:
@@ -250,24 +251,23 @@ def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
     scheme = match[1].lower()
     if scheme in names or scheme == "file" or _is_known_to_fsspec(scheme):
         msg = (
-            f"{match[1]}:/ with one slash is what pathlib makes of a URL, and would be a folder of "
-            f"this machine: pass the URL as text, {match[1]}://..., or ./{match[1]}:/... if a "
-            "folder is meant"
+            f"{match[1]}:/ has one slash, as pathlib writes a URL, and would be a folder of this "
+            f"machine: pass the URL as text, {match[1]}://..., or ./{match[1]}:/... for a folder"
         )
         raise ConfigError(msg)
 
 
-def _refuse_oddscheme_of(url: str) -> None:
-    """`my_store://host/run` would be a folder `my_store:` of this machine.
+def _refuse_odd_scheme(url: str) -> None:
+    """Refuse `my_store://host/run`, which would be a folder `my_store:` of this machine.
 
     Raises:
-        ConfigError: What stands before `://` is no scheme.
+        ConfigError: The text before `://` is no scheme.
     """
     match = _ODD_SCHEME.match(url)
     if match is not None:
         msg = (
             f"{match[1]}:// begins no URL: a scheme is of letters, digits, +, . and -, and begins "
-            f"with a letter; write ./{match[1]}:/... if a folder is meant"
+            f"with a letter; write ./{match[1]}:/... for a folder"
         )
         raise ConfigError(msg)
 

@@ -1,4 +1,4 @@
-"""A store that may hang: what is asked of it in the foreground ends, one way or the other."""
+"""Limits the time of calls in the foreground to a store that may hang."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_AT_ONCE = 1000  # names per call of `delete`, so that only one request has to fit into the limit
+_DELETED_AT_ONCE = 1000  # names per call, so that only one request has to fit into the limit
 _SHOWN_NAMES = 3
-_AS_LONG_AS_IT_TAKES: frozenset[Operation] = frozenset(
+# Of these, `url` and `tiers` do no I/O; saves and restores watch the progress of the others.
+_UNLIMITED: frozenset[Operation] = frozenset(
     ["url", "tiers", "write", "seal", "abort", "submit_write", "submit_read"]
 )
 
 
-class PatientBackend(DelegatingBackend):
-    """Delegates all; a call that blocks its caller is given up after `limit_s`.
+class TimeLimitedBackend(DelegatingBackend):
+    """Delegates everything; a call that blocks its caller is given up after `limit_s`.
 
-    Such a call runs on a thread of its own, which stays behind with all that it uses if the store
-    never answers. Blobs are written, and read in the background, as by the backend itself: saves
-    and restores watch the progress of those themselves. `sweep` may walk all of a store, and is
-    waited for; Ctrl-C ends that.
+    Such a call runs on a thread of its own, which is left behind with all that it uses if the store
+    never answers. Writes of blobs and reads in the background have no limit here: saves and
+    restores watch their progress themselves. `sweep` may walk a whole store, and has no limit
+    either, but Ctrl-C ends the wait.
     """
 
     def __init__(
@@ -43,27 +44,27 @@ class PatientBackend(DelegatingBackend):
         workers: Workers,
         limit_s: float,
         *,
-        doubt: dict[object, Sequence[str]] | None = None,
+        unanswered: dict[object, Sequence[str]] | None = None,
     ) -> None:
-        """Wrap `inner`, which stays the caller's to close; `doubt` is shared among tiers."""
+        """Wrap `inner`, which the caller closes; tiers share `unanswered`, the deletions."""
         super().__init__(inner)
-        self.name = inner.name  # type: ignore[misc] # reports are to name the wrapped one
+        self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
         self._workers = workers
         self._limit_s = limit_s
-        self._doubt: dict[object, Sequence[str]] = {} if doubt is None else doubt
+        self._unanswered: dict[object, Sequence[str]] = {} if unanswered is None else unanswered
 
-    def may_go(self, name: str) -> bool:
-        """Whether a deletion that was given up may still take what has this name."""
-        return any(name in names for names in list(self._doubt.values()))
+    def may_be_deleted(self, name: str) -> bool:
+        """Return whether a deletion in flight, or one that was given up, may delete this name."""
+        return any(name in names for names in list(self._unanswered.values()))
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
-        """What `call` gives.
+        """Return the result of `call`.
 
         Raises:
-            StorageTimeoutError: It gave nothing for `limit_s`; it may still be carried out. What
-                `read` was to fill stays the store's.
+            StorageTimeoutError: The store did not answer for `limit_s`. It may still carry the call
+                out; the buffers of a `read` still belong to it.
         """
-        if operation in _AS_LONG_AS_IT_TAKES:
+        if operation in _UNLIMITED:
             return call()
         what = in_words(operation)
 
@@ -83,31 +84,33 @@ class PatientBackend(DelegatingBackend):
         return call_with_deadline(name, call, deadline, late, timing=timing)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says; after a timeout any of them may still go."""
-        for at in range(0, len(names), _AT_ONCE):
-            some = names[at : at + _AT_ONCE]
+        """As in the contract; after a timeout any of the names may still be deleted."""
+        for at in range(0, len(names), _DELETED_AT_ONCE):
+            some = names[at : at + _DELETED_AT_ONCE]
             key = object()
-            self._doubt[key] = some
+            self._unanswered[key] = some
             self.around("delete", tuple(some), partial(self._delete, key, some))
 
     def _delete(self, key: object, names: Sequence[str]) -> None:
         try:
             self.inner.delete(names)
         finally:
-            del self._doubt[key]  # it has come to its end, however late
+            del self._unanswered[key]  # here, so that a late answer ends the uncertainty as well
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The wrapped backend's, each as patient."""
+        """The tiers of the wrapped backend, each with the same limit."""
 
-        def patient(backend: Backend) -> Backend:
-            return PatientBackend(backend, self._workers, self._limit_s, doubt=self._doubt)
+        def limited(backend: Backend) -> Backend:
+            return TimeLimitedBackend(
+                backend, self._workers, self._limit_s, unanswered=self._unanswered
+            )
 
-        return tuple(replace(tier, backend=patient(tier.backend)) for tier in super().tiers)
+        return tuple(replace(tier, backend=limited(tier.backend)) for tier in super().tiers)
 
     def close(self) -> None:
-        """Nothing: the wrapped backend is not this one's."""
+        """Do nothing: the caller closes the wrapped backend, by `close_inner`."""
 
     def close_inner(self) -> None:
-        """Close the wrapped backend, which waits for what is in flight."""
+        """Close the wrapped backend, which waits for calls in flight."""
         super().close()

@@ -475,7 +475,7 @@ def test_folder_that_must_exist_is_not_made(opened, tmp_path):
         ("nope://b/run", ConfigError, "install the package that provides it; known are "),
         ("posx:///a", ConfigError, "did you mean posix?"),
         ("my_store://h/run", ConfigError, "my_store:// begins no URL: a scheme is of letters"),
-        ("7z:///a", ConfigError, "write ./7z:/... if a folder is meant"),
+        ("7z:///a", ConfigError, "write ./7z:/... for a folder"),
         ("posix:///a?dirct_io=on", ConfigError, "dirct_io: unknown key; did you mean direct_io?"),
         ("posix:///a?direct_io=on&direct_io=off", ConfigError, "'direct_io' is given twice"),
         ({"type": "posx", "path": "a"}, PluginError, "no backend called 'posx' is installed; did"),

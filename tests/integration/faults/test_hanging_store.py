@@ -19,7 +19,7 @@ from penstock import (
     StorageTimeoutError,
 )
 from penstock.core.concurrency.workers import Workers
-from penstock.core.storage.time_limited import PatientBackend
+from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.timing import ShiftedClock
 
@@ -188,7 +188,7 @@ def test_a_delete_that_hangs_ends_whatever_it_was_to_delete(count, gate, clock):
     for name in names:
         store.publish(name, b"")
     threads = Workers(1)
-    patient = PatientBackend(store, threads, 600.0)
+    patient = TimeLimitedBackend(store, threads, 600.0)
     time_flies(clock, store.block("delete", gate, match=names[-1]))
     with pytest.raises(StorageTimeoutError, match=r"to delete data/.*may still happen"):
         patient.delete(names)
