@@ -1,6 +1,6 @@
-"""Batches of frames from a backend into sinks: the reading half of the pipeline.
+"""Reads batches of frames from a backend, verifies and decodes them, and places their bytes.
 
-A whole raw frame is read into the target's own memory; everything else passes through a small
+A whole raw frame is read into the target's own memory; all other bytes pass through a small
 staging area. Every byte is verified before a restore reports success: blocks of raw frames, the
 stored and the decoded bytes of encoded ones.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -19,13 +20,15 @@ from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
+    CodecError,
     PenstockError,
     RestoreError,
     StorageError,
     StorageTimeoutError,
 )
 from penstock.core.foreign import noting_origin, said
-from penstock.core.pipeline.frames import FrameReader, direct_target
+from penstock.core.format.blocks import frame_blocks
+from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.pipeline.staging import Staging
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.staging import Block
-    from penstock.core.plan.restore import FrameJob
+    from penstock.core.plan.restore import ChunkUse, FrameJob
 
 log = logging.getLogger("penstock")
 
@@ -49,14 +52,14 @@ _BATCH_FRAMES = 256
 
 @dataclass(slots=True)
 class LoadStats:
-    """What a load read, and the damage it found.
+    """The counts of a load, and the damage it found.
 
     Attributes:
-        bytes_read: Of blobs.
-        frames: Looked at.
-        damaged: `(object, detail)`.
+        bytes_read: Bytes read from blobs.
+        frames: Number of frames that were read.
+        damaged: `(object, detail)` of each damage.
         missing_blob: Whether a blob was not there.
-        rescued: Of damage that another tier made good, `(blob, tier)`.
+        rescued: `(blob, tier)` of each damage for which the copy in another tier was read.
     """
 
     bytes_read: int = 0
@@ -103,11 +106,11 @@ class Loader:
         io_timeout_s: float | None = None,
         on_failover: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
-        """Make one.
+        """Make the loader of a backend.
 
         Args:
-            backend: Where to read.
-            workers: Threads that verify and place.
+            backend: The store of the blobs.
+            workers: The threads that verify and place.
             io_timeout_s: How long a `run` may go without progress; None: for ever.
             on_failover: Called with a blob that is damaged, and the tier whose copy was read.
         """
@@ -139,8 +142,8 @@ class Loader:
 
         Raises:
             StorageError: The store failed in another way than by missing or short blobs.
-            StorageTimeoutError: It made no progress for `io_timeout_s`. What was to be filled may
-                still change when it answers.
+            StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
+                was to be filled may still change when the store answers.
         """
         scratch = self._borrow()
         timing = self._workers.timing
@@ -154,7 +157,8 @@ class Loader:
             decode=decode,
             progress=progress,
         )
-        # Ctrl-C must not come between handing memory to the store and taking note of it.
+        # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
+        # between handing memory to the store and taking note of it.
         stats = call_with_deadline(
             "load",
             lambda: session.run(jobs),
@@ -167,12 +171,12 @@ class Loader:
             log.warning("%s is damaged; the copy in tier %s is good, and was read", blob, tier)
         for blob, tier in dict.fromkeys(stats.rescued):
             self._on_failover(blob, tier)
-        self._idle.append(scratch)  # after an error it is not worth finding out what it holds
+        self._idle.append(scratch)  # not after an error, when a stuck store may still fill it
         return stats
 
     def _borrow(self) -> Staging:
-        """Scratch for one run: whoever shared it could wait for what another run holds."""
-        if self._pid != os.getpid():  # shared mappings: a forked child would write into ours
+        """Return scratch memory for one run; two runs that share it could wait for each other."""
+        if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
             self._reader = FrameReader()
         try:
@@ -209,7 +213,7 @@ class _Session:
         self._size = 0
 
     def run(self, jobs: Sequence[FrameJob[CodecChain]]) -> LoadStats:
-        """Read everything; on return nothing is in flight, whatever went wrong."""
+        """Read everything; on return, and after an error, nothing is in flight."""
         try:
             for job in jobs:
                 self._stats.frames += 1
@@ -220,7 +224,7 @@ class _Session:
                 self._settle_oldest()
         except PenstockError:
             raise
-        except BaseException as error:  # on this thread nothing is Ctrl-C
+        except BaseException as error:  # never Ctrl-C, which only the main thread gets
             msg = f"reading failed: {said(error)}"
             raise RestoreError(msg) from error
         finally:
@@ -233,18 +237,19 @@ class _Session:
         self._cancelled = True
 
     def stuck(self) -> StorageTimeoutError:
-        """The error that says that the store made no progress for too long; from any thread."""
+        """Return the error for a store that made no progress for too long; from any thread."""
         names = {read.request.name for flight in list(self._flights) for read in flight.reads}
         return StorageTimeoutError(
             f"{self._backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
             f"(io_timeout_s={self._watchdog.limit_s:g}) while it read {' '.join(sorted(names))}; "
-            "what that was to fill is undefined, and may still change when the store answers"
+            "the memory to fill is undefined, and may still change when the store answers"
         )
 
     def _add(self, job: FrameJob[CodecChain], span: ByteRange) -> None:
-        """Put one range of a frame into the batch, and the batch under way when it is full."""
+        """Put one range of a frame into the batch, and submit the batch when it is full."""
         while (read := self._prepare(job, span)) is None:
-            # Scratch is full. Nobody waits while holding what only he can free.
+            # Scratch is full. This thread alone frees it, so it settles a batch instead of
+            # waiting.
             self._submit()
             self._settle_oldest()
         self._batch.append(read)
@@ -254,10 +259,10 @@ class _Session:
             self._submit()
 
     def _prepare(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read | None:
-        """Decide where `span` is read to; None: scratch is full for now."""
+        """Choose the memory that `span` is read into; None: scratch is full for now."""
         offset = job.frame.offset + span.start
         with noting_origin(lambda: _whose(job)):
-            target = direct_target(job, span)
+            target = _direct_target(job, span)
         if target is not None:
             return _Read(job, ReadRequest(job.blob, offset, target), span, None, direct=True)
         block = self._scratch.acquire(span.length, offset % PAGE_BYTES)
@@ -266,7 +271,7 @@ class _Session:
         if self._flights or self._batch:
             return None
         try:
-            view = memoryview(mmap.mmap(-1, span.length))  # larger than all of the scratch
+            view = memoryview(mmap.mmap(-1, span.length))  # `span` is larger than all of scratch
         except (OSError, OverflowError, ValueError) as error:
             msg = (
                 f"{span.length} bytes of {job.blob} are recorded as one piece, and this process "
@@ -310,7 +315,8 @@ class _Session:
             try:
                 raise error
             finally:
-                del error  # else a cycle of it, its traceback and this frame keeps targets alive
+                # Else a cycle of the error, its traceback and this frame keeps targets alive.
+                del error
         share = -(-len(flight.reads) // self._workers.count)
         for at in range(0, len(flight.reads), share):
             check = self._checker(flight.reads[at : at + share])
@@ -324,7 +330,7 @@ class _Session:
             self._stats.missing_blob = True
 
     def _read_singly(self, reads: list[_Read]) -> None:
-        """A batch failed: find out which of its frames are missing or cut off."""
+        """Read each frame of a failed batch alone, to find those that are missing or cut off."""
         for read in reads:
             try:
                 self._backend.read([read.request])
@@ -332,7 +338,7 @@ class _Session:
                 read.error = error
 
     def _rescue(self, read: _Read) -> bool:
-        """Take a damaged piece from another tier, if one has it whole."""
+        """Read a damaged range from another tier, if one has it whole."""
         for tier in self._backend.tiers:
             try:
                 tier.backend.read([read.request])
@@ -366,3 +372,107 @@ def _whose(job: FrameJob[CodecChain]) -> str:
     kinds = {type(u.sink) for u in job.uses if u.sink is not None}
     sinks = "".join(f", for {k.__module__}.{k.__qualname__}" for k in kinds)
     return f"with {' '.join(job.label)} from {job.blob}{sinks}"
+
+
+def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | None:
+    """Return the memory of the one sink that takes the whole raw frame as it is, or None."""
+    if job.chain is not None or len(job.uses) != 1 or span.length != job.frame.length:
+        return None
+    use = job.uses[0]
+    if use.sink is None or use.at != 0 or use.length != job.frame.raw_length:
+        return None
+    view = use.sink.view()
+    return None if view is None else view[use.start : use.start + use.length]
+
+
+class FrameReader:
+    """Verifies, decodes and places the bytes read of frames. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._scratch = threading.local()
+
+    def finish(
+        self,
+        job: FrameJob[CodecChain],
+        span: ByteRange,
+        data: memoryview,
+        *,
+        placed: bool,
+        decode: bool,
+    ) -> str | None:
+        """Verify `data`, the bytes of `span`, and copy them to their sinks.
+
+        Args:
+            job: The frame, and its sinks.
+            span: The range of the frame that was read.
+            data: The bytes of that range.
+            placed: Whether they are in their target already.
+            decode: Off, an encoded frame is compared with its checksum only.
+
+        Returns:
+            The damage in words, or None.
+        """
+        frame = job.frame
+        if job.chain is None:
+            detail = _verify_blocks(job, span, data)
+            if detail is None and not placed:
+                _place(job.uses, data, base=span.start)
+            return detail
+        if checksum(data) != frame.checksums[0]:
+            return f"checksum of the frame at {job.blob}:{frame.offset} does not match"
+        return self._decode(job, data) if decode else None
+
+    def _decode(self, job: FrameJob[CodecChain], data: memoryview) -> str | None:
+        frame, chain = job.frame, job.chain
+        assert chain is not None
+        assert job.context is not None
+        use = job.uses[0]
+        whole = len(job.uses) == 1 and use.at == 0 and use.length == frame.raw_length
+        target = use.sink.view() if whole and use.sink is not None else None
+        if target is not None:
+            out = target[use.start : use.start + use.length]
+        else:
+            out = self._output(frame.raw_length)
+        try:
+            chain.decode(data, out, context=job.context, lengths=frame.lengths)
+        except CodecError as error:
+            return f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
+        if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
+            codecs = " and ".join(codec.name for codec in chain.codecs)
+            return (
+                f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, though its "
+                f"stored bytes do: not the store is at fault, but {codecs} or this machine's memory"
+            )
+        if target is None:
+            _place(job.uses, out, base=0)
+        return None
+
+    def _output(self, length: int) -> memoryview:
+        """Return memory for a decoded chunk, which this thread reuses."""
+        held: memoryview | None = getattr(self._scratch, "view", None)
+        if held is None or held.nbytes < length:
+            held = self._scratch.view = memoryview(mmap.mmap(-1, max(length, 1)))
+        return held[:length]
+
+
+def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:
+    frame = job.frame
+    ranges, expected = [], []
+    for number, block in enumerate(frame_blocks(frame.offset, frame.length, job.block_bytes)):
+        if span.start <= block.start and block.stop <= span.stop:
+            ranges.append(ByteRange(block.start - span.start, block.stop - span.start))
+            expected.append(frame.checksums[number])
+    if sum(r.length for r in ranges) != span.length:
+        return f"the range {span} of {job.blob}:{frame.offset} is not made of whole blocks"
+    wrong = mismatches(data, ranges, expected, offset=frame.offset + span.start)
+    if wrong:
+        return f"checksum of {wrong[0].length} bytes at {job.blob}:{wrong[0].start} does not match"
+    return None
+
+
+def _place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
+    """Copy the uses that lie inside `data` (bytes of the chunk from `base` on) to their sinks."""
+    for use in uses:
+        if use.sink is None or use.at < base or use.at + use.length > base + data.nbytes:
+            continue
+        use.sink.copy_in(use.start, data[use.at - base : use.at - base + use.length])

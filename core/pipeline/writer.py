@@ -1,4 +1,4 @@
-"""Captured chunks -> frames -> blobs.
+"""Writes captured chunks as frames into the blobs of a save.
 
 Batches move, not frames: under a busy training loop every return to Python waits for the GIL.
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import CodecContext
+from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum_blocks
-from penstock.core.pipeline.encoded_blob import EncodedStream
-from penstock.core.types import WriteRequest, show_path
+from penstock.core.types import PAGE_BYTES, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +36,8 @@ log = logging.getLogger("penstock")
 
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
+_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
+_GROUPS = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +61,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What became of one chunk of the plan: fields as in `Frame`, and what codecs declined it."""
+    """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it."""
 
     offset: int
     length: int
@@ -78,8 +80,7 @@ class _Batch:
 class FrameWriter:
     """Writes the chunks of one save into its `.raw` and `.enc` blob.
 
-    `put` and `finish` are called by one thread. `release` is called for every chunk as soon as
-    its memory is no longer needed, from any thread; `tick` whenever the store made progress.
+    One thread calls all methods. `release` and `tick` are called from any thread.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class FrameWriter:
         """Prepare to write; nothing has begun.
 
         Args:
-            backend: Where the blobs go.
+            backend: The store of the blobs.
             plan: Chunks and objects of the save.
             chains: Codec chains by number; None is raw.
             block_bytes: Distance of the checksums in raw frames.
-            workers: Threads that hash and encode.
+            workers: The threads that hash and encode.
             blob_prefix: Name of both blobs, less their endings.
-            release: See above.
-            tick: See above; gets the bytes that were written.
+            release: Called once for every chunk, as soon as its memory is no longer needed.
+            tick: Called with the bytes written whenever the store made progress.
         """
         self._backend = backend
         self._plan = plan
@@ -116,7 +117,7 @@ class FrameWriter:
         self._raw_name = f"{blob_prefix}.raw"
         self._enc_name = f"{blob_prefix}.enc"
         self._raw: BlobWriter | None = None
-        self._enc: EncodedStream | None = None
+        self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
         self._slots = threading.local()
         self._slot_bytes = max(
@@ -128,7 +129,7 @@ class FrameWriter:
         self.encode_clock = BusyClock()
 
     def put(self, captured: list[Captured]) -> None:
-        """Take chunks over, in plan order; returns while they are under way.
+        """Take chunks over, in plan order; return while they are in flight.
 
         Raises:
             PenstockError: An earlier chunk failed.
@@ -141,7 +142,7 @@ class FrameWriter:
             if encoded:
                 self._start_encoded(encoded)
         except BaseException:
-            for item in encoded:  # those that no worker has got
+            for item in encoded:  # chunks that no worker has taken
                 self._release(item)
             raise
         while len(self._batches) > _BATCHES_IN_FLIGHT:
@@ -155,7 +156,7 @@ class FrameWriter:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether nothing is in flight."""
         return not self._batches
 
     def settle_oldest(self) -> None:
@@ -165,7 +166,7 @@ class FrameWriter:
             self._batches.popleft()
 
     def finish(self) -> list[tuple[str, int]]:
-        """Wait for everything and make the blobs durable; `(name, length)` of each.
+        """Wait for all batches, make the blobs durable, and return `(name, length)` of each.
 
         Raises:
             PenstockError: Something failed; call `abort`.
@@ -182,14 +183,14 @@ class FrameWriter:
             if self._enc is not None:
                 blobs.append((self._enc_name, self._enc.seal()))
         finally:
-            wait(seals)  # `abort` must not meet a seal that is under way
+            wait(seals)  # `abort` must not run while a seal is in flight
         for seal in seals:
             seal.result()
             self._tick(0)
         return blobs
 
     def abort(self) -> None:
-        """Give both blobs up; returns when no memory of the save is in use any more."""
+        """Give both blobs up; on return the store uses no memory of the save any more."""
         for batch in self._batches:
             for future in batch.futures:
                 future.exception()
@@ -202,11 +203,10 @@ class FrameWriter:
         if self._enc is not None:
             self._enc.abort()
 
-    # ------------------------------------------------------------------------------------------
-
     def _start_raw(self, captured: list[Captured]) -> None:
         batch = _Batch(captured, [])
-        self._batches.append(batch)  # first, so that `abort` knows of whatever got under way
+        # Before anything is submitted, so that `abort` waits for all that is in flight.
+        self._batches.append(batch)
         if self._raw is None:
             self._raw = self._backend.create(self._raw_name, size_hint=self._plan.raw_blob_bytes)
         requests = []
@@ -230,13 +230,13 @@ class FrameWriter:
             batch.futures.append(self._workers.submit(self._hasher(captured[at : at + share])))
 
     def _start_encoded(self, captured: deque[Captured]) -> None:
-        """Give each to a worker, which releases it, and take it out of `captured`."""
+        """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
         if self._enc is None:
             raw_bytes = sum(k.length for k in self._plan.chunks if self._chains[k.chain])
-            self._enc = EncodedStream(
+            self._enc = EncodedBlob(
                 self._backend,
                 self._enc_name,
-                size_hint=raw_bytes,  # what it will have at most, unless nothing gets smaller
+                size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
                 clock=self.write_clock,
                 tick=self._tick,
             )
@@ -296,7 +296,7 @@ class FrameWriter:
         return slot
 
     def _store_raw(
-        self, stream: EncodedStream, captured: Captured, declined: tuple[int, ...]
+        self, stream: EncodedBlob, captured: Captured, declined: tuple[int, ...]
     ) -> None:
         """Append a chunk that every codec declined, as a raw frame among the encoded ones."""
         view = captured.view
@@ -323,7 +323,8 @@ class FrameWriter:
         if others:
             count = chunk.length // chunk.itemsize
             return CodecContext(chunk.dtype, chunk.itemsize, (count,), 0, chunk.length)
-        # The piece is all of the chunk: a reader can tell that from the object's references.
+        # One piece is all of the chunk, and a reader finds its shape in the object's record. A
+        # slab of several objects is encoded as one row of elements.
         entry = self._plan.objects[piece.item].entry
         dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
         return CodecContext(dtype, itemsize, entry.region.sizes, piece.start, chunk.length)
@@ -344,3 +345,100 @@ def _seal(writer: BlobWriter, name: str, length: int) -> None:
     began = time.monotonic()
     writer.seal(length)
     log.debug("sealed %s: %d bytes in %.3f s", name, length, time.monotonic() - began)
+
+
+class EncodedBlob:
+    """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries.
+
+    Any worker may append.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        size_hint: int,
+        clock: BusyClock,
+        tick: Callable[[int], None],
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._writer = backend.create(name, size_hint=size_hint)
+        self._clock = clock
+        self._tick = tick
+        self._lock = threading.Lock()  # guards everything below; appending is serial
+        self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
+        self._flights: list[Future[None] | None] = [None] * _GROUPS
+        self._current = 0
+        self._base = 0
+        self._filled = 0
+
+    def append(self, frame: memoryview) -> int:
+        """Copy `frame` behind the frames before it and return its offset."""
+        with self._lock:
+            offset = self._base + self._filled
+            at = 0
+            while at < frame.nbytes:
+                count = min(frame.nbytes - at, _GROUP_BYTES - self._filled)
+                copy_bytes(self._groups[self._current][self._filled :], frame[at : at + count])
+                self._filled += count
+                at += count
+                if self._filled == _GROUP_BYTES:
+                    self._rotate()
+            if self._filled >= _GROUP_BYTES // 2:
+                self._rotate()
+            return offset
+
+    def seal(self) -> int:
+        """Write the rest, make the blob durable, and return its length."""
+        with self._lock:
+            length = self._base + self._filled
+            if self._filled:
+                self._submit(self._filled)
+            for flight in self._flights:
+                if flight is not None:
+                    flight.result()
+            began = time.monotonic()
+            self._writer.seal(length)
+            seconds = time.monotonic() - began
+            self._tick(0)
+        log.debug("sealed %s: %d bytes in %.3f s", self._name, length, seconds)
+        return length
+
+    def abort(self) -> None:
+        """Wait until nothing is in flight, then give the blob up."""
+        for flight in self._flights:
+            if flight is not None:
+                flight.exception()
+        self._writer.abort()
+
+    def _rotate(self) -> None:
+        """Submit whole pages; the rest of the last page opens the next group.
+
+        No two writes touch one page, as direct I/O needs.
+        """
+        whole = align_down(self._filled, PAGE_BYTES)
+        full, rest = self._current, self._filled - whole
+        self._submit(whole)
+        self._current = (full + 1) % _GROUPS
+        flight = self._flights[self._current]
+        if flight is not None:
+            flight.result()
+            self._flights[self._current] = None
+        copy_bytes(self._groups[self._current], self._groups[full][whole : whole + rest])
+        self._base += whole
+        self._filled = rest
+
+    def _submit(self, length: int) -> None:
+        request = WriteRequest(self._base, (self._groups[self._current][:length],))
+        flight = self._backend.submit_write(self._writer, [request])
+        self._clock.start()
+
+        def done(future: Future[None]) -> None:
+            self._clock.stop()
+            if future.exception() is None:
+                self._tick(0)
+
+        flight.add_done_callback(done)
+        self._flights[self._current] = flight
