@@ -1,4 +1,4 @@
-"""A chain of codecs over one chunk, and the checksums of what is stored.
+"""Encodes and decodes a chunk by a chain of codecs, and computes the checksums of frames.
 
 A frame that does not get smaller is stored encoded all the same: whether a frame is raw is
 decided by its rule alone, so that the plan can fix raw offsets beforehand.
@@ -50,12 +50,12 @@ def mismatches(
 
 @dataclass(frozen=True, slots=True)
 class EncodedFrame:
-    """What came out of encoding one chunk.
+    """The result of encoding one chunk.
 
     Attributes:
         length: Stored bytes.
         checksum: xxh3-64 of the stored bytes.
-        raw_checksum: xxh3-64 of what decoding gives: the chunk, or what lossy codecs make of it.
+        raw_checksum: xxh3-64 of the decoded bytes: the chunk, or lossy codecs' version of it.
         lengths: Lengths between the codecs that took part, in encoding order (one fewer than
             there are of those).
         declined: Numbers of the codecs of the chain that declined the chunk, ascending. The frame
@@ -80,8 +80,8 @@ class CodecChain:
         """Join `codecs`.
 
         Raises:
-            CodecError: There is none: the empty chain is raw, and has no frames to encode. Or a
-                lossy codec stands behind a lossless one, whose frames it would destroy.
+            CodecError: There is no codec: raw chunks need no chain. Or a lossy codec stands behind
+                a lossless one, whose frames it would destroy.
         """
         if not codecs:
             msg = "a codec chain needs at least one codec"
@@ -105,15 +105,15 @@ class CodecChain:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the first codec wants `CodecContext.base`."""
+        """Whether the first codec reads `CodecContext.base`."""
         return self.codecs[0].needs_base
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Bytes that `encode` may need at most for any chunk of `raw_length` bytes.
+        """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes.
 
-        Whichever codecs decline it: what one makes smaller may come to the next one as it was.
+        Any of the codecs may decline: a codec that declines hands the chunk on as large as it was.
         """
-        taken = 0  # by at least one codec so far
+        taken = 0  # the bound if at least one codec took the chunk so far
         for codec in self.codecs:
             taken = max(taken, _bound(codec, max(taken, raw_length)))
         return taken
@@ -123,8 +123,8 @@ class CodecChain:
     ) -> EncodedFrame:
         """Encode `chunk` into the beginning of `out`, which has `max_encoded_size` bytes or more.
 
-        A codec that declines the chunk is left out: the next one gets what it would have got. So
-        is a lossy one behind another that took the chunk.
+        A codec that declines the chunk is left out, and the next one gets the same input. So is a
+        lossy codec behind another that took the chunk.
 
         Raises:
             CodecError: A codec refused the chunk or broke its contract; `out` is undefined.
@@ -136,13 +136,13 @@ class CodecChain:
         lengths: list[int] = []
         for number, codec in enumerate(self.codecs):
             if taken and not codec.lossless:
-                # It would round the frame of the codec before it, which nobody could decode.
+                # It would round the frame of the codec before it, which could not be decoded then.
                 declined.append(number)
                 continue
             bound = _bound(codec, source.nbytes)
             last = number == len(self.codecs) - 1
-            # Links alternate between two buffers by what was taken: one that declined leaves what
-            # the next one reads where it is.
+            # Links that take the chunk alternate between two buffers. A link that declines uses up
+            # none, so its output buffer never holds the input of the next link.
             into = target if last else _scratch.take(len(taken) % 2, bound)
             if into.nbytes < bound:
                 msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
@@ -163,7 +163,7 @@ class CodecChain:
         if all(codec.lossless for codec in taken):
             raw_checksum = checksum(raw)
         else:
-            # Readers compare with what decoding gives, so that is what a frame answers for.
+            # Readers compare with the decoded bytes, which a lossy codec has changed.
             decoded = _scratch.take(2, raw.nbytes)[: raw.nbytes]
             _decode_links(taken, source, decoded, context, lengths)
             raw_checksum = checksum(decoded)
@@ -182,13 +182,13 @@ class CodecChain:
     ) -> None:
         """Fill `out` (exactly `context.raw_length` bytes) from `frame`.
 
-        Whoever reads compares the stored checksum first (`checksum(frame)`), so that codecs see
+        The caller compares the stored checksum first (`checksum(frame)`), so that codecs see
         damaged frames only when the checksum collides.
 
         Args:
-            frame: The stored bytes, all of them.
-            out: Where the chunk goes; undefined after a failure.
-            context: As it was for `encode`.
+            frame: All stored bytes of the frame.
+            out: The memory for the chunk; undefined after a failure.
+            context: The same as for `encode`.
             lengths: `EncodedFrame.lengths`.
             raw_checksum: Compared with the decoded bytes, unless None.
 
@@ -216,7 +216,7 @@ class CodecChain:
         if raw_length != context.raw_length:
             msg = f"{self!r} is to decode {context.raw_length} bytes into {raw_length}"
             raise CodecError(msg)
-        # Lengths come from the manifest: bounded before memory is taken for them.
+        # Lengths come from the manifest, which may be forged: check them before taking memory.
         bounds = self._bounds(raw_length)[:-1]
         if len(lengths) != len(bounds) or any(
             not 0 <= length <= bound for length, bound in zip(lengths, bounds, strict=True)
@@ -229,9 +229,9 @@ _KEPT_SCRATCH_BYTES = 64 << 20
 
 
 class _Scratch(threading.local):
-    """Buffers of one thread: two between which the links alternate, and one for a look back.
+    """Buffers of one thread: two between which the links alternate, and one for decoded bytes.
 
-    They grow as needed and are kept for the next chunk, but for what is larger than usual chunks
+    They grow as needed and are kept for the next chunk, unless they are larger than usual chunks
     need: a few odd frames would otherwise hold gigabytes for as long as the thread lives.
     """
 
@@ -244,7 +244,7 @@ class _Scratch(threading.local):
         return self._buffers[which]
 
     def shrink(self) -> None:
-        """Give back what is larger than `_KEPT_SCRATCH_BYTES`; nothing of it may be in use."""
+        """Free buffers larger than `_KEPT_SCRATCH_BYTES`; none of them may be in use."""
         for which, buffer in enumerate(self._buffers):
             if buffer.nbytes > _KEPT_SCRATCH_BYTES:
                 self._buffers[which] = memoryview(bytearray())
@@ -254,7 +254,7 @@ _scratch = _Scratch()
 
 
 def _moved(source: memoryview, target: memoryview) -> memoryview:
-    """`source`, copied to the beginning of `target`."""
+    """Copy `source` to the beginning of `target`, and return it there."""
     into = target[: source.nbytes]
     copy_bytes(into, source)
     return into.toreadonly()
@@ -268,7 +268,7 @@ def _decode_links(
     lengths: Sequence[int],
 ) -> None:
     """Decode `source` through `codecs`, given in encoding order, into `target`."""
-    outputs = (target.nbytes, *lengths)  # what each codec decodes to
+    outputs = (target.nbytes, *lengths)  # decoded length of each codec
     for number in reversed(range(len(codecs))):
         into = target if number == 0 else _scratch.take(number % 2, outputs[number])
         into = into[: outputs[number]]

@@ -1,4 +1,4 @@
-"""Staging memory: arenas that are allocated once and reused, under a byte budget.
+"""Allocates staging memory: arenas that are mapped once and reused, under a byte budget.
 
 Arenas are shared mappings of a memfd, so that a fork costs no copy-on-write faults (a private
 mapping falls to a tenth of its copying speed after one) and another process could take over.
@@ -51,8 +51,8 @@ class Block:
 class Staging:
     """Page-granular first-fit allocator over arenas. Thread-safe.
 
-    Nobody waits here: `acquire` answers at once, and callers `wait` only while they
-    hold no block of their own.
+    `acquire` returns at once. A thread calls `wait` only while it holds no block: two threads that
+    hold some could wait for each other for ever.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -77,19 +77,19 @@ class Staging:
         return self._used
 
     def expect(self, total_bytes: int, *, largest_bytes: int = 0, pin: bool) -> None:
-        """Say how much the coming save will want, so that one arena is made for all of it.
+        """Announce the needs of the next save, so that one arena is mapped for all of it.
 
         Args:
-            total_bytes: Of all that it will reserve.
-            largest_bytes: Most that it will reserve at once, phase included.
-            pin: Whether device copies go here.
+            total_bytes: The bytes of all blocks that the save reserves.
+            largest_bytes: The bytes of its largest block, phase included.
+            pin: Whether device copies write to the arena.
         """
         with self._lock:
             self._hint = total_bytes
             self._pin = self._pin or pin
             if not self._used and all(a.size < largest_bytes for a in self._arenas):
-                # Of earlier, smaller states: they would use the budget up, and nothing would
-                # ever fit.
+                # Arenas of earlier, smaller states would use the budget up, and no block of this
+                # save would ever fit.
                 for arena in self._arenas:
                     _unpin(arena)
                 self._arenas.clear()
@@ -106,14 +106,13 @@ class Staging:
         for arena in arenas:
             _unpin(arena)
             arena.view.release()
-            with contextlib.suppress(BufferError):  # somebody looks at it: it goes with the view
+            with contextlib.suppress(BufferError):  # a view is in use: the mapping goes with it
                 arena.memory.close()
 
     def acquire(self, length: int, phase: int) -> Block | None:
         """Reserve `length` bytes whose address is congruent to `phase` modulo 4096.
 
-        Returns None when there is no room now. A request that can never fit returns None too;
-        see `fits`.
+        Returns None when there is no room now, or will never be.
         """
         need = align_up(phase + length, PAGE_BYTES)
         with self._lock:
@@ -132,7 +131,7 @@ class Staging:
             return self._take(arena, need, length, phase)
 
     def release(self, block: Block) -> None:
-        """Give a block back; its memory may be handed out again at once."""
+        """Release a block; another thread may reserve its memory at once."""
         with self._lock:
             free = block.arena.free
             start, length = block.offset, block.reserved
@@ -154,12 +153,12 @@ class Staging:
         self._waiting.append(woken)
         if not ready():
             woken.acquire(timeout=timeout_s)
-        with contextlib.suppress(ValueError):  # it was woken
+        with contextlib.suppress(ValueError):  # `wake` removed it
             self._waiting.remove(woken)
 
     def wake(self) -> None:
-        """Let waiters look at their conditions again."""
-        with contextlib.suppress(IndexError):  # nobody waits any more
+        """Let waiting threads check their conditions again."""
+        with contextlib.suppress(IndexError):  # no thread waits any more
             while True:
                 self._waiting.popleft().release()
 
@@ -210,26 +209,26 @@ def _unpin(arena: Arena) -> None:
 
 
 def default_budget(state_bytes: int, local_ranks: int = 1) -> int:
-    """This rank's state, at most half of the available memory divided among local ranks."""
+    """Return the size of this rank's state, but at most its share of half the free memory."""
     return min(state_bytes, available_memory() // 2 // max(local_ranks, 1))
 
 
 def available_memory() -> int:
-    """Bytes that the machine, or the container if that is less, still lets us use."""
+    """Return the bytes that are free in the machine, or in the container if that is less."""
     limit = container_memory()
     return machine_memory() if limit is None else min(machine_memory(), limit)
 
 
 def machine_memory() -> int:
-    """Bytes that can be used without swapping, by the machine's count."""
+    """Return the bytes that the kernel says can be used without swapping."""
     with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - a hot one-liner
         return next(int(li.split()[1]) << 10 for li in lines if li.startswith("MemAvail"))
 
 
 def container_memory(root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that the container (cgroup v2, else v1) still lets us use; None: no limit.
+    """Return the bytes free in the container (cgroup v2, else v1); None: it has no limit.
 
-    File cache that nobody touched lately counts as free, as it does in `MemAvailable`.
+    File cache that was not touched lately counts as free, as it does in `MemAvailable`.
     """
     for folder, limit, usage, cache in (
         (root, "memory.max", "memory.current", "inactive_file"),

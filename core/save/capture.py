@@ -1,9 +1,9 @@
-"""Moves described state out of the memory that training is about to change.
+"""Captures described state: moves it out of the memory that training is about to change.
 
-A chunk is either copied into staging, or, when staging is too small or the caller waits anyway,
-lent *straight*: the writer then takes it from the live tensor, and it counts as captured only
-when it has been written. Versions of tensors are compared before and after, and of those that are
-captured later also samples of their memory.
+A chunk is copied into staging. Or, when staging is too small or the caller waits anyway, it is lent
+*straight*: the writer reads the live tensor, and the chunk counts as captured once it is written.
+The versions of tensors are compared before and after. A deferred tensor is also compared with
+samples of its memory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LISTED = 8
 class CaptureRun:
     """The capture of one save.
 
-    `take_now` runs on the caller's thread, `take_deferred` on a background one, `fence` on any.
-    Captured chunks go to `handed_on` in plan order; who takes one calls `release` when its memory
-    is no longer needed.
+    The capture thread calls `take_now`, then `take_deferred`; any thread may call `fence`. Captured
+    chunks go to `handed_on` in plan order. The consumer of a chunk calls `release` when it no
+    longer needs the memory.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class CaptureRun:
         self._objects = plan.objects
         self._staging = staging
         self.handed_on: SimpleQueue[Captured] = SimpleQueue()
-        self._need_writer = need_writer  # called before anything that only writing can end
+        self._need_writer = need_writer  # called before each wait that only writing can end
         self._timing = timing
         self._straight_first = straight_first  # blocking mode: no copies where memory allows
         self._now = [i for i, c in enumerate(plan.chunks) if c.capture is not Capture.DEFERRED]
         self._later = [i for i, c in enumerate(plan.chunks) if c.capture is Capture.DEFERRED]
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
         self._lock = threading.Lock()  # guards the fields below, and `_issued`
-        self._waiting: list[Latch] = []  # opened when nothing is lent any more
+        self._waiting: list[Latch] = []  # opened when no chunk is lent any more
         self._straight_open = 0
         self._fenced = False
         self._all_issued = Latch()
@@ -83,7 +83,7 @@ class CaptureRun:
         self.deferred_bytes = plan.bytes_of(Capture.DEFERRED)  # behind the fence
 
     def take_now(self) -> None:
-        """Capture all that is not deferred; on return that memory may change.
+        """Capture everything that is not deferred; on return that memory may change.
 
         Raises:
             TornSnapshotError: A tensor changed meanwhile.
@@ -99,7 +99,7 @@ class CaptureRun:
         self._issue_device_copies()
 
     def take_deferred(self) -> None:
-        """Capture what is left; on return (after `fence` at the latest) everything is captured.
+        """Capture the deferred chunks; on return, which may need the fence, all are captured.
 
         Raises:
             TornSnapshotError: A tensor changed before its capture was complete.
@@ -121,17 +121,17 @@ class CaptureRun:
         passes: bool = True,
         while_comparing: AbstractContextManager[None] | None = None,
     ) -> bool:
-        """Let deferred memory change once this returns True; False: not complete in time.
+        """Wait until deferred memory may change; False: the capture was not complete in time.
 
-        Device copies that are under way are ordered before later work of this thread instead of
-        waited for. The calling thread trains, so no lock is taken here: a signal handler that
-        saves may interrupt it anywhere, and waits for threads that would wait for the lock.
+        Device copies in flight are not waited for: later work of this thread is ordered behind
+        them. The calling thread trains, so it takes no lock here: a signal handler that saves may
+        interrupt it anywhere, and would wait for threads that wait for the lock.
 
         Args:
             timeout_s: How long to wait for the capture.
-            passes: Whether it is the deferred memory that is about to change. If not, this only
-                waits: what is going on in other threads is still to be compared.
-            while_comparing: Entered while memory and versions are compared.
+            passes: Whether the deferred memory is about to change. If not, this only waits, and
+                later checks still compare the memory, which other threads may be changing.
+            while_comparing: A context to enter while memory and versions are compared.
 
         Raises:
             TornSnapshotError: A deferred tensor changed before.
@@ -154,11 +154,11 @@ class CaptureRun:
         return True
 
     def check(self) -> None:
-        """Compare deferred memory, unless the fence was passed: then it may differ.
+        """Compare deferred memory, unless the fence was passed: behind it the memory may differ.
 
-        torch counts an in-place change when it is *over*: a check in the middle of one sees
-        nothing. So the capture checks at its end, the fence on the thread that trains (which is
-        in no operation then), and the save once more before it commits.
+        torch counts an in-place change when it is *over*, so a check in the middle of one misses
+        it. So the capture checks at its end, the fence checks on the thread that trains (which is
+        in no operation then), and the save checks once more before it commits.
 
         Raises:
             TornSnapshotError: A deferred tensor changed.
@@ -167,7 +167,7 @@ class CaptureRun:
             self._raise_if_changed(deferred=True, samples=self._samples)
 
     def owns(self, storages: Callable[[], Iterable[int]]) -> bool:
-        """Whether deferred memory is in one of `storages`, given by their addresses."""
+        """Whether deferred memory lies in one of `storages`, which yields their addresses."""
         objects = self._objects
         numbers = self._items(deferred=True) if objects else ()
         deferred = [objects[number].entry.source for number in numbers]
@@ -182,7 +182,7 @@ class CaptureRun:
         return not described >= moved and any(address in moved for address in storages())
 
     def cancel(self, error: BaseException) -> None:
-        """Make every waiting method raise or return soon."""
+        """Make every method that waits raise or return soon."""
         with self._lock:
             self._error = self._error or error
             self._let_pass()
@@ -190,7 +190,7 @@ class CaptureRun:
         self._staging.wake()
 
     def close(self) -> None:
-        """After a failure: wait for device copies still under way, then give their memory back."""
+        """Wait for the device copies that a failure left in flight, then release their memory."""
         while self._issued:
             captured, copies = self._issued.popleft()
             for copy in copies:
@@ -199,13 +199,13 @@ class CaptureRun:
                 self._staging.release(captured.block)
 
     def forget(self) -> None:
-        """The save is over: let go of the state, which may live no longer than this."""
-        self._passed = True  # nothing is left to compare
+        """Drop all references to the state once the save is over: the user may free it now."""
+        self._passed = True  # later fences compare nothing
         self._objects = self._chunks = ()
         self._samples = None
 
     def release(self, captured: Captured) -> None:
-        """Give the memory of a chunk back; called once for each, from any thread."""
+        """Release the memory of a chunk; called once for each, from any thread."""
         if captured.block is not None:
             self._staging.release(captured.block)
             return
@@ -217,7 +217,7 @@ class CaptureRun:
                 self._let_pass()
 
     def release_unwritten(self) -> None:
-        """Give back what is captured and no writer has taken: after a failure none will."""
+        """Release the captured chunks that the writer has not taken and, failed, never will."""
         with suppress(Empty):
             while True:
                 self.release(self.handed_on.get(block=False))
@@ -225,8 +225,6 @@ class CaptureRun:
     def _let_pass(self) -> None:
         while self._waiting:
             self._waiting.pop().open()
-
-    # ------------------------------------------------------------------------------------------
 
     def _take(self, index: int, *, may_lend: Callable[[], bool]) -> None:
         chunk = self._chunks[index]
@@ -244,7 +242,8 @@ class CaptureRun:
                 if self._lend(index):
                     return
                 lendable = False
-            # Whoever waits holds nothing: copies under way are finished and handed on first.
+            # A thread that waits for staging must hold none of it, or two could wait for each
+            # other for ever: finish the copies in flight and hand them on first.
             self._flush()
             self._staging.wait(
                 lambda: bool(self._error) or may_be_lent(), self._timing.staging_poll_s
@@ -262,7 +261,8 @@ class CaptureRun:
         copies: list[PendingCopy] = []
         try:
             self._copy(self._chunks[index], block, copies)
-            # Changed before it was copied, though it may be as it was again at the fence.
+            # A tensor that was changed before its copy may be restored by the time of the fence,
+            # as averaged weights are: only the copy shows it.
             if self._samples is not None and not copies:
                 changed = self._samples.changed_in(index, block.address)
                 if changed:
@@ -284,14 +284,14 @@ class CaptureRun:
 
     @contextmanager
     def _held(self, chunk: Chunk) -> Iterator[None]:
-        """While the chunk is copied nobody may move its memory, and free it where it was."""
+        """Keep other threads from moving and freeing the chunk's memory while it is copied."""
         by_hold: dict[Hold, list[ByteSource]] = {}
         for piece in chunk.pieces:
             source = self._objects[piece.item].entry.source
             by_hold.setdefault(type(source).hold, []).append(source)
         with ExitStack() as held:
-            # A slab takes thousands of holds, enough to start collections that would look at all
-            # that planning has made; those took ten times as long as the holds.
+            # A slab takes thousands of holds, enough to start garbage collections that look at
+            # all objects of the plan; these took ten times as long as the holds.
             with collections_held:
                 for hold, sources in by_hold.items():
                     held.callback(hold(sources))
@@ -304,7 +304,7 @@ class CaptureRun:
             length = piece.stop - piece.start
             if source.address is not None:
                 if not source.address:
-                    raise _torn([entry.path], deferred=True)  # it was freed
+                    raise _torn([entry.path], deferred=True)  # the memory was freed
                 ctypes.memmove(block.address + piece.at, source.address + piece.start, length)
                 continue
             out = block.view[piece.at : piece.at + length]
@@ -314,7 +314,7 @@ class CaptureRun:
                 copies.append(copy)
 
     def _lendable(self, chunk: Chunk) -> memoryview | None:
-        """The chunk's bytes in live host memory, if they can be written from there."""
+        """Return the chunk's bytes in live host memory, if they can be written from there."""
         if chunk.slab:
             return None
         piece = chunk.pieces[0]
@@ -329,7 +329,7 @@ class CaptureRun:
         return None if view is None else view[piece.start : piece.stop]
 
     def _lend(self, index: int) -> bool:
-        """Hand on the chunk where it stands; False: it can no longer be lent."""
+        """Hand the chunk on without a copy; False: it can no longer be lent."""
         self._need_writer()
         self._flush()
         chunk = self._chunks[index]
@@ -337,11 +337,11 @@ class CaptureRun:
         with ExitStack() as unless_lent:
             end_hold = type(source).hold([source])
             unless_lent.callback(end_hold)
-            # It may have moved before the hold, to memory that another process can write.
+            # The tensor may have moved before the hold, to memory that another process writes.
             view = self._lendable(chunk)
             if view is None:
                 return False
-            unless_lent.pop_all()  # from here on who has the chunk lets go
+            unless_lent.pop_all()  # from here on `release` ends the hold
         with self._lock:
             self._straight_open += 1
             self.straight_bytes += view.nbytes
@@ -373,7 +373,9 @@ class CaptureRun:
 
     def _wait_straight(self, timeout_s: float | None) -> bool:
         over = Latch()
-        self._waiting.append(over)  # first: who lends nothing any more may have looked by now
+        # Before the count is read: `release` may return the last lent chunk in between, and
+        # opens only the latches that are in the list by then.
+        self._waiting.append(over)
         if not self._straight_open or self._error is not None:
             over.open()
         done = over.wait(timeout_s)
@@ -395,10 +397,10 @@ class CaptureRun:
         samples: MemorySamples | None = None,
         known: Collection[int] = (),
     ) -> None:
-        """Compare versions, and what `samples` there are, with what they were at `save`.
+        """Compare versions and `samples`, if given, with those at the time of `save`.
 
         Raises:
-            TornSnapshotError: Some differ, or some are `known` to.
+            TornSnapshotError: Some tensors differ, or some are `known` to.
         """
         objects = self._objects
         if not objects:
@@ -411,7 +413,7 @@ class CaptureRun:
                 changed.add(item)
         if samples is not None:
             changed |= samples.changed()
-        # What passed the fence meanwhile has been compared there, and may have changed since.
+        # If the fence was passed meanwhile, it compared this memory, which may change since then.
         if changed and not (deferred and self._passed):
             raise _torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
 
@@ -425,7 +427,7 @@ class CaptureRun:
 
 
 def _shown(entry: StateObject) -> str:
-    """The object and the class of its source, for a message."""
+    """Return the object and the class of its source for a message."""
     kind = type(entry.source)
     return f"in {kind.__module__}.{kind.__qualname__}, the source of {show_path(entry.path)}"
 

@@ -1,4 +1,4 @@
-"""The save of a checkpointer that may be under way, and an error that nobody has seen yet."""
+"""Keeps the save that may be under way, and the errors of saves that the user has not seen."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ T = TypeVar("T")
 
 
 class Pending:
-    """One save at a time; used by the thread that trains."""
+    """Lets one save at a time run; used by the thread that trains."""
 
     def __init__(self, tiers: TiersOfSave | None = None) -> None:
         self._tiers = tiers
         self.job: SaveJob | None = None
         """The newest save, which may have ended."""
         self._unseen: SaveHandle | None = None
-        self._earlier: BaseException | None = None  # of a save before that under way, unseen
+        self._earlier: BaseException | None = None  # unseen error of a save before the newest
         self._preparing: int | None = None  # the thread that prepares a save
-        # Raised in a signal handler that interrupted that thread; and what came out of a handler.
+        # The first was raised in a signal handler that interrupted that thread; the second left a
+        # handler, and with it the call that the handler interrupted.
         self._refused: BusyError | None = None
         self._broke_off: BusyError | None = None
         self._pid = os.getpid()
         _every.add(self)
 
     def may_prepare(self, on_busy: str) -> bool:
-        """Whether a save can be prepared here; False when it shall be skipped.
+        """Whether a save can be prepared here; False when it is to be skipped.
 
         Raises:
-            BusyError: This is a signal handler that interrupted a save; not if `on_busy` is `skip`.
-            SaveError: Called in a callback that the save waits for.
+            BusyError: The caller is a signal handler that interrupted a save, and `on_busy` is not
+                `skip`.
+            SaveError: The caller is a callback that the save waits for.
         """
         if on_busy == "skip" and self._preparing == threading.get_ident():
             return False
@@ -48,7 +50,7 @@ class Pending:
         return True
 
     def take_turn(self, on_busy: str) -> bool:
-        """Make room for the next save; False when that one shall be skipped.
+        """Wait for the save under way; False when the next save is to be skipped.
 
         Raises:
             BusyError: A save is under way, and `on_busy` is `raise`.
@@ -69,12 +71,12 @@ class Pending:
         return True
 
     def prepare(self, action: Callable[[], T]) -> T:
-        """Run `action`, which prepares a save and calls `prepared` when that has begun.
+        """Run `action`, which prepares a save and calls `prepared` when the save has begun.
 
-        Until then a signal handler that interrupts it can neither save nor wait: a save of the
-        handler's would be newer than the one being prepared, which would be refused then. If the
-        error that says so comes out of the handler, `action` runs again, so that the save is not
-        lost by it.
+        Until then a signal handler that interrupts `action` can neither save nor wait: the
+        handler's save would be newer than the one being prepared, which would be refused then. If
+        the BusyError of that refusal leaves the handler, it breaks off `action`, which therefore
+        runs again: the save is not lost.
         """
         before = self.job
         try:
@@ -82,7 +84,7 @@ class Pending:
                 self._preparing = threading.get_ident()
                 try:
                     if self.job is not before and self.job is not None:
-                        self.job.finished(None)  # that of the action, which was given up
+                        self.job.finished(None)  # the save of the last attempt was given up
                     return action()
                 except BusyError as error:
                     if error is not self._refused:
@@ -92,11 +94,11 @@ class Pending:
             self.prepared()
 
     def prepared(self) -> None:
-        """The save has begun, or there will be none: handlers may save again."""
-        self._preparing = self._refused = None  # an error holds all that its frames hold
+        """Let signal handlers save again: the save has begun, or there will be none."""
+        self._preparing = self._refused = None  # the error would keep its frames' objects alive
 
     def outlast(self, wait: Callable[[], None]) -> None:
-        """Run `wait` to its end, whatever a signal handler that was refused raises in it."""
+        """Run `wait` to its end, though a refused signal handler may raise its BusyError in it."""
         while True:
             try:
                 return wait()
@@ -104,16 +106,16 @@ class Pending:
                 self._broke_off = error
 
     def begin(self, job: SaveJob) -> None:
-        """`job` is the newest save from now on."""
+        """Make `job` the newest save."""
         self._earlier = self._earlier or self.unseen_error()
         self.job, self._unseen = job, job.handle
 
     def fence(self, timeout: float | None) -> None:
-        """Wait until what was deferred may change.
+        """Wait until deferred memory may change.
 
         Raises:
-            FenceTimeoutError: Not within `timeout` seconds; the save goes on.
-            SaveError: Called in a callback that the save waits for.
+            FenceTimeoutError: It may not after `timeout` seconds; the save goes on.
+            SaveError: The caller is a callback that the save waits for.
         """
         self.check_may_wait()
         job = self.job
@@ -125,24 +127,25 @@ class Pending:
         """Wait until no save is under way.
 
         Raises:
-            TimeoutError: One still is, after `timeout` seconds.
-            SaveError: Called in a callback that the save waits for.
+            TimeoutError: A save still is, after `timeout` seconds.
+            SaveError: The caller is a callback that the save waits for.
         """
         self.check_may_wait()
         job = self.job
         if job is not None:
-            job.fence(timeout, give_up=False)  # this thread waits, so it changes nothing
+            # The caller blocks here, so it cannot modify the state: an unfinished capture goes on.
+            job.fence(timeout, give_up=False)
             if not job.finished(timeout):
                 msg = f"the save of step {job.request.step} is still under way"
                 raise TimeoutError(msg)
 
     def check_may_wait(self) -> None:
-        """See `Ending.check_may_wait`.
+        """Refuse to wait where the wait would never end.
 
         Raises:
-            BusyError: This is a signal handler that interrupted a save, which cannot go on before
-                the handler returns.
-            SaveError: This is a callback which the save itself waits for.
+            BusyError: The caller is a signal handler that interrupted a save, which cannot go on
+                before the handler returns.
+            SaveError: The caller is a callback that the save itself waits for.
         """
         if self.job is not None:
             self.job.ending.check_may_wait()
@@ -156,10 +159,10 @@ class Pending:
             raise self._refused
 
     def end(self) -> None:
-        """Wait for the save; give it up if its capture takes too long.
+        """Wait for the save until it ended.
 
         Raises:
-            SaveError: Called in a callback that the save waits for.
+            SaveError: The caller is a callback that the save waits for.
         """
         self.check_may_wait()
         if self.job is not None:
@@ -168,14 +171,14 @@ class Pending:
 
     @property
     def released(self) -> bool:
-        """Whether the save's memory is free again."""
+        """Whether the memory of the newest save is free again."""
         return self.job is None or self.job.released.is_open
 
     def unseen_error(self) -> BaseException | None:
-        """The error of a background save that has ended, once, if nobody has seen it."""
+        """Return the error of a background save that ended, once, if the user has not seen it."""
         handle, self._unseen = self._unseen, None
-        # What fails behind the commit is no failure of the save: the log, its future and
-        # `penstock ls` tell of it.
+        # A copy to a slower tier that fails behind the commit is no failure of the save: the log,
+        # the future `durable` and `penstock ls` report it.
         if handle is None or handle.error_seen or not handle.committed.done():
             waits = handle is not None and not handle.committed.done()
             self._unseen = handle if waits else None
@@ -183,11 +186,12 @@ class Pending:
         return handle.committed.exception()
 
     def raise_earlier(self, job: SaveJob) -> None:
-        """Raise what came out of a signal handler, or an earlier save's error: once, and noted."""
+        """Raise the error of a refused signal handler or of an earlier save, once, with a note."""
         broke_off, self._broke_off = self._broke_off, None
         earlier = self._earlier
         if earlier is not None and earlier is job.ending.error:
-            earlier = None  # its callback began a later save in another thread, which raises it
+            # A callback of the failed save began `job` on another thread, which raises the error.
+            earlier = None
         else:
             self._earlier = None
         how = "has failed too" if job.handle.failed else "has started"
@@ -200,13 +204,13 @@ class Pending:
             raise earlier
 
     def raise_unseen(self) -> None:
-        """Raise it."""
+        """Raise the error that `unseen_error` returns, if any."""
         error = self.unseen_error()
         if error is not None:
             raise error
 
     def finish_at_exit(self) -> None:
-        """Wait for the save, unless it is that of the process which forked this one."""
+        """Wait for the save, unless it belongs to the process that forked this one."""
         if self.job is not None and self._pid == os.getpid():
             self.job.finished(None)
             if self._tiers is not None:
@@ -222,5 +226,5 @@ def _finish_at_exit() -> None:
         pending.finish_at_exit()
 
 
-# `atexit` comes after the pools are gone; this is what concurrent.futures itself uses.
+# `atexit` would run after the thread pools are gone; concurrent.futures itself uses this hook.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined] # noqa: SLF001

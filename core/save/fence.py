@@ -1,7 +1,7 @@
-"""The hook that holds back every optimizer step while a capture is pending.
+"""Holds back every optimizer step while a capture is pending.
 
-One global pre-step hook of torch per process: it fires through wrappers, for optimizers outside
-the tree, and for those that step inside backward. It is put in once and stays: taking it out
+A process has one global pre-step hook of torch: it fires through wrappers, for optimizers outside
+the tree, and for those that step inside backward. The hook is installed once and stays: removing it
 from another thread would change the dict that torch iterates over.
 """
 
@@ -41,12 +41,12 @@ def arm(job: SaveJob, timeout_s: float) -> None:
 
 
 def disarm(job: SaveJob) -> None:
-    """`job` needs no fence any more."""
+    """Let optimizers no longer wait for `job`."""
     _pending.pop(job, None)
 
 
 def fence_all() -> None:
-    """Wait for every pending capture of this process: memory of any of them is about to change."""
+    """Wait for every pending capture of this process, whose memory is about to change."""
     for job in list(_pending):
         job.fence(None)
 
@@ -55,14 +55,15 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     if not _pending:
         return
     for job, timeout_s in list(_pending.items()):
-        # The step of another trainer says nothing of what happens to this one's tensors.
+        # The step of another trainer is no fence for the tensors of this job: an operation on
+        # them may be running, and only the check before the commit would see it.
         passes = job.is_changed_by(partial(_storages, optimizer))
         if job.fence(timeout_s, passes=passes) and passes:
             disarm(job)
 
 
 def _storages(optimizer: Optimizer) -> Iterator[int]:
-    """Addresses of the storages of its parameters; 0 for one that has no memory of its own."""
+    """Yield the storage addresses of the parameters; 0 for one without memory of its own."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             try:
@@ -72,8 +73,8 @@ def _storages(optimizer: Optimizer) -> Iterator[int]:
 
 
 def _disarm_child() -> None:
-    """A forked child has none of the threads that would finish a capture."""
-    global _lock  # noqa: PLW0603 - the parent's may be held at this moment
+    """Forget all captures: a forked child has none of the threads that would finish them."""
+    global _lock  # noqa: PLW0603 - the parent may hold its lock at this moment
     _lock = threading.RLock()
     _pending.clear()
 

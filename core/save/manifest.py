@@ -1,4 +1,4 @@
-"""From a save plan and what became of its chunks to the manifest of the save. Sans-IO."""
+"""Encodes the manifest of a save from its plan and the stored frames of its chunks. Sans-IO."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from penstock.core.save.request import SaveRequest
 
 SECTION_OBJECTS = 2048
-"""Most objects and nodes of a section: what opening one object has to read and check."""
+"""Most objects and nodes of a section: all that a reader parses and checks to open one object."""
 
 SECTION_WEIGHT = 4 << 20
-"""Rough bytes of JSON after which a section ends (long paths, many checksums)."""
+"""Rough bytes of JSON after which a section ends, as long paths or many checksums make it."""
 
 _ONE_REF = 3
 
@@ -53,8 +53,8 @@ class ManifestWriter:
         """Prepare for `request`.
 
         Args:
-            request: What is saved.
-            metadata: The user's, for the commit record.
+            request: The entries and the plan of the save.
+            metadata: The user's metadata, for the commit record.
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
         """
         self._request = request
@@ -71,17 +71,17 @@ class ManifestWriter:
         engine: str,
         created: str,
     ) -> EncodedManifest:
-        """Encode part, index and commit record, which every reader takes.
+        """Encode part, index and commit record.
 
         Args:
-            uid: Of the save.
-            results: For each chunk of the plan what became of it.
-            blobs: Name and length of each, as sealed.
-            engine: Name of the backend that wrote them.
-            created: The time, as it stands in records.
+            uid: The uid of the save.
+            results: The stored frame of each chunk of the plan.
+            blobs: Name and length of each blob, as sealed.
+            engine: Name of the backend that wrote the blobs.
+            created: The time of the commit, in the form of records.
 
         Raises:
-            FormatError: No reader would take it.
+            FormatError: No reader would take the manifest.
         """
         request = self._request
         stored, numbers = stored_chains(request.plan, results, self._chains)
@@ -124,7 +124,7 @@ class ManifestWriter:
         return EncodedManifest(part.entry.name, part.data, index.entry.name, index.data, record)
 
     def _plugins(self, codecs: Mapping[str, int], engine: str) -> dict[str, str]:
-        """Plugins of third parties that took part, each with its distribution."""
+        """Return the plugins of third parties that took part, each with its distribution."""
         plugins = [f"codec {name}" for name in codecs]
         plugins += [f"provider {name}" for name, _ in self._request.providers]
         shippers = {plugin: self._shipper(plugin) for plugin in (*plugins, f"backend {engine}")}
@@ -139,11 +139,11 @@ def _chain_record(chain: CodecChain | None) -> Chain:
 def stored_chains(
     plan: SavePlan, results: Sequence[ChunkResult], chains: Sequence[Chain]
 ) -> tuple[list[Chain], list[int]]:
-    """The chains that frames were really made by, where codecs declined some chunks.
+    """Return the chains that encoded the frames, which lack the codecs that declined a chunk.
 
     Returns:
-        `chains`, and behind them those that are left of them without who declined; for each chunk
-        the number of its own. Declined by all is 0: raw.
+        `chains`, followed by the chains that are left of them without codecs that declined; and
+        for each chunk the number of its chain, 0 (raw) if all codecs declined.
     """
     table = list(chains)
     known: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -169,15 +169,15 @@ def build_sections(
     chains: Sequence[int] | None = None,
     section_objects: int = SECTION_OBJECTS,
 ) -> list[SectionDraft]:
-    """Put what was described and what was stored together, in order of storage.
+    """Join the described entries with their stored frames, in order of storage.
 
     A slab whose objects fall into two sections is listed as a frame in both.
 
     Args:
         entries: Objects and nodes in the order in which they were described; the plan has those
             objects that are not tied, in the same order.
-        plan: Of the save.
-        results: For each chunk of the plan what became of it.
+        plan: The plan of the save.
+        results: The stored frame of each chunk of the plan.
         blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`; None: as planned.
@@ -219,15 +219,15 @@ def build_sections(
 
 
 def _elements(chunk: Chunk) -> tuple[str, int] | None:
-    """What a reader cannot tell from the objects: what the elements of an encoded slab are."""
+    """Return dtype and item size of an encoded slab, which its objects do not tell a reader."""
     if len(chunk.pieces) == 1 or chunk.dtype == "uint8":
         return None
     return chunk.dtype, chunk.itemsize
 
 
 def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
-    # Flat runs of (chunk, at, length). Tuples where one will do: the collector forgets tuples of
-    # integers, so a million objects take half the time.
+    # Flat runs of (chunk, at, length). An object in one chunk gets a tuple: the garbage collector
+    # stops tracking tuples of integers, so a million objects take half the time.
     refs: list[Sequence[int]] = [()] * len(plan.objects)
     longer: dict[int, list[int]] = {}
     ends: dict[int, int] = {}
@@ -251,7 +251,7 @@ def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
 def _refs_by_entry(
     entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Where each entry is stored; nowhere what has no bytes of its own."""
+    """Return the places of each entry; a node or a tied object has none."""
     items = iter(by_item)
     return [
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
@@ -260,7 +260,7 @@ def _refs_by_entry(
 
 
 def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
-    # What has no bytes goes with the entry that was described before it.
+    # An entry without bytes goes with the entry that was described before it.
     keys: list[int] = []
     chunk = 0
     for places in refs:

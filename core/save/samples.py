@@ -1,4 +1,4 @@
-"""Samples of the memory that a lazy save captures later, for changes that no version counts.
+"""Samples the memory that a lazy save captures later, to find changes that no version counts.
 
 A write through `tensor.data` or `tensor.numpy()` leaves the version of a tensor as it is. A few
 cache lines of each object are kept as they were when `save` returned, and compared with what was
@@ -37,12 +37,12 @@ class _SampleLines:
     """The lines of one width, in the order in which chunks are captured.
 
     Attributes:
-        width: Bytes of each: 64, or less where an object is smaller.
-        piece: Which piece a line belongs to.
-        offset: Bytes from the first of the object to the first of the line.
-        at: Bytes from the first of the chunk; negative: not at one place of the chunk.
+        width: Bytes of each line: 64, or less where an object is smaller.
+        piece: Number of the piece that a line belongs to.
+        offset: Bytes from the start of the object to the start of the line.
+        at: Bytes from the start of the chunk; negative: the line is not at one place of the chunk.
         chunk: Number of the chunk; ascending.
-        values: What was there when `save` returned.
+        values: The bytes of the line when `save` returned.
     """
 
     width: int
@@ -54,12 +54,12 @@ class _SampleLines:
 
 
 class MemorySamples:
-    """Cache lines of every sampled object in host memory, as they are when this is made."""
+    """Cache lines of every sampled object in host memory, kept as they are when this is made."""
 
     def __init__(
         self, chunks: Sequence[Chunk], numbers: Sequence[int], objects: Sequence[PlannedObject]
     ) -> None:
-        """Sample those of `objects` that the chunks with these numbers capture, in their order."""
+        """Sample the objects that the chunks with these numbers capture, in their order."""
         taken = [chunks[number] for number in numbers]
         pieces = [piece for chunk in taken for piece in chunk.pieces]
         sizes = [len(chunk.pieces) for chunk in taken]
@@ -83,11 +83,11 @@ class MemorySamples:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of all samples."""
         return sum(lines.values.nbytes for lines in self._lines)
 
     def changed(self) -> set[int]:
-        """Items whose memory is not as it was."""
+        """Return the items whose memory differs from the samples."""
         return {
             item
             for lines, values in zip(self._lines, self._read(), strict=True)
@@ -95,7 +95,7 @@ class MemorySamples:
         }
 
     def changed_in(self, chunk: int, address: int) -> set[int]:
-        """Items whose bytes in the captured `chunk`, now at `address`, are not as they were."""
+        """Return the items whose bytes in the captured `chunk`, at `address`, differ."""
         found: set[int] = set()
         for lines in self._lines:
             first, last = np.searchsorted(lines.chunk, [chunk, chunk + 1])
@@ -119,7 +119,7 @@ class MemorySamples:
         found = []
         for lines in self._lines:
             start = starts[lines.piece]
-            # Freed memory is changed memory: read something that nobody has stored instead.
+            # Freed memory counts as changed: read random bytes instead, which no sample equals.
             addresses = np.where(start == 0, _NOISE.ctypes.data, start + lines.offset)
             found.append(_gather(addresses, lines.width))
         return found
@@ -177,15 +177,15 @@ def _place_lines(table: _Pieces) -> list[_SampleLines]:
 
 
 def _gather(addresses: NDArray[np.int64], width: int) -> NDArray[np.void]:
-    """The `width` bytes at each address."""
+    """Return the `width` bytes at each address."""
     memory: NDArray[np.void] = np.asarray(_Memory(width))
     return memory[addresses - _Memory.FIRST]
 
 
 class _Memory:
-    """All memory as an array that has an element at each address."""
+    """The memory of the process as an array with an element at each address."""
 
-    FIRST = 1  # numpy takes an array at the address 0 for one without memory
+    FIRST = 1  # to numpy, an array at the address 0 has no memory
 
     def __init__(self, width: int) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -198,7 +198,7 @@ class _Memory:
 
 
 def _is_dense(source: ByteSource) -> bool:
-    """Whether its memory has no gaps, though it does not lie row-major (channels last)."""
+    """Whether the source's memory has no gaps, though it is not row-major (channels last)."""
     memory = source.memory
     if memory is None or source.device != "cpu" or source.locate() is None:
         return False
@@ -214,7 +214,7 @@ def _is_dense(source: ByteSource) -> bool:
 def _sample_scattered(table: _Pieces, number: int, source: ByteSource) -> None:
     """Sample an object whose bytes do not lie row-major by its memory, if that has no gaps.
 
-    Its lines are compared with its memory only: where they stand in a chunk is another matter.
+    Its lines are compared with its memory only: a chunk holds its elements in another order.
     """
     if table.start[number] or not _is_dense(source):
         table.count[number] = 0
