@@ -1,4 +1,4 @@
-"""Save, crash, resume, restore a part: what Penstock is for, in under a minute.
+"""Save, crash, resume, restore a part: the purpose of Penstock, in under a minute.
 
 Trains a small GPT twice with the same seed: once undisturbed, and once killed by SIGKILL in the
 middle of a save and resumed in a new process. Then compares every loss, bit for bit.
@@ -99,7 +99,7 @@ def main() -> None:
             heir.follow(bar, bar.add_task("resumed in a new process", total=STEPS))
         resumed = heir.facts["resumed"]
         show_losses(reference, victim, heir)
-        proofs = Table(title="What was proved", title_justify="left", show_header=False)
+        proofs = Table(title="Proofs", title_justify="left", show_header=False)
         proofs.add_column(style="green")
         proofs.add_column()
         proofs.add_column(overflow="fold")
@@ -145,7 +145,7 @@ def show_losses(reference: Trainer, victim: Trainer, heir: Trainer) -> None:
 
 
 def restore_optimizer(run: Path, proofs: Table) -> None:
-    """Only the optimizer, into a fresh one; count what was read for it."""
+    """Restore only the optimizer, into a fresh one, and count the bytes that are read for it."""
     with penstock.Checkpointer(run) as ckpt:
         fresh = build(STEPS, seed=99)
         before = [p.clone() for p in fresh["model"].parameters()]

@@ -93,7 +93,7 @@ class SourceLoader:
 
 
 def build(steps: int, seed: int = 1) -> dict[str, object]:
-    """The whole training state: what is saved is what is here."""
+    """Return the whole training state: a save stores exactly this dict."""
     torch.manual_seed(seed)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -136,7 +136,7 @@ def train(run: str, steps: int, save_every: int) -> None:
 
 
 def tell(**fact: object) -> None:
-    """One JSON line for whoever follows."""
+    """Print one JSON line for a program that follows the training."""
     print(json.dumps(fact), flush=True)
 
 

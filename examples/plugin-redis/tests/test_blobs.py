@@ -1,4 +1,4 @@
-"""What lies in the server, and what is left there."""
+"""The contents of the server, and leftovers there."""
 
 import multiprocessing
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Whole checkpoints expire, and a record never outlives what it names."""
+"""Whole checkpoints expire, and a record never outlives its data."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Penstock's own suites: what a plugin author has to write for each kind is a few lines."""
+"""Penstock's own suites: a plugin author writes a few lines for each kind."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""What only this backend promises, and what the suite cannot know."""
+"""Promises that only this backend makes, and that the suite cannot know."""
 
 import multiprocessing
 import signal

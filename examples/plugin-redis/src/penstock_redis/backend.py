@@ -42,8 +42,8 @@ _AOF_NOTE = "the server writes to its append-only file before it answers"
 class RedisBackend(Backend):
     """Blobs as chunks, each a string; records as one.
 
-    What is sealed or published is in the memory of another process, or machine: durable against
-    the end of this one. With `require_aof` it is on that machine's disk.
+    Sealed blobs and published records are in the memory of another process, or machine: they are
+    durable against the end of this one. With `require_aof` they are on that machine's disk.
     """
 
     api_version: ClassVar[int] = 1
@@ -51,7 +51,7 @@ class RedisBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = RedisConfig
 
     def __init__(self, config: RedisConfig, /) -> None:
-        """Connect, and refuse a server that would not keep what it is given."""
+        """Connect, and refuse a server that would not keep its data."""
         self._config = config
         self._keys = Keys(config.prefix)
         self._server = Server(config, self._keys)
@@ -173,7 +173,7 @@ class RedisBackend(Backend):
                 return pipe.execute()
 
             for names in self._server.run(what, ask):
-                # Unsealed ones too: `prune` deletes what it is told of.
+                # Unsealed ones too: `prune` deletes only listed blobs.
                 found += [
                     _info(name.decode(), Entry.parse(words))
                     for name, words in names.items()
@@ -205,7 +205,7 @@ class RedisBackend(Backend):
             for name in some:
                 self._sealed.get(group_of(name), {}).pop(name, None)
             for name, (_, left) in zip(some, self._server.run(what, remove), strict=True):
-                if left == b"0":  # what we put there is gone, and we know it
+                if left == b"0":  # our own data is gone, and we know it
                     self._births.pop(group_of(name), None)
 
     def store_time_s(self) -> float:
@@ -213,7 +213,7 @@ class RedisBackend(Backend):
         return float(seconds) + micros / 1e6
 
     def free_bytes(self) -> int | None:
-        """What is left of the server's `maxmemory`, and of `max_bytes`.
+        """Return the free part of the server's `maxmemory`, and of `max_bytes`.
 
         Raises:
             CapabilityError: It has been told to drop keys when it is full, since it was opened.
@@ -241,7 +241,7 @@ class RedisBackend(Backend):
         self._sealed.setdefault(group, {})[name] = blob
 
     def _check_sealed(self, what: str, group: str) -> None:
-        """Refuse to name a group that lacks what this instance has put there.
+        """Refuse to name a group that lacks data of this instance.
 
         A restart behind this look is seen by the birth that is relied on.
         """
@@ -287,7 +287,7 @@ class RedisBackend(Backend):
         if word == "ok":
             return
         if word in {"restarted", "lost", "expired", "gone"}:
-            self._births.pop(rest[0].decode(), None)  # who tries again begins anew
+            self._births.pop(rest[0].decode(), None)  # a retry begins anew
         if word == "evicts":
             self._check_policy(rest[0].decode())
         head = f"cannot {what} on {self.url}"

@@ -32,7 +32,7 @@ class RedisConfig(PluginConfig):
         pipeline_bytes: Most that is on its way on one connection.
         timeout_s: How long the server may take to connect, or to go on.
         retry_total_s: After this long nothing is tried again.
-        require_aof: Refuse a server that may forget at a power cut what it has answered.
+        require_aof: Refuse a server that may lose confirmed data at a power cut.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -59,7 +59,7 @@ class RedisConfig(PluginConfig):
         database = parts.path.strip("/")
         fine = parts.scheme in {"redis", "rediss"} and parts.hostname and not parts.query
         if not fine or (database and not database.isdecimal()):
-            msg = "it should be redis://host:6379/0; what follows the database goes into `prefix`"
+            msg = "it should be redis://host:6379/0; text after the database goes into `prefix`"
             raise ValueError(msg)
         if parts.port == 0:
             msg = "port 0 cannot be connected to"
@@ -96,7 +96,7 @@ class RedisConfig(PluginConfig):
 
     @property
     def shown_url(self) -> str:
-        """What to show to people."""
+        """The URL to show to people, without credentials."""
         scheme = "rediss" if self.tls else "redis"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{scheme}://{host}:{self.port}/{self.database}/{self.prefix}"

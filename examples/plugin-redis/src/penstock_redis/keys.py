@@ -1,4 +1,4 @@
-"""Names of keys, and what stands in them.
+"""Names of keys, and their contents.
 
 | key | type | holds |
 |---|---|---|
@@ -7,7 +7,7 @@
 | `penstock:<prefix>:chunk:<id>:<n>` | string | the n-th chunk of a blob, or a whole record |
 | `penstock:<prefix>:dead` | hash | ids of blobs that were given up: late writes may yet come |
 
-A group is what expires together: the names that share their first two segments. All data of one
+The names of a group expire together: those that share their first two segments. All data of one
 save is one group, each commit record is another.
 """
 
@@ -27,7 +27,7 @@ class Keys:
 
     @property
     def base(self) -> str:
-        """What all keys begin with."""
+        """The prefix of all keys."""
         return f"penstock:{self.prefix}"
 
     @property
@@ -46,12 +46,12 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a root knows of one name; the scripts write it as words.
+    """The record of one name in a root; the scripts write it as words.
 
     Attributes:
         sealed: Whether readers may see it.
-        blob: Random id: no two blobs share chunks, whatever becomes of their names.
-        size_bytes: Of an unsealed blob: what has been announced.
+        blob: Random id: no two blobs share chunks, even if a name is used again.
+        size_bytes: Of an unsealed blob: the announced size.
         chunk_bytes: Of a record: its size, at least 1.
         modified_us: By the server's clock.
     """

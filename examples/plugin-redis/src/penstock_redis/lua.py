@@ -1,4 +1,4 @@
-"""What all scripts share: entries, groups, and how long they live."""
+"""Functions of all scripts: entries, groups, and their expiry."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ local time = call('TIME')
 local now_us = time[1] .. string.format('%06d', tonumber(time[2]))
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 
--- A server that restarts may have forgotten what it had answered.
+-- A server that restarts may have lost confirmed data.
 local function this_run()
   return string.match(call('INFO', 'server'), 'run_id:(%x+)')
 end
 
--- One that may drop single keys is no place for what has to be there as a whole.
+-- A server that may drop single keys cannot hold checkpoints, which need all of their keys.
 local function evicting()
   local policy = string.match(call('INFO', 'memory'), 'maxmemory_policy:([%a-]+)') or 'noeviction'
   local any = string.find(policy, '^allkeys')
@@ -68,7 +68,7 @@ end
 
 local function longer(life, more) return life == 0 and 0 or life + more end
 
--- Chunks outlive what tells of them, so that nothing found is half there.
+-- Chunks outlive their entries, so that no listed blob is half there.
 local function live(group, life)
   local key = group_key(group)
   local left = call('PTTL', key)

@@ -1,7 +1,7 @@
 """Replies read straight into the memory that waits for them.
 
 redis-py hands replies out as new bytes that it has put together in a buffer of its own: some four
-copies. Here it makes the connection, logs in and sends; what comes back are bulk strings only.
+copies. Here it makes the connection, logs in and sends; all answers are bulk strings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def get_ranges(client: redis.Redis, wanted: Sequence[tuple[str, int, memoryview]
         connection.disconnect()
         raise redis.ConnectionError(f"while reading: {error}") from error
     except BaseException:
-        connection.disconnect()  # whatever else is on its way must not meet the next request
+        connection.disconnect()  # bytes still in flight must not meet the next request
         raise
     finally:
         pool.release(connection)

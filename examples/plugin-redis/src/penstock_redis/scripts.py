@@ -1,6 +1,6 @@
-"""What the server does in one step. Each script answers with a word, and what belongs to it.
+"""The steps of the server. Each script answers with a word, and its values.
 
-Every one may be repeated: a blob's id tells whether what is found there is its own doing, and the
+Every one may be repeated: a blob's id tells whether an entry is its own work, and the
 counter in the root tells what began later. `EVAL` with the source, not its digest: the server
 compiles it once, and forgets it when it restarts.
 """
@@ -69,7 +69,7 @@ end
 for number = 0, need - 1 do
   local key = chunk_key(blob, number)
   local want = math.min(found.chunk, length - number * found.chunk)
-  -- Empty, but there: what is missing later was lost, and is no hole.
+  -- Empty, but there: a chunk that is missing later was lost, and is no hole.
   if call('EXISTS', key) == 0 then
     call('SET', key, '')
     if ttl > 0 then call('PEXPIREAT', key, string.format('%.0f', now + ttl + 3 * margin)) end
@@ -91,7 +91,7 @@ if found and exclusive == '1' then return {'exists'} end
 if found and found.stamp > tonumber(stamp) then return {'ok', birth(group).token} end
 local policy = evicting()
 if policy then return {'evicts', policy} end
--- A record is worth nothing without what it names, so it is refused where that may be gone.
+-- A record is useless without the groups that it names, so it is refused if these may be gone.
 for i = 13, #ARGV, 2 do
   local born = birth(ARGV[i])
   if born then
@@ -112,7 +112,7 @@ call('SET', key, data)
 if ttl > 0 then call('PEXPIREAT', key, string.format('%.0f', now + ttl + 3 * margin)) end
 set_entry(group, name, 'S', blob, #data, math.max(1, #data))
 if found then forget(found) end
--- Now what it names outlives it, however long that took.
+-- Now the named groups outlive the record, even after a slow save.
 local answer = {'ok', born}
 local left = call('PTTL', group_key(group))
 for i = 13, #ARGV, 2 do

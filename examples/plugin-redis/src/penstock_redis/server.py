@@ -1,4 +1,4 @@
-"""The connection: what is tried again, and where Redis' errors become ours."""
+"""The connection: retries, and the mapping of Redis' errors to ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _CONNECTIONS = 256
-_DOWN_S = 1.0  # what was queued behind a call that found no server need not wait as long again
+_DOWN_S = 1.0  # calls queued after one that found no server need not wait as long again
 # Between the ends of what belongs together: groups that a record names outlive it by this much.
 MARGIN_MS = 60_000
 
@@ -80,7 +80,7 @@ class Server:
             total_s: Instead of the configured time after which nothing is tried again.
 
         Raises:
-            StorageError: What went wrong, in our tree.
+            StorageError: The call failed.
         """
         stop = stop or threading.Event()
         until_s = time.monotonic() + (self._retry_total_s if total_s is None else total_s)
@@ -113,12 +113,12 @@ class Server:
     def answer(
         self, what: str, source: str, *arguments: str | int | bytes, **how: Any
     ) -> tuple[str, list[bytes]]:
-        """The word that a script answers with, and what follows."""
+        """Return the word that a script answers with, and the values after it."""
         word, *rest = self.run(what, lambda c: self.script(c, source, *arguments), **how)
         return word.decode(), rest
 
     def stamp(self, what: str) -> int:
-        """Where what begins now stands among all that changes this root."""
+        """Return the position of a call that begins now, among all changes of this root."""
         return int(self.run(what, lambda c: self.script(c, STAMP)))
 
     def pipeline(self, client: redis.Redis) -> Any:
@@ -142,7 +142,7 @@ class Server:
 
 
 def check_server(server: Server, *, expires: bool, require_aof: bool) -> None:
-    """Refuse a server that does not keep what it is given.
+    """Refuse a server that does not keep its data.
 
     Raises:
         CapabilityError: It is too old, evicts, or does not write as `require_aof` asks.
@@ -193,7 +193,7 @@ def _pool(config: RedisConfig) -> redis.ConnectionPool:
     username, password = config.credentials()
     options: dict[str, Any] = {}
     if password is not None:
-        # Unlike `password`, it is in no `repr` of whatever version.
+        # Unlike `password`, it is in no `repr` of any version.
         options["credential_provider"] = UsernamePasswordCredentialProvider(username, password)
     if config.tls:
         options |= {
@@ -208,7 +208,7 @@ def _pool(config: RedisConfig) -> redis.ConnectionPool:
         socket_timeout=config.timeout_s,
         socket_connect_timeout=config.timeout_s,
         socket_keepalive=True,
-        # By default redis-py repeats whatever failed: it does not know what may be repeated.
+        # By default redis-py repeats every failed call: it does not know which are safe to repeat.
         retry=Retry(NoBackoff(), 0),
         retry_on_timeout=False,
         protocol=2,

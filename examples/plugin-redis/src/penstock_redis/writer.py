@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock_redis.server import Server
     from penstock_redis.transfer import Transfer
 
-_ABORT_S = 1.0  # what cannot be removed now stays listed, and goes with the rest of its save
+_ABORT_S = 1.0  # a blob that cannot be removed now stays listed, and is deleted with its save
 
 
 class RedisWriter(BlobWriter):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     )
     from penstock.core.types import ObjectPath
 
-# Our own kinds use 10 to 50; only the exact type, so that nobody's subclass comes back as another.
+# Penstock's kinds use 10 to 50. Only the exact type is claimed, so that a subclass is not restored
+# as its base.
 PRIORITY = 50
 FORM = "array"
 
@@ -114,7 +115,7 @@ class ArrayProvider(StateProvider):
     def place(self, value: array[Any], path: ObjectPath, /, *, context: PlaceContext) -> Placement:
         if not context.selected(path):
             return Placement(finish=lambda: value)
-        # Core compares the target with what is stored: another length or dtype is its error.
+        # Core compares the target with the stored object, and reports another length or dtype.
         return Placement([_target(value, path)], finish=lambda: value)
 
     def rebuild(

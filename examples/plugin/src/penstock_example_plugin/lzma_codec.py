@@ -46,7 +46,7 @@ class LzmaCodec(Codec):
         self._preset = config.preset
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """What does not compress is stored in LZMA2 pieces of nearly 64 KiB, 6 bytes on top."""
+        """Incompressible bytes are stored in LZMA2 pieces of nearly 64 KiB, with 6 bytes on top."""
         return raw_length + 6 * (raw_length // (32 << 10) + 2)
 
     def encode(self, chunk: memoryview, out: memoryview, /, *, context: CodecContext) -> int:

@@ -1,6 +1,6 @@
 """The `sqlite` backend: a run in one SQLite file.
 
-Every call is one transaction, so a crash leaves no half of it. What is written lies in rows of
+Every call is one transaction, so a crash leaves no half of it. Written bytes lie in rows of
 `PIECE_BYTES`, which are filled in place: no call holds more than a piece of a blob in memory.
 """
 
@@ -36,7 +36,7 @@ PIECE_BYTES = 1 << 20
 
 # Large pages: fewer links to follow inside a piece.
 # AUTOINCREMENT, so that no number is given twice: by its number a writer that is given up late
-# removes what is its own, and not the blob of the process that took over its name.
+# removes its own blob, and not the blob of the process that took over the name.
 _SCHEMA = """
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = WAL;
@@ -170,7 +170,7 @@ class SqliteBackend(Backend):
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         check_blob_name(prefix, prefix=True)
-        # Unfinished blobs too: `prune` deletes what it is told of, and a crash leaves them behind.
+        # Unfinished blobs too: a crash leaves them behind, and `prune` deletes only listed blobs.
         query = "SELECT name, size, modified FROM blobs WHERE name >= ? AND name < ? ORDER BY name"
         with self.transaction("list", prefix, writing=False) as db:
             rows = db.execute(query, (prefix, prefix + "\x7f"))  # above all that a name may hold
@@ -191,7 +191,7 @@ class SqliteBackend(Backend):
                 _remove(db, name)
 
     def store_time_s(self) -> float:
-        """This machine's clock, which is what `modified` holds."""
+        """Return the time by this machine's clock, which also sets `modified`."""
         self._check_open()
         return time.time()
 
@@ -287,7 +287,7 @@ class _SqliteWriter(BlobWriter):
     def abort(self) -> None:
         if not self._open:
             return
-        # Never raises; what cannot be removed now stays listed, and goes with the rest of its save.
+        # Never raises: a blob that cannot be removed now stays listed, and goes with its save.
         with suppress(StorageError), self._backend.transaction("abort", self._name) as db:
             self._open = False
             db.execute("DELETE FROM blobs WHERE id = ? AND NOT sealed", (self._blob,))
@@ -310,7 +310,7 @@ class _SqliteWriter(BlobWriter):
 
 
 def _insert(db: sqlite3.Connection, name: str, size: int, *, sealed: bool) -> int:
-    """A new row; the unique name is what makes `create` and exclusive publish exclusive."""
+    """Insert a new row; the unique name makes `create` and exclusive publish exclusive."""
     row = db.execute(
         "INSERT INTO blobs (name, size, modified, sealed) VALUES (?, ?, ?, ?)",
         (name, size, time.time(), sealed),
