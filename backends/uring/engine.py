@@ -37,7 +37,7 @@ class RingEngine:
         self._slots = [Slot() for _ in range(depth)]
         self._free = list(range(depth))
         self._flights: dict[int, Flight] = {}
-        self._again: deque[int] = deque()
+        self._retries: deque[int] = deque()  # lanes whose call has to be submitted once more
         self._waiting: deque[Transfer] = deque()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -80,21 +80,22 @@ class RingEngine:
 
     def _work(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except Exception as error:  # noqa: BLE001 - recorded in every future that waits
             self._break_down(error)
         with self._lock:  # excludes `wake`, which would write to a closed eventfd
             self._ring.close()
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         self._fill()
         submitted = self._ring.submit()
         if not self._flights and not self._waiting:
             with self._lock:
                 if self._closing and not self._waiting:
                     return False
-        if submitted and not self._again:
+        # No completion wakes this thread for a call that the kernel did not take: it polls.
+        if submitted and not self._retries:
             self._ring.wait()
         else:
             time.sleep(0.001)
@@ -103,9 +104,9 @@ class RingEngine:
         return True
 
     def _fill(self) -> None:
-        while self._again and self._launch(self._again[0]):
-            self._again.popleft()
-        while self._free and not self._again:
+        while self._retries and self._launch(self._retries[0]):
+            self._retries.popleft()
+        while self._free and not self._retries:
             with self._lock:
                 if not self._waiting:
                     return
@@ -121,7 +122,7 @@ class RingEngine:
                 self._end(transfer, error)
                 continue
             if not self._launch(lane):
-                self._again.append(lane)
+                self._retries.append(lane)
 
     def _launch(self, lane: int) -> bool:
         return self._ring.prepare(lane, self._flights[lane])
@@ -139,7 +140,7 @@ class RingEngine:
         except Exception as failure:  # noqa: BLE001 - recorded in the batch
             error, complete = failure, True
         if not complete:
-            self._again.append(lane)
+            self._retries.append(lane)
             return
         del self._flights[lane]
         self._free.append(lane)

@@ -102,13 +102,13 @@ def show(
     STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
     `penstock ls` counts the gaps, too.
     """
-    from penstock.core.cli.commands.show import Look, run  # noqa: PLC0415
+    from penstock.core.cli.commands.show import ShowOptions, run  # noqa: PLC0415
 
     if depth is not None and (tree is False or as_json):
         msg = "--depth folds the tree; leave out --flat and --json"
         raise typer.BadParameter(msg)
-    look = Look(tree=tree, depth=depth, stats=stats, as_json=as_json)
-    run(url, step=step, include=include, exclude=exclude, look=look)
+    how = ShowOptions(tree=tree, depth=depth, stats=stats, as_json=as_json)
+    run(url, step=step, include=include, exclude=exclude, how=how)
 
 
 @app.command(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Doomed:
+class DeletedStep:
     """A checkpoint to delete.
 
     Attributes:
@@ -78,7 +78,7 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
         catalog = Catalog(backend, look=look)
         entries = catalog.entries()
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
-        doomed = [_doomed(backend, step, uids) for step, uids in named.items()]
+        doomed = [_deleted_step(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
         if how.tier is None:
             check_same(whole.tiers, chosen)
@@ -136,9 +136,9 @@ def _named_by(
     return uids_named(backend, names)
 
 
-def _doomed(backend: Backend, step: int, named: Mapping[str, str | None]) -> Doomed:
+def _deleted_step(backend: Backend, step: int, named: Mapping[str, str | None]) -> DeletedStep:
     uids = [uid for uid in named.values() if uid]
-    return Doomed(step, len(named), tuple(uids), data_bytes(backend, uids))
+    return DeletedStep(step, len(named), tuple(uids), data_bytes(backend, uids))
 
 
 def _needed(backend: Backend, chosen: Collection[int]) -> set[str]:
@@ -162,7 +162,7 @@ def _named(steps: Sequence[int]) -> str:
 
 def _print(
     url: str,
-    doomed: Sequence[Doomed],
+    doomed: Sequence[DeletedStep],
     left: Sequence[int],
     freed: int,
     *,

@@ -57,7 +57,7 @@ _STATS_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ShowOptions:
     """The options of the output.
 
     Attributes:
@@ -108,7 +108,7 @@ def run(
     step: int | None,
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
-    look: Look,
+    how: ShowOptions,
 ) -> None:
     """Print the selected objects of one checkpoint, in tree order.
 
@@ -116,7 +116,7 @@ def run(
         PenstockError: The checkpoint does not exist or is damaged, or a pattern matches nothing.
     """
     selection = Selection(include or None, exclude or None)
-    with closing(open_backend(url, must_exist=True, light=not look.stats)) as backend:
+    with closing(open_backend(url, must_exist=True, light=not how.stats)) as backend:
         if step is None:
             step = Catalog(backend).require_latest()
         checkpoint = Checkpoint.open(backend, step)
@@ -126,14 +126,14 @@ def run(
         selection.check_used(one.record.path for one in located)
         chosen = [one for one in located if selection.selects(one.record.path)]
         shown = [describe(one, contents) for one in chosen]
-        if look.stats:
+        if how.stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
     record = contents.record
-    if look.as_json:
+    if how.as_json:
         head = {"step": record.step, **record_json(record)}
-        print_json({"checkpoint": head, "objects": [_as_json(one, look) for one in shown]})
+        print_json({"checkpoint": head, "objects": [_as_json(one, how) for one in shown]})
     else:
-        _print(record, shown, look)
+        _print(record, shown, how)
 
 
 def describe(located: Located, contents: Contents) -> Shown:
@@ -155,7 +155,7 @@ def describe(located: Located, contents: Contents) -> Shown:
     return Shown(located.record, tuple(codecs), stored)
 
 
-def _print(record: CommitRecord, shown: list[Shown], look: Look) -> None:
+def _print(record: CommitRecord, shown: list[Shown], how: ShowOptions) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
         f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
@@ -163,17 +163,17 @@ def _print(record: CommitRecord, shown: list[Shown], look: Look) -> None:
     if record.metadata:
         print_line(metadata_text(record.metadata))
     print_line("")
-    columns = (*_COLUMNS, *(_STATS_COLUMNS if look.stats else ()))
-    if look.as_tree:
+    columns = (*_COLUMNS, *(_STATS_COLUMNS if how.stats else ()))
+    if how.as_tree:
         tree = grown((one.record.path, one) for one in shown)
         rows = [
-            _branch_row(row.branch, row.level, look)
+            _branch_row(row.branch, row.level, how)
             if row.item is None
-            else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), look)
-            for row in rows_of(tree, look.depth)
+            else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), how)
+            for row in rows_of(tree, how.depth)
         ]
     else:
-        rows = [_as_row(one, visible(show_path(one.record.path)), look) for one in shown]
+        rows = [_as_row(one, visible(show_path(one.record.path)), how) for one in shown]
     print_table(columns, rows)
     _print_sum(record, shown)
 
@@ -200,7 +200,7 @@ def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
     return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}) with the gaps"
 
 
-def _branch_row(branch: Branch[Shown], level: int, look: Look) -> list[str]:
+def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str]:
     below = list(branch.leaves())
     raw, stored = sum(s.nbytes for s in below), sum(s.bytes_stored for s in below)
     count = f"{len(below)} object{'' if len(below) == 1 else 's'}"
@@ -213,11 +213,11 @@ def _branch_row(branch: Branch[Shown], level: int, look: Look) -> list[str]:
         ratio_text(raw, stored),
         "",
         "",
-        *([""] * len(_STATS_COLUMNS) if look.stats else []),
+        *([""] * len(_STATS_COLUMNS) if how.stats else []),
     ]
 
 
-def _as_row(one: Shown, name: str, look: Look) -> list[str]:
+def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
     record, tensor = one.record, one.record.kind is Kind.TENSOR
     if record.same_as is not None:
         name += f" = {visible(show_path(record.same_as))}"
@@ -230,7 +230,7 @@ def _as_row(one: Shown, name: str, look: Look) -> list[str]:
         ratio_text(one.nbytes, one.bytes_stored),
         visible("+".join(one.codecs)) or "raw",
         record.role.value,
-        *(_stats_cells(one.stats) if look.stats else []),
+        *(_stats_cells(one.stats) if how.stats else []),
     ]
 
 
@@ -241,7 +241,7 @@ def _stats_cells(stats: Stats | None) -> list[str]:
     return [*figures, str(stats.nan), str(stats.inf)]
 
 
-def _as_json(one: Shown, look: Look) -> dict[str, Any]:
+def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
     record = one.record
     found = {
         "path": show_path(record.path),
@@ -256,6 +256,6 @@ def _as_json(one: Shown, look: Look) -> dict[str, Any]:
         "codecs": list(one.codecs),
         "same_as": None if record.same_as is None else show_path(record.same_as),
     }
-    if look.stats:
+    if how.stats:
         found["stats"] = None if one.stats is None else asdict(one.stats)
     return found

@@ -45,11 +45,11 @@ def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
         ConfigError: The URL, or an option of the backend, is wrong.
     """
     checks = [check_uring()]
-    shown = _asked(url)
+    shown = _shown_url(url)
     try:
         with _quiet_opening(), tiers_quiet(), closing(open_backend(url)) as backend:
             shown = backend.url
-            checks += _looked_at(backend, probe_bytes)
+            checks += _check_backend(backend, probe_bytes)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a backend may fail in any way: a finding
@@ -67,30 +67,30 @@ def run(url: str, *, probe_bytes: int, as_json: bool) -> bool:
     return ok
 
 
-def _asked(url: object) -> str:
+def _shown_url(url: object) -> str:
     return shown_url(url) if isinstance(url, str) else "the backend of the configuration"
 
 
-def _looked_at(backend: Backend, probe_bytes: int) -> list[Check]:
+def _check_backend(backend: Backend, probe_bytes: int) -> list[Check]:
     if not backend.tiers:
-        return [*_looked_at_place(backend, probe_bytes), *check_process()]
-    silent = {tier.name: _silent(tier.backend) for tier in backend.tiers}
+        return [*_check_place(backend, probe_bytes), *check_process()]
+    silent = {tier.name: _check_answer(tier.backend) for tier in backend.tiers}
     checks: list[Check] = []
     for number, tier in enumerate(backend.tiers):
         why = silent[tier.name]
-        found = _looked_at_place(tier.backend, probe_bytes) if why is None else [why]
+        found = _check_place(tier.backend, probe_bytes) if why is None else [why]
         # A failed check of one tier is a warning where saves go on without that tier: any tier that
         # does not answer is passed over while another one answers; a tier that answers but fails
         # is not, unless it is a slower one.
         others = number > 0 if why is None else not all(silent.values())
-        checks += [_of_tier(tier.name, check, number, others=others) for check in found]
+        checks += [_as_of_tier(tier.name, check, number, others=others) for check in found]
     return [*checks, *check_process()]
 
 
-def _silent(backend: Backend) -> Check | None:
-    """Return the finding that a tier does not answer, or None.
+def _check_answer(backend: Backend) -> Check | None:
+    """Return the finding that a tier does not answer; None if it does, or if it is a folder.
 
-    None also where the tier is a folder: the checks of folders find a better reason.
+    The checks of folders find a better reason.
     """
     advice = "see that it can be reached"
     try:
@@ -108,7 +108,7 @@ def _silent(backend: Backend) -> Check | None:
     return Check("answer", "fail", why, advice)
 
 
-def _of_tier(name: str, check: Check, number: int, *, others: bool) -> Check:
+def _as_of_tier(name: str, check: Check, number: int, *, others: bool) -> Check:
     status, advice = check.status, check.advice
     if others and status == "fail":
         meanwhile = "stay in faster tiers" if number else "go to the next tier"
@@ -116,7 +116,7 @@ def _of_tier(name: str, check: Check, number: int, *, others: bool) -> Check:
     return replace(check, name=f"{name}: {check.name}", status=status, advice=advice)
 
 
-def _looked_at_place(backend: Backend, probe_bytes: int) -> list[Check]:
+def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
     checks: list[Check] = []
     try:
         root = local_root(backend)
@@ -124,13 +124,13 @@ def _looked_at_place(backend: Backend, probe_bytes: int) -> list[Check]:
         root = None
     if root is not None:
         checks += check_folder(root)
-    with _as_it_was(root):
+    with _without_traces(root):
         checks += check_store(backend, root, probe_bytes=probe_bytes)
     return checks
 
 
 @contextmanager
-def _as_it_was(root: Path | None) -> Iterator[None]:
+def _without_traces(root: Path | None) -> Iterator[None]:
     """Remove the folders that the checks create, also after SIGTERM or SIGHUP.
 
     Python ends at these signals without running `finally`, so both raise SystemExit meanwhile.
