@@ -155,6 +155,7 @@ class Checkpointer:
                 **cast("CheckpointerOptions", options),
             )
         except ConfigError as error:
+            # An error of the file itself names the file already.
             if not isinstance(source, (str, os.PathLike)) or str(error).startswith("configuration"):
                 raise
             msg = f"configuration {os.fspath(source)}: {error}"
@@ -282,7 +283,7 @@ class Checkpointer:
         Args:
             state: The template, a dict of the objects to restore.
             step: A step, or `"latest"`.
-            include: Globs of paths to restore; default: all. Only what is selected is read.
+            include: Globs of paths to restore; default: all. Only selected objects are read.
             exclude: Globs of paths to leave alone.
             strict: Whether a path that the checkpoint lacks, another shape, or other groups of an
                 optimizer are an error. If not, such objects stay as they are and are listed in the
@@ -329,7 +330,7 @@ class Checkpointer:
 
         Args:
             step: A step, or `"latest"`.
-            include: Globs of paths to load; default: all. Only what is selected is read.
+            include: Globs of paths to load; default: all. Only selected objects are read.
             exclude: Globs of paths to leave out.
             device: The device of the tensors; default: the CPU.
             on_damage: As for `restore`.
@@ -418,7 +419,7 @@ class Checkpointer:
             CheckpointNotFoundError: There is no checkpoint at `step`.
         """
         self._check_open()
-        self.wait()
+        self.wait()  # a save in flight would commit a step that is about to be deleted
         gone = self._catalog.rewind(valid_step(step))
         if gone:
             self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
@@ -458,7 +459,7 @@ class Checkpointer:
             self._closed = True
             return  # a forked child: the threads and their resources belong to the parent
         self._saver.pending.check_may_wait()
-        self._closing = True
+        self._closing = True  # no save can start from here on, and the pending one may end
         self._saver.pending.end()
         if self._drains is not None:
             self._drains.settle()
@@ -489,7 +490,7 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
-        with contextlib.suppress(PenstockError):
+        with contextlib.suppress(PenstockError):  # it would hide the exception of the block
             self.close()
 
     def __repr__(self) -> str:
@@ -521,6 +522,7 @@ class Checkpointer:
         ranks = obstacle_of_ranks()
         if ranks is not None:
             log.warning("%s", ranks)
+        # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
         try:
             TimeLimitedBackend(self._backend.inner, self._workers, limit_s).check_writable()

@@ -95,7 +95,7 @@ def diff_checkpoints(
 
     Raises:
         SelectionError: A pattern matches nothing in either checkpoint.
-        DamagedError: Bytes that had to be read are not what was written.
+        DamagedError: Bytes that had to be read are not those that were written.
     """
     selection = selection or Selection()
     with metered(on_progress, "the comparison") as meter:
@@ -135,7 +135,7 @@ class _Diff:
         return CheckpointDiff(tuple(changes), len(both), self._bytes_read)
 
     def _compare(self, path: ObjectPath, one: Located, other: Located, pair: Pair) -> bool:
-        """Compare what the manifests say; return whether the bytes have to be read."""
+        """Compare the records of both manifests; return whether the bytes have to be read."""
         p, q = pair.a.record, pair.b.record
         if (p.kind, p.form) != (q.kind, q.form) or (p.kind is Kind.TENSOR and p.spec != q.spec):
             self._note(path, "type", one, other)

@@ -118,6 +118,7 @@ def encode_part(
     data = b"".join((head, hash_frame, *frames))
     entry = PartEntry(part_name(uid, rank), len(data), len(head), digest(head))
     references = {other for b in blobs if (other := blob_uid(b.name)) is not None}
+    # Read as a reader would: a section that no reader takes must not be committed.
     known = read_head(head, entry, uid=uid, rank=rank, world_size=world_size, references=references)
     decode_hashes(hash_frame, known)
     for frame, info in zip(frames, known.sections, strict=True):

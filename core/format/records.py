@@ -45,7 +45,7 @@ Chain = tuple[CodecRecord, ...]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is stored for one chunk.
+    """The stored form of one chunk, as it lies in a blob.
 
     Attributes:
         blob: Number of the blob in the part's table.

@@ -77,17 +77,17 @@ class SectionDraft:
 
     @property
     def objects(self) -> int:
-        """Number of objects."""
+        """The number of objects."""
         return len(self.columns["path"])
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """The number of nodes."""
         return len(self.node_rows)
 
     @property
     def groups(self) -> tuple[str, ...] | None:
-        """Top-level keys, ascending; None where there are too many to list."""
+        """The top-level keys, ascending; None where there are too many to list."""
         return _top_level_keys(self.columns["path"], [row[1] for row in self.node_rows])
 
     def hashes(self) -> list[int]:
@@ -205,7 +205,7 @@ def _check_whole(
 
 
 def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame], name: str) -> bool:
-    """Return whether a reader takes these columns of objects beyond doubt."""
+    """Return whether a reader plainly takes these columns of objects."""
     paths = columns.items("path")
     count = len(paths)
     ties = _read_ties(columns.items("same_as"), count, name)
@@ -427,7 +427,7 @@ class _ShardReader:
         return tuple([self._shard(row, spec, name) for row in rows])
 
     def _is_plain(self, rows: Any, nbytes: int) -> bool:
-        """Whether there is one shard, which is the whole and in one chunk, beyond doubt."""
+        """Return whether the rows are plainly one whole shard in one chunk."""
         if type(rows) is not list or len(rows) != 1 or type(rows[0]) is not list:
             return False
         refs = rows[0][0] if len(rows[0]) == 1 else None

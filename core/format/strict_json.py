@@ -29,7 +29,7 @@ def load_json(data: bytes | memoryview, name: str) -> Any:
     Raises:
         FormatError: `data` is not JSON, or is nested too deeply.
     """
-    try:
+    try:  # strings of Python may hold lone surrogates, so stored JSON may, too
         return json.loads(bytes(data).decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         msg = f"{name}: not JSON: {error}"

@@ -12,7 +12,7 @@ from penstock.core.limits import MAX_FRAME_BYTES, max_decompressed
 # The library hands on zstd's own text, and no number, where zstd could not allocate memory.
 _NO_MEMORY = "Allocation error"
 
-_UNKNOWN = -1  # what the library says of a frame that declares no size
+_UNKNOWN = -1  # the size that the library returns for a frame that declares none
 
 _LEVEL = 1  # a million objects: 0.2 s; level 3 saves a further 5 % in twice the time
 
@@ -23,7 +23,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> bytes:
-    """Return the content of one zstd frame, in bounded memory whatever the bytes are.
+    """Return the content of one zstd frame, in bounded memory for any bytes.
 
     Args:
         data: Exactly one frame.

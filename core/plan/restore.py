@@ -107,7 +107,7 @@ def plan_restore(
     Args:
         requests: Objects; one may be requested several times, its frames are read once.
         heads: Of the parts that describe them, by number.
-        chain_of: What decodes the frames of chain `(part, number)`; not asked about raw ones.
+        chain_of: Returns the decoder of chain `(part, number)`; not called for raw frames.
 
     Raises:
         FormatError: Two sections describe one frame differently, or the shards of an object do not
@@ -134,6 +134,8 @@ def plan_restore(
                 at = ref.at + start - ref.start
                 job.uses.append(ChunkUse(sink, at, base + start, stop - start))
                 job.paths.append(record.path)
+                # A frame of one chunk: codecs get the dtype and shape that they got when it was
+                # encoded. Frames of slabs get the context of a slab.
                 if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
                     job.context = _context(record, shard, ref, frame)
     # In order of offsets, so that neighbouring frames are read in one batch.
@@ -176,7 +178,7 @@ def _placed(record: ObjectRecord, sink: ByteSink | None) -> Sequence[tuple[Shard
     end = 0
     for base, shard in sorted(placed.values(), key=lambda pair: pair[0]):
         if base != end:
-            raise _unplaceable(record, f"its shards leave out or repeat what is at byte {end}")
+            raise _unplaceable(record, f"its shards leave out or repeat byte {end}")
         end = base + sum(ref.stop - ref.start for ref in shard.chunks)
         result.append((shard, base))
     if end != record.spec.nbytes:
@@ -202,7 +204,7 @@ def _overlaps(
             yield ref, ref.start, ref.stop
         return
     ranges = merge_ranges(ByteRange(max(r.start - base, 0), r.stop - base) for r in wanted)
-    first = 0
+    first = 0  # chunks and ranges both ascend, so ranges before this one are done with
     for ref in shard.chunks:
         while first < len(ranges) and ranges[first].stop <= ref.start:
             first += 1

@@ -1,4 +1,4 @@
-"""Handles, reports, events and progress: what a caller sees of work in flight.
+"""Handles, reports, events and progress: the caller's view of work in flight.
 
 Here: records and futures that are handed to users. Not here: the code that fills them. Everything
 above `abc` may import it.

@@ -1,4 +1,4 @@
-"""Reports, and the handle of a save: what the public calls return."""
+"""Reports, and the handle of a save: the results of the public calls."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Damage:
 
     Attributes:
         what: The path of the object, or the name of the blob or record.
-        detail: A sentence on what is wrong.
+        detail: A sentence that describes the damage.
     """
 
     what: str

@@ -172,7 +172,7 @@ class Checkpoint:
             KeyError: No object at `path`.
             SelectionError: `path` is not a string, `region` is neither a region nor slices or does
                 not lie within the tensor, or a plain value stands at `path`.
-            DamagedError: Stored bytes are not what was written.
+            DamagedError: Stored bytes are not those that were written.
         """
         located = self._locate(path)
         if located is None:

@@ -347,7 +347,7 @@ class Contents:
                 yield section
 
     def _check_hashes(self, part: int, tables: Sequence[PathHashes]) -> None:
-        """Compare the path hashes of a part, the last of `tables`, with what is in its sections."""
+        """Compare the path hashes of a part, the last of `tables`, with those in its sections."""
         numbers = range(len(self.head(part).sections))
         if len(tables) <= part or any((part, number) not in self._sections for number in numbers):
             return  # a section or a table could not be read, which is reported already

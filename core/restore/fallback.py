@@ -84,6 +84,7 @@ class Overwritten:
         Raises:
             RestoreError: It lacks objects that a damaged one had begun to overwrite.
         """
+        # Each attempt makes targets of its own, so they are compared by their memory.
         whole = {target.sink.memory for target in filled}
         names = self._live([t for t in earlier if t.sink.memory not in whole])
         if names:
@@ -102,7 +103,7 @@ class Overwritten:
             tree = describe_tree(
                 self._state, providers=self._providers, allow_pickle=self._allow_pickle
             )
-        except UnsupportedStateError:
+        except UnsupportedStateError:  # the state cannot be described now: any target may be in it
             return [show_path(path) for path in suspects.values()]
         live = {e.source.memory for e in tree.entries if isinstance(e, StateObject)}
         return [show_path(path) for memory, path in suspects.items() if memory in live]

@@ -219,6 +219,7 @@ def read_stored(
         if tied is None:
             located[path] = item
         else:
+            # The owner may lie outside of the selection, and then was not read with it.
             located[path] = by_path.get(tied) or contents.owner(item)
             aliases[path] = moved.get(tied, tied)
     tally = Tally()
@@ -316,10 +317,11 @@ def read_region(checkpoint: Opened, located: Located, region: Region) -> memoryv
     """Read the bytes of `region` of a tensor, row-major; fetches only the blocks that hold them.
 
     Raises:
-        DamagedError: Stored bytes are not what was written.
+        DamagedError: Stored bytes are not those that were written.
     """
     spec = located.record.spec
     out = memoryview(room(region.numel * spec.itemsize))
+    # Gaps below a block are joined, since whole blocks are read anyway: fewer ranges to plan.
     runs = region_runs(spec.shape, region, spec.itemsize, merge_gap_bytes=PAGE_BYTES)
     if len(runs) == 1 and runs[0].length == out.nbytes:
         _read_ranges(checkpoint, located, out, runs[0], runs)

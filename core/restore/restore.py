@@ -86,7 +86,7 @@ def restore_into(
     earlier = overwritten.begin(placement.targets)
     try:
         _fill_targets(checkpoint, placement, stored, aside)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C leaves half-written objects as well
         undefined = listed([show_path(t.path) for t in placement.targets])
         error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
         raise
@@ -98,6 +98,7 @@ def restore_into(
     placement.settle.insert(0, check_left)
     _finish(placement, checkpoint.step)
     used = {t.path for t in placement.targets} | set(placement.values)
+    # Reported in stored order, not in the order of the template.
     order = [path for path in stored.located if path in used]
     values = {
         show_path(p): plan.placing.restored_value(p)
@@ -232,7 +233,7 @@ def build_new(
 def _plan_new(
     checkpoint: Opened, selection: Selection, device: str | None, at: ObjectPath
 ) -> _Plan:
-    """Plan the building of new objects; looks first only at what the selection touches."""
+    """Plan the building of new objects; looks first only at the selected ones."""
 
     def plan(stored: StoredSelection) -> _Plan:
         placing = _placing(checkpoint, stored.tree, selection.selects)
@@ -406,6 +407,8 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
     advised = _advised(placement.differences)
     problems = [advised.get(text, text) for text in problems if text not in forgiven]
     if skipped:
+        # A state by number has an entry for each parameter in order, so a skipped parameter cannot
+        # be taken out of it: another one would get the moments of the wrong shape.
         problems += [
             f"{show_path(path)} loads the state of all parameters by their numbers, so it cannot "
             f"be restored while {show_path(skipped[0].path)} is left out: exclude it"
@@ -490,6 +493,6 @@ def _finish(placement: Placement, step: int) -> Any:
     except Exception as error:
         msg = (
             f"step {step}: tensors are restored, but assigning the values failed: "
-            f"{said(error)}. What was selected is undefined now."
+            f"{said(error)}. The selected objects are undefined now."
         )
         raise RestoreError(msg) from error

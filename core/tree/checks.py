@@ -1,4 +1,4 @@
-"""Checks what a provider yields while it describes; refuses what no checkpoint could hold."""
+"""Checks the entries that a provider describes; refuses those that no checkpoint could hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BrokenEntryError(Exception):
 def checked_entries(
     entries: Iterable[object], path: ObjectPath, forms: AbstractSet[str], /
 ) -> Iterator[StateObject | Node]:
-    """Pass on what one call of `describe` yields, as long as core can store it.
+    """Pass on the entries that one call of `describe` yields, if core can store them.
 
     Args:
         entries: The entries of a value at `path`, those of its children included.
@@ -73,10 +73,10 @@ def checked_entries(
 
 
 def check_limits(entry: StateObject | Node) -> None:
-    """Refuse what is beyond the limits of the format, before anything is stored.
+    """Check an entry against the limits of the format, before anything is stored.
 
     Raises:
-        UnsupportedStateError: Names the path, and what to do.
+        UnsupportedStateError: The entry is beyond a limit; names the path and a remedy.
     """
     path = entry.path
     if len(path) > MAX_SAVED_SEGMENTS:
@@ -116,7 +116,7 @@ def _check_path(here: object, path: ObjectPath) -> None:
     if here[:depth] != path:
         msg = (
             f"describe yields {show_path(here) or 'the root'}, which is outside of its part of "
-            "the tree: it describes what is at and below the path that it was given"
+            "the tree: it describes the entries at and below the path that it was given"
         )
         raise BrokenEntryError(msg)
 

@@ -76,7 +76,7 @@ class Scan:
     """Walks a tree once: finds providers' objects, and tells containers from values.
 
     Args:
-        providers: The providers, which decide what is an object.
+        providers: The providers; a value that one of them claims is an object.
         thorough: Whether to find all objects. Else a container is looked at only until one object
             in it is found.
 
@@ -131,6 +131,7 @@ class Scan:
         self._active.add(key)
         holds = False
         for name, child in _children(value):
+            # Tested before the call: a list may hold a million numbers.
             if type(child) not in _PLAIN and self._visit(child, (*path, name)):
                 holds = True
                 if not self._thorough:

@@ -52,7 +52,7 @@ class Description:
     """A state tree as objects.
 
     Attributes:
-        entries: Objects and nodes, in order; a node comes before what is below it.
+        entries: Objects and nodes, in order; a node comes before the entries below it.
         deferrable: Memory that only an optimizer's step in this tree changes.
         providers_used: Name and version of every provider that took part, sorted.
     """
@@ -79,9 +79,9 @@ def describe_tree(state: object, *, providers: Providers, allow_pickle: bool) ->
         if not moved:
             return description
     msg = (
-        f"{moved[0]} moved to other memory (as torch.multiprocessing does with what "
-        f"it sends) each of the {_MOST_MOVES} times that save() looked where the state is: save "
-        "when that is over"
+        f"{moved[0]} moved to other memory (as torch.multiprocessing moves tensors that it sends) "
+        f"each of the {_MOST_MOVES} times that save() described the state: save when no other "
+        "thread sends tensors of it"
     )
     raise TornSnapshotError(msg)
 
@@ -213,7 +213,7 @@ def plugin_error(
 
 
 def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> PluginError:
-    """Return the error for a provider that did what its contract forbids."""
+    """Return the error for a provider that broke its contract."""
     return PluginError(
         f"{show_path(path) or 'the root'}: provider {provider.name!r} "
         f"({shipped_by(type(provider))}) broke its contract: {what}"
@@ -257,8 +257,9 @@ _LATE = ""  # form of a placeholder node, for a value that is described after al
 class _Describing(DescribeContext):
     def __init__(self, scan: Scan, providers: Providers, *, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
-        self.used: dict[StateProvider, bool] = {}  # whether it tells of memory
-        self.seen: list[Found] = []  # what is described by those that do
+        # The providers that took part, and whether each claims memory or names unsteady memory.
+        self.used: dict[StateProvider, bool] = {}
+        self.seen: list[Found] = []  # the objects of providers that do
         self._scan = scan
         self._names = NameTable(scan)
         self._late: dict[ObjectPath, object] = {}
@@ -404,7 +405,7 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
     above: set[ObjectPath] = set()
     for path in taken:
         parent = path[:-1]
-        while parent and parent not in above:
+        while parent and parent not in above:  # a known ancestor's ancestors are known, too
             above.add(parent)
             parent = parent[:-1]
     for path in above & objects:

@@ -138,6 +138,7 @@ class Glob:
             yield reached
 
     def _through_stars(self, reached: set[int]) -> set[int]:
+        # `**` also stands for no segment at all, so the position behind it is reached as well.
         for at in sorted(reached):
             here = at
             while here < len(self.segments) and self.segments[here] is None:
@@ -239,6 +240,7 @@ def _wildcard(part: str, char: str, at: int) -> tuple[str, int]:
         msg = "it has a [ without its ] (write \\[ for the character itself)"
         raise SelectionError(msg)
     body = part[begin:end].replace("%2F", "/").replace("%25", "%")
+    # Inside a set these characters are operators, or will be in later versions of `re`.
     body = re.sub(r"([\\\[\]^&~|])", r"\\\1", body)
     source = f"[{'^' if negated else ''}{body}]"
     try:

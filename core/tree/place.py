@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _TUPLE = "a tuple"
 _READ_ONLY = "a read-only mapping"
 _ADVICE = {_TUPLE: "make it a list", _READ_ONLY: "pass a dict"}
-"""Containers that take no new values, and what a template should have in their place."""
+"""Advice for containers that take no new values."""
 
 _Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -93,7 +93,7 @@ class Placing(Rebuilding):
 
         The result is already compared: `targets` fit the stored objects, `missing` has what only
         the template has, and `problems` every other difference. Targets of tied objects share one
-        sink. `finish()` assigns the values, sets what must be set last, and returns `state`; before
+        sink. `finish()` assigns the values, sets random state last, and returns `state`; before
         that nothing changes but the memory of targets.
 
         Raises:
@@ -128,7 +128,7 @@ class Placing(Rebuilding):
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         """Return the names that modules of the template give to `tensor`, best first."""
         if self._names is None:
-            # An optimizer may name any module of the template, whatever is selected.
+            # An optimizer may name any module of the template, selected or not.
             scan = Scan(self._providers)
             scan.is_container(self._root, ())
             self._names = NameTable(scan)
@@ -221,7 +221,7 @@ class Placing(Rebuilding):
             return [problem]
         if self._is_stored(child, path):
             return []
-        return [f"{shown} stands in {fixed} and differs from what is stored: {_ADVICE[fixed]}"]
+        return [f"{shown} stands in {fixed} and differs from the stored value: {_ADVICE[fixed]}"]
 
     def _is_stored(self, value: object, path: ObjectPath) -> bool:
         """Return whether `value` has the bytes of the stored one (`nan == nan`, `1 != True`)."""
@@ -326,7 +326,7 @@ def disagreements(group: Sequence[Target], stored: Mapping[ObjectPath, memoryvie
                 f"{show_path(one.path)} and {show_path(other.path)} share memory in the template, "
                 "but different values are stored for it: select one of them, or separate them"
             )
-        if len(problems) == _NAMED:
+        if len(problems) == _NAMED:  # finding each pair takes a pass over the group
             break
     return problems
 

@@ -1,6 +1,6 @@
 """Builds a stored tree anew: plans it by the providers of the stored forms.
 
-`place` plans the restore into a template, and builds by this whatever the template lacks.
+`place` plans the restore into a template, and builds missing objects by this module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class Rebuilding(PlaceContext):
-    """Plans what is built anew, and tells providers what is stored and selected.
+    """Plans the building of new objects; providers ask it which objects are stored and selected.
 
     Args:
         providers: The providers, each of which builds its forms.
@@ -75,9 +75,9 @@ class Rebuilding(PlaceContext):
     def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
         """Plan building the selected objects anew; `finish()` returns the dict.
 
-        With `at`, only what stands there is built, and returned. Modules come back as the dicts
-        that their `load_state_dict` takes, lists of which only some items are selected as dicts by
-        index. Tied tensors are one tensor again.
+        With `at`, only the object or container at that path is built and returned. Modules come
+        back as the dicts that their `load_state_dict` takes, lists of which only some items are
+        selected as dicts by index. Tied tensors are one tensor again.
 
         Raises:
             ConfigError: There is no such device.
@@ -89,7 +89,7 @@ class Rebuilding(PlaceContext):
         try:
             placement = self.rebuild(at, device=device)
         except RecursionError as error:
-            msg = "what is stored is nested too deeply to be built"
+            msg = "the stored tree is nested too deeply to be built"
             raise RestoreError(msg) from error
         return settled(self._compared(placement))
 
@@ -107,7 +107,7 @@ class Rebuilding(PlaceContext):
     # The contract of `PlaceContext`, which providers call while they plan.
 
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
-        """Plan building anew what is stored at `path`."""
+        """Plan the building of the object or container at `path`."""
         node = self._nodes.get(path)
         if node is not None and node.form not in CONTAINERS:
             return self._rebuild_by_provider(node, device)
@@ -238,7 +238,7 @@ class Rebuilding(PlaceContext):
         """Return the provider that builds the node or object.
 
         Raises:
-            PluginError: There is none; the message says what to install, and how to do without.
+            PluginError: There is none; names the missing plugins, and a way without them.
         """
         try:
             provider = self._providers.for_form(stored.form)
@@ -260,7 +260,7 @@ class Rebuilding(PlaceContext):
         """Check that no later version of the provider stored this: the meaning may have changed.
 
         Raises:
-            PluginError: Names both versions, and what to upgrade.
+            PluginError: The checkpoint has a later version; names both, and the upgrade.
         """
         version = self._versions.get(provider.name, 0)
         if version <= provider.version:
@@ -274,7 +274,7 @@ class Rebuilding(PlaceContext):
         raise PluginError(msg)
 
     def _compared(self, placement: Placement) -> Placement:
-        """Keep only targets that fit what is stored; list the rest as missing or as differences."""
+        """Keep only targets that fit their stored objects; list others as missing or different."""
         fitting: list[Target] = []
         for target in placement.targets:
             path = target.path
@@ -413,7 +413,7 @@ def _check_device(device: object) -> None:
     import torch  # noqa: PLC0415 - only where tensors go elsewhere
 
     try:
-        torch.empty(0, device=device)  # type: ignore[call-overload] # what the caller passed
+        torch.empty(0, device=device)  # type: ignore[call-overload] # unchecked so far
     except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways of saying no
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         msg = (

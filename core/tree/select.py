@@ -6,7 +6,7 @@ Patterns are written over shown paths (see `paths`) and compared segment by segm
 * `**` as a whole segment: any number of segments, zero included;
 * a backslash takes the next character as it is; `%25`, `%2F` and `%00` as in shown paths;
 * without wildcards the pattern is a *prefix*: it takes the object of that path, everything below
-  it, and what goes on after a `.` (`model/encoder` takes `model/encoder.0.weight`);
+  it, and every path that goes on after a `.` (`model/encoder` takes `model/encoder.0.weight`);
 * with wildcards it must match the whole path of an object (end it with `/**` for a subtree).
 """
 
@@ -36,7 +36,7 @@ class Selection:
 
     Args:
         include: A pattern or several; None takes everything.
-        exclude: A pattern or several, taken away from what `include` takes.
+        exclude: A pattern or several; objects that they match are left out.
 
     Raises:
         SelectionError: A pattern is malformed.
@@ -51,7 +51,7 @@ class Selection:
 
     @classmethod
     def subtree(cls, path: ObjectPath) -> Selection:
-        """Return a selection of exactly `path` and what is below (a pattern also ends at a dot)."""
+        """Return a selection of exactly `path` and all below it (a pattern also ends at a dot)."""
         selection = cls()
         selection._include = (Subtree(show_path(path), path),)
         selection._needles = [[_json_of(word) for word in path]]

@@ -198,7 +198,7 @@ def test_values_right_in_a_root_that_takes_none_are_found_before_anything_is_wri
         assert target["epoch"] == 7
         return
     assert stored.plan(target).problems == [
-        "epoch stands in a read-only mapping and differs from what is stored: pass a dict"
+        "epoch stands in a read-only mapping and differs from the stored value: pass a dict"
     ]
 
 
