@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a store that does, on demand, what networks and busy stores do."""
+"""An HTTP proxy in front of a store that fails on demand, as networks and busy stores do."""
 
 import http.client
 import socket
@@ -60,18 +60,19 @@ class ClosingServer(ThreadingHTTPServer):
 
 @dataclass
 class Fault:
-    """One thing to go wrong.
+    """A failure of some requests.
 
     Attributes:
-        kind: A key of `_CODES`: the store answers so, and does nothing. `reset`: the connection
-            is reset before the store sees the request. `lost`: the store does it, the answer is
-            lost. `lost-500`: the store does it, but answers that it failed. `cut`: the answer
-            breaks off in the middle. `short`: the answer has, and announces, one byte less.
-            `half`: the store gets the first half of what was sent.
-            `stall`: no answer until the proxy closes.
-        method: Only requests of this method.
-        part: Only requests whose path and query, with a `&` behind, hold this.
-        times: How often; afterwards all is well.
+        kind: A key of `_CODES`: the proxy answers so, and the store never gets the request.
+            `reset`: the connection is reset before the store gets the request. `lost`: the store
+            carries it out, and the answer is lost. `lost-500`: the store carries it out, and the
+            answer says that it failed. `cut`: the answer ends in the middle. `short`: the answer
+            has, and announces, one byte less. `half`: the store gets the first half of the body.
+            `stall`: no answer comes until the proxy closes.
+        method: Only requests with this method fail.
+        part: Only requests whose path and query, followed by a `&`, contain this fail.
+        times: The number of requests that fail.
+        seen: The number of requests that have failed.
     """
 
     kind: str
@@ -83,7 +84,7 @@ class Fault:
 
 @dataclass
 class Exchange:
-    """One request that came, and how many bytes of a body went back."""
+    """A request that came, and the bytes of the body in its answer."""
 
     method: str
     path: str
@@ -94,9 +95,17 @@ class Exchange:
 
 @dataclass
 class FaultProxy:
-    """The proxy. `drop_headers`: what the store behind it never gets to see.
+    """The proxy; tests may set and read its attributes.
 
-    Attributes of the class are what a test may set or look at.
+    Attributes:
+        upstream: The URL of the store.
+        faults: The failures that `fail` has added.
+        exchanges: All requests that came.
+        ending: Set when the proxy closes.
+        lock: Guards the exchanges and the two counts.
+        putting: The number of PUT requests in flight.
+        most_putting: The most that were in flight at once.
+        drop_headers: The headers, in lower case, that the store does not get.
     """
 
     upstream: str
@@ -125,7 +134,7 @@ class FaultProxy:
         self.server.__exit__(*exc)
 
     def fail(self, kind, **where):
-        """From now on let this go wrong; returns it, to see how often it did."""
+        """Let requests fail from now on; return the fault, which counts them."""
         fault = Fault(kind, **where)
         self.faults.append(fault)
         return fault
@@ -134,7 +143,7 @@ class FaultProxy:
         self.faults.clear()
 
     def requests(self, method, part=""):
-        """What came in so far."""
+        """Return the requests that came so far."""
         return [e for e in self.exchanges if e.method == method and part in f"{e.path}&"]
 
     def take(self, method, path):

@@ -1,7 +1,7 @@
 """S3 on loopback, as a process of its own: moto behind its real HTTP server.
 
-Two things are mended on the way: whole requests are taken in before moto sees them, and it sees
-one at a time. Its own check for `If-None-Match` would not be atomic otherwise, as it is on S3.
+moto gets only whole requests, and one at a time. Otherwise its check of `If-None-Match` would not
+be atomic, as it is on S3.
 """
 
 import io
@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 
 def missing():
-    """What keeps the S3 tests from running; None: nothing."""
+    """Return the missing package that the S3 tests need; None if there is none."""
     for name in ("botocore", "moto", "flask", "werkzeug"):
         try:
             __import__(name)
@@ -36,7 +36,7 @@ def missing():
 
 @contextmanager
 def running():
-    """The URL of a fresh server with one bucket."""
+    """Start a server with one bucket, and give its URL."""
     process = subprocess.Popen(
         [sys.executable, __file__],
         stdout=subprocess.PIPE,
@@ -58,7 +58,7 @@ def running():
 
 
 def client(url):
-    """A plain client, for looking at what is really stored."""
+    """Return a plain client, which shows the objects that are really stored."""
     import botocore.session
 
     return botocore.session.Session().create_client(
@@ -91,7 +91,7 @@ class _OneAtATime:
     def __call__(self, environ, start_response):
         length = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(length)
-        if len(body) < length:  # whoever sent it is gone
+        if len(body) < length:  # the client has closed the connection
             start_response("400 Bad Request", [("Content-Length", "0")])
             return []
         environ["wsgi.input"] = io.BytesIO(body)

@@ -16,7 +16,7 @@ PART = 5 << 20  # the smallest that S3 takes
 
 @pytest.fixture(scope="session")
 def s3_url():
-    """An S3 server; one for each process that runs tests."""
+    """The URL of an S3 server, one for each process that runs tests."""
     missing = s3_server.missing()
     if missing:
         pytest.skip(f"needs an S3 server on loopback: {missing} is missing")
@@ -26,7 +26,7 @@ def s3_url():
 
 @pytest.fixture(scope="session", autouse=True)
 def _models():
-    """Let all clients of botocore share what it reads of its models: 0.2 s of CPU for each."""
+    """Let all clients share the models of botocore, which take 0.2 s of CPU to read."""
     with pytest.MonkeyPatch.context() as patch:
         with suppress(ImportError):
             from botocore import session
@@ -48,7 +48,7 @@ def _quick_retries(waits):
 
 @pytest.fixture
 def proxy(s3_url):
-    """A proxy in front of the server, through which nothing goes wrong yet."""
+    """A proxy in front of the server, without faults yet."""
     with FaultProxy(s3_url) as running:
         yield running
 
@@ -61,7 +61,7 @@ def folder():
 
 @pytest.fixture
 def look(s3_url):
-    """A plain client, to look at what is really stored."""
+    """A plain client, which shows the objects that are really stored."""
     with closing(s3_server.client(s3_url)) as client:
         yield client
 

@@ -8,11 +8,11 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 stored = {}
 never = threading.Event()
-hanging = set()  # of "write", "read", "delete"
-heeding = set()  # of what `pipe_file` is told: "create", as the store decides it at once
-losing = set()  # names of which the next answer is lost; the client then tries again
-denied = set()  # names that may be put, and not read
-_putting = threading.Lock()
+hanging = set()  # the operations that hang: "write", "read", "delete"
+conditions = set()  # the modes of `pipe_file` that the store obeys: "create"
+lost_answers = set()  # names for which the client loses an answer to a put, and retries
+denied = set()  # names that can be put, but not read
+_putting = threading.Lock()  # makes check and put of a condition one step, as in a store
 
 
 class _Object(AbstractBufferedFile):
@@ -71,9 +71,9 @@ class ObjectFiles(AbstractFileSystem):
         return stored[path][0][start:end]
 
     def pipe_file(self, path, value, mode="overwrite", **_):
-        for _ in range(2 if path in losing else 1):
+        for _ in range(2 if path in lost_answers else 1):
             with _putting:
-                if mode in heeding and path in stored:
+                if mode in conditions and path in stored:
                     raise FileExistsError(path)
                 stored[path] = (bytes(value), time.time())
 

@@ -1,4 +1,4 @@
-"""A server that does on each connection what a test tells it, and nothing else."""
+"""A server that runs the script of a test on each connection."""
 
 import socket
 import threading
@@ -38,7 +38,8 @@ class ScriptedServer:
         _shut_down(self._listener)
         for thread in self._threads:
             thread.join()
-        # Only now: a number of a closed socket that a script still uses may be that of another.
+        # Only now: a script might still use the number of its socket, which by then may be that of
+        # another one.
         for connection in [*self._open, self._listener]:
             connection.close()
 
@@ -92,9 +93,10 @@ class ScriptedServer:
 
 
 def _shut_down(connection):
-    """End all that waits for the socket; the socket itself stays open."""
+    """Wake all threads that wait for the socket; the socket itself stays open."""
     with suppress(OSError):
-        # That of TLS would take the session from under a script, which no error would tell.
+        # `SSLSocket.shutdown` would drop the TLS session, and a script that uses it in this moment
+        # would fail with an AttributeError instead of an OSError.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

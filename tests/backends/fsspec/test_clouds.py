@@ -3,7 +3,7 @@
     pip install gcsfs gcp-storage-emulator adlfs && npm install --prefix /tmp/azurite azurite
     PATH=/tmp/azurite/node_modules/.bin:$PATH pytest tests/backends/fsspec/test_clouds.py
 
-The emulator of Google's takes no conditions, Azurite does.
+The emulator of Google ignores conditions, Azurite obeys them.
 """
 
 import shutil
@@ -23,11 +23,11 @@ from penstock.backends.fsspec import FsspecBackend, FsspecConfig
 from penstock.core.testing.backends import BACKEND_CHECKS
 from penstock.core.testing.expectations import NotDeclaredError
 
-# Of the clients' own making.
+# The clients themselves cause these warnings.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 CONTAINER = "run"
-ACCOUNT = "devstoreaccount1"  # Azurite's own, as is its key
+ACCOUNT = "devstoreaccount1"  # the default of Azurite, as is the key
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
@@ -151,4 +151,4 @@ def test_google_is_seen_not_to_decide_where_it_does_not(google, opened):
     backend = opened(f"{scheme}://{CONTAINER}/probe", options=options)
     assert not backend.capabilities.exclusive_publish
     assert "ignores the condition of a put" in " ".join(backend.capabilities.notes)
-    assert backend.list("") == []  # of the trial nothing is left
+    assert backend.list("") == []  # the probe left nothing

@@ -1,4 +1,4 @@
-"""What other file systems of fsspec offer: read-only ones, asynchronous ones, odd streams."""
+"""Other file systems of fsspec: read-only ones, asynchronous ones, ones with odd streams."""
 
 import functools
 import http.server
@@ -72,7 +72,7 @@ def http_head(length):
     [
         ("record", "200 OK"),
         ("record", "206 Partial Content"),
-        ("record", "404 Not Found"),  # of a listing that one is not read
+        ("record", "404 Not Found"),  # a listing does not read its body
         ("range", "200 OK"),
         ("range", "206 Partial Content"),
         ("listing", "200 OK"),
@@ -102,7 +102,7 @@ def test_an_answer_over_http_that_does_not_end_is_given_up(opened, status, what)
         }
         with pytest.raises(StorageError, match=r"sends more than the [\d,]+ bytes"):
             calls[what]()
-    assert sum(sent) < most_bytes + (50 << 20)  # what was on its way when the connection was closed
+    assert sum(sent) < most_bytes + (50 << 20)  # bytes in flight when the connection was closed
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Api-Key": "hunter3"}])
@@ -178,13 +178,13 @@ def test_missing_and_short_blobs_are_told_over_http(web, opened, tmp_path):
         backend.stat("none")
     with pytest.raises(BlobNotFoundError):
         backend.read([ReadRequest("none", 0, memoryview(bytearray(1)))])
-    for start in (3, 8):  # of the second the server has nothing, and says so by an error
+    for start in (3, 8):  # the server has no byte of the second range, and answers 416
         with pytest.raises(BlobTruncatedError):
             backend.read([ReadRequest("r", start, memoryview(bytearray(9)))])
 
 
 class OddFile(MemoryFile):
-    """A stream that takes little at a time, and has no file below."""
+    """A stream that takes at most 1,000 bytes at a time, and has no file below."""
 
     def write(self, data):
         return super().write(bytes(data[:1000]))
@@ -365,7 +365,7 @@ def test_a_package_that_a_scheme_needs_is_named(monkeypatch):
 
 
 class DroppingFileSystem(MemoryFileSystem):
-    """One whose connection is lost when one folder is listed."""
+    """A file system that loses its connection when a certain folder is listed."""
 
     protocol = "dropping"
     lost = ""

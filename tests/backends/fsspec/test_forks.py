@@ -18,10 +18,10 @@ _PATIENCE_S = 60
 
 
 def in_child(task):
-    """Run `task` in a fork; raises what it raised, as text."""
+    """Run `task` in a forked child; fail with the text of its exception."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        # Forking a process with threads is what this is about.
+        # The warning is about forks of a process with threads, which these tests need.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -31,7 +31,7 @@ def in_child(task):
             signal.alarm(_PATIENCE_S)
             task()
             code = 0
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - the parent reports it
             os.write(write, repr(error).encode())
         finally:
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Every kind of store keeps every promise of the contract, even if requests fail at times."""
+"""Every kind of store keeps the contract, even if some requests fail."""
 
 import random
 import uuid
@@ -42,7 +42,7 @@ def test_s3_conforms_through_failures(check, proxy, folder):
     taken = proxy.take
 
     def take(method, path):
-        # A conditional put must not be lost here: its caller would have to look whose it is.
+        # No lost answer to a conditional put: its caller would have to read the record.
         kinds = ["500", "503", "reset", "lost"] if method in ("GET", "HEAD") else ["503"]
         return chance.choice(kinds) if chance.random() < 0.1 else taken(method, path)
 

@@ -1,4 +1,4 @@
-"""Stores whose files come into being by their close, and which may hang."""
+"""Stores in which the close of a stream makes the file, and which may hang."""
 
 import gc
 import weakref
@@ -18,28 +18,28 @@ from penstock.core.types import WriteRequest
 @pytest.fixture
 def backend(opened):
     fsspec.register_implementation("gs", object_files.ObjectFiles, clobber=True)
-    for name in ("stored", "heeding", "losing", "denied"):
+    for name in ("stored", "conditions", "lost_answers", "denied"):
         getattr(object_files, name).clear()
     yield opened("gs://bucket/run")
     _registry.pop("gs", None)
 
 
 def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
-    """By then it may be another's, whose name it has."""
+    """By then another saver may have stored a blob of that name."""
     writer = backend.create("blob")
     data = memoryview(bytes(20 << 20))
     backend.submit_write(writer, [WriteRequest(0, (data,))]).result(60)
     object_files.stored["bucket/run/blob"] = (b"another's", 0.0)
-    writer.itself = writer  # garbage together with its stream, which may go first
+    writer.itself = writer  # a cycle, so the collector may take the stream before the writer
     gone = weakref.ref(writer)
     del writer
-    while gone() is not None:  # what wrote it may be about to let go of it
+    while gone() is not None:  # the thread that wrote it may still hold it
         gc.collect()
     assert object_files.stored["bucket/run/blob"][0] == b"another's"
 
 
 def test_an_aborted_blob_is_not_stored_over_another_of_its_name(backend):
-    """The close of such a stream would store what was written so far."""
+    """The close of such a stream would store the bytes that were written so far."""
     writer = backend.create("blob")
     backend.submit_write(writer, [WriteRequest(0, (memoryview(bytes(20 << 20)),))]).result(60)
     object_files.stored["bucket/run/blob"] = (b"another's", 0.0)
@@ -48,7 +48,7 @@ def test_an_aborted_blob_is_not_stored_over_another_of_its_name(backend):
 
 
 def test_a_store_that_decides_between_publishers_is_found_out(backend):
-    object_files.heeding.add("create")
+    object_files.conditions.add("create")
     assert backend.capabilities.exclusive_publish
     backend.publish("commits/1.json", b"one", exclusive=True)
     with pytest.raises(BlobExistsError, match="the name is taken"):
@@ -58,8 +58,8 @@ def test_a_store_that_decides_between_publishers_is_found_out(backend):
 
 
 def test_of_publishers_that_looked_at_once_one_wins(backend, monkeypatch):
-    """Between their looking and putting there is time for all of them."""
-    object_files.heeding.add("create")
+    """Without `refuse_taken`, as if all had looked before one of them put."""
+    object_files.conditions.add("create")
     monkeypatch.setattr(backend._store(), "refuse_taken", lambda *_: None)
     won = []
     for number in range(3):
@@ -83,26 +83,26 @@ def test_only_what_is_known_to_heed_conditions_is_believed_to(opened):
 
 
 def test_a_record_that_an_earlier_try_of_the_client_has_put_is_not_taken_for_anothers(backend):
-    object_files.heeding.add("create")
+    object_files.conditions.add("create")
     assert backend.capabilities.exclusive_publish
-    object_files.losing.add("bucket/run/commits/1.json")
+    object_files.lost_answers.add("bucket/run/commits/1.json")
     with pytest.raises(StorageError, match="unknown outcome") as caught:
         backend.publish("commits/1.json", b"ours", exclusive=True)
     backend.delete(["commits/1.json"])
     assert not isinstance(caught.value, BlobExistsError)
     with penstock.Checkpointer(backend) as ckpt:
-        object_files.losing.add("bucket/run/commits/00000007-0.json")
+        object_files.lost_answers.add("bucket/run/commits/00000007-0.json")
         assert ckpt.save({"x": 1}, 7, mode="blocking").result().exclusive
         assert ckpt.load(7) == {"x": 1}
 
 
-@pytest.mark.parametrize("name", ["losing", "heeding"])
-def test_whose_a_record_is_that_cannot_be_read_is_unknown(backend, name):
-    object_files.heeding.add("create")
+@pytest.mark.parametrize("owner", ["ours", "another"])
+def test_whose_a_record_is_that_cannot_be_read_is_unknown(backend, owner):
+    object_files.conditions.add("create")
     assert backend.capabilities.exclusive_publish
     path = "bucket/run/commits/1.json"
-    if name == "losing":
-        object_files.losing.add(path)
+    if owner == "ours":
+        object_files.lost_answers.add(path)
     else:
         backend.publish("commits/1.json", b"another's")
     object_files.denied.add(path)

@@ -1,4 +1,4 @@
-"""Which requests reads become: every byte once, near ones together, little read for nothing."""
+"""Reads become requests that cover every byte, merge near ranges, and read few gaps."""
 
 from hypothesis import given
 from hypothesis import strategies as st

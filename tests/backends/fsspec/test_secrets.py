@@ -1,4 +1,4 @@
-"""Credentials are used, and never shown: not in URLs, errors, logs, reprs or what is stored."""
+"""Credentials are never shown: not in URLs, errors, logs, reprs or stored bytes."""
 
 import logging
 import traceback
@@ -154,7 +154,7 @@ def test_odd_passwords_in_urls_are_not_shown(url):
 
 
 class FsspecConfigured:
-    """A backend for the length of a block."""
+    """Opens a backend for a `with` block."""
 
     def __init__(self, config, **options):
         self.backend = FsspecBackend(config.model_copy(update=options))

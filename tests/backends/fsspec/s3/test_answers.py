@@ -1,6 +1,6 @@
-"""Answers that no store should give, of which a backend makes the right bytes, or an error.
+"""Wrong answers, from which the backend reads the right bytes, or raises an error.
 
-The servers here answer by a script, so nothing of this depends on what another server can do.
+The servers here answer by a script, so no test depends on the abilities of a real server.
 """
 
 import json
@@ -32,7 +32,7 @@ def saying(text):
 
 
 def answering_all(answer_to):
-    """What `answer_to` makes of the head of each request, as often as there is one."""
+    """Return a script that answers each request with the result of `answer_to` for its head."""
 
     def script(server, connection):
         while True:
@@ -228,7 +228,7 @@ def test_requests_that_meet_the_end_of_a_connection_count_as_attempts(at):
     assert (server.connections, len(server.heads)) == (1, 2)
 
 
-# -- what answers is no store -------------------------------------------------------------------
+# -- gateways that answer for the store ---------------------------------------------------------
 
 
 def ok(body="", more=""):
@@ -358,7 +358,7 @@ CHUNK = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
 
 
 def going_on(first, piece, last):
-    """An answer that ends only long after anybody should have given it up."""
+    """Return a script with an answer far above the limit."""
 
     def script(server, connection):
         server.head_of(connection)
@@ -525,7 +525,7 @@ print(json.dumps({"Version": 1, "AccessKeyId": f"AKID{number}X", "SecretAccessKe
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    """Configures a process that tells credentials which last a minute: too short to use twice."""
+    """Configure a process that prints credentials for a minute: too short for two requests."""
 
     def configure(*, fails_at=0):
         program, runs = tmp_path / "agent.py", tmp_path / "runs"

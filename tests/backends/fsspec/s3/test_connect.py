@@ -1,4 +1,4 @@
-"""How requests travel: whole answers or an error, connections kept, certificates, proxies."""
+"""The transport: complete answers or an error, kept connections, certificates, proxies."""
 
 import datetime as dt
 import ipaddress
@@ -315,7 +315,7 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture
 def secured(certificate):
-    """A server that answers over TLS, for ever."""
+    """A server that answers over TLS."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)
     more = f"Content-Range: bytes 0-{len(DATA) - 1}/{len(DATA)}\r\n"
@@ -403,7 +403,7 @@ def test_proxy_of_the_environment_gets_all_requests(opened, folder, proxy, monke
         {"no_proxy": "127.0.0.1"},
         {"NO_PROXY": "other.example"},
         {"no_proxy": "*"},
-        {"NO_PROXY": "127.0.0.1", "http_proxy": "http://127.0.0.1:9"},  # where nobody is
+        {"NO_PROXY": "127.0.0.1", "http_proxy": "http://127.0.0.1:9"},  # no server listens there
         {"no_proxy": "127.0.0.1", "HTTP_PROXY": "http://127.0.0.1:9"},
         {"https_proxy": "http://127.0.0.1:9"},
     ],

@@ -1,4 +1,4 @@
-"""What an S3 backend does when requests fail: repeat what is safe, and say the rest plainly."""
+"""Failing requests of S3: the backend retries those that are safe, and reports all others."""
 
 import threading
 import time
@@ -187,7 +187,7 @@ def test_upload_that_fails_for_good_leaves_the_writer_dead(shaky, proxy, look, f
 def test_failed_copied_part_is_told_by_seal(shaky, proxy):
     proxy.fail("denied", method="PUT", part="partNumber=1&", times=100)
     writer = shaky.create("b.raw", size_hint=SIZE)
-    small = 1 << 19  # what is copied is out of use before it is sent
+    small = 1 << 19  # small pieces are copied, so their batch ends before the part is sent
     view = memoryview(pattern(PART))
     writer.write([WriteRequest(at, (view[at : at + small],)) for at in range(0, PART, small)])
     with pytest.raises(StorageError):

@@ -1,4 +1,4 @@
-"""How blobs become parts: by offset, in bounded memory, without needless copies."""
+"""Blobs become parts by offset, in bounded memory, without needless copies."""
 
 import random
 import threading
@@ -178,7 +178,7 @@ def test_copied_parts_in_flight_stay_within_the_budget(opened, folder, proxy):
     )
     writer = backend.create("b.raw", size_hint=10 * PART)
     data = pattern(10 * PART)
-    small = MIB // 2  # copied, whatever comes along with it
+    small = MIB // 2  # copied, since each piece is small
     writer.write([request(at, data[at : at + small]) for at in range(0, len(data), small)])
     writer.seal(len(data))
     assert read_all(backend, "b.raw", len(data)) == data
@@ -239,7 +239,7 @@ def uploads_below(look, folder):
 
 @pytest.mark.s3
 def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
-    """A part that two batches share is sent after the first one's memory was handed back."""
+    """A part that two batches share is sent after the first one has returned its memory."""
     data = pattern(4 * PART)
     writer = store.create("b.raw", size_hint=len(data))
     at = 0
@@ -259,7 +259,7 @@ def test_batch_lasts_until_its_memory_is_sent(shaky, proxy):
     writer = shaky.create("b.raw", size_hint=2 * PART)
     half = 2 * MIB
     first = shaky.submit_write(writer, [request(0, data[:half])])
-    first.result(60)  # its memory was copied
+    first.result(60)  # its bytes were copied
     second = shaky.submit_write(writer, [request(half, data[half:])])
     while not stalled.seen:
         time.sleep(0.01)
@@ -307,7 +307,7 @@ def test_sweep_ends_old_uploads_and_spares_young_ones(store, look, folder):
     bucket, _, prefix = folder.partition("/")
     outside = look.create_multipart_upload(Bucket=bucket, Key="elsewhere/b.raw")
     young = look.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/data/u/b.raw")
-    # The server dates every upload to 2010, but its parts rightly.
+    # The server dates every upload to 2010, but dates parts correctly.
     look.upload_part(
         Bucket=bucket,
         Key=f"{prefix}/data/u/b.raw",
