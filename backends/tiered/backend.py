@@ -1,4 +1,4 @@
-"""Several places as one: what any of them has is there."""
+"""Several places as one backend, which has a blob if any of them has it."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
 
 log = logging.getLogger("penstock")
-away_log = logging.getLogger(__name__)  # commands that say the same themselves quiet this
+away_log = logging.getLogger(__name__)  # commands silence it, and print the same themselves
 
 T = TypeVar("T")
 
-_COMMITS = "commits/"  # what the names of all commit records begin with
+_COMMITS = "commits/"  # the prefix of all commit records
 
 
 class TieredBackend(Backend):
-    """Reads whatever any tier has, from the fastest that has it; writes go to the fastest.
+    """Reads each blob from the fastest tier that has it, and writes to the fastest tier.
 
-    What is copied when, and what goes, is the engine's business (see `Backend.tiers`): it knows
-    which blobs are a checkpoint.
+    The engine decides what is copied and evicted (see `Backend.tiers`), since it knows which blobs
+    make up a checkpoint.
     """
 
     name: ClassVar[str] = "tiered"
@@ -68,13 +68,13 @@ class TieredBackend(Backend):
         fast: Backend | None = None,
         durable: Backend | None = None,
     ) -> None:
-        """Put two open backends together, which belong to this one from now on."""
+        """Combine two open backends, which this one closes from now on."""
         if fast is None or durable is None:
             msg = "tiered is made of two backends: open it from a configuration, or give both"
             raise ConfigError(msg)
         self._owned = [fast, durable]
         self._tiers = _flat(config, fast, durable)
-        self._roots: dict[int, RootRecord | None] = {}  # of the tiers that have answered
+        self._roots: dict[int, RootRecord | None] = {}  # the tiers that have answered
         self._backends = [tier.backend for tier in self._tiers]
         check_apart(self._backends)
         for backend in self._backends:
@@ -83,9 +83,9 @@ class TieredBackend(Backend):
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
-        """Open both; a failure leaves none open.
+        """Open both backends; a failure leaves none open.
 
-        One that does not answer is opened when it does.
+        A backend that does not answer is opened later, as soon as it does.
         """
         if config.fast == config.durable and not _is_anonymous(config.fast):
             msg = "fast and durable are one place: give each a place of its own"
@@ -108,18 +108,18 @@ class TieredBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Options for `tiered://?fast=/nvme/run&durable=s3://bucket/run`, values URL-quoted."""
+        """Return the options of `tiered://?fast=/nvme/run&durable=s3://bucket/run`, URL-quoted."""
         if url.partition("://")[2].strip("/"):
             msg = "a tiered:// URL has options only: tiered://?fast=...&durable=..."
             raise ConfigError(msg)
         return cls.Config.model_validate(options)
 
     def _check_roots(self) -> None:
-        """Look who the roots are; one that is not what the others know counts as away.
+        """Read the root records; a root that the others do not know counts as away.
 
         Raises:
-            ConfigError: They are no tiers of one run in this order.
-            StorageError: None of them is left.
+            ConfigError: The tiers are no tiers of one run in this order.
+            StorageError: No tier is left.
         """
         began_s = time.monotonic()
         late = [number for number, backend in enumerate(self._backends) if not _is_open(backend)]
@@ -142,7 +142,7 @@ class TieredBackend(Backend):
             self._delay(number, error, time.monotonic() - began_s)
 
     def _read_roots(self, numbers: Sequence[int]) -> dict[int, StorageError]:
-        """Read who these tiers are; why some of them do not answer."""
+        """Read the root records of these tiers; return why some of them do not answer."""
         failed: dict[int, StorageError] = {}
         deadline = Deadline(current_timing().tier_answer_s)
         answers = call_all_with_deadline(
@@ -152,11 +152,11 @@ class TieredBackend(Backend):
             lambda: StorageTimeoutError(f"no answer for {deadline.limit_s:g} s"),
         )
         for number, answer in zip(numbers, answers, strict=True):
-            if isinstance(answer, CapabilityError):  # it answers, and will not do
+            if isinstance(answer, CapabilityError):  # it answers, and cannot be used
                 raise answer
             if isinstance(answer, StorageError):
                 failed[number] = answer
-            elif isinstance(answer, FormatError):  # a save makes it anew
+            elif isinstance(answer, FormatError):  # the next save replaces the record
                 log.warning("%s: %s", self._backends[number].url, str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
@@ -165,7 +165,7 @@ class TieredBackend(Backend):
         return failed
 
     def _delay(self, number: int, error: StorageError, took_s: float) -> None:
-        """Use a tier only once its root was found to be the right one."""
+        """Replace a tier by a backend that opens once the tier has the right root."""
         backend = self._backends[number]
 
         def opened() -> Backend:
@@ -189,7 +189,7 @@ class TieredBackend(Backend):
         reasons = misplaced_roots(
             self._tiers,
             found,
-            # Not by way of the tier itself, which waits for the end of this.
+            # The tier itself is being opened, and would wait for the end of this check.
             has_checkpoints=lambda n: n != number or _lists_any(opened),
         )
         if number in reasons:
@@ -201,19 +201,19 @@ class TieredBackend(Backend):
 
     @property
     def url(self) -> str:
-        """All places, the fastest first."""
+        """The URLs of all places, the fastest first."""
         return f"tiered({', '.join(backend.url for backend in self._backends)})"
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the fastest tier that is open; exclusive only if all are."""
+        """The capabilities of the fastest open tier; exclusive only if all tiers are."""
         found = [backend.capabilities for backend in self._backends if _is_open(backend)]
         exclusive = len(found) == len(self._backends) and all(c.exclusive_publish for c in found)
         return replace(found[0], exclusive_publish=exclusive)
 
     @property
     def direct_io(self) -> bool:
-        """That of the fastest tier that is open."""
+        """Whether the fastest open tier uses direct I/O."""
         return next(filter(_is_open, self._backends)).direct_io
 
     @property
@@ -222,34 +222,38 @@ class TieredBackend(Backend):
         return self._tiers
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """In the fastest tier; a name that another has is taken."""
+        """Create a blob in the fastest tier, unless another tier has its name."""
         self._check_free(name)
         return self._backends[0].create(name, size_hint=size_hint)
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """By the fastest tier's engine."""
+        """Write by the fastest tier's engine."""
         return self._backends[0].submit_write(writer, requests)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Each from the fastest tier that has it."""
+        """Read each blob from the fastest tier that has it."""
         read_from(self._backends, requests)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """By the fastest tier's engine, as far as it has all."""
+        """Read by the fastest tier's engine; if that fails, as `read`."""
         return read_in_background(self._backends, requests, self._executor().submit)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """From the fastest tier that has it."""
+        """Read a record from the fastest tier that has it."""
         return self._first(name, lambda backend: backend.read_record(name, limit_bytes=limit_bytes))
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """In the fastest tier; exclusively, if no other has the name."""
+        """Publish in the fastest tier; with `exclusive` only if no other tier has the name."""
         if exclusive:
             self._check_free(name)
         self._backends[0].publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """What any tier has; sizes and times are the fastest one's."""
+        """List the blobs of all tiers; the fastest tier that has one tells its size and time.
+
+        Raises:
+            StorageError: A tier does not answer, so its blobs are not known.
+        """
         found: dict[str, BlobInfo] = {}
         for tier in reversed(self._tiers):
             try:
@@ -263,30 +267,30 @@ class TieredBackend(Backend):
         return [found[name] for name in sorted(found)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the fastest tier that has it says."""
+        """Return the size and time of a blob in the fastest tier that has it."""
         return self._first(name, lambda backend: backend.stat(name))
 
     def delete(self, names: Sequence[str], /) -> None:
-        """From the most durable tier to the fastest, so that nothing is copied once more."""
+        """Delete from the most durable tier to the fastest, so that nothing is copied once more."""
         for backend in reversed(self._backends):
             backend.delete(names)
 
     def free_bytes(self) -> int | None:
-        """Room in the fastest tier."""
+        """Return the room in the fastest tier."""
         return self._backends[0].free_bytes()
 
     def check_writable(self) -> None:
-        """Each tier: what cannot be copied on is never durable."""
+        """Check every tier: a save becomes durable only if it can be copied."""
         for backend in self._backends:
             backend.check_writable()
 
     def sweep(self, before_s: float, /) -> None:
-        """In every tier."""
+        """Sweep every tier."""
         for backend in self._backends:
             backend.sweep(before_s)
 
     def close(self) -> None:
-        """Close all."""
+        """Close every tier, also the ones that are not open yet."""
         super().close()
         for backend in self._owned:
             backend.close()
@@ -294,7 +298,7 @@ class TieredBackend(Backend):
     # -- below --------------------------------------------------------------------------------
 
     def _first(self, name: str, call: Callable[[Backend], T]) -> T:
-        """What the fastest tier that has `name` answers."""
+        """Return the answer of the fastest tier that has `name`."""
         failure: StorageError | None = None
         for backend in self._backends:
             try:
@@ -320,7 +324,7 @@ class TieredBackend(Backend):
 
 
 def _open(spec: Place, open_backend: Callable[[Any], Backend]) -> Backend:
-    if _kind(spec) == TieredBackend.name:  # how many tiers these are is known once it is open
+    if _kind(spec) == TieredBackend.name:  # the number of its tiers is known only once it is open
         return open_backend(spec)
     return open_or_wait(lambda: open_backend(spec), f"{_kind(spec)} (not open yet)")
 
@@ -332,7 +336,7 @@ def _kind(spec: Place) -> str:
 
 
 def _lists_any(backend: Backend) -> bool:
-    """Whether there is a checkpoint, as far as the store answers."""
+    """Return whether the store lists a commit record; False also if it does not answer."""
     try:
         return bool(backend.list(_COMMITS))
     except StorageError:
@@ -344,17 +348,18 @@ def _is_open(backend: Backend) -> bool:
 
 
 def _check_one_answers(fast: Backend, durable: Backend) -> None:
+    """Raise the error of opening `fast`, if neither backend could be opened."""
     if isinstance(fast, LateBackend) and isinstance(durable, LateBackend) and fast.failure:
         raise fast.failure
 
 
 def _is_anonymous(spec: object) -> bool:
-    """Whether each use of it is a store of its own."""
+    """Return whether each opening of `spec` makes a store of its own."""
     return spec in ("memory://", {"type": "memory"})
 
 
 def _flat(config: TieredConfig, fast: Backend, durable: Backend) -> tuple[Tier, ...]:
-    """The tiers of both, in one row; the last of `fast` drains into the first of `durable`."""
+    """Return the tiers of both; the last one of `fast` drains into the first one of `durable`."""
     upper = _inner("fast", fast, durable=config.durable_means == "fast")
     lower = _inner("durable", durable, durable=config.durable_means == "durable")
     link = replace(

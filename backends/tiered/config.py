@@ -12,23 +12,24 @@ Place: TypeAlias = str | dict[str, Any]
 
 
 class TieredConfig(PluginConfig):
-    """A fast place that saves go to, and a durable one to which they are copied.
+    """A fast place that saves go to, and a durable place to which they are copied.
 
     Attributes:
-        fast: Path, URL or table of any backend; another `tiered` too.
-        durable: Likewise.
-        durable_means: In which of the two a checkpoint has to be whole for `handle.durable`.
-        drain_every: Every how many saves is copied; 0: none, but those that have no room in `fast`.
-        drain_bytes_per_s: Most that is copied per second; None: as fast as it goes.
-        drain_in: Who copies: a `thread` of the trainer, or a `process` of its own, which training
-            notices less; `auto`: the latter, for checkpoints of 64 MiB and more.
-        keep_fast: How many checkpoints stay in `fast` once `durable` has them too; None: as many
-            as there is room for.
-        on_full: What a save does for which `fast` has no room, though all was evicted that
-            `durable` has, and while `durable` does not answer: `skip` itself, `block` training
-            until one of them changes, or `raise` StorageFullError.
-        roots: `check` that each place is the one that the others were used with; `accept` it
-            whatever they say, and note that, for once.
+        fast: The path, URL or table of any backend, even of another `tiered`.
+        durable: The same for the durable place.
+        durable_means: The place that has to have the whole checkpoint for `handle.durable`.
+        drain_every: Copies every so many-th save; 0 copies none, but saves that find no room in
+            `fast` still go to `durable`.
+        drain_bytes_per_s: The most bytes to copy per second; None sets no limit.
+        drain_in: Where copies run: on a `thread` of the trainer, or in a `process` of its own,
+            which slows training less; `auto` takes a process for checkpoints of 64 MiB and more.
+        keep_fast: The number of checkpoints that stay in `fast` once `durable` has them too; None
+            keeps as many as there is room for.
+        on_full: The end of a save that finds no room in `fast`, even after eviction, while
+            `durable` does not answer: `skip` the save, `block` training until one of the places
+            has room, or `raise` StorageFullError.
+        roots: Whether to `check` that each place is the one that the others were used with, or to
+            `accept` the places as they are, and record them, once.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)

@@ -1,4 +1,4 @@
-"""One place is no two tiers: what is evicted from the faster one would be gone from the other."""
+"""Refuses one place as two tiers: eviction from the faster one would delete the only copy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_apart(backends: Sequence[Backend], /) -> None:
-    """Refuse tiers that are one folder, by whatever path or engine.
+    """Refuse two tiers that are one folder, even by other paths or engines.
 
     Raises:
-        ConfigError: Two are; names them.
+        ConfigError: Two tiers are one folder; the message names them.
     """
     seen: dict[Hashable, str] = {}
     for backend in backends:
@@ -36,10 +36,10 @@ def check_apart(backends: Sequence[Backend], /) -> None:
 
 
 def _place(url: str) -> Hashable | None:
-    """What tells a folder from all others, links and bind mounts seen through; None: no folder.
+    """Return an identity of a folder, the same through links and bind mounts; None for no folder.
 
-    Of a mount whose server is gone the path alone: it is a tier that is away, and the run opens
-    without it.
+    Where the server of a mount is gone, the identity is the path alone: the run opens without that
+    tier.
     """
     where = url.partition("://")[2]
     if not where.startswith("/"):
@@ -48,6 +48,6 @@ def _place(url: str) -> Hashable | None:
     try:
         there = next((p for p in (path, *path.parents) if p.exists()), path)
         status = there.stat()
-    except OSError:  # ENOTCONN, ESTALE, EIO: of those, `exists` says nothing
+    except OSError:  # ENOTCONN, ESTALE, EIO: `exists` raises these as well
         return str(path)
     return status.st_dev, status.st_ino, str(path.relative_to(there))

@@ -20,8 +20,8 @@ log = logging.getLogger("penstock")
 def read_from(backends: Sequence[Backend], requests: Sequence[ReadRequest]) -> None:
     """Fill every target from the first of `backends` that has its blob.
 
-    One that fails in another way is passed over, with a warning; if nobody else has the blob
-    either, its error is raised.
+    A backend that fails otherwise is passed over with a warning; its error is raised if no other
+    backend has the blob.
 
     Raises:
         StorageError: As `Backend.read`.
@@ -45,7 +45,7 @@ def read_from(backends: Sequence[Backend], requests: Sequence[ReadRequest]) -> N
                 log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(worse))
                 failure, todo = worse, here
         except BlobTruncatedError:
-            raise  # that one is damaged: core reads it elsewhere, and has it repaired
+            raise  # the blob is damaged: core reads it from another tier, and repairs it
         except StorageError as error:
             log.warning("%s cannot be read, trying the next tier: %s", backend.url, str(error))
             failure = error
@@ -56,14 +56,14 @@ def read_from(backends: Sequence[Backend], requests: Sequence[ReadRequest]) -> N
 
 
 def _read_singly(backend: Backend, requests: Sequence[ReadRequest]) -> list[ReadRequest]:
-    """Read what of `requests` is there; return the rest."""
+    """Read the `requests` for blobs that this backend has; return the others."""
     there = {name: _has(backend, name) for name in {request.name for request in requests}}
     here = [request for request in requests if there[request.name]]
     rest = [request for request in requests if not there[request.name]]
     if here:
         try:
             backend.read(here)
-        except BlobNotFoundError:  # evicted since: the next tier has it
+        except BlobNotFoundError:  # evicted since `stat`: the next tier has it
             return list(requests)
     return rest
 
@@ -81,13 +81,13 @@ def read_in_background(
     requests: Sequence[ReadRequest],
     submit: Callable[[Callable[[], None]], object],
 ) -> Future[None]:
-    """As `read_from`, first by the fastest one's own engine; `submit` runs what comes behind."""
+    """Read by the fastest backend's own engine; if that fails, let `submit` run `read_from`."""
     done: Future[None] = Future()
 
     def again() -> None:
         try:
             read_from(backends, requests)
-        except BaseException as error:  # noqa: BLE001 - a task's boundary: who waits gets it
+        except BaseException as error:  # noqa: BLE001 - a task's boundary: the future has it
             done.set_exception(error)
         else:
             done.set_result(None)

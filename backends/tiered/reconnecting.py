@@ -1,4 +1,4 @@
-"""A tier that could not be opened when the run was: it is opened when it is there again."""
+"""A tier that could not be opened with the run: a later call opens it, once its store answers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger("penstock")
 
 
 def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
-    """What `open_it` gives, or what opens it later, where the store does not answer.
+    """Return an open backend, or a LateBackend if the store does not answer.
 
     Args:
-        open_it: Opens a tier.
-        shown: What to call it until it is open; without credentials.
+        open_it: Opens the backend.
+        shown: The URL to show until the backend is open; without credentials.
 
     Raises:
-        CapabilityError: It answers, and will not do.
-        PenstockError: Its configuration is wrong.
+        CapabilityError: The store answers, and cannot be used.
+        PenstockError: The configuration is wrong.
     """
     trying = Deadline(None, current_timing().clock)
     try:
@@ -41,55 +41,56 @@ def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
 
 
 class LateBackend(DelegatingBackend):
-    """Delegates all to a backend that each call tries to open; fails as that does until it is."""
+    """Delegates to a backend that each call tries to open; fails with its error until then."""
 
     def __init__(
         self, open_it: Callable[[], Backend], shown: str, failure: StorageError, took_s: float, /
     ) -> None:
-        """Wait for another try; `failure` is that of the last one, which took `took_s`."""
-        self.name = "late"  # type: ignore[misc] # the opened one's, once it is
+        """Wait before the next try; the last one took `took_s` and ended with `failure`."""
+        self.name = "late"  # type: ignore[misc] # that of the open backend, later
         self._open_it = open_it
         self._shown = shown
         self.check: Callable[[Backend], None] = lambda _: None
-        """Called with what was opened; what it raises is as if opening it had failed."""
+        """Called with the backend that was opened; its error counts as one of opening."""
         self._opening = threading.Lock()  # held during a try, which may hang
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards `_found` and `_closed`
         self._found: Backend | None = None
         self._closed = False
         self._failure: PenstockError = failure
         self._timing = current_timing()
-        self._resting = self._rest(took_s)
+        self._next_try = self._pause(took_s)
 
     @property
     def failure(self) -> PenstockError | None:
-        """Why it is not open; None: it is."""
+        """The error of the last try; None if the backend is open."""
         return None if self._found is not None else self._failure
 
     @property
     def url(self) -> str:
-        """The opened one's, or what stands for it."""
+        """The URL of the open backend, or a description until then."""
         return self._shown if self._found is None else self._found.url
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """As the contract says."""
+        """Read if the backend is open; else fail at once."""
         if self._found is None:
-            failed: Future[None] = Future()  # opening it may take long
+            # The caller must not wait here, and opening may take long.
+            failed: Future[None] = Future()
             failed.set_exception(_again(self._failure))
             return failed
         return self._found.submit_read(requests)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """None: what has tiers of its own is opened at once, see `TieredBackend`."""
+        """No tiers: `TieredBackend` opens a backend that has tiers of its own at once."""
         return ()
 
     def check_writable(self) -> None:
-        """As the contract says, once it is open: that a tier is away is said elsewhere."""
+        """Check the backend if it is open: `open_or_wait` has logged that it is away."""
         if self._found is not None:
             self._found.check_writable()
 
     def close(self) -> None:
-        """Close it, if it was opened; a try that is under way closes what it opens."""
+        """Close the backend, if it is open; a try in flight closes the backend that it opens."""
         Backend.close(self)
         with self._lock:
             self._closed = True
@@ -99,32 +100,33 @@ class LateBackend(DelegatingBackend):
 
     @property
     def inner(self) -> Backend:
-        """The backend itself, which this tries to open where it is not open yet.
+        """The open backend; tries to open it, unless the last try was a short time ago.
 
         Raises:
-            StorageError: It cannot be opened.
+            StorageError: The backend cannot be opened, or was closed.
         """
         with self._opening:
             if self._found is not None:
                 return self._found
             if self._closed:
                 raise self._is_closed()
-            # Who waited for another's try is told of its end, and makes none of his own.
-            if not self._resting.is_over():
+            # Callers that waited for the lock during a try get its error, and begin no other try:
+            # else each of them would wait for a store that hangs.
+            if not self._next_try.is_over():
                 raise _again(self._failure)
             trying = Deadline(None, self._timing.clock)
             try:
                 inner = self._open_checked()
             except PenstockError as error:
                 self._failure = error
-                self._resting = self._rest(trying.taken_s())
+                self._next_try = self._pause(trying.taken_s())
                 raise _again(error) from error
-            if not self._kept(inner):
+            if not self._keep(inner):
                 inner.close()
                 raise self._is_closed()
             return inner
 
-    def _kept(self, inner: Backend) -> bool:
+    def _keep(self, inner: Backend) -> bool:
         with self._lock:
             if self._closed:
                 return False
@@ -132,8 +134,8 @@ class LateBackend(DelegatingBackend):
             self._found = inner
             return True
 
-    def _rest(self, took_s: float) -> Deadline:
-        """The time until another try: as long as the last one took, if that is more."""
+    def _pause(self, took_s: float) -> Deadline:
+        """Return the pause before the next try: at least as long as the last try took."""
         return Deadline(max(self._timing.tier_reopen_s, took_s), self._timing.clock)
 
     def _is_closed(self) -> StorageError:
@@ -150,5 +152,5 @@ class LateBackend(DelegatingBackend):
 
 
 def _again(error: PenstockError) -> StorageError:
-    """The same error for another caller: no two may share a traceback."""
+    """Return a copy of the error for another caller: two threads must not share a traceback."""
     return type(error)(str(error)) if isinstance(error, StorageError) else StorageError(str(error))

@@ -1,8 +1,8 @@
-"""A process of its own that copies checkpoints, so that training shares nothing with it.
+"""The trainer's side of a process that copies checkpoints; `process_server` is the other side.
 
-On a thread a copy takes the interpreter from training at each piece, and costs it time at each
-change of the memory map; in a process of low priority it takes what is left over. It speaks lines
-of JSON over its standard streams (see `copy_server`), and ends when those end.
+A copy on threads of the trainer holds the GIL for moments of each piece, and slows training with
+each change of the memory map; a process of low priority takes only what training leaves over. The
+process speaks lines of JSON over its standard streams, and ends when these end.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# The trainer may end while this still imports.
-_BEGIN = """
+# The trainer may end while this program still imports, so a thread watches it from the beginning.
+_PROGRAM = """
 import os, sys
-sys.path[:] = [path for path in sys.path if path]  # not what lies in the working directory
+sys.path[:] = [path for path in sys.path if path]  # no modules of the working directory
 import json, threading, time
 line = sys.stdin.buffer.readline()
 hello = json.loads(line) if line else sys.exit()
@@ -52,33 +52,35 @@ def watch():
     leave[0]()
 threading.Thread(target=watch, daemon=True).start()
 sys.path[:] = hello["path"]
-from penstock.core.tiers.process_server import serve
-serve(hello, leave)
+from penstock.core.tiers.process_server import CopyServer
+server = CopyServer(hello)
+leave[0] = server.leave
+server.run()
 """
 
 
 class UnsuitableError(Exception):
-    """No other process can make the copy: none can be started, or it does not have the tiers."""
+    """No process can make the copy: none can be started, or it does not see the same tiers."""
 
 
 class CopyProcess:
-    """Copies from one tier to the next, in a process that is started when it is needed."""
+    """Copies from one tier to the next, in a process that starts with the first copy."""
 
     def __init__(
         self, backend: str | dict[str, Any], number: int, *, stuck_s: float, timing: Timing
     ) -> None:
-        """Prepare; nothing is started.
+        """Prepare; no process starts yet.
 
         Args:
-            backend: What the tiers were opened from.
-            number: Of the tier to copy from.
-            stuck_s: A copy without progress for so long is killed.
-            timing: How long the process may take to start, and to end.
+            backend: The configuration from which the tiers were opened.
+            number: The number of the tier to copy from.
+            stuck_s: The process is killed if its copy makes no progress for so long.
+            timing: Has the times that the process may take to start, and to end.
         """
         self._hello = {"backend": backend, "number": number, "level": log.getEffectiveLevel()}
         try:
             self._folder: str | None = os.getcwd()  # noqa: PTH109 - relative paths start there
-        except OSError:  # it was deleted: there are none
+        except OSError:  # it was deleted, so no path can be relative to it
             self._folder = None
         self._stuck_s = stuck_s
         self._timing = timing
@@ -94,7 +96,7 @@ class CopyProcess:
         bytes_per_s: float | None,
         replace: Collection[str] = (),
     ) -> ProcessCopy:
-        """Prepare the copy of one checkpoint; options as those of `CheckpointCopy`."""
+        """Return the copy of one checkpoint, to be `run`; options are those of `CheckpointCopy`."""
         self._jobs += 1
         job = {
             "job": self._jobs,
@@ -114,14 +116,14 @@ class CopyProcess:
         return self._child
 
     def close(self) -> None:
-        """End the process, if it runs; it is started anew when it is needed."""
+        """End the process, if it runs; the next copy starts another one."""
         child, self._child = self._child, None
         if child is not None:
             child.end(self._timing.process_end_s)
 
 
 class ProcessCopy:
-    """The copy of one checkpoint by another process; as `CheckpointCopy` to who waits for it."""
+    """The copy of one checkpoint by another process, with the methods of `CheckpointCopy`."""
 
     def __init__(
         self,
@@ -139,18 +141,19 @@ class ProcessCopy:
         self._cancelled = False
 
     def run(self, *, on_progress: Callable[[int], None]) -> None:
-        """Copy it; raises what `CheckpointCopy.run` raises.
+        """Copy the checkpoint; raise the same errors as `CheckpointCopy.run`.
 
         Raises:
-            UnsuitableError: No process can be started, or it does not have it.
-            StorageTimeoutError: Nothing moved for long; the process was killed.
+            UnsuitableError: No process can be started, or it does not see the checkpoint.
+            StorageTimeoutError: The copy made no progress; the process was killed.
             StorageError: The process ended.
         """
         child = self._child = self._start(lambda: not self._cancelled)
         child.send(self._job)
-        if self._cancelled:  # while it was started
+        if self._cancelled:  # `cancel` found no process yet
             self.cancel()
-        # Counted, not measured: what stops this process stops that one, as a rule.
+        # Counts polls instead of reading the time: a debugger or SIGSTOP that stops this process
+        # stops the other one as well, and that time is no silence of the other one.
         clock = CountedClock()
         silent, ending = Watchdog(self._stuck_s, clock), NEVER
         while True:
@@ -159,7 +162,7 @@ class ProcessCopy:
                 if self._cancelled and ending is NEVER:
                     ending = Deadline(self._timing.process_end_s, clock)
                 clock.advance(self._timing.poll_s)
-                self._check_patience(child, silent, ending)
+                self._check_deadlines(child, silent, ending)
             elif message.get("job") == self._job["job"]:
                 if "moved" not in message:
                     _raise_outcome(message)
@@ -168,7 +171,7 @@ class ProcessCopy:
                 on_progress(message["moved"])
 
     def cancel(self) -> None:
-        """Make `run` end soon with a SaveAbortedError, from any thread."""
+        """Make `run` raise SaveAbortedError soon; any thread may call this."""
         self._cancelled = True
         if self._child is not None:
             self._child.send({"cancel": self._job["job"]})
@@ -182,7 +185,7 @@ class ProcessCopy:
             msg = f"{error}; what it had sealed is not copied again"
             raise StorageError(msg) from None
 
-    def _check_patience(self, child: _Child, silent: Watchdog, ending: Deadline) -> None:
+    def _check_deadlines(self, child: _Child, silent: Watchdog, ending: Deadline) -> None:
         if ending.is_over():
             child.end(0.0)
             raise _given_up()
@@ -193,7 +196,7 @@ class ProcessCopy:
 
 
 class _Child:
-    """The process, and the lines to and from it."""
+    """The process, and the messages to and from it."""
 
     def __init__(
         self,
@@ -202,25 +205,25 @@ class _Child:
         go_on: Callable[[], bool],
         timing: Timing,
     ) -> None:
-        """Start it, and wait until it listens, or `go_on` says no.
+        """Start the process, and wait until it is ready, or `go_on` returns False.
 
         Raises:
-            UnsuitableError: It does not start.
-            SaveAbortedError: `go_on` said no.
+            UnsuitableError: The process does not start.
+            SaveAbortedError: `go_on` returned False.
         """
         self._timing = timing
-        self._sending = threading.Lock()  # guards its input
+        self._sending = threading.Lock()  # guards the standard input of the process
         self._received = bytearray()
         if not sys.executable or getattr(sys, "frozen", False):
             msg = "a process for it cannot be started: where Python is, is not known"
             raise UnsuitableError(msg)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, *_flags(), "-c", _BEGIN],
+                [sys.executable, *_flags(), "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=folder,
-                start_new_session=True,  # Ctrl-C is for training, which then ends this
+                start_new_session=True,  # Ctrl-C reaches the trainer alone, which ends the process
             )
         except (OSError, ValueError) as error:
             msg = f"a process for it cannot be started: {error}"
@@ -236,7 +239,7 @@ class _Child:
         log.debug("process %d copies", self._process.pid)
 
     def _greet(self, hello: dict[str, Any], go_on: Callable[[], bool]) -> None:
-        # Python itself passes over what is no text there.
+        # Python ignores entries of `sys.path` that are no text, and JSON cannot take them.
         entries: list[object] = [*sys.path]
         path = [entry for entry in entries if isinstance(entry, str)]
         self.send({**hello, "path": path, "pid": os.getpid()})
@@ -254,17 +257,17 @@ class _Child:
         return self._process.poll() is None
 
     def send(self, message: dict[str, Any]) -> None:
-        """Say it, if anybody listens."""
+        """Send a message; do nothing if the process has ended, which `receive` reports."""
         assert self._process.stdin is not None
         with self._sending, suppress(OSError, ValueError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None: none for a moment. What it logs goes to the log.
+        """Return the next message, or None if none comes within `poll_s`; log records are logged.
 
         Raises:
-            EOFError: It has ended; says how.
+            EOFError: The process has ended; the message says how.
         """
         while True:
             line, newline, rest = self._received.partition(b"\n")
@@ -288,7 +291,8 @@ class _Child:
         if not poll.poll(1000 * self._timing.poll_s):
             if self._process.poll() is None:
                 return False
-            # A fork may hold the other end open: then there is no end of file.
+            # A process that it has forked may hold the other end of the pipe open: then the end of
+            # the file never comes.
             if not poll.poll(0):
                 self._raise_ended()
         data = os.read(self._process.stdout.fileno(), 1 << 16)
@@ -304,11 +308,11 @@ class _Child:
         raise EOFError(msg)
 
     def end(self, patience_s: float) -> int:
-        """Let it end, by force after a while; returns its exit code."""
+        """Make the process end, by force after `patience_s`; return its exit code."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        self.send({"end": True})  # what the trainer has forked may hold its input open
+        self.send({"end": True})  # a fork of the trainer may hold the pipe open
         with self._sending, suppress(OSError):
             process.stdin.close()
         process.stdout.close()
@@ -317,13 +321,13 @@ class _Child:
                 return process.wait(self._timing.process_end_s if again else patience_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-        # The kernel holds it, in a call that does not end.
+        # The kernel holds the process in a call that does not end, as that of a dead mount.
         log.warning("process %d, which copies, cannot be killed: it is left behind", process.pid)
         return -signal.SIGKILL
 
 
 def _flags() -> list[str]:
-    """What the trainer's interpreter was told not to heed, this one does not, either."""
+    """Return the options by which the other interpreter ignores the same settings as this one."""
     flags = sys.flags
     if flags.isolated:
         return ["-I"]
@@ -332,7 +336,7 @@ def _flags() -> list[str]:
 
 
 def _parsed(line: bytes | bytearray) -> dict[str, Any] | None:
-    """A message; None: something else has printed that, `sitecustomize` for one."""
+    """Return a message, or None if other code has printed the line, such as `sitecustomize`."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -341,7 +345,7 @@ def _parsed(line: bytes | bytearray) -> dict[str, Any] | None:
 
 
 def encoded(error: BaseException) -> tuple[str, list[Any]]:
-    """An error, for another process: the nearest class of our tree, and its arguments."""
+    """Return an error as JSON can hold it: the nearest class of our tree, and its arguments."""
     for cls in type(error).__mro__:
         if issubclass(cls, PenstockError) and getattr(errors, cls.__name__, None) is cls:
             return cls.__name__, json.loads(json.dumps(error.args, default=str))
@@ -349,6 +353,7 @@ def encoded(error: BaseException) -> tuple[str, list[Any]]:
 
 
 def _raise_outcome(message: dict[str, Any]) -> None:
+    """Raise the error that ended a copy, if any."""
     if "unsuitable" in message:
         raise UnsuitableError(message["unsuitable"])
     if "error" in message:

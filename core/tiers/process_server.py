@@ -1,7 +1,7 @@
-"""The other side of `copy_process`: what runs in a process that copies checkpoints.
+"""The process that copies checkpoints for a trainer; `process` is the trainer's side.
 
-It ends when its input does, or its parent: a trainer that was killed leaves nobody behind who
-still copies what the next trainer copies, too.
+The process ends when its input ends, or its parent: else it would copy beside the next trainer,
+after this one was killed.
 """
 
 from __future__ import annotations
@@ -32,29 +32,16 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
 
-_NICE = 10  # training comes first
-_EXPENDABLE = "500"  # if memory runs out: this is begun again, training is not
+_NICE = 10  # training has priority
+_OOM_SCORE = "500"  # if memory runs out, this process is killed first: a copy can be repeated
 
 
-def serve(hello: dict[str, Any], leave: list[Callable[[], None]]) -> None:
-    """Copy what is asked for, one checkpoint at a time, until the input ends.
-
-    Args:
-        hello: What to open, and how.
-        leave: Its first item is called when the trainer is gone, although a process that it has
-            forked holds the input open.
-    """
-    server = Server(hello)
-    leave[:] = [server.leave]
-    server.run()
-
-
-class Server:
-    """Copies from one tier to the next."""
+class CopyServer:
+    """Copies from one tier to the next, one checkpoint at a time, as its input asks for it."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
         self._out = os.fdopen(os.dup(1), "wb", buffering=0)
-        _print_elsewhere()
+        _redirect_output()
         self._writing = threading.Lock()  # guards the output
         self._backend_spec = hello["backend"]
         self._number = hello["number"]
@@ -62,22 +49,22 @@ class Server:
         self._job = 0
         self._lock = threading.Lock()  # guards the two below
         self._copy: CheckpointCopy | None = None
-        self._cancelled = 0  # the last job that was
+        self._cancelled = 0  # the number of the last cancelled job
         self._leaving = threading.Event()
         self._backend: Backend | None = None
-        self._unsaid = 0
+        self._unreported = 0
         self._timing = current_timing()
-        self._quiet = Deadline(0.0)  # over when it may be told again how much was copied
-        _take_logs(self._say, hello["level"])
+        self._next_report = Deadline(0.0)  # over when progress is reported again
+        _forward_logs(self._send, hello["level"])
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Serve until the process ends."""
         with suppress(OSError):
             os.nice(_NICE)
         with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(_EXPENDABLE, encoding="ascii")
+            Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE, encoding="ascii")
         threading.Thread(target=self._listen, daemon=True).start()
-        self._say({"ready": os.getpid()})
+        self._send({"ready": os.getpid()})
         while True:
             self._do(self._jobs.get())
 
@@ -86,14 +73,14 @@ class Server:
         answer: dict[str, Any]
         try:
             answer = self._copied(job)
-        except BaseException as error:  # noqa: BLE001 - the other side raises it
+        except BaseException as error:  # noqa: BLE001 - a task's boundary: the trainer raises it
             answer = {"error": encoded(error)}
         finally:
             with self._lock:
                 self._copy = None
         if self._leaving.is_set():
             os._exit(0)
-        self._say({"job": self._job, **answer})
+        self._send({"job": self._job, **answer})
 
     def _copied(self, job: dict[str, Any]) -> dict[str, Any]:
         if self._backend is None:
@@ -101,7 +88,7 @@ class Server:
                 self._backend = open_backend(self._backend_spec)
             except StorageError:
                 raise
-            except Exception as error:  # noqa: BLE001 - the trainer has it open
+            except Exception as error:  # noqa: BLE001 - the trainer has opened it, so threads can copy
                 why = f"another process cannot open the tiers: {encoded(error)[1][0]}"
                 return {"unsuitable": why}
         source, target = (tier.backend for tier in self._backend.tiers[self._number :][:2])
@@ -114,7 +101,7 @@ class Server:
         workers = Workers(job["workers"])
         try:
             self._run_copy(source, target, record, workers, job)
-        except WrongPlaceError as error:  # the trainer has looked: it sees the right one
+        except WrongPlaceError as error:  # the trainer sees the right place: it has checked
             return {"unsuitable": f"another process does not see the same tiers: {error}"}
         finally:
             workers.close()
@@ -142,17 +129,17 @@ class Server:
             if self._cancelled == self._job or self._leaving.is_set():
                 copy.cancel()
         copy.run(on_progress=self._moved)
-        self._tell_moved()
+        self._report_progress()
 
     def _moved(self, size_bytes: int) -> None:
-        self._unsaid += size_bytes
-        if self._quiet.is_over():  # each wakes a thread of the trainer
-            self._tell_moved()
+        self._unreported += size_bytes
+        if self._next_report.is_over():  # each report wakes a thread of the trainer
+            self._report_progress()
 
-    def _tell_moved(self) -> None:
-        moved, self._unsaid = self._unsaid, 0
-        self._quiet = Deadline(self._timing.progress_interval_s)
-        self._say({"job": self._job, "moved": moved})
+    def _report_progress(self) -> None:
+        moved, self._unreported = self._unreported, 0
+        self._next_report = Deadline(self._timing.progress_interval_s)
+        self._send({"job": self._job, "moved": moved})
 
     def _listen(self) -> None:
         while line := sys.stdin.buffer.readline():
@@ -172,7 +159,7 @@ class Server:
                 self._copy.cancel()
 
     def leave(self) -> None:
-        """End, in order if that does not take long: then the next one need not wait for a lease."""
+        """End the process; wait a little for the copy to release its lease, for the next one."""
         self._leaving.set()
         self._cancel(self._job)
         deadline = Deadline(self._timing.process_leave_s)
@@ -180,35 +167,35 @@ class Server:
             time.sleep(self._timing.progress_interval_s)
         os._exit(0)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
-        with self._writing, suppress(OSError):  # nobody listens any more
+        with self._writing, suppress(OSError):  # the trainer has closed its end
             while data:
                 data = data[self._out.write(data) or 0 :]
 
 
-def _print_elsewhere() -> None:
-    """What plugins print is not for the other side."""
-    if sys.stderr is None:  # the trainer has closed its own: 2 is anything by now
+def _redirect_output() -> None:
+    """Send to standard error what plugins print: standard output carries messages."""
+    if sys.stderr is None:  # the trainer has closed it, so descriptor 2 may be any file
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     else:
         os.dup2(2, 1)
 
 
 class _Forward(logging.Handler):
-    """Log records go to the trainer's log, those of opening it aside: it has had them."""
+    """Sends log records to the trainer, which has logged those of opening the tiers itself."""
 
-    def __init__(self, say: Any) -> None:
+    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         super().__init__()
-        self._say = say
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "penstock.core.storage.open":
-            self._say({"log": (record.levelno, record.getMessage())})
+            self._send({"log": (record.levelno, record.getMessage())})
 
 
-def _take_logs(say: Any, level: int) -> None:
+def _forward_logs(send: Callable[[dict[str, Any]], None], level: int) -> None:
     logger = logging.getLogger("penstock")
     logger.setLevel(level)
-    logger.addHandler(_Forward(say))
+    logger.addHandler(_Forward(send))
     logger.propagate = False
