@@ -752,7 +752,7 @@ TestRun.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def test_only_what_was_asked_about_is_deleted():
-    """Somebody may save the step anew while a question stands."""
+    """Another process may save the step again while the user is being asked."""
     backend = memory()
     with checkpointer(backend) as ckpt:
         ckpt.save(make_state(1), 1).result()

@@ -329,7 +329,7 @@ def test_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(own, workers):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_copy_goes_on_wherever_it_crashed(saved, workers, tmp_path, after):
-    """Crashes at every change of the target; meanwhile nobody sees half of a checkpoint."""
+    """Crashes at every change of the target, which never lists half of a checkpoint."""
     uid, whole, crashes, kept = Catalog(saved).record(STEP).uid, contents(saved), 0, 0
     while True:
         with closing(files(tmp_path / str(crashes))) as target:
@@ -785,7 +785,7 @@ offsets = st.lists(st.integers(0, 300), max_size=8)
     offsets,
 )
 def test_every_damaged_byte_is_seen_however_the_bytes_come(gaps_and_lengths, tail, damage, cuts):
-    """Padding between ranges is the one thing that nobody checks."""
+    """Padding between ranges has no checksum."""
     ranges, end = [], 0
     for gap, length in gaps_and_lengths:
         ranges.append(ByteRange(end + gap, end + gap + length))

@@ -1,4 +1,4 @@
-"""What changes under a copy while it is under way, and who still uses its memory at its end."""
+"""Stores that change while a copy is in flight, and buffers that are in use at its end."""
 
 import os
 import threading

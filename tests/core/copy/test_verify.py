@@ -1,4 +1,4 @@
-"""A checkpoint that a store lists, but of which nobody knows whether it is whole there."""
+"""A checkpoint that a store lists is confirmed only if it is whole and durable there."""
 
 import pytest
 from tests.integration.support import saved_in_memory
