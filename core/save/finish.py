@@ -230,7 +230,7 @@ class Finish:
                 self._writer.settle_oldest()
 
     def _next_batch(self) -> list[Captured]:
-        """Return what is captured by now, up to a batch; wait a little if nothing is in flight."""
+        """Return captured chunks, at most a batch; wait a little if nothing is in flight."""
         batch: list[Captured] = []
         handed_on = self._capture.handed_on
         try:

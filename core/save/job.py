@@ -103,7 +103,7 @@ class SaveJob:
 
     @property
     def request(self) -> SaveRequest:
-        """What is saved; once the save is over, without the state."""
+        """The request of the save; once the save is over, without the state."""
         return self._finish.request
 
     @property
