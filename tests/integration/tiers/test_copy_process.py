@@ -389,7 +389,7 @@ def test_what_is_damaged_is_not_copied_and_is_named(tmp_path, log):
     with checkpointer(tiers_at(tmp_path)) as ckpt:
         ckpt.save(state(2), 2).result(PATIENCE_S)
     assert "step 1 cannot be copied from tier fast to durable: " in log.text
-    assert "do not match their checksum; they are of w" in log.text
+    assert "do not match their checksum; they belong to w" in log.text
     assert Catalog(open_backend(tmp_path / "durable")).steps() == [2]
 
 
