@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.concurrency.latch import Latch
@@ -12,6 +15,7 @@ from penstock.core.errors import SaveSkippedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 
@@ -279,6 +283,14 @@ class Outcome(Future[T]):
         self.on_result: Callable[[], None] | None = None
         """Called when a caller has waited for a good result, before the result is returned."""
 
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call `fn` with this future at its end; what `fn` raises goes to the log.
+
+        `Future` contains an `Exception` only. `sys.exit()` in a callback would end the thread of
+        the save before it has resolved the later futures, and waits for these would never end.
+        """
+        super().add_done_callback(partial(_contained, fn))
+
     def done(self) -> bool:
         """Whether the future has a result or an error."""
         return self._over.is_open
@@ -320,6 +332,17 @@ class Outcome(Future[T]):
         if not self._over.wait(timeout):
             raise TimeoutError
         return super().exception(0)
+
+
+def _contained(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
+    try:
+        fn(future)
+    except Exception:
+        raise  # `Future` logs it
+    except BaseException as error:
+        if threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C comes there
+        log.error("a callback of a save raised %s", repr(error))  # noqa: TRY400 - its frames live on
 
 
 class SaveHandle:

@@ -249,6 +249,22 @@ def test_what_the_callback_raises_goes_no_further_than_the_log(backend, caplog):
     assert "on_event raised at durable of step 4" in caplog.text
 
 
+@pytest.mark.parametrize("future", ["committed", "durable"])
+def test_a_callback_that_exits_keeps_no_save_from_ending(backend, future, caplog):
+    def leave(_):
+        raise SystemExit
+
+    gate = threading.Event()
+    backend.block("publish", gate, match="commits/")
+    with penstock.Checkpointer(backend) as ckpt:
+        handle = ckpt.save({"w": torch.ones(3)}, step=1)
+        getattr(handle, future).add_done_callback(leave)
+        gate.set()
+        assert handle.result(30).step == 1
+        ckpt.wait(30)
+    assert "a callback of a save raised SystemExit" in caplog.text
+
+
 def test_a_callback_of_a_save_may_close_the_checkpointer(tmp_path):
     ckpt = penstock.Checkpointer(tmp_path)
     closed = []
