@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GUARDS = ROOT / "tools/guards.toml"
 PAGE = ROOT / "docs/design/guards.md"
 CODE = ("core", "providers", "backends", "codecs")
-COPIED = (*CODE, "src", "tests", "pyproject.toml")
+COPIED = (*CODE, "src", "tests", "docs", "pyproject.toml")
 TIMEOUT_S = 200
 WHOLE_TIMEOUT_S = 1800
 # Without waiting for threads that a failing test has left behind.
