@@ -460,10 +460,14 @@ class Checkpointer:
             return  # a forked child: the threads and their resources belong to the parent
         self._saver.pending.check_may_wait()
         self._closing = True  # no save can start from here on, and the pending one may end
-        self._saver.pending.end()
-        if self._drains is not None:
-            self._drains.settle()
-            self._drains.close()
+        try:
+            self._saver.pending.end()
+            if self._drains is not None:
+                self._drains.settle()
+                self._drains.close()
+        except BaseException:
+            self._closing = False  # Ctrl-C: the next `close` has all of it to do
+            raise
         self._closed = True  # not before: callbacks of the pending save may still read the run
         self._workers.close()
         if self._owns_backend:

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.integration.support import Run, place_of, same
-from tests.integration.training import penstock_threads
+from tests.integration.training import penstock_threads, wait_until_in
 
 from penstock import (
     Checkpointer,
@@ -347,3 +348,30 @@ def test_seconds_cover_all_that_save_does(mode):
     assert seconds["blocked"] <= returned_s
     if mode == "blocking":
         assert seconds["blocked"] == seconds["total"]
+
+
+def test_a_close_that_ctrl_c_interrupts_can_be_repeated(tmp_path):
+    gate, before = threading.Event(), penstock_threads()
+    store = FaultyBackend(open_backend(f"posix://{tmp_path}/run"))
+    ckpt = Checkpointer(store, **OPTIONS)
+    held = store.block("publish", gate, match="commits/")
+    ckpt.save({"encoded": torch.arange(1000)}, 1)
+    assert held.reached.wait(30)
+    main = threading.current_thread()
+
+    def press():
+        wait_until_in(("penstock.core.concurrency.latch", "wait"), main)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    thread.join()
+    gate.set()
+    ckpt.close()
+    store.close()
+    until_s = time.monotonic() + 30
+    while penstock_threads() != before:
+        assert time.monotonic() < until_s, penstock_threads()
+        time.sleep(0.01)
