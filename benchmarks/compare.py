@@ -32,6 +32,7 @@ from tables import summarize, terminal_tables
 MEASURE = Path(__file__).with_name("measure.py")
 BUILD = Path(__file__).resolve().parent.parent / "build"
 PACKAGES = ("penstock", "torch", "safetensors", "torchsnapshot", "liburing", "xxhash", "numpy")
+AGAINST = ", against"  # behind the name of a system that another installation measures
 IN_MEMORY = {"tmpfs", "ramfs", "overlay"}
 
 console = Console(width=None if sys.stdout.isatty() else 110)
@@ -54,6 +55,10 @@ def main(
     fio: Annotated[bool, typer.Option(help="Ask fio for what the disk can do.")] = True,
     saves: Annotated[int, typer.Option(help="Background saves in a row.", min=2)] = 4,
     pause_s: Annotated[float, typer.Option(help="Pause for the disk before each clock.")] = 1.0,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Python of another installation of Penstock, which takes turns."),
+    ] = None,
 ) -> None:
     """Compare with torch.save, safetensors, DCP and TorchSnapshot.
 
@@ -65,6 +70,9 @@ def main(
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as scratch:
         work = Path(scratch)
         plan = _plan(only, blocking=blocking, background=background, fio=fio)
+        if against is not None:
+            own = [(kind, name) for kind, name in plan if name.startswith("Penstock")]
+            plan += [(kind, name + AGAINST) for kind, name in own]
         results: list[dict[str, Any]] = []
         load = [os.getloadavg()[0]]
         with _bar() as bar:
@@ -74,7 +82,13 @@ def main(
                 for kind, system in plan[turn:] + plan[:turn]:
                     bar.update(task, description=f"round {number + 1}: {system}")
                     found = _measure(
-                        kind, system, work, size_gb=size_gb, saves=saves, pause_s=pause_s
+                        kind,
+                        system,
+                        work,
+                        size_gb=size_gb,
+                        saves=saves,
+                        pause_s=pause_s,
+                        against=against,
                     )
                     load.append(os.getloadavg()[0])
                     results += [{"round": number, **r} for r in found]
@@ -120,17 +134,25 @@ def _plan(
 
 
 def _measure(
-    kind: str, system: str, work: Path, *, size_gb: float, saves: int, pause_s: float
+    kind: str,
+    system: str,
+    work: Path,
+    *,
+    size_gb: float,
+    saves: int,
+    pause_s: float,
+    against: Path | None,
 ) -> list[dict[str, Any]]:
     if kind == "fio":
         points = run_fio(work, int(size_gb * 1e9), pause_s)
         return [{"system": "fio", **point} for point in points]
     folder, answer = work / "data", work / "answer.json"
     answer.unlink(missing_ok=True)
+    python = against if system.endswith(AGAINST) else sys.executable
     command = [
-        sys.executable,
+        str(python),
         str(MEASURE),
-        f"--system={system}",
+        f"--system={system.removesuffix(AGAINST)}",
         f"--kind={kind}",
         f"--folder={folder}",
         f"--out={answer}",
@@ -145,7 +167,7 @@ def _measure(
         lines = (done.stderr or done.stdout).strip().splitlines()
         return [{"system": system, "kind": kind, "error": lines[-1] if lines else "no answer"}]
     found: list[dict[str, Any]] = json.loads(answer.read_text())
-    return found
+    return [{**result, "system": system} for result in found]
 
 
 def _check_disk(folder: Path, size_gb: float) -> None:

@@ -165,6 +165,7 @@ def test_a_repair_that_is_cut_short_is_finished_by_the_next_process():
         ((repair),) = ckpt.verify(1, repair=True).repairs
         assert (repair.source, "no route to host" in repair.error) == (None, True)
     assert places.steps() == ([1], [])
+    assert [i.name for i in places.fast.list("data/") if i.name.endswith("/drain.json")]
     with places.open() as ckpt:
         ckpt.save(make_state(2), 2).result(60)
         assert ckpt.verify(1).ok
