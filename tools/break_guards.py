@@ -93,8 +93,8 @@ def read_guards() -> list[Guard]:
 def check_places(guards: list[Guard], root: Path) -> None:
     """End with a list of all guards that `guards.toml` does not describe rightly.
 
-    Each has to stand where it says, and what takes its place has to be Python: otherwise a run would
-    end after half an hour with nothing written.
+    Each has to stand where it says, and the source without it has to compile: otherwise a run
+    would end after half an hour with nothing written.
     """
     wrong = []
     for guard in guards:
