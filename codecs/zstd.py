@@ -89,16 +89,29 @@ class ZstdCodec(Codec):
         source, target = flat_view(frame), flat_view(out)
         decompressor = self._local.decompressor or zstandard.ZstdDecompressor()
         self._local.decompressor = None  # not used again after a failure half-way through a frame
-        try:
-            _check_frame(source, target.nbytes)
-            _decode(decompressor, source, target)
-        except zstandard.ZstdError as error:
-            # Not damage: a restore would fall back to an older checkpoint, past a whole one.
-            if _NO_MEMORY in str(error):
-                raise MemoryError(str(error)) from error
-            msg = f"zstd: a frame of {source.nbytes} bytes is not valid: {error}"
-            raise CodecError(msg) from error
+        decode_frame(decompressor, source, target)
         self._local.decompressor = decompressor
+
+
+def decode_frame(
+    decompressor: zstandard.ZstdDecompressor, source: memoryview, target: memoryview, /
+) -> None:
+    """Fill `target` from `source`, which is one frame that says how much it holds.
+
+    Raises:
+        CodecError: `source` is not such a frame, or holds another length. Do not use
+            `decompressor` again.
+        MemoryError: zstd got no memory, which says nothing about the frame.
+    """
+    try:
+        _check_frame(source, target.nbytes)
+        _decode(decompressor, source, target)
+    except zstandard.ZstdError as error:
+        # Not damage: a restore would fall back to an older checkpoint, past a whole one.
+        if _NO_MEMORY in str(error):
+            raise MemoryError(str(error)) from error
+        msg = f"zstd: a frame of {source.nbytes} bytes is not valid: {error}"
+        raise CodecError(msg) from error
 
 
 def _encode(compressor: zstandard.ZstdCompressor, source: memoryview, target: memoryview) -> int:

@@ -7,6 +7,7 @@ import pytest
 from pydantic import model_serializer
 from tests.codecs.zstd_frames import first_frame_bytes
 
+from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.errors import CodecError
@@ -16,6 +17,7 @@ CODECS = {
     "zstd": lambda: ZstdCodec(ZstdConfig()),
     "zstd-fast": lambda: ZstdCodec(ZstdConfig(level=-50)),
     "zstd-small": lambda: ZstdCodec(ZstdConfig(level=13)),
+    "floatsplit": lambda: FloatsplitCodec(FloatsplitConfig()),
     "lz4": lambda: Lz4Codec(Lz4Config()),
     "lz4-accelerated": lambda: Lz4Codec(Lz4Config(acceleration=32)),
     "lz4-small": lambda: Lz4Codec(Lz4Config(level=9)),

@@ -1,0 +1,156 @@
+"""Trains a small GPT on the standard library's sources, and keeps snapshots of its training state.
+
+Codecs are judged by these: random numbers have neither the exponents nor the redundancy of what
+training leaves behind.
+
+    .venv/bin/python benchmarks/make_state.py /tmp/snapshots     # some 20 minutes on two cores
+
+Each snapshot is `step<N>.pt`: a dict of the parameters' names, each with `w` (the fp32 master
+weight), `m` and `v` (AdamW's moments), all fp32. The bf16 weights that training multiplied with are
+`w.bfloat16()`, bit for bit. The learning rate is at its peak up to step 150 and falls to a fiftieth
+until 195, so 100 -> 101 shows early steps, and 200 -> 201 late ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import sysconfig
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+from torch.nn import functional
+
+SNAPSHOTS = (100, 101, 110, 150, 200, 201)
+LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 6, 448, 7, 8192, 256, 8
+PEAK, LAST, WARM_UP, DECAY_FROM, DECAY_TO = 1e-3, 2e-5, 20, 150, 195
+
+_WORD = re.compile(r"[A-Za-z_]\w*|\d|\s+|[^\w\s]")
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a norm and around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """A decoder of 18 M parameters whose output layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                scale = (
+                    1 / math.sqrt(2 * LAYERS) if name.endswith(("out.weight", "down.weight")) else 1
+                )
+                nn.init.normal_(parameter, std=0.02 * scale)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.tokens.weight.T
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where the snapshots go: 1.3 GB.")],
+    *,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+) -> None:
+    """Train for 201 steps, and write the snapshots."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    data = tokens_of_the_standard_library()
+    model = Gpt()
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{count / 1e6:.2f} M parameters, {len(data) / 1e6:.1f} M tokens")
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95))
+    began = time.monotonic()
+    for step in range(1, SNAPSHOTS[-1] + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,))
+        batch = torch.stack([data[s : s + CONTEXT + 1] for s in starts.tolist()])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 10 == 0 or step in SNAPSHOTS:
+            print(
+                f"step {step}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True
+            )
+        if step in SNAPSHOTS:
+            torch.save(snapshot(model, optimizer), folder / f"step{step}.pt")
+
+
+def learning_rate(step: int) -> float:
+    """Warm up, stay at the peak, fall linearly."""
+    if step <= DECAY_FROM:
+        return PEAK * min(1, step / WARM_UP)
+    share = min(1, (step - DECAY_FROM) / (DECAY_TO - DECAY_FROM))
+    return PEAK + share * (LAST - PEAK)
+
+
+def snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Copy weights and moments."""
+    return {
+        name: {
+            "w": parameter.detach().clone(),
+            "m": optimizer.state[parameter]["exp_avg"].clone(),
+            "v": optimizer.state[parameter]["exp_avg_sq"].clone(),
+        }
+        for name, parameter in model.named_parameters()
+    }
+
+
+def tokens_of_the_standard_library() -> torch.Tensor:
+    """Tokenize all sources: the most frequent words have a number, others are spelled in bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "__pycache__", "test", "idlelib"}
+    files = sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
+    words = [word for path in files for word in _WORD.findall(path.read_text(errors="replace"))]
+    counts = collections.Counter(words)
+    known = {word: 256 + n for n, (word, _) in enumerate(counts.most_common(VOCABULARY - 256))}
+    numbers: list[int] = []
+    for word in words:
+        if word in known:
+            numbers.append(known[word])
+        else:
+            numbers.extend(word.encode())
+    return torch.tensor(numbers)
+
+
+if __name__ == "__main__":
+    typer.run(main)
