@@ -30,7 +30,7 @@ from penstock.codecs.floatsplit.entropy import (
     entropy_bits,
     method_for,
 )
-from penstock.codecs.floatsplit.planes import Kind, join_top, split_top
+from penstock.codecs.floatsplit.planes import Halves, join_top, split_top
 from penstock.codecs.floatsplit.prediction import Prediction, estimate, matrix_width
 from penstock.core.abc import DECLINED, Codec, CodecContext, Declined, PluginConfig
 from penstock.core.errors import CodecError
@@ -104,7 +104,7 @@ class _Split:
         return list(zip([0, *stops], stops, strict=False))
 
 
-class _Scratch(threading.local):
+class _BlockMemory(threading.local):
     """Memory of one thread, for one block."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class _Scratch(threading.local):
         self.eighth = np.empty(n // 8, np.uint8)
 
 
-_scratch = _Scratch()
+_scratch = _BlockMemory()
 
 
 class FloatsplitCodec(Codec):
@@ -176,11 +176,11 @@ class FloatsplitCodec(Codec):
         _read(source, at, target.view(f"<u{split.itemsize}"), split)
 
 
-def _kinds(*, floats: bool, unsigned: bool) -> tuple[Kind, ...]:
+def _kinds(*, floats: bool, unsigned: bool) -> tuple[Halves, ...]:
     """Return how blocks may be split, the preferred way first."""
     if not floats:
-        return (Kind.INTEGER,)
-    return (Kind.UNSIGNED, Kind.SIGNED) if unsigned else (Kind.SIGNED,)
+        return (Halves.INTEGER,)
+    return (Halves.UNSIGNED, Halves.SIGNED) if unsigned else (Halves.SIGNED,)
 
 
 def _decide(
@@ -239,7 +239,9 @@ def _top_bits(top: Words, *, floats: bool) -> list[float]:
     """Return the entropies of the two planes of `top`."""
     first, second = np.empty((2, len(top)), np.uint8)
     scratch = np.empty((2, len(top)), np.uint16)
-    split_top(top, Kind.SIGNED if floats else Kind.INTEGER, first, second, (scratch[0], scratch[1]))
+    split_top(
+        top, Halves.SIGNED if floats else Halves.INTEGER, first, second, (scratch[0], scratch[1])
+    )
     return [entropy_bits(first), entropy_bits(second)]
 
 
@@ -248,7 +250,7 @@ def _write(
     out: Bytes,
     split: _Split,
     bits: list[float],
-    kinds: tuple[Kind, ...],
+    kinds: tuple[Halves, ...],
 ) -> int:
     """Write the frame into `out`, and return its length."""
     prediction = split.prediction
@@ -271,7 +273,7 @@ def _write(
         kind, planes = _split_block(words[start:stop], start, split, kinds)
         kinds_used[number] = kind
         for which, plane in enumerate(planes):
-            method = method_for(bits[which], seven=which == 1 and kind is Kind.UNSIGNED)
+            method = method_for(bits[which], seven=which == 1 and kind is Halves.UNSIGNED)
             raw = plane.view(np.uint8)
             method, length = encode_plane(raw, method, out[at:], _scratch.eighth)
             entries[number, which] = method << _LENGTH_BITS | length
@@ -282,12 +284,12 @@ def _write(
 
 
 def _split_block(
-    block: NDArray[np.unsignedinteger], start: int, split: _Split, kinds: tuple[Kind, ...]
-) -> tuple[Kind, list[NDArray[np.unsignedinteger]]]:
+    block: NDArray[np.unsignedinteger], start: int, split: _Split, kinds: tuple[Halves, ...]
+) -> tuple[Halves, list[NDArray[np.unsignedinteger]]]:
     """Split a block that begins with element `start` into planes in scratch memory."""
     n, size, scratch = len(block), split.itemsize, _scratch
     if size == 1:
-        return Kind.INTEGER, [block]
+        return Halves.INTEGER, [block]
     word = scratch.word.view(block.dtype)[:n]
     top = block
     if size > 2:  # noqa: PLR2004 - the top two bytes
@@ -295,7 +297,7 @@ def _split_block(
         top = scratch.top[:n]
         np.copyto(top, word, casting="unsafe")
     kind = kinds[0]
-    if kind is Kind.UNSIGNED and int(top.max()) >> 15:
+    if kind is Halves.UNSIGNED and int(top.max()) >> 15:
         kind = kinds[1]  # the sample saw none of the signs
     if split.prediction is not None:
         terms = split.prediction.terms(start, start + n, scratch.one)
@@ -378,7 +380,7 @@ def _read(frame: Bytes, at: int, words: NDArray[np.unsignedinteger], split: _Spl
             decode_plane(frame[at : at + length], how, plane.view(np.uint8), _scratch.eighth)
             at += length
         try:
-            kind = Kind(kinds[number])
+            kind = Halves(kinds[number])
         except ValueError:
             msg = f"floatsplit: a block is of the unknown kind {kinds[number]}"
             raise CodecError(msg) from None
@@ -403,7 +405,7 @@ def _planes(
 
 def _join_block(
     planes: list[NDArray[np.unsignedinteger]],
-    kind: Kind,
+    kind: Halves,
     start: int,
     block: NDArray[np.unsignedinteger],
     split: _Split,
@@ -414,7 +416,7 @@ def _join_block(
     join_top(planes[0], planes[1], kind, top, scratch.one[:n])
     if split.prediction is not None:
         np.add(top, split.prediction.terms(start, start + n, scratch.two), out=top)
-        if kind is Kind.UNSIGNED:
+        if kind is Halves.UNSIGNED:
             np.bitwise_and(top, 0x7FFF, out=top)
     if size == 2:  # noqa: PLR2004 - there is nothing below
         return

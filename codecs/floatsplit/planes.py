@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Words = NDArray[np.uint16]
 
 
-class Kind(IntEnum):
+class Halves(IntEnum):
     """How the top bits of the elements of a block are split."""
 
     SIGNED = 0
@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 
 def split_top(
-    top: Words, kind: Kind, first: Bytes, second: Bytes, scratch: tuple[Words, Words]
+    top: Words, kind: Halves, first: Bytes, second: Bytes, scratch: tuple[Words, Words]
 ) -> None:
     """Write the two planes of `top`.
 
@@ -47,14 +47,14 @@ def split_top(
         scratch: Two arrays as long as `top`.
     """
     one, two = scratch
-    if kind is Kind.INTEGER:
+    if kind is Halves.INTEGER:
         np.right_shift(top, 8, out=one)
         np.copyto(first, one, casting="unsafe")
         np.copyto(second, top, casting="unsafe")
         return
     np.right_shift(top, 7, out=one)
     np.copyto(first, one, casting="unsafe")
-    if kind is Kind.UNSIGNED:
+    if kind is Halves.UNSIGNED:
         np.copyto(second, top, casting="unsafe")
         np.bitwise_and(second, 0x7F, out=second)
         return
@@ -64,17 +64,17 @@ def split_top(
     np.copyto(second, one, casting="unsafe")
 
 
-def join_top(first: Bytes, second: Bytes, kind: Kind, top: Words, scratch: Words) -> None:
+def join_top(first: Bytes, second: Bytes, kind: Halves, top: Words, scratch: Words) -> None:
     """Write into `top` what `split_top` took apart."""
     np.copyto(top, first)
-    if kind is Kind.INTEGER:
+    if kind is Halves.INTEGER:
         np.left_shift(top, 8, out=top)
         np.copyto(scratch, second)
         np.bitwise_or(top, scratch, out=top)
         return
     np.left_shift(top, 7, out=top)
     np.copyto(scratch, second)
-    if kind is Kind.SIGNED:
+    if kind is Halves.SIGNED:
         # Bit 0 becomes bit 15, the others move down: a rotation by one.
         np.right_shift(scratch, 1, out=scratch)
         np.bitwise_or(top, scratch, out=top)
