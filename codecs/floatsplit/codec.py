@@ -90,12 +90,11 @@ class _Split:
     prediction: Prediction | None
     block: int
 
-    def low_widths(self) -> tuple[int, ...]:
-        """Return the bytes of an element in each plane below the top two."""
-        rest = self.itemsize - 2
+    def widths(self) -> tuple[int, ...]:
+        """Return the bytes of an element in each plane."""
         if self.apart:
-            return (1,) * rest
-        return {0: (), 2: (2,), 6: (2, 4)}.get(rest, ())
+            return (1,) * self.itemsize
+        return {1: (1,), 2: (1, 1), 4: (1, 1, 2), 8: (1, 1, 2, 4)}[self.itemsize]
 
     def bounds(self, elements: int) -> list[tuple[int, int]]:
         """Return the blocks of a chunk as `(start, stop)`; predicted ones end with a row."""
@@ -224,7 +223,7 @@ def _decide(
     if sum(head) + sum(low) > 8 * size * (1 - _LEAST_GAIN):
         return None
     split = _Split(size, apart, prediction, block)
-    return split, head + (low if apart else [8.0] * len(split.low_widths())), unsigned
+    return split, head + (low if apart else [8.0] * (len(split.widths()) - 2)), unsigned
 
 
 def _sampled(elements: int) -> NDArray[np.intp]:
@@ -303,19 +302,14 @@ def _split_block(
         terms = split.prediction.terms(start, start + n, scratch.one)
         np.subtract(top, terms, out=scratch.top[:n])
         top = scratch.top[:n]
-    first, second = scratch.first[:n], scratch.second[:n]
-    split_top(top, kind, first, second, (scratch.one[:n], scratch.two[:n]))
-    planes: list[NDArray[np.unsignedinteger]] = [first, second]
-    room = scratch.low
+    planes = _planes(split, block)
+    split_top(top, kind, planes[0], planes[1], (scratch.one[:n], scratch.two[:n]))
     shift = 8 * size - 16
-    for width in split.low_widths():
-        shift -= 8 * width
-        plane = room[: n * width].view(f"<u{width}")
-        room = room[n * width :]
+    for plane in planes[2:]:
+        shift -= 8 * plane.itemsize
         if shift:
             np.right_shift(block, shift, out=word)
         np.copyto(plane, word if shift else block, casting="unsafe")
-        planes.append(plane)
     return kind, planes
 
 
@@ -355,9 +349,8 @@ def _read_head(frame: Bytes, raw_length: int) -> tuple[_Split, int]:
 def _read(frame: Bytes, at: int, words: NDArray[np.unsignedinteger], split: _Split) -> None:
     """Fill `words` from the blocks of `frame`, whose table begins at `at`."""
     bounds = split.bounds(len(words))
-    widths = (1,) if split.itemsize == 1 else (1, 1, *split.low_widths())
     count = len(bounds)
-    end = at + count * (1 + 4 * len(widths))
+    end = at + count * (1 + 4 * len(split.widths()))
     if end > frame.size:
         msg = f"floatsplit: a frame of {frame.size} bytes is cut off"
         raise CodecError(msg)
@@ -370,7 +363,7 @@ def _read(frame: Bytes, at: int, words: NDArray[np.unsignedinteger], split: _Spl
         msg = f"floatsplit: a frame of {frame.size} bytes has more or less than its planes"
         raise CodecError(msg)
     for number, (start, stop) in enumerate(bounds):
-        planes = _planes(stop - start, widths, words[start:stop])
+        planes = _planes(split, words[start:stop])
         for plane, length, method in zip(planes, lengths[number], methods[number], strict=True):
             try:
                 how = Method(method)
@@ -388,17 +381,15 @@ def _read(frame: Bytes, at: int, words: NDArray[np.unsignedinteger], split: _Spl
             _join_block(planes, kind, start, words[start:stop], split)
 
 
-def _planes(
-    n: int, widths: tuple[int, ...], block: NDArray[np.unsignedinteger]
-) -> list[NDArray[np.unsignedinteger]]:
-    """Return memory for the planes of a block of `n` elements; of one byte, the block itself."""
-    if len(widths) == 1:
+def _planes(split: _Split, block: NDArray[np.unsignedinteger]) -> list[NDArray[np.unsignedinteger]]:
+    """Return scratch memory for the planes of `block`; of one-byte elements, the block itself."""
+    if split.itemsize == 1:
         return [block]
+    n = len(block)
     planes: list[NDArray[np.unsignedinteger]] = [_scratch.first[:n], _scratch.second[:n]]
-    room = _scratch.low
     at = 0
-    for width in widths[2:]:
-        planes.append(room[at : at + n * width].view(f"<u{width}"))
+    for width in split.widths()[2:]:
+        planes.append(_scratch.low[at : at + n * width].view(f"<u{width}"))
         at += n * width
     return planes
 
