@@ -20,6 +20,7 @@ from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum_blocks
+from penstock.core.plan.save import RawLayout
 from penstock.core.types import PAGE_BYTES, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class FrameWriter:
         self._raw_name = f"{blob_prefix}.raw"
         self._enc_name = f"{blob_prefix}.enc"
         self._raw: BlobWriter | None = None
+        self._layout = RawLayout()
         self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
         self._slots = threading.local()
@@ -176,7 +178,7 @@ class FrameWriter:
         blobs = []
         seals: list[Future[None]] = []
         if self._raw is not None:
-            raw, length = self._raw, self._plan.raw_blob_bytes
+            raw, length = self._raw, self._layout.end
             seals.append(self._workers.submit(lambda: _seal(raw, self._raw_name, length)))
             blobs.append((self._raw_name, length))
         try:
@@ -208,12 +210,9 @@ class FrameWriter:
         # Before anything is submitted, so that `abort` waits for all that is in flight.
         self._batches.append(batch)
         if self._raw is None:
-            self._raw = self._backend.create(self._raw_name, size_hint=self._plan.raw_blob_bytes)
-        requests = []
-        for item in captured:
-            offset = self._plan.chunks[item.index].offset
-            assert offset is not None
-            requests.append(WriteRequest(offset, (item.view,)))
+            self._raw = self._backend.create(self._raw_name, size_hint=self._raw_bytes())
+        places = [(item, self._layout.place(self._plan.chunks[item.index])) for item in captured]
+        requests = [WriteRequest(offset, (item.view,)) for item, offset in places]
         total = sum(r.length for r in requests)
 
         def done(future: Future[None]) -> None:
@@ -225,9 +224,9 @@ class FrameWriter:
         self.write_clock.start()
         batch.futures.append(write)
         write.add_done_callback(done)
-        share = -(-len(captured) // self._workers.count)
-        for at in range(0, len(captured), share):
-            batch.futures.append(self._workers.submit(self._hasher(captured[at : at + share])))
+        share = -(-len(places) // self._workers.count)
+        for at in range(0, len(places), share):
+            batch.futures.append(self._workers.submit(self._hasher(places[at : at + share])))
 
     def _start_encoded(self, captured: deque[Captured]) -> None:
         """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
@@ -246,12 +245,18 @@ class FrameWriter:
             batch.futures.append(self._workers.submit(self._encoder(captured[0])))
             captured.popleft()
 
-    def _hasher(self, captured: list[Captured]) -> Callable[[], None]:
+    def _raw_bytes(self) -> int:
+        """Return the length of the `.raw` blob if all raw chunks are written."""
+        layout = RawLayout()
+        for chunk in self._plan.chunks:
+            if self._chains[chunk.chain] is None:
+                layout.place(chunk)
+        return layout.end
+
+    def _hasher(self, places: list[tuple[Captured, int]]) -> Callable[[], None]:
         def task() -> None:
             with self.encode_clock:
-                for item in captured:
-                    offset = self._plan.chunks[item.index].offset
-                    assert offset is not None
+                for item, offset in places:
                     length = item.view.nbytes
                     ranges = frame_blocks(offset, length, self._block_bytes)
                     sums = checksum_blocks(item.view, ranges)

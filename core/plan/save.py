@@ -1,11 +1,11 @@
-"""Plans a save: objects -> chunks and slabs -> places in blobs. Sans-IO.
+"""Plans a save: objects -> chunks and slabs -> places in the `.raw` blob. Sans-IO.
 
 The way back is `plan/restore`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,7 @@ from penstock.core.limits import MAX_CHUNK_BYTES
 from penstock.core.types import PAGE_BYTES, align_down, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.types import ObjectPath, Role
@@ -71,7 +71,6 @@ class Chunk:
         length: Raw bytes, padding between pieces included.
         phase: Address modulo 4096 of the first byte in memory, and of a raw chunk in its blob.
         chain: Number of the codec chain; 0 is raw.
-        offset: Offset in the `.raw` blob; None for an encoded chunk.
         capture: When the chunk is captured; all objects of a slab agree.
         slab: Whether the chunk is gathered from several small objects.
         dtype: The dtype of all elements, where an encoded slab has only one.
@@ -82,7 +81,6 @@ class Chunk:
     length: int
     phase: int
     chain: int
-    offset: int | None
     capture: Capture
     slab: bool
     dtype: str = "uint8"
@@ -95,14 +93,13 @@ class SavePlan:
 
     Attributes:
         objects: All objects whose bytes are saved, in the order in which they were described.
-        chunks: In order of capture (frozen and now, then deferred); offsets ascend in that order.
-        raw_blob_bytes: End of the last raw frame, gaps included.
+        chunks: In order of capture (frozen and now, then deferred), which is the order of raw
+            frames in their blob.
         raw_bytes: Bytes of all objects, without padding.
     """
 
     objects: Sequence[PlannedObject]
     chunks: tuple[Chunk, ...]
-    raw_blob_bytes: int
     raw_bytes: int
 
     def bytes_of(self, capture: Capture) -> int:
@@ -118,10 +115,7 @@ def plan_save(
     slab_limit_bytes: int = 1 << 20,
     encoded_slab_bytes: int = 1 << 20,
 ) -> SavePlan:
-    """Cut objects into chunks and slabs, and give every raw chunk its place in the `.raw` blob.
-
-    Every frame has whole pages of the blob to itself, so no two writes ever touch one alignment
-    unit. The same objects and sizes give the same plan.
+    """Cut objects into chunks and slabs; the same objects and sizes give the same plan.
 
     Args:
         objects: The objects of this rank, in the order in which they were described.
@@ -146,8 +140,29 @@ def plan_save(
             drafts += _cut(number, planned, chunk_bytes)
     drafts += gatherer.finish()
     drafts.sort(key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item))
-    chunks, end = _lay_out(drafts)
-    return SavePlan(objects, chunks, end, raw_bytes)
+    return SavePlan(objects, tuple(drafts), raw_bytes)
+
+
+class RawLayout:
+    """Gives raw chunks their places in the `.raw` blob, in the order in which they are written.
+
+    Every frame has whole pages of the blob to itself, so no two writes ever touch one alignment
+    unit. Places are not part of the plan: which chunks are written is known only when their bytes
+    are.
+
+    Attributes:
+        end: End of the last frame, gaps included: the length of the blob.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def place(self, chunk: Chunk) -> int:
+        """Return the offset of the next chunk."""
+        # A chunk that continues its object at a page boundary lands right behind the one before.
+        offset = align_up(self.end, PAGE_BYTES) + chunk.phase
+        self.end = offset + chunk.length
+        return offset
 
 
 class _SlabKey(NamedTuple):
@@ -209,7 +224,6 @@ class _SlabGatherer:
                 end,
                 0,
                 key.chain,
-                None,
                 key.capture,
                 slab=True,
                 dtype=key.dtype,
@@ -233,19 +247,5 @@ def _cut(number: int, planned: PlannedObject, chunk_bytes: int) -> Iterator[Chun
     while start < source.nbytes:
         stop = min(source.nbytes, start + step - phase)
         piece = Piece(number, start, stop, 0)
-        yield Chunk((piece,), stop - start, phase, chain, None, planned.capture, slab=False)
+        yield Chunk((piece,), stop - start, phase, chain, planned.capture, slab=False)
         start, phase = stop, 0
-
-
-def _lay_out(drafts: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], int]:
-    chunks: list[Chunk] = []
-    end = 0
-    for draft in drafts:
-        if draft.chain:
-            chunks.append(draft)
-            continue
-        # A chunk that continues its object at a page boundary lands right behind the one before.
-        offset = align_up(end, PAGE_BYTES) + draft.phase
-        end = offset + draft.length
-        chunks.append(replace(draft, offset=offset))
-    return tuple(chunks), end

@@ -323,7 +323,7 @@ class CaptureRun:
         with noting_origin(partial(_shown, entry)):
             if not source.address or not source.steady():
                 return None
-        if chunk.offset is not None and (source.address + piece.start) % PAGE_BYTES != chunk.phase:
+        if not chunk.chain and (source.address + piece.start) % PAGE_BYTES != chunk.phase:
             return None
         view = source.view()
         return None if view is None else view[piece.start : piece.stop]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.core.planned import NoBytes
+from tests.core.planned import NoBytes, raw_places
 
 from penstock.core.abc import Node, StateObject
 from penstock.core.format.blocks import block_count
@@ -56,16 +56,16 @@ def plan_of(entries, *, chains=None, chunk_bytes=2 * PAGE_BYTES):
 
 def results_of(plan, block_bytes):
     results, end = [], 0
-    for number, chunk in enumerate(plan.chunks):
+    for number, (chunk, offset) in enumerate(zip(plan.chunks, raw_places(plan)[0], strict=True)):
         if chunk.chain:
             length = chunk.length // 2 + 1
             lengths = (chunk.length + 7,) * (len(CHAINS[chunk.chain]) - 1)
             results.append(ChunkResult(end, length, (2**64 - 1 - number,), number, lengths))
             end += length
         else:
-            count = block_count(chunk.offset, chunk.length, block_bytes)
+            count = block_count(offset, chunk.length, block_bytes)
             sums = tuple((number * 7919 + n) * 0x9E3779B97F4A7C15 % 2**64 for n in range(count))
-            results.append(ChunkResult(chunk.offset, chunk.length, sums))
+            results.append(ChunkResult(offset, chunk.length, sums))
     return results, end
 
 
@@ -90,7 +90,7 @@ class Manifest:
             step=100,
             block_bytes=block_bytes,
             blobs=[
-                BlobRecord(blob_name(UID, 0, 0, "raw"), self.plan.raw_blob_bytes),
+                BlobRecord(blob_name(UID, 0, 0, "raw"), raw_places(self.plan)[1]),
                 BlobRecord(blob_name(UID, 0, 0, "enc"), encoded_bytes),
             ],
             chains=CHAINS,

@@ -1,7 +1,7 @@
 """Objects for the tests of plans: as described, with bytes that only have a length and a place."""
 
 from penstock.core.abc import ByteSource, StateObject
-from penstock.core.plan.save import Capture, PlannedObject
+from penstock.core.plan.save import Capture, PlannedObject, RawLayout
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
 
 
@@ -38,3 +38,9 @@ def planned(
     region = Region.whole(spec.shape)
     entry = StateObject(path, Kind.TENSOR, spec, region, role, "tensor", source)
     return PlannedObject(entry, capture, chain, source.version())
+
+
+def raw_places(plan):
+    """The offset of each chunk if all raw ones are written (None: encoded), and the blob's end."""
+    layout = RawLayout()
+    return [None if c.chain else layout.place(c) for c in plan.chunks], layout.end

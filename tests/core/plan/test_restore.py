@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.planned import NoBytes, planned
+from tests.core.planned import NoBytes, planned, raw_places
 
 from penstock.core.errors import FormatError
 from penstock.core.format.blocks import frame_blocks
@@ -35,7 +35,8 @@ def store(sizes, chunk_bytes, chains):
     """Plan and "store" objects; frames of chain 1 hold the complement of their chunk."""
     items = [planned(NoBytes(n), chain=chain) for n, chain in zip(sizes, chains, strict=True)]
     plan = plan_save(items, chunk_bytes=chunk_bytes, slab_limit_bytes=700, encoded_slab_bytes=900)
-    blobs = {0: bytearray(plan.raw_blob_bytes), 1: bytearray()}
+    places, end = raw_places(plan)
+    blobs = {0: bytearray(end), 1: bytearray()}
     frames, refs = [], [[] for _ in sizes]
     for number, chunk in enumerate(plan.chunks):
         data = bytearray(chunk.length)
@@ -43,7 +44,7 @@ def store(sizes, chunk_bytes, chains):
             whole = contents(piece.item, sizes[piece.item])
             data[piece.at : piece.at + piece.stop - piece.start] = whole[piece.start : piece.stop]
             refs[piece.item].append(ChunkRef(number, piece.at, piece.start, piece.stop))
-        offset = len(blobs[1]) if chunk.chain else chunk.offset
+        offset = len(blobs[1]) if chunk.chain else places[number]
         if chunk.chain:
             blobs[1] += bytes(255 - b for b in data)
         else:

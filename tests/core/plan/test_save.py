@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.planned import NoBytes, planned
+from tests.core.planned import NoBytes, planned, raw_places
 
 from penstock.core.errors import ConfigError
 from penstock.core.format.blocks import (
@@ -60,15 +60,15 @@ saves = {
 @given(**saves)
 def test_no_two_frames_touch_one_page_and_offsets_ascend(items, chunk_bytes, **sizes):
     plan = plan_save(items, chunk_bytes=chunk_bytes, **sizes)
+    places, blob_bytes = raw_places(plan)
     end = 0
-    for chunk in plan.chunks:
+    for chunk, offset in zip(plan.chunks, places, strict=True):
         if chunk.chain:
-            assert chunk.offset is None
             continue
-        assert chunk.offset // PAGE_BYTES >= -(-end // PAGE_BYTES)
-        assert chunk.offset % PAGE_BYTES == chunk.phase
-        end = chunk.offset + chunk.length
-    assert plan.raw_blob_bytes == end
+        assert offset // PAGE_BYTES >= -(-end // PAGE_BYTES)
+        assert offset % PAGE_BYTES == chunk.phase
+        end = offset + chunk.length
+    assert blob_bytes == end
 
 
 @given(**saves)
@@ -133,13 +133,15 @@ def test_a_large_object_keeps_its_phase_and_is_cut_at_pages_of_its_memory(phase,
     plan = plan_save(
         [item(nbytes, phase=phase)], chunk_bytes=pages * PAGE_BYTES, slab_limit_bytes=0
     )
-    first, *rest = plan.chunks
-    assert first.phase == phase
-    for before, chunk in zip(plan.chunks, rest, strict=False):
-        assert chunk.phase == 0
-        assert (phase + chunk.pieces[0].start) % PAGE_BYTES == 0
-        assert chunk.offset == before.offset + before.length
-    assert plan.raw_blob_bytes == phase + nbytes
+    places, blob_bytes = raw_places(plan)
+    assert plan.chunks[0].phase == phase
+    end = phase
+    for chunk, offset in zip(plan.chunks, places, strict=True):
+        assert chunk.phase == (phase + chunk.pieces[0].start) % PAGE_BYTES
+        assert chunk.phase == 0 or chunk is plan.chunks[0]
+        assert offset == end
+        end = offset + chunk.length
+    assert blob_bytes == end == phase + nbytes
 
 
 def test_an_object_whose_address_is_not_aligned_to_its_elements_gets_phase_zero():
@@ -155,7 +157,6 @@ def test_chunk_size_is_rounded_down_to_pages():
 def test_an_object_without_bytes_has_no_chunk():
     plan = plan_save([item(0), item(0, chain=1)], chunk_bytes=4096)
     assert plan.chunks == ()
-    assert plan.raw_blob_bytes == 0
 
 
 def test_an_object_at_the_slab_limit_is_not_gathered():
