@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.commit_table import Action, Event
+from penstock.core.catalog.survey import missing_borrowed
 from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.errors import (
     BlobExistsError,
@@ -25,9 +26,10 @@ from penstock.core.foreign import said
 from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
 from penstock.core.format.records import IntentRecord, commit_name, intent_name
 from penstock.core.limits import RECORD_LIMIT_BYTES
+from penstock.core.suggest import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from penstock.core.abc import Backend
     from penstock.core.catalog.commit_table import Commit
@@ -72,20 +74,32 @@ class Publisher:
         self._step = step
         self._grace_s = grace_s
         self._process = process
+        self._references: tuple[str, ...] = ()
         self._clock = clock
         self._started = clock.now_iso()
         self._refreshed_s = clock.boot_s()
 
-    def publish_intent(self, *, exclusive: bool = False) -> None:
-        """Publish the intent, which protects the data of this save from `prune`.
+    def publish_intent(
+        self, *, references: Collection[str] | None = None, exclusive: bool = False
+    ) -> None:
+        """Publish the intent, which protects the data of this save, and what it borrows.
+
+        The data of `references` is safe from deletions only if a commit record that names or
+        borrows from them is still there *afterwards*: look at it before the first byte is written.
+
+        Args:
+            references: The other uids whose blobs the save will use; None keeps those of before.
+            exclusive: Whether to fail if the uid has an intent.
 
         Raises:
             BlobExistsError: `exclusive` is given, and the uid has an intent already.
         """
+        if references is not None:
+            self._references = tuple(sorted(references))
         record = IntentRecord(
             uid=self._uid,
             step=self._step,
-            references=(),
+            references=self._references,
             host=socket.gethostname(),
             pid=os.getpid(),
             started=self._started,
@@ -122,7 +136,8 @@ class Publisher:
 
         Raises:
             LostRaceError: Another saver owns this step and generation.
-            CommitUnknownError: The checkpoint may or may not exist, or its data has vanished.
+            CommitUnknownError: The checkpoint may or may not exist, or its data, or a blob that it
+                borrows, has vanished.
             SaveAbortedError: The intent was not refreshed for too long, or is gone.
             SaveError: No reader would accept the record; nothing was published.
         """
@@ -154,7 +169,7 @@ class Publisher:
             action = self._commit.feed(found)
         if action is Action.DONE:
             log.debug("step %d: published %s", record.step, name)
-            self._check_data(name)
+            self._check_data(name, record)
             return  # the intent stays with the data: prune may be reading both at this moment
         if action in {Action.FAIL_LOST_RACE, Action.FAIL_LOST_MAY_DELETE}:
             msg = (
@@ -218,23 +233,30 @@ class Publisher:
         msg = f"step {self._step}: not published, since {why} and its data may have been pruned"
         raise SaveAbortedError(msg)
 
-    def _check_data(self, name: str) -> None:
+    def _check_data(self, name: str, record: CommitRecord) -> None:
         """Check that the data is still beside the commit record that was just published.
 
         If the root was removed during the save, the publish created its folder again, with the
-        record alone: a checkpoint without data would be reported as durable.
+        record alone: a checkpoint without data would be reported as durable. Borrowed blobs are of
+        another save: a user may have removed them by hand, or with an older release that did not
+        know that they are needed.
 
         Raises:
-            CommitUnknownError: The intent is gone, and so is the data beside it.
+            CommitUnknownError: The intent is gone, and so is the data beside it; or a borrowed
+                blob is gone, or has another length.
         """
         try:
-            if self._exists(intent_name(self._uid)):
+            lost = "" if self._exists(intent_name(self._uid)) else "its data"
+            missing = missing_borrowed(self._backend, record)
+            if missing and not lost:
+                lost = f"what it borrows of other saves ({listed(missing)})"
+            if not lost:
                 return
         except StorageError as error:
             log.warning("%s is published; whether its data is there: %s", name, str(error))
             return
         msg = (
-            f"step {self._step}: {name} was published, but its data is not on {self._backend.url} "
+            f"step {self._step}: {name} was published, but {lost} is not on {self._backend.url} "
             "any more. Was the folder removed or replaced, or the step deleted, while it was "
             "saved? Look at steps(), and save again."
         )

@@ -130,6 +130,18 @@ def has_files(record: CommitRecord, sizes: Mapping[str, int]) -> bool:
     return stored == record.bytes_stored and all(sizes.get(e.name) == e.length for e in named)
 
 
+def missing_borrowed(backend: Backend, record: CommitRecord) -> list[str]:
+    """Return the names of the borrowed blobs that one place lacks, or has with another length.
+
+    Raises:
+        StorageError: The place does not answer.
+    """
+    sizes: dict[str, int] = {}
+    for uid in record.references:
+        sizes |= sizes_below(backend, uid)
+    return [blob.name for blob in record.borrowed if sizes.get(blob.name) != blob.length]
+
+
 def has(backend: Backend, record: CommitRecord) -> bool:
     """Return the same as `is_whole`, but raise where the record exists and is unreadable.
 

@@ -6,14 +6,16 @@ import json
 import re
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.records import (
     FORMAT_VERSION,
+    BlobRecord,
     CommitRecord,
     IndexEntry,
     IntentRecord,
     PartEntry,
+    blob_uid,
     commit_name,
     index_name,
     intent_name,
@@ -27,17 +29,21 @@ from penstock.core.limits import (
     RECORD_LIMIT_BYTES,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 _HEADER_LIMIT_BYTES = 256
 # Larger records are not indented: indentation makes deep metadata a hundred times larger.
 _INDENTED_CHARS = 256 << 10
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _COMMIT_KEYS = (
     "uid", "step", "generation", "created", "world_size", "objects", "bytes_raw", "bytes_stored",
-    "index", "parts", "codecs", "providers", "references", "metadata", "penstock", "engine",
+    "index", "parts", "codecs", "providers", "borrowed", "metadata", "penstock", "engine",
     "plugins",
 )  # fmt: skip
 _INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshed")
 _SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
+_BLOB_KEYS = ("name", "length")
 _MAX_WORLD_SIZE = 1 << 24
 _INDEX_UNIT_BYTES = 16  # the header takes so much, and each entry
 
@@ -51,6 +57,7 @@ def encode_commit(record: CommitRecord) -> bytes:
     body = {key: getattr(record, key) for key in _COMMIT_KEYS}
     body["index"] = asdict(record.index)
     body["parts"] = [asdict(part) for part in record.parts]
+    body["borrowed"] = [[blob.name, blob.length] for blob in record.borrowed]
     if not record.plugins:
         del body["plugins"]
     data = _seal(body)
@@ -74,6 +81,8 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     body = _open(data, name)
     if type(body) is dict:
         body.setdefault("plugins", {})  # the key is left out where no third party took part
+        if body.get("references") == [] and "borrowed" not in body:
+            body["borrowed"] = body.pop("references")  # a record of the first releases
     fields = Fields(body, name, _COMMIT_KEYS)
     uid = fields.hexadecimal("uid", 32)
     step = fields.integer("step")
@@ -98,7 +107,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
         bytes_stored=fields.integer("bytes_stored"),
         codecs=_versions(fields, "codecs", name),
         providers=_versions(fields, "providers", name),
-        references=_references(fields, uid, name),
+        borrowed=_borrowed(fields, uid, name),
         metadata=fields.mapping("metadata"),
         penstock=fields.text("penstock"),
         engine=fields.text("engine"),
@@ -210,6 +219,34 @@ def _texts(fields: Fields, key: str, name: str) -> dict[str, str]:
     if any(type(text) is not str for text in texts.values()):
         refuse(name, f"{key} does not map names to texts")
     return texts
+
+
+def read_blobs(rows: Sequence[Any], where: str) -> Iterator[BlobRecord]:
+    """Read and validate a list of blobs, each `[name, length]`.
+
+    Raises:
+        FormatError: An entry is no blob, or a blob is listed twice.
+    """
+    seen: set[str] = set()
+    for row in rows:
+        columns = check_list(row, where, count=2)
+        fields = Fields(dict(zip(_BLOB_KEYS, columns, strict=True)), where, _BLOB_KEYS)
+        blob = fields.text("name")
+        if blob_uid(blob) is None:
+            refuse(where, f"not the name of a blob: {blob!r}")
+        if blob in seen:
+            refuse(where, f"a blob is listed twice: {blob!r}")
+        seen.add(blob)
+        yield BlobRecord(blob, fields.integer("length"))
+
+
+def _borrowed(fields: Fields, uid: str, name: str) -> tuple[BlobRecord, ...]:
+    blobs = tuple(read_blobs(fields.items("borrowed"), f"{name}: borrowed"))
+    if any(blob_uid(blob.name) == uid for blob in blobs):
+        refuse(name, "borrowed has a blob of the save itself")
+    if list(blobs) != sorted(blobs, key=lambda blob: blob.name):
+        refuse(name, "borrowed is not ascending")
+    return blobs
 
 
 def _references(fields: Fields, uid: str, name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.format.commit_record import read_blobs
 from penstock.core.format.index import PathHashes, dump_hashes, load_hashes, sort_hashes
 from penstock.core.format.records import (
     FORMAT_VERSION,
@@ -15,6 +16,7 @@ from penstock.core.format.records import (
     PartHead,
     SectionInfo,
     blob_uid,
+    borrowed_from,
     is_uid,
     part_name,
 )
@@ -117,9 +119,9 @@ def encode_part(
     head = compress(dump_json(body) + b"\n")
     data = b"".join((head, hash_frame, *frames))
     entry = PartEntry(part_name(uid, rank), len(data), len(head), digest(head))
-    references = {other for b in blobs if (other := blob_uid(b.name)) is not None}
+    borrowed = borrowed_from(blobs, uid)
     # Read as a reader would: a section that no reader takes must not be committed.
-    known = read_head(head, entry, uid=uid, rank=rank, world_size=world_size, references=references)
+    known = read_head(head, entry, uid=uid, rank=rank, world_size=world_size, borrowed=borrowed)
     decode_hashes(hash_frame, known)
     for frame, info in zip(frames, known.sections, strict=True):
         name = _section_name(known, info)
@@ -144,7 +146,7 @@ def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead
         uid=record.uid,
         rank=record.parts.index(entry),
         world_size=record.world_size,
-        references=record.references,
+        borrowed=record.borrowed,
     )
     if head.step != record.step:
         refuse(entry.name, f"is of step {head.step} instead of {record.step}")
@@ -158,7 +160,7 @@ def read_head(
     uid: str,
     rank: int,
     world_size: int,
-    references: Collection[str] = (),
+    borrowed: Collection[BlobRecord] = (),
 ) -> PartHead:
     """Read and validate the head of a part.
 
@@ -168,7 +170,7 @@ def read_head(
         uid: The uid of the commit record.
         rank: Number of the part in the commit record.
         world_size: The world size of the commit record.
-        references: The other uids whose blobs the part may use, as in the commit record.
+        borrowed: The blobs of other saves that the part may use, as in the commit record.
 
     Raises:
         FormatError: The head is damaged, or belongs to another part.
@@ -197,7 +199,7 @@ def read_head(
         world_size=world_size,
         step=fields.integer("step"),
         block_bytes=block_bytes,
-        blobs=tuple(_blobs(fields.items("blobs"), name, {uid, *references})),
+        blobs=tuple(_blobs(fields.items("blobs"), name, uid, frozenset(borrowed))),
         chains=tuple(_chains(fields.items("chains"), name)),
         hashes=hashes,
         sections=sections,
@@ -289,21 +291,14 @@ def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionI
     return infos
 
 
-def _blobs(rows: Sequence[Any], name: str, uids: Collection[str]) -> Iterable[BlobRecord]:
-    seen: set[str] = set()
-    for row in rows:
-        fields = Fields(
-            dict(zip(("name", "length"), check_list(row, name, count=2), strict=True)),
-            f"{name}: blobs",
-            ("name", "length"),
-        )
-        blob = fields.text("name")
-        if blob_uid(blob) not in uids:
-            refuse(name, f"a blob is not one of this save or of one it references: {blob!r}")
-        if blob in seen:
-            refuse(name, f"a blob is listed twice: {blob!r}")
-        seen.add(blob)
-        yield BlobRecord(blob, fields.integer("length"))
+def _blobs(
+    rows: Sequence[Any], name: str, uid: str, borrowed: Collection[BlobRecord]
+) -> Iterable[BlobRecord]:
+    for blob in read_blobs(rows, f"{name}: blobs"):
+        # With its length: what the record does not list, no deletion and no copy knows about.
+        if blob_uid(blob.name) != uid and blob not in borrowed:
+            refuse(name, f"a blob is not of this save, nor as the commit record borrows it: {blob}")
+        yield blob
 
 
 def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:

@@ -207,10 +207,10 @@ class CommitRecord:
         parts: One per rank, in order of ranks.
         objects: Number of objects, tied ones included.
         bytes_raw: Bytes of all objects.
-        bytes_stored: Bytes of all blobs.
+        bytes_stored: Bytes of the save's own blobs.
         codecs: Codecs used, name to version.
         providers: Providers used, name to version.
-        references: Other uids whose blobs the parts refer to, ascending.
+        borrowed: Blobs of other saves that the parts refer to, ascending by name.
         metadata: The user's metadata, JSON.
         penstock: Version of Penstock that wrote the record.
         engine: Name of the engine that wrote the blobs (`"uring"`), for people.
@@ -230,11 +230,16 @@ class CommitRecord:
     bytes_stored: int
     codecs: dict[str, int] = field(default_factory=dict)
     providers: dict[str, int] = field(default_factory=dict)
-    references: tuple[str, ...] = ()
+    borrowed: tuple[BlobRecord, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     penstock: str = ""
     engine: str = ""
     plugins: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The uids of the other saves whose blobs the checkpoint needs, ascending."""
+        return tuple(sorted({uid for blob in self.borrowed if (uid := blob_uid(blob.name))}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +336,12 @@ def data_uid(name: str) -> str | None:
     """Return the uid that a name below `data/` belongs to; None for any other name."""
     match = _DATA.fullmatch(name)
     return match[1] if match else None
+
+
+def borrowed_from(blobs: Iterable[BlobRecord], uid: str) -> tuple[BlobRecord, ...]:
+    """Return the blobs that belong to other saves than `uid`, ascending by name."""
+    foreign = [blob for blob in blobs if blob_uid(blob.name) != uid]
+    return tuple(sorted(foreign, key=lambda blob: blob.name))
 
 
 def blob_uid(name: str) -> str | None:

@@ -11,7 +11,13 @@ from penstock.core.abc.provider import Node
 from penstock.core.errors import SaveError
 from penstock.core.format.index import encode_index
 from penstock.core.format.part import encode_part
-from penstock.core.format.records import BlobRecord, CodecRecord, CommitRecord, Frame
+from penstock.core.format.records import (
+    BlobRecord,
+    CodecRecord,
+    CommitRecord,
+    Frame,
+    borrowed_from,
+)
 from penstock.core.format.section import SectionDraft, new_draft
 
 if TYPE_CHECKING:
@@ -76,7 +82,7 @@ class ManifestWriter:
         Args:
             uid: The uid of the save.
             results: The stored frame of each chunk of the plan.
-            blobs: Name and length of each blob, as sealed.
+            blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
             engine: Name of the backend that wrote the blobs.
             created: The time of the commit, in the form of records.
 
@@ -84,20 +90,22 @@ class ManifestWriter:
             FormatError: No reader would take the manifest.
         """
         request = self._request
+        table = [BlobRecord(name, length) for name, length in blobs]
+        borrowed = borrowed_from(table, uid)
         stored, numbers = stored_chains(request.plan, results, self._chains)
         part = encode_part(
             build_sections(
                 request.entries,
                 request.plan,
                 results,
-                blobs={n[-3:]: i for i, (n, _) in enumerate(blobs)},
+                blobs={b.name[-3:]: i for i, b in enumerate(table) if b not in borrowed},
                 chains=numbers,
             ),
             uid=uid,
             rank=0,
             step=request.step,
             block_bytes=request.block_bytes,
-            blobs=[BlobRecord(name, length) for name, length in blobs],
+            blobs=table,
             chains=stored,
         )
         index = encode_index(uid, [part.hashes])
@@ -112,10 +120,10 @@ class ManifestWriter:
             parts=(part.entry,),
             codecs=codecs,
             providers=dict(request.providers),
-            references=(),
+            borrowed=borrowed,
             metadata=dict(self._metadata),
             bytes_raw=request.plan.raw_bytes,
-            bytes_stored=sum(length for _, length in blobs),
+            bytes_stored=sum(blob.length for blob in table if blob not in borrowed),
             objects=part.objects,
             penstock=__version__,
             engine=engine,

@@ -124,7 +124,7 @@ def commit_record(*, index, parts, **changes):
         "bytes_stored": 2345,
         "codecs": {"zstd": 1},
         "providers": {"module": 1, "value": 1},
-        "references": (),
+        "borrowed": (),
         "metadata": {"loss": 2.1, "tags": ["a", "ü"]},
         "penstock": "0.1",
         "engine": "uring",

@@ -29,7 +29,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.retention import clean_up_after
-from penstock.core.catalog.survey import survey_records
+from penstock.core.catalog.survey import is_whole
 from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.timing import Clock, Timing
 from penstock.core.concurrency.watchdog import Watchdog
@@ -46,10 +46,12 @@ from penstock.core.errors import (
 )
 from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
 from penstock.core.format.records import (
+    BlobRecord,
     CommitRecord,
     IndexEntry,
     IntentRecord,
     PartEntry,
+    borrowed_from,
     commit_name,
     index_name,
     intent_name,
@@ -146,23 +148,6 @@ class Turn(Backend):
 # -- actors ----------------------------------------------------------------------------------------
 
 
-class ReferringPublisher(Publisher):
-    """Step 1 of the design for a save that uses another attempt's blobs."""
-
-    references = ()
-
-    def publish_intent(self):
-        record = IntentRecord(self._uid, self._step, self.references, "host", 1, _NOW, _NOW)
-        began_s = self._clock.boot_s()
-        self._backend.publish(intent_name(self._uid), encode_intent(record))
-        self._refreshed_s = began_s
-
-    def publish_intent_and_look(self):
-        self.publish_intent()
-        if not survey_records(self._backend).needed.issuperset(self.references):
-            raise SaveAbortedError("what it refers to is gone")
-
-
 class _Writer:
     """In place of the writer of frames: one blob that appears when it is sealed."""
 
@@ -203,7 +188,7 @@ class _ModelClock(Clock):
 class _Finish(Finish):
     """The engine's save from intent to clean-up; only what captures and writes is small."""
 
-    def __init__(self, turn, clock, ending, *, uid, generation, grace_s, batches, references):
+    def __init__(self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed):
         step = ending.handle.step
         self.uid = uid
         self.bytes_done = 0
@@ -213,7 +198,7 @@ class _Finish(Finish):
         self._onward = None
         self._ending = ending
         self._timing = Timing()
-        self._references = references
+        self._borrowed = borrowed
         chunks = [SimpleNamespace(view=SimpleNamespace(nbytes=BATCH_BYTES))] * batches
         self.request = SimpleNamespace(
             step=step,
@@ -222,10 +207,9 @@ class _Finish(Finish):
         )
         self._manifest = SimpleNamespace(encode=self._encode)
         self._writer = _Writer(turn, uid)
-        kind = ReferringPublisher if references else Publisher
-        self._publisher = kind(turn, self.commit, uid=uid, step=step, grace_s=grace_s, clock=clock)
-        if references:
-            self._publisher.references = references
+        self._publisher = Publisher(
+            turn, self.commit, uid=uid, step=step, grace_s=grace_s, clock=clock
+        )
         self._capture = _Capture(chunks)
         self._clock = SimpleNamespace(commit_began=None)
 
@@ -242,8 +226,7 @@ class _Finish(Finish):
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
             IndexEntry(index, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
-            1, 32, 32, references=self._references,
-            engine=engine,
+            1, 32, 32, borrowed=self._borrowed, engine=engine,
         )  # fmt: skip
         return EncodedManifest(part, uid.encode(), index, uid.encode(), record)
 
@@ -299,7 +282,7 @@ def _word(error):
 
 @dataclass(frozen=True)
 class Saver:
-    """Claims a step, saves, cleans up as `Checkpointer` does. `like`: a step to refer to."""
+    """Claims a step, saves, cleans up as `Checkpointer` does. `like`: a step to borrow from."""
 
     uid: str
     step: int
@@ -313,13 +296,15 @@ class Saver:
     def run(self, turn):
         catalog = Catalog(turn)
         retention = self.keep_last and SimpleNamespace(keep_last=self.keep_last, keep_every=None)
-        references = ()
+        base, borrowed = None, ()
         try:
             generation = claim_generation(
                 self.step, catalog.entries(), url=turn.url, overwrite=self.overwrite
             )
             if self.like is not None:
-                references = (catalog.record(self.like).uid,)
+                base = catalog.record(self.like)
+                blob = BlobRecord(f"data/{base.uid}/blobs/0.raw", 32)
+                borrowed = borrowed_from([blob, *base.borrowed], self.uid)
         except (StepExistsError, CheckpointNotFoundError) as error:
             turn.note(told=_word(error))
             return
@@ -341,14 +326,21 @@ class Saver:
         job = _Job(
             turn, _ModelClock(turn, stopped=self.stopped_clock), surroundings,
             uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,
-            batches=self.batches, references=references,
+            batches=self.batches, borrowed=borrowed,
         )  # fmt: skip
         name = commit_name(self.step, generation)
         turn.note(name=name, uid=self.uid)
         publisher = job._finish._publisher
-        if references:
-            first, publisher.publish_intent = publisher.publish_intent, None
-            publisher.publish_intent = lambda: _first_then(publisher, first)
+        if base is not None:
+            refresh = publisher.publish_intent
+
+            def publish_intent():
+                publisher.publish_intent = refresh
+                refresh(references={base.uid, *base.references})
+                if not is_whole(turn, base):
+                    raise SaveAbortedError("what it borrows from is gone")
+
+            publisher.publish_intent = publish_intent
         publish, read_back = publisher.publish_commit, publisher._read_back
         check_data = publisher._check_data
 
@@ -360,20 +352,14 @@ class Saver:
             turn.note(looking=False)
             return read_back(name)
 
-        def landed(name):
+        def landed(name, record):
             turn.note(looking=False)
-            check_data(name)
+            check_data(name, record)
 
         publisher.publish_commit = publish_commit
         publisher._read_back = resolve
         publisher._check_data = landed
         job._run()
-
-
-def _first_then(publisher, refresh):
-    """The first intent is followed by a look at what is referred to; later ones are refreshes."""
-    publisher.publish_intent = refresh
-    publisher.publish_intent_and_look()
 
 
 @dataclass(frozen=True)
@@ -439,7 +425,8 @@ class Reader:
 def needed_names(record):
     yield record.index.name
     yield from (part.name for part in record.parts)
-    yield from (f"data/{uid}/blobs/0.raw" for uid in (record.uid, *record.references))
+    yield f"data/{record.uid}/blobs/0.raw"
+    yield from (blob.name for blob in record.borrowed)
 
 
 # -- the world -------------------------------------------------------------------------------------

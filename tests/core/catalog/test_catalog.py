@@ -32,6 +32,7 @@ from penstock.core.format.commit_record import (
     encode_intent,
 )
 from penstock.core.format.records import (
+    BlobRecord,
     IndexEntry,
     IntentRecord,
     PartEntry,
@@ -98,6 +99,10 @@ def write_data(store, uid, references=(), *, step=1):
         store.publish(name, b"x" * (16 if name == index_name(uid) else 10))
 
 
+def blobs_of(uids):
+    return tuple(BlobRecord(blob_name(uid, 0, 0, "raw"), 10) for uid in sorted(uids))
+
+
 def commit(store, step, uid=None, *, generation=0, references=()):
     uid = uid or secrets.token_hex(16)
     write_data(store, uid, references)
@@ -108,7 +113,7 @@ def commit(store, step, uid=None, *, generation=0, references=()):
         index=IndexEntry(index_name(uid), 16, "ab" * 32),
         parts=(PartEntry(part_name(uid, 0), 10, 10, "ab" * 32),),
         bytes_stored=10,
-        references=tuple(sorted(references)),
+        borrowed=blobs_of(references),
     )
     store.publish(commit_name(step, generation), encode_commit(record), exclusive=True)
     return uid
@@ -682,7 +687,7 @@ class Run(RuleBasedStateMachine):
             index=IndexEntry(index_name(uid), 16, "ab" * 32),
             parts=(PartEntry(part_name(uid, 0), 10, 10, "ab" * 32),),
             bytes_stored=10,
-            references=tuple(sorted(references)),
+            borrowed=blobs_of(references),
         )
         name = commit_name(step, record.generation)
         self.store.publish(name, encode_commit(record), exclusive=True)

@@ -6,11 +6,13 @@ import threading
 
 import pytest
 import torch
+from tests.core import manifests
 from tests.integration.support import holding
 
 import penstock
 from penstock.backends.memory import MemoryBackend
-from penstock.core.catalog.commit_table import Commit
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.errors import (
     CommitUnknownError,
@@ -19,7 +21,16 @@ from penstock.core.errors import (
     StorageTimeoutError,
     UnsyncedError,
 )
-from penstock.core.format.records import intent_name
+from penstock.core.format.commit_record import decode_intent
+from penstock.core.format.records import (
+    BlobRecord,
+    IndexEntry,
+    PartEntry,
+    blob_name,
+    index_name,
+    intent_name,
+    part_name,
+)
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.timing import ShiftedClock
 
@@ -67,6 +78,44 @@ def test_an_intent_that_was_pruned_does_not_come_back(store):
     with pytest.raises(SaveAbortedError, match="its intent is gone"):
         publisher.refresh_intent()
     assert store.list("data/") == []
+
+
+def test_a_refreshed_intent_keeps_its_references(store):
+    uid, base, older = "a" * 32, "b" * 32, "c" * 32
+    clock = ShiftedClock()
+    publisher = Publisher(store, Commit(), uid=uid, step=1, grace_s=100, clock=clock)
+    publisher.publish_intent(references=[older, base])
+    before = store.read_record(intent_name(uid), limit_bytes=9999)
+    clock.ahead_s = 20
+    publisher.refresh_intent()
+    after = store.read_record(intent_name(uid), limit_bytes=9999)
+    assert after != before
+    assert decode_intent(after, intent_name(uid)).references == (base, older)
+
+
+@pytest.mark.parametrize("there", ["missing", "shorter", "whole"])
+def test_a_commit_whose_borrowed_blobs_are_gone_is_taken_back(store, there):
+    uid, base = "a" * 32, "b" * 32
+    blob = BlobRecord(blob_name(base, 0, 0, "enc"), 7)
+    if there != "missing":
+        store.publish(blob.name, bytes(7 if there == "whole" else 6))
+    record = manifests.commit_record(
+        uid=uid,
+        index=IndexEntry(index_name(uid), 64, "ab" * 32),
+        parts=(PartEntry(part_name(uid, 0), 999, 99, "cd" * 32),),
+        borrowed=(blob,),
+    )
+    publisher = Publisher(store, commit := Commit(), uid=uid, step=100, grace_s=100)
+    publisher.publish_intent(references=record.references)
+    commit.feed(Event.SEALED)
+    if there == "whole":
+        publisher.publish_commit(record, begin=lambda: commit.feed(Event.PUBLISH_STARTED))
+        assert Catalog(store).steps() == [100]
+        return
+    with pytest.raises(CommitUnknownError, match=r"borrows of other saves \(data/b+/blobs/"):
+        publisher.publish_commit(record, begin=lambda: commit.feed(Event.PUBLISH_STARTED))
+    assert Catalog(store).steps() == []
+    assert intent_name(uid) in {info.name for info in store.list("data/")}
 
 
 def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store):

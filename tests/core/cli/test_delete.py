@@ -14,6 +14,7 @@ from penstock.backends.posix import PosixBackend
 from penstock.core.cli.commands.prune import grace_seconds
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import (
+    BlobRecord,
     CommitRecord,
     IndexEntry,
     PartEntry,
@@ -79,7 +80,7 @@ def record(step, uid, *, generation=0, references=()):
         objects=1,
         bytes_raw=1000,
         bytes_stored=1000,
-        references=references,
+        borrowed=tuple(BlobRecord(f"{data_prefix(u)}blobs/00000-0.raw", 1000) for u in references),
     )
 
 

@@ -45,7 +45,13 @@ from penstock.core.errors import (
     UnsyncedError,
 )
 from penstock.core.format.commit_record import decode_intent, encode_commit, encode_intent
-from penstock.core.format.records import commit_name, data_prefix, intent_name
+from penstock.core.format.records import (
+    BlobRecord,
+    blob_name,
+    commit_name,
+    data_prefix,
+    intent_name,
+)
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.types import ByteRange
@@ -710,7 +716,8 @@ def test_a_uid_that_something_of_the_target_refers_to_is_refused(own, workers, u
     evil, record = forged(own, step=200), Catalog(own).record(STEP)
     release_lease(own, record.uid)
     save(own, 8, seed=1)
-    later = replace(Catalog(own).record(8), references=(record.uid,))
+    borrowed = BlobRecord(blob_name(record.uid, 0, 0, "raw"), 1)
+    later = replace(Catalog(own).record(8), borrowed=(borrowed,))
     own.delete([commit_name(8, 0), commit_name(STEP, 0)])
     if user == "checkpoint":
         own.publish(commit_name(8, 0), encode_commit(later))
@@ -767,7 +774,8 @@ def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers,
 
 
 def test_references_to_other_saves_are_refused(saved, workers):
-    record = replace(Catalog(saved).record(STEP), references=("0" * 32,))
+    borrowed = BlobRecord(blob_name("0" * 32, 0, 0, "raw"), 1)
+    record = replace(Catalog(saved).record(STEP), borrowed=(borrowed,))
     with pytest.raises(SaveError, match="other save"):
         CheckpointCopy(saved, memory(), record, workers=workers, grace_s=GRACE_S).run()
 

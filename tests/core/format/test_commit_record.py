@@ -16,9 +16,11 @@ from penstock.core.format.commit_record import (
     encode_intent,
 )
 from penstock.core.format.records import (
+    BlobRecord,
     IndexEntry,
     IntentRecord,
     PartEntry,
+    blob_name,
     commit_name,
     index_name,
     intent_name,
@@ -28,6 +30,7 @@ from penstock.core.format.zstd import digest
 
 UID, OTHER = manifests.UID, manifests.OTHER
 NAME = commit_name(100, 0)
+BORROWED = tuple(BlobRecord(blob_name(OTHER, rank, 0, "enc"), 7) for rank in range(2))
 metadata = st.dictionaries(
     st.text(st.characters()),
     st.integers() | st.floats(allow_nan=False) | st.text(st.characters()) | st.none(),
@@ -60,7 +63,7 @@ def resigned(data, change):
 
 @given(metadata, st.integers(0, 10**10), st.integers(0, 50))
 def test_a_commit_record_comes_back(user, step, generation):
-    made = record(metadata=user, step=step, generation=generation, references=(OTHER,))
+    made = record(metadata=user, step=step, generation=generation, borrowed=BORROWED)
     assert decode_commit(encode_commit(made), commit_name(step, generation)) == made
 
 
@@ -124,9 +127,18 @@ def test_the_record_of_another_name_is_refused(name):
         (lambda b: b["parts"][0].update(head_sha256="x"), "head_sha256"),
         (lambda b: b["index"].update(name=index_name(OTHER)), "is not data"),
         (lambda b: b["index"].update(sha256="AB" * 32), "sha256"),
-        (lambda b: b.update(references=[OTHER, OTHER]), "ascending"),
-        (lambda b: b.update(references=[UID]), "uids of others"),
-        (lambda b: b.update(references=["x"]), "uids of others"),
+        (lambda b: b["borrowed"].reverse(), "borrowed is not ascending"),
+        (lambda b: b["borrowed"].append(b["borrowed"][1]), "listed twice"),
+        (lambda b: b["borrowed"][0].__setitem__(0, blob_name(UID, 0, 0, "raw")), "save itself"),
+        (
+            lambda b: b["borrowed"][0].__setitem__(0, f"data/{OTHER}/index"),
+            "not the name of a blob",
+        ),
+        (lambda b: b["borrowed"][0].__setitem__(0, "../../etc/passwd"), "not the name of a blob"),
+        (lambda b: b["borrowed"][0].__setitem__(1, -1), "length"),
+        (lambda b: b["borrowed"][0].pop(), "borrowed"),
+        (lambda b: b.update(references=[]), "unknown fields: 'references'"),
+        (lambda b: b.update(references=[b.pop("borrowed")[0][0]]), "unknown fields"),
         (lambda b: b.update(codecs={"zstd": "1"}), "codecs"),
         (lambda b: b.update(metadata=[]), "metadata"),
         (lambda b: b.update(more=1), "unknown fields: 'more'"),
@@ -135,7 +147,21 @@ def test_the_record_of_another_name_is_refused(name):
 )
 def test_a_lie_that_is_signed_is_named(change, complaint):
     with pytest.raises(FormatError, match=complaint):
-        decode_commit(resigned(encode_commit(record()), change), NAME)
+        decode_commit(resigned(encode_commit(record(borrowed=BORROWED)), change), NAME)
+
+
+def test_a_record_of_the_first_releases_borrows_nothing():
+    def change(body):
+        del body["borrowed"]
+        body["references"] = []
+
+    assert decode_commit(resigned(encode_commit(record()), change), NAME) == record()
+
+
+def test_a_record_refers_to_each_save_once_that_it_borrows_from():
+    third = "ff" * 16
+    borrowed = (*BORROWED, BlobRecord(blob_name(third, 0, 0, "raw"), 1))
+    assert record(borrowed=borrowed).references == (OTHER, third)
 
 
 def test_a_record_that_could_not_be_read_is_never_written():

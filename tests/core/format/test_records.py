@@ -169,9 +169,11 @@ def test_sections_of_two_ranks_with_several_shards_come_back():
     assert entry.name == part_name(manifests.UID, 1)
     binding = {"uid": manifests.UID, "rank": 1, "world_size": 2}
     data = part.data[: entry.head_length]
-    with pytest.raises(FormatError, match="references"):
-        read_head(data, entry, **binding)
-    head = read_head(data, entry, **binding, references=[manifests.OTHER])
+    (name, length) = f"data/{manifests.OTHER}/blobs/00001-0.enc", 10
+    for borrowed in ([], [BlobRecord(name, length + 1)], [BlobRecord(name[:-3] + "raw", length)]):
+        with pytest.raises(FormatError, match="nor as the commit record borrows it"):
+            read_head(data, entry, **binding, borrowed=borrowed)
+    head = read_head(data, entry, **binding, borrowed=[BlobRecord(name, length)])
     info = head.sections[0]
     assert info.groups == ("a",)
     assert decode_section(part.data[info.offset : info.offset + info.length], info, head) == section

@@ -99,7 +99,7 @@ def test_a_name_that_leads_elsewhere_is_refused_by_every_operation(name, root):
     assert listing(root) == before
 
 
-@pytest.mark.parametrize("field", ["index", "part", "blob", "reference", "uid"])
+@pytest.mark.parametrize("field", ["index", "part", "blob", "borrowed", "uid"])
 @pytest.mark.parametrize("name", ["../../outside/secret", "/etc/passwd", "\0", "a" * 70_000])
 @pytest.mark.usefixtures("untouched")
 def test_a_record_that_names_something_elsewhere_is_refused(name, field, root):
@@ -112,8 +112,8 @@ def test_a_record_that_names_something_elsewhere_is_refused(name, field, root):
             value["parts"][0]["name"] = name
         if level == "body" and field == "index":
             value["index"]["name"] = name
-        if level == "body" and field == "reference":
-            value["references"] = [name]
+        if level == "body" and field == "borrowed":
+            value["borrowed"] = [[name, 1]]
         if level == "body" and field == "uid":
             value["uid"] = name
         return value
