@@ -6,7 +6,7 @@ another one. Conformance suites ship in `penstock.core.testing`. Everything may 
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name
-from penstock.core.abc.codec import DECLINED, Codec, CodecContext, Declined
+from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
 from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey, PendingCopy
 from penstock.core.abc.plugin import (
@@ -50,6 +50,7 @@ __all__ = [
     "ByteSource",
     "Codec",
     "CodecContext",
+    "CodecOutput",
     "Deadline",
     "Declined",
     "DelegatingBackend",

@@ -24,14 +24,19 @@ DECLINED: Final = Declined.DECLINED
 class CodecContext:
     """The facts about a chunk that a codec may use.
 
+    A later codec of a chain gets the output of the codec before it for a chunk, and the facts that
+    this codec says of its output (`Codec.output`).
+
     Attributes:
-        dtype: Dtype name of the elements; `"uint8"` for values and later chain links.
+        dtype: Dtype name of the elements; `"uint8"` for values.
         itemsize: Bytes per element.
-        shape: Shape of the region the chunk was cut from; of a slab, which holds several small
-            objects of one dtype with zeros between them, `(raw_length // itemsize,)`.
+        shape: Shape of the region the chunk was cut from. Of a slab, which holds several small
+            objects of one dtype with zeros between them, and of an output that is not
+            elementwise: `(raw_length // itemsize,)`.
         start: Byte offset of the chunk in that region.
         raw_length: Bytes that go into `encode` and come out of `decode`.
-        base: The same chunk of an earlier checkpoint, if the codec declared `needs_base`.
+        base: The same chunk of an earlier checkpoint, if the codec declared `needs_base` and there
+            is one. Else None.
     """
 
     dtype: str
@@ -42,13 +47,31 @@ class CodecContext:
     base: memoryview | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CodecOutput:
+    """The elements that a codec puts out, which the next codec of a chain is told.
+
+    Attributes:
+        dtype: Dtype name of the elements.
+        itemsize: Bytes per element.
+        elementwise: Whether the output has one element for each element of the chunk, in the same
+            order, and nothing else. The next codec then sees the shape and the place of the chunk;
+            otherwise it sees one row of elements.
+    """
+
+    dtype: str = "uint8"
+    itemsize: int = 1
+    elementwise: bool = False
+
+
 class Codec(ABC):
     """Encodes chunks into frames that decode alone. Thread-safe; holds no per-chunk state.
 
     `name` is the entry-point name, `version` goes into the manifest and is checked on reading,
     as is `config`, which round-trips as JSON. Releases the GIL for anything longer than 1 ms.
     Never changes its input. A codec that declares `lossless = False` may decode to other bytes than
-    it encoded, yet to the same bytes each time; it never gets a value (a number, a text).
+    it encoded, yet to the same bytes each time; it never gets a value (a number, a text). A codec
+    that declares `needs_base` stands first in its chain.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -65,6 +88,15 @@ class Codec(ABC):
     @abstractmethod
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""
+
+    def output(self, context: CodecContext, /) -> CodecOutput:
+        """Return what elements `encode` makes of a chunk that it takes; the default: bytes.
+
+        Depends on the options and on `context` alone, which never has a base here: readers call it
+        without the chunk.
+        """
+        del context
+        return CodecOutput()
 
     @abstractmethod
     def encode(

@@ -7,7 +7,7 @@ decided by its rule alone, so that the plan can fix raw offsets beforehand.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,8 @@ import xxhash
 
 from penstock.core.abc.codec import Declined
 from penstock.core.concurrency.copy_bytes import copy_bytes
-from penstock.core.errors import CodecError, PenstockError
-from penstock.core.foreign import noting_origin
+from penstock.core.errors import CodecError
+from penstock.core.pipeline.links import context_behind, decode_link, encode_link, output_bound
 from penstock.core.types import Buffer, ByteRange, flat_view
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class EncodedFrame:
 class CodecChain:
     """Codecs in the order of encoding. Thread-safe.
 
-    The first codec that takes a chunk sees it as it is; later ones see flat `uint8`.
+    The first codec that takes a chunk sees it as it is. A later one sees what the codec before it
+    put out, as elements of the dtype that this codec says.
     """
 
     def __init__(self, codecs: Sequence[Codec]) -> None:
@@ -81,7 +82,8 @@ class CodecChain:
 
         Raises:
             CodecError: There is no codec: raw chunks need no chain. Or a lossy codec stands behind
-                a lossless one, whose frames it would destroy.
+                a lossless one, whose frames it would destroy. Or a codec that needs a base does
+                not stand first.
         """
         if not codecs:
             msg = "a codec chain needs at least one codec"
@@ -91,6 +93,13 @@ class CodecChain:
                 msg = (
                     f"codec {codec.name} is lossy and stands behind {before.name}, whose frames "
                     f"could not be decoded any more: put {codec.name} first"
+                )
+                raise CodecError(msg)
+            if codec.needs_base:
+                # The base is a chunk as it was saved; behind another codec come other bytes.
+                msg = (
+                    f"codec {codec.name} compares with the same chunk of an earlier checkpoint, so "
+                    f"it cannot stand behind {before.name}: put {codec.name} first"
                 )
                 raise CodecError(msg)
         self.codecs = tuple(codecs)
@@ -115,7 +124,7 @@ class CodecChain:
         """
         taken = 0  # the bound if at least one codec took the chunk so far
         for codec in self.codecs:
-            taken = max(taken, _bound(codec, max(taken, raw_length)))
+            taken = max(taken, output_bound(codec, max(taken, raw_length)))
         return taken
 
     def encode(
@@ -134,12 +143,13 @@ class CodecChain:
         taken: list[Codec] = []
         declined: list[int] = []
         lengths: list[int] = []
+        seen = context
         for number, codec in enumerate(self.codecs):
             if taken and not codec.lossless:
                 # It would round the frame of the codec before it, which could not be decoded then.
                 declined.append(number)
                 continue
-            bound = _bound(codec, source.nbytes)
+            bound = output_bound(codec, source.nbytes)
             last = number == len(self.codecs) - 1
             # Links that take the chunk alternate between two buffers. A link that declines uses up
             # none, so its output buffer never holds the input of the next link.
@@ -147,10 +157,11 @@ class CodecChain:
             if into.nbytes < bound:
                 msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
                 raise CodecError(msg)
-            length = _encode_link(codec, source, into, _link_context(context, len(taken), source))
+            length = encode_link(codec, source, into, seen)
             if isinstance(length, Declined):
                 declined.append(number)
                 continue
+            seen = context_behind(codec, seen, length)
             taken.append(codec)
             lengths.append(length)
             source = into[:length].toreadonly()
@@ -206,7 +217,7 @@ class CodecChain:
     def _bounds(self, raw_length: int) -> list[int]:
         bounds, length = [], raw_length
         for codec in self.codecs:
-            length = _bound(codec, length)
+            length = output_bound(codec, length)
             bounds.append(length)
         return bounds
 
@@ -268,72 +279,11 @@ def _decode_links(
     lengths: Sequence[int],
 ) -> None:
     """Decode `source` through `codecs`, given in encoding order, into `target`."""
-    outputs = (target.nbytes, *lengths)  # decoded length of each codec
-    for number in reversed(range(len(codecs))):
-        into = target if number == 0 else _scratch.take(number % 2, outputs[number])
-        into = into[: outputs[number]]
-        _decode_link(codecs[number], source, into, _link_context(context, number, into))
+    contexts = [context]
+    for codec, length in zip(codecs, lengths, strict=False):  # behind the last one nothing follows
+        contexts.append(context_behind(codec, contexts[-1], length))
+    for number, (codec, seen) in reversed(list(enumerate(zip(codecs, contexts, strict=True)))):
+        into = target if number == 0 else _scratch.take(number % 2, seen.raw_length)
+        into = into[: seen.raw_length]
+        decode_link(codec, source, into, seen)
         source = into.toreadonly()
-
-
-def _link_context(context: CodecContext, number: int, raw: memoryview) -> CodecContext:
-    if number == 0:
-        return context
-    return replace(
-        context,
-        dtype="uint8",
-        itemsize=1,
-        shape=(raw.nbytes,),
-        start=0,
-        raw_length=raw.nbytes,
-        base=None,
-    )
-
-
-def _bound(codec: Codec, raw_length: int) -> int:
-    try:
-        bound = codec.max_encoded_size(raw_length)
-    except PenstockError:
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} cannot say how large {raw_length} bytes may get: {error!r}"
-        raise CodecError(msg) from error
-    if type(bound) is not int or bound < 0:
-        msg = f"codec {codec.name} broke its contract: max_encoded_size is {bound!r}, no size"
-        raise CodecError(msg)
-    return bound
-
-
-def _encode_link(
-    codec: Codec, source: memoryview, target: memoryview, context: CodecContext
-) -> int | Declined:
-    try:
-        with noting_origin(lambda: f"in codec {codec.name}"):
-            length = codec.encode(source, target, context=context)
-    except PenstockError:
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} failed on {source.nbytes} bytes of {context.dtype}: {error!r}"
-        raise CodecError(msg) from error
-    if isinstance(length, Declined):
-        return length
-    if type(length) is not int or not 0 <= length <= target.nbytes:
-        msg = (
-            f"codec {codec.name} broke its contract: wrote {length!r} bytes into {target.nbytes}, "
-            "as encode says"
-        )
-        raise CodecError(msg)
-    return length
-
-
-def _decode_link(
-    codec: Codec, source: memoryview, target: memoryview, context: CodecContext
-) -> None:
-    try:
-        with noting_origin(lambda: f"in codec {codec.name}"):
-            codec.decode(source, target, context=context)
-    except (PenstockError, MemoryError):  # too little memory says nothing about the frame
-        raise
-    except Exception as error:
-        msg = f"codec {codec.name} failed on a frame of {source.nbytes} bytes: {error!r}"
-        raise CodecError(msg) from error

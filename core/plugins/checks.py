@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from penstock.core.abc import (
     Backend,
     Codec,
     CodecContext,
+    CodecOutput,
     PluginConfig,
     StateProvider,
     says_its_version,
@@ -197,6 +199,9 @@ def _breach_of_codec(codec: Codec) -> str | None:
         return "does not keep its options as `config`: they are stored with each checkpoint"
     base = memoryview(chunk[::-1]) if codec.needs_base else None
     context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk), base)
+    output: object = codec.output(replace(context, base=None))
+    if not isinstance(output, CodecOutput):
+        return f"says {output!r} for its output: it must be a CodecOutput"
     try:
         return _breach_of_frames(codec, chunk, memoryview(bytearray(size)), context)
     except CodecError as error:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
-from penstock.core.abc import DECLINED, Codec, CodecContext, PluginConfig
+from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, PluginConfig
 from penstock.core.errors import CodecError
 from penstock.core.pipeline.chain import (
     _KEPT_SCRATCH_BYTES,
@@ -80,6 +81,67 @@ class _Uniform(_Recording):
 
     def decode(self, frame, out, /, *, context):
         out[:] = bytes(frame) * out.nbytes
+
+
+class _Halving(_Recording):
+    """Keeps every other two bytes, as a cast to bfloat16 would; takes whole float32 only."""
+
+    lossless = False
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length
+
+    def output(self, context, /):
+        return CodecOutput("bfloat16", 2, elementwise=True)
+
+    def encode(self, chunk, out, /, *, context):
+        self.contexts.append(context)
+        if context.dtype != "float32":
+            return DECLINED
+        words = np.frombuffer(chunk, "<u4") >> 16
+        out[: chunk.nbytes // 2] = words.astype("<u2").tobytes()
+        return chunk.nbytes // 2
+
+    def decode(self, frame, out, /, *, context):
+        self.contexts.append(context)
+        words = np.frombuffer(frame, "<u2").astype("<u4") << 16
+        out[:] = words.tobytes()
+
+
+class _Counting(_Recording):
+    """Puts a head of one word before the chunk, and says that all of it are words."""
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length + 4
+
+    def output(self, context, /):
+        return CodecOutput("uint32", 4)
+
+    def encode(self, chunk, out, /, *, context):
+        self.contexts.append(context)
+        out[:4] = bytes(4)
+        out[4 : 4 + chunk.nbytes] = chunk
+        return chunk.nbytes + 4
+
+    def decode(self, frame, out, /, *, context):
+        self.contexts.append(context)
+        out[:] = frame[4:]
+
+
+class _Against(_Recording):
+    """Needs a base; declines without one, or where it is told to."""
+
+    needs_base = True
+
+    def __init__(self, *, declines=False):
+        super().__init__()
+        self._declines = declines
+
+    def encode(self, chunk, out, /, *, context):
+        if self._declines or context.base is None:
+            self.contexts.append(context)
+            return DECLINED
+        return super().encode(chunk, out, context=context)
 
 
 class _Faulty(_Recording):
@@ -225,6 +287,136 @@ def test_first_codec_sees_the_chunk_as_it_is_and_later_ones_flat_bytes():
     _decode(chain, stored, 40, lengths=frame.lengths)
     assert first.contexts == [_context(40)] * 2
     assert second.contexts == [CodecContext("uint8", 1, (41,), 0, 41)] * 2
+
+
+@pytest.mark.parametrize("start", [0, 240])
+def test_the_codec_behind_an_elementwise_one_sees_its_elements_in_their_place(start):
+    halving, behind = _Halving(), _Recording()
+    chunk = random.Random(1).randbytes(400)
+    context = _context(400, shape=(10, 24), start=start)
+    out = bytearray(1000)
+    chain = CodecChain([halving, behind])
+    frame = chain.encode(memoryview(chunk), memoryview(out), context=context)
+    decoded = bytearray(400)
+    stored = memoryview(out)[: frame.length]
+    chain.decode(stored, memoryview(decoded), context=context, lengths=frame.lengths)
+    # Three times: what a lossy chain has encoded is decoded at once, for its checksum.
+    assert halving.contexts == [context] * 3
+    assert behind.contexts == [CodecContext("bfloat16", 2, (10, 24), start // 2, 200)] * 3
+
+
+def test_the_codec_behind_one_that_adds_elements_sees_a_row_of_them():
+    counting, behind = _Counting(), _Recording()
+    chain = CodecChain([counting, behind])
+    frame, stored = _encode(chain, bytes(40))
+    assert _decode(chain, stored, 40, lengths=frame.lengths) == bytes(40)
+    assert behind.contexts == [CodecContext("uint32", 4, (11,), 0, 44)] * 2
+
+
+def test_a_codec_behind_two_sees_what_the_second_makes_of_the_output_of_the_first():
+    last = _Recording()
+    chain = CodecChain([_Halving(), _Counting(), last])
+    frame, stored = _encode(chain, bytes(40))
+    _decode(chain, stored, 40, lengths=frame.lengths)
+    assert last.contexts == [CodecContext("uint32", 4, (6,), 0, 24)] * 3
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_codecs_are_told_the_same_when_they_decode_though_one_of_them_declined(number):
+    codecs = [_Counting(), _Counting(), _Recording()]
+    codecs[number] = _Declining()
+    frame, stored = _encode(CodecChain(codecs), bytes(40))
+    left = [codec for n, codec in enumerate(codecs) if n != number]
+    told = [codec.contexts[0] for codec in left]
+    assert _decode(CodecChain(left), stored, 40, lengths=frame.lengths) == bytes(40)
+    assert [codec.contexts[1] for codec in left] == told
+
+
+class _Says(_Recording):
+    """Says of its output what it is told to."""
+
+    def __init__(self, says):
+        super().__init__()
+        self._says = says
+
+    def output(self, context, /):
+        return self._says(context)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        "float32",
+        CodecOutput(""),
+        CodecOutput("uint16", 0),
+        CodecOutput("uint16", -2),
+        CodecOutput("uint16", 2.0),
+        CodecOutput("uint16", True),
+        CodecOutput(np.dtype("f4"), 4),
+        CodecOutput("uint16", 2, elementwise=1),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_output_that_cannot_be_is_a_breach_of_contract(output, place):
+    codecs = [_Says(lambda context: output), _Recording()]
+    with pytest.raises(CodecError, match="codec recording broke its contract: output is"):
+        _encode(CodecChain(codecs if place == 0 else codecs[::-1]), bytes(40))
+
+
+def test_an_error_while_a_codec_says_its_output_is_a_codec_error():
+    def fail(context):
+        raise KeyError("boom")
+
+    with pytest.raises(CodecError, match=r"recording cannot say what it makes of float32.*boom"):
+        _encode(CodecChain([_Says(fail), _zstd()]), bytes(40))
+
+
+@pytest.mark.parametrize(
+    "output", [CodecOutput("uint16", 2), CodecOutput("float32", 4, elementwise=True)]
+)
+def test_an_output_that_is_no_whole_elements_is_a_breach_of_contract(output):
+    with pytest.raises(CodecError, match=r"recording says that it makes .* 41 bytes are none"):
+        _encode(CodecChain([_Says(lambda context: output), _zstd()]), bytes(40))
+
+
+@pytest.mark.parametrize("length", [0, 198, 202, 400])
+def test_a_length_that_is_not_that_of_the_elements_is_refused_before_decoding(length):
+    chain = CodecChain([_Halving(), _Recording()])
+    with pytest.raises(CodecError, match=rf"100 elements of bfloat16.*{length} bytes are none"):
+        _decode(chain, bytes(201), 400, lengths=[length])
+    assert chain.codecs[1].contexts == []
+
+
+def test_a_codec_that_needs_a_base_stands_first():
+    assert CodecChain([_Against(), _zstd()]).needs_base
+    for before in (_Recording(), _Against()):
+        with pytest.raises(CodecError, match="cannot stand behind recording: put recording first"):
+            CodecChain([before, _Against()])
+
+
+@pytest.mark.parametrize("declines", [False, True])
+def test_only_a_codec_that_needs_a_base_gets_it(declines):
+    against, behind = _Against(declines=declines), _Recording()
+    context = _context(40, base=memoryview(bytes(40)))
+    out = memoryview(bytearray(200))
+    CodecChain([against, behind]).encode(memoryview(bytes(40)), out, context=context)
+    assert against.contexts == [context]
+    assert [seen.base for seen in behind.contexts] == [None]
+
+
+def test_a_codec_says_its_output_without_a_base():
+    asked = []
+
+    class Asked(_Against):
+        def output(self, context, /):
+            asked.append(context)
+            return CodecOutput()
+
+    context = _context(40, base=memoryview(bytes(40)))
+    out = memoryview(bytearray(200))
+    CodecChain([Asked(), _zstd()]).encode(memoryview(bytes(40)), out, context=context)
+    assert asked == [_context(40)]
 
 
 def test_codec_cannot_change_the_chunk():

@@ -382,6 +382,10 @@ INIT = "        def __init__(self, config, /): raise OSError('no card')\n"
             "        def __init__(self, config, /): self.config = {}\n",
             "it does not keep its options as `config`",
         ),
+        (
+            "        def output(self, context, /): return 'float32'\n",
+            "it says 'float32' for its output: it must be a CodecOutput",
+        ),
     ],
 )
 def test_codec_that_needs_no_options_is_made_to_see_whether_it_works(plugin_site, more, complaint):

@@ -11,8 +11,8 @@ from tests.core.cli.command import caller
 
 import penstock
 from penstock.codecs.zstd import ZstdCodec
-from penstock.core.abc import DECLINED, Codec, PluginConfig
-from penstock.core.errors import DamagedError, PenstockError, PluginError
+from penstock.core.abc import DECLINED, Codec, CodecOutput, PluginConfig
+from penstock.core.errors import ConfigError, DamagedError, PenstockError, PluginError
 from penstock.core.plugins.registry import Registry
 
 contexts = []
@@ -30,6 +30,9 @@ class Half(Codec):
 
     def max_encoded_size(self, raw_length, /):
         return raw_length
+
+    def output(self, context, /):
+        return CodecOutput("bfloat16", 2, elementwise=True)
 
     def encode(self, chunk, out, /, *, context):
         contexts.append(context)
@@ -49,12 +52,23 @@ class Careless(Half):
 
     name = "careless"
 
+    def output(self, context, /):
+        return CodecOutput()
+
     def encode(self, chunk, out, /, *, context):
         out[: chunk.nbytes] = bytes(byte & 0xFE for byte in bytes(chunk))
         return chunk.nbytes
 
     def decode(self, frame, out, /, *, context):
         out[:] = frame
+
+
+class Against(Careless):
+    """Needs a base, which core has not."""
+
+    name = "against"
+    lossless = True
+    needs_base = True
 
 
 class Never(Half):
@@ -68,7 +82,7 @@ class Never(Half):
         return DECLINED
 
 
-class Starved(Half):
+class Starved(Careless):
     """Finds no memory to decode with."""
 
     name = "starved"
@@ -95,7 +109,7 @@ def registry():
     ours = [e for group in groups for e in entry_points(group=group)]
     own = [
         EntryPoint(cls.name, f"{__name__}:{cls.__name__}", "penstock.codecs")
-        for cls in (Half, Careless, Never, Starved)
+        for cls in (Half, Careless, Against, Never, Starved)
     ]
     return Registry([*ours, *own])
 
@@ -195,6 +209,27 @@ def test_the_rest_of_a_chain_stores_what_one_codec_declines(opened):
     assert torch.equal(tree["zeros"], state["zeros"])
     assert torch.equal(tree["w"], rounded(state["w"]))
     assert report.bytes_stored < report.bytes_raw / 2  # zstd took what `half` did not
+
+
+def test_a_rule_that_puts_a_codec_with_a_base_behind_another_is_refused_by_name(opened):
+    with pytest.raises(ConfigError, match=r"rules\[0\].*against.*cannot stand behind zstd"):
+        opened(("w", "zstd", "against"))
+
+
+@pytest.mark.parametrize("size", [300, 700_001])
+def test_a_codec_for_floats_behind_one_that_makes_floats_works_on_these(opened, size):
+    torch.manual_seed(0)
+    state = {"w": torch.randn(size), "m": torch.randn(70, 90), "n": torch.arange(9000)}
+    with opened(("**", "half", "floatsplit"), chunk_bytes=1 << 20) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        tree = ckpt.load(1)
+        assert ckpt.verify(1).ok
+        part = ckpt.open(1)
+        chains = {tuple(c.name for c in chain) for chain in part.contents.head(0).chains}
+    assert ("half", "floatsplit") in chains  # it declines what is no float
+    for name, tensor in state.items():
+        wanted = rounded(tensor) if tensor.dtype == torch.float32 else tensor
+        assert torch.equal(tree[name], wanted), name
 
 
 def test_too_little_memory_while_decoding_is_no_damage(opened):
