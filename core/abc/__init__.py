@@ -39,10 +39,12 @@ from penstock.core.abc.roots import (
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.timing import Timing, current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_all_with_deadline
+from penstock.core.floats.conversion import FLOAT_DTYPES, convert_floats
 
 __all__ = [
     "API_VERSION",
     "DECLINED",
+    "FLOAT_DTYPES",
     "ROOT_NAME",
     "Backend",
     "BlobWriter",
@@ -73,6 +75,7 @@ __all__ = [
     "Timing",
     "call_all_with_deadline",
     "check_blob_name",
+    "convert_floats",
     "copy_bytes",
     "current_timing",
     "encode_root",

@@ -1,0 +1,56 @@
+"""The float formats that Penstock converts, and the conversion of one buffer into another."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FLOAT_DTYPES: Final[dict[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+}
+"""Bytes per element of the floats that `convert_floats` knows, by dtype name."""
+
+
+def convert_floats(
+    source: memoryview, source_dtype: str, target: memoryview, target_dtype: str, /
+) -> None:
+    """Fill `target` with the elements of `source`, each rounded to nearest even.
+
+    The result is what torch's `.to()` gives on a CPU, bit for bit: float64 goes through float32
+    into what is narrower, NaN stays NaN, -0.0 stays -0.0 (`fnuz` formats have none), and what is
+    too large becomes infinite, in `fnuz` formats NaN, in float8_e4m3fn the largest number. Where
+    versions of torch or its code for one processor and another disagree (the bits of a NaN, what
+    is too large for float8_e4m3fn), the result does not. It takes no memory but the scratch of
+    its thread, and holds the GIL for some microseconds at a time.
+
+    Args:
+        source: A flat view of bytes: whole elements.
+        source_dtype: One of `FLOAT_DTYPES`.
+        target: A flat, writable view for as many elements; it does not overlap `source`.
+        target_dtype: One of `FLOAT_DTYPES`.
+
+    Raises:
+        ValueError: A dtype is none of `FLOAT_DTYPES`, `source` does not hold whole elements, or
+            `target` does not hold as many, or is read-only. Nothing was written.
+    """
+    # Imported late: the contracts, and so `penstock ls`, do without numpy.
+    from penstock.core.floats.arithmetic import convert  # noqa: PLC0415
+
+    for dtype in (source_dtype, target_dtype):
+        if dtype not in FLOAT_DTYPES:
+            msg = f"{dtype} is no float that Penstock converts: these are {', '.join(FLOAT_DTYPES)}"
+            raise ValueError(msg)
+    count, rest = divmod(source.nbytes, FLOAT_DTYPES[source_dtype])
+    if rest or target.nbytes != count * FLOAT_DTYPES[target_dtype] or target.readonly:
+        msg = (
+            f"{source.nbytes} bytes of {source_dtype} cannot be converted into {target.nbytes} "
+            f"{'read-only ' if target.readonly else ''}bytes of {target_dtype}"
+        )
+        raise ValueError(msg)
+    convert(source, source_dtype, target, target_dtype)
