@@ -37,6 +37,8 @@ class CodecContext:
         raw_length: Bytes that go into `encode` and come out of `decode`.
         base: The same chunk of an earlier checkpoint, if the codec declared `needs_base` and there
             is one. Else None.
+        version: Version of the codec that wrote the frame, for `decode` and for the `output` that
+            goes with it; for `encode` that of the codec itself.
     """
 
     dtype: str
@@ -45,6 +47,7 @@ class CodecContext:
     start: int
     raw_length: int
     base: memoryview | None = None
+    version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,18 @@ class CodecOutput:
 class Codec(ABC):
     """Encodes chunks into frames that decode alone. Thread-safe; holds no per-chunk state.
 
-    `name` is the entry-point name, `version` goes into the manifest and is checked on reading,
-    as is `config`, which round-trips as JSON. Releases the GIL for anything longer than 1 ms.
-    Never changes its input. A codec that declares `lossless = False` may decode to other bytes than
-    it encoded, yet to the same bytes each time; it never gets a value (a number, a text). A codec
-    that declares `needs_base` stands first in its chain.
+    `name` is the entry-point name. `version` goes into the manifest: frames of the versions from
+    `oldest_readable` to `version` are given to `decode`, all others are refused before any data is
+    read. `config` round-trips through the manifest as JSON. Releases the GIL for anything longer
+    than 1 ms. Never changes its input. A codec that declares `lossless = False` may decode to other
+    bytes than it encoded, yet to the same bytes each time; it never gets a value (a number, a
+    text). A codec that declares `needs_base` stands first in its chain.
     """
 
     api_version: ClassVar[int] = API_VERSION
     name: ClassVar[str]
     version: ClassVar[int] = 1
+    oldest_readable: ClassVar[int] = 1
     lossless: ClassVar[bool]
     needs_base: ClassVar[bool] = False
     Config: ClassVar[type[PluginConfig]] = PluginConfig

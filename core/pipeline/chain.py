@@ -16,7 +16,13 @@ import xxhash
 from penstock.core.abc.codec import Declined
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import CodecError
-from penstock.core.pipeline.links import context_behind, decode_link, encode_link, output_bound
+from penstock.core.pipeline.links import (
+    context_behind,
+    context_for,
+    decode_link,
+    encode_link,
+    output_bound,
+)
 from penstock.core.types import Buffer, ByteRange, flat_view
 
 if TYPE_CHECKING:
@@ -77,8 +83,12 @@ class CodecChain:
     put out, as elements of the dtype that this codec says.
     """
 
-    def __init__(self, codecs: Sequence[Codec]) -> None:
+    def __init__(self, codecs: Sequence[Codec], *, versions: Sequence[int] | None = None) -> None:
         """Join `codecs`.
+
+        Args:
+            codecs: At least one codec.
+            versions: For each codec the version that wrote the frames to decode; default: its own.
 
         Raises:
             CodecError: There is no codec: raw chunks need no chain. Or a lossy codec stands behind
@@ -103,6 +113,7 @@ class CodecChain:
                 )
                 raise CodecError(msg)
         self.codecs = tuple(codecs)
+        self.versions = tuple(c.version for c in codecs) if versions is None else tuple(versions)
 
     def __repr__(self) -> str:
         return f"CodecChain({' -> '.join(codec.name for codec in self.codecs)})"
@@ -157,6 +168,7 @@ class CodecChain:
             if into.nbytes < bound:
                 msg = f"codec {codec.name} may need {bound} bytes of output, has {into.nbytes}"
                 raise CodecError(msg)
+            seen = context_for(codec, seen, codec.version)
             length = encode_link(codec, source, into, seen)
             if isinstance(length, Declined):
                 declined.append(number)
@@ -176,7 +188,8 @@ class CodecChain:
         else:
             # Readers compare with the decoded bytes, which a lossy codec has changed.
             decoded = _scratch.take(2, raw.nbytes)[: raw.nbytes]
-            _decode_links(taken, source, decoded, context, lengths)
+            links = [(codec, codec.version) for codec in taken]
+            _decode_links(links, source, decoded, context, lengths)
             raw_checksum = checksum(decoded)
         _scratch.shrink()
         return EncodedFrame(stored, checksum(source), raw_checksum, tuple(lengths), tuple(declined))
@@ -208,7 +221,8 @@ class CodecChain:
         """
         target = flat_view(out)
         self._check_lengths(lengths, target.nbytes, context)
-        _decode_links(self.codecs, flat_view(frame).toreadonly(), target, context, lengths)
+        links = list(zip(self.codecs, self.versions, strict=True))
+        _decode_links(links, flat_view(frame).toreadonly(), target, context, lengths)
         _scratch.shrink()
         if raw_checksum is not None and checksum(target) != raw_checksum:
             msg = f"{self!r} decoded {target.nbytes} bytes that are not the ones encoded"
@@ -272,17 +286,19 @@ def _moved(source: memoryview, target: memoryview) -> memoryview:
 
 
 def _decode_links(
-    codecs: Sequence[Codec],
+    links: Sequence[tuple[Codec, int]],
     source: memoryview,
     target: memoryview,
     context: CodecContext,
     lengths: Sequence[int],
 ) -> None:
-    """Decode `source` through `codecs`, given in encoding order, into `target`."""
-    contexts = [context]
-    for codec, length in zip(codecs, lengths, strict=False):  # behind the last one nothing follows
-        contexts.append(context_behind(codec, contexts[-1], length))
-    for number, (codec, seen) in reversed(list(enumerate(zip(codecs, contexts, strict=True)))):
+    """Decode `source` into `target` through codecs with versions, given in encoding order."""
+    calls: list[tuple[Codec, CodecContext]] = []
+    for number, (codec, version) in enumerate(links):
+        if calls:
+            context = context_behind(*calls[-1], lengths[number - 1])
+        calls.append((codec, context_for(codec, context, version)))
+    for number, (codec, seen) in reversed(list(enumerate(calls))):
         into = target if number == 0 else _scratch.take(number % 2, seen.raw_length)
         into = into[: seen.raw_length]
         decode_link(codec, source, into, seen)

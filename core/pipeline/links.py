@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from penstock.core.abc import Codec, CodecContext
 
 
+def context_for(codec: Codec, context: CodecContext, version: int) -> CodecContext:
+    """Return `context` as `codec` gets it: with the version of its frame, a base if it needs one.
+
+    The codec that asked for the base may have declined; otherwise the next one would get the base
+    then, and no reader knows that it needs one.
+    """
+    base = context.base if codec.needs_base else None
+    return replace(context, version=version, base=base)
+
+
 def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecContext:
     """Return the facts about the output of `codec`, for the codec behind it.
 
@@ -20,7 +30,7 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
 
     Args:
         codec: The codec, which takes the chunk.
-        context: The facts about the chunk that it takes.
+        context: The facts about the chunk that it takes, from `context_for`.
         length: Bytes of its output.
 
     Raises:
@@ -50,17 +60,6 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
         raw_length=length,
         base=None,
     )
-
-
-def _given(codec: Codec, context: CodecContext) -> CodecContext:
-    """Return `context` without a base unless the codec asked for one.
-
-    The codec that asked may have declined; without this the next one would get its base, and no
-    reader knows that it needs one.
-    """
-    if codec.needs_base or context.base is None:
-        return context
-    return replace(context, base=None)
 
 
 def _output(codec: Codec, context: CodecContext) -> CodecOutput:
@@ -109,7 +108,7 @@ def encode_link(
     """Call `Codec.encode`; raises CodecError if it fails, or returns no length within `target`."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
-            length = codec.encode(source, target, context=_given(codec, context))
+            length = codec.encode(source, target, context=context)
     except PenstockError:
         raise
     except Exception as error:
@@ -132,7 +131,7 @@ def decode_link(
     """Call `Codec.decode`; raises CodecError if it fails, MemoryError if memory is short."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
-            codec.decode(source, target, context=_given(codec, context))
+            codec.decode(source, target, context=context)
     except (PenstockError, MemoryError):  # too little memory says nothing about the frame
         raise
     except Exception as error:

@@ -70,6 +70,12 @@ def _breach_of_declarations(cls: Any, name: str) -> str | None:
 def _breach_of_facts(cls: Any) -> str | None:
     """Return what is wrong with the facts that core reads before it calls any method."""
     if issubclass(cls, Codec):
+        oldest: object = cls.oldest_readable
+        if type(oldest) is not int or not 1 <= oldest <= cls.version:
+            return (
+                f"says {oldest!r} for oldest_readable: it must be an integer from 1 to its "
+                f"version, {cls.version}"
+            )
         for fact in ("lossless", "needs_base"):
             value = getattr(cls, fact, None)
             if not isinstance(value, bool):
@@ -198,7 +204,7 @@ def _breach_of_codec(codec: Codec) -> str | None:
     if not isinstance(codec.config, codec.Config):
         return "does not keep its options as `config`: they are stored with each checkpoint"
     base = memoryview(chunk[::-1]) if codec.needs_base else None
-    context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk), base)
+    context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk), base, codec.version)
     output: object = codec.output(replace(context, base=None))
     if not isinstance(output, CodecOutput):
         return f"says {output!r} for its output: it must be a CodecOutput"

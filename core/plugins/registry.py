@@ -193,7 +193,7 @@ class Registry:
 
         Raises:
             PluginError: The codec is not installed, broken, older than the one that wrote the
-                checkpoint, or refuses the stored options.
+                checkpoint, too new to read its version, or refuses the stored options.
         """
         cls = self.codec_class(name)
         whence = self._whence("codec", name)
@@ -201,6 +201,13 @@ class Registry:
             msg = (
                 f"written by version {version} of codec {name!r}, but {whence} has version "
                 f"{cls.version}: upgrade it"
+            )
+            raise PluginError(msg)
+        if version < cls.oldest_readable:
+            msg = (
+                f"written by version {version} of codec {name!r}, but {whence} has version "
+                f"{cls.version}, which reads versions {cls.oldest_readable} to {cls.version}: "
+                "install an older one to read it"
             )
             raise PluginError(msg)
         try:

@@ -58,6 +58,7 @@ class AbsentChain(CodecChain):
 
     def __init__(self, why: str) -> None:
         self.codecs = ()
+        self.versions = ()
         self.why = why
 
 
@@ -376,7 +377,8 @@ class Contents:
     def _made_chain(self, records: Sequence[CodecRecord]) -> CodecChain:
         try:
             return CodecChain(
-                [self._registry.codec_from_record(r.name, r.version, r.config) for r in records]
+                [self._registry.codec_from_record(r.name, r.version, r.config) for r in records],
+                versions=[record.version for record in records],
             )
         except PluginError as error:
             plugins = (f"codec {record.name}" for record in records)

@@ -419,6 +419,45 @@ def test_a_codec_says_its_output_without_a_base():
     assert asked == [_context(40)]
 
 
+class _Second(_Recording):
+    """Version 2, whose frames begin with the version, as those of version 1 do not."""
+
+    version = 2
+
+    def encode(self, chunk, out, /, *, context):
+        self.contexts.append(context)
+        out[0] = 2
+        out[1 : 1 + chunk.nbytes] = chunk
+        return chunk.nbytes + 1
+
+    def decode(self, frame, out, /, *, context):
+        self.contexts.append(context)
+        out[:] = frame[context.version - 1 :]
+
+    def output(self, context, /):
+        return CodecOutput(f"of version {context.version}")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_codec_is_told_the_version_that_wrote_its_frame(place):
+    codecs = [_Recording(), _Recording(), _Recording()]
+    codecs[place] = _Second()
+    frame, stored = _encode(CodecChain(codecs), bytes(range(40)))
+    assert [codec.contexts[0].version for codec in codecs] == [c.version for c in codecs]
+    decoded = _decode(CodecChain(codecs), stored, 40, lengths=frame.lengths)
+    assert decoded == bytes(range(40))
+    assert [codec.contexts[1].version for codec in codecs] == [c.version for c in codecs]
+
+
+def test_frames_of_an_older_version_are_decoded_as_such():
+    second, behind = _Second(), _Recording()
+    _, stored = _encode(CodecChain([behind]), bytes(range(40)))
+    chain = CodecChain([second, behind], versions=[1, 1])
+    assert _decode(chain, stored, 40, lengths=[40]) == bytes(range(40))
+    assert [seen.version for seen in (*second.contexts, *behind.contexts)] == [1, 1, 1]
+    assert behind.contexts[1].dtype == "of version 1"
+
+
 def test_codec_cannot_change_the_chunk():
     def scribble(chunk, out):
         chunk[0] = 1

@@ -499,6 +499,26 @@ def test_recorded_codec_of_an_older_version_is_made(plugin_site):
     assert Registry().codec_from_record("acme", 2, {}).version == 3
 
 
+def test_versions_before_the_oldest_readable_one_are_refused(plugin_site):
+    source = _codec("acme", version=4) + "        oldest_readable = 3\n"
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
+    assert Registry().codec_from_record("acme", 3, {}).version == 4
+    complaint = (
+        "written by version 2 of codec 'acme', but acme-codecs 1.0 has version 4, which reads "
+        "versions 3 to 4: install an older one"
+    )
+    with pytest.raises(PluginError, match=complaint):
+        Registry().codec_from_record("acme", 2, {})
+
+
+@pytest.mark.parametrize("oldest", [0, 3, "1", True])
+def test_an_oldest_readable_version_that_cannot_be_is_refused(plugin_site, oldest):
+    source = _codec("acme", version=2) + f"        oldest_readable = {oldest!r}\n"
+    _add_codec(plugin_site, "acme-codecs", "acme", module="acme_codec", source=source)
+    with pytest.raises(PluginError, match=rf"says {oldest!r} for oldest_readable.* its version, 2"):
+        Registry().codec("acme", {})
+
+
 @pytest.mark.parametrize(
     ("name", "version", "config", "complaint"),
     [

@@ -232,6 +232,81 @@ def test_a_codec_for_floats_behind_one_that_makes_floats_works_on_these(opened, 
         assert torch.equal(tree[name], wanted), name
 
 
+class First(Careless):
+    """Version 1 of a codec: stores the chunk as it is."""
+
+    name = "grown"
+    lossless = True
+
+    def encode(self, chunk, out, /, *, context):
+        out[: chunk.nbytes] = chunk
+        return chunk.nbytes
+
+
+class Second(First):
+    """Version 2: stores the chunk backwards."""
+
+    version = 2
+
+    def encode(self, chunk, out, /, *, context):
+        out[: chunk.nbytes] = bytes(chunk)[::-1]
+        return chunk.nbytes
+
+    def decode(self, frame, out, /, *, context):
+        out[:] = bytes(frame)[:: 1 if context.version == 1 else -1]
+
+
+class Third(Second):
+    """Version 3, which does not read version 1 any more."""
+
+    version = 3
+    oldest_readable = 2
+
+
+def with_codec(root, codec, *, codecs=("grown",)):
+    registry = Registry()
+    registry.register(codec)
+    rules = [{"match": "w", "codecs": list(codecs)}]
+    return penstock.Checkpointer(f"posix://{root}/run", registry=registry, rules=rules)
+
+
+@pytest.mark.parametrize("codecs", [["grown"], ["grown", "zstd"], ["zstd", "grown", "lz4"]])
+def test_a_codec_reads_what_its_older_version_wrote(tmp_path, codecs):
+    state = {"w": torch.arange(9000.0)}
+    for step, codec in enumerate((First, Second), start=1):
+        with with_codec(tmp_path, codec, codecs=codecs) as ckpt:
+            ckpt.save(state, step, mode="blocking")
+    with with_codec(tmp_path, Second) as ckpt:
+        for step in (1, 2):
+            assert torch.equal(ckpt.load(step)["w"], state["w"])
+            assert ckpt.verify(step).ok
+            assert ckpt.info(step).codecs["grown"] == step
+
+
+@pytest.mark.parametrize(
+    ("codec", "step", "why"),
+    [
+        (First, 2, "written by version 2 of codec 'grown', but .* has version 1: upgrade it"),
+        (Third, 1, "written by version 1 of codec 'grown', .* reads versions 2 to 3: install"),
+    ],
+)
+def test_a_version_that_cannot_be_read_is_refused_before_any_data_is_read(
+    tmp_path, codec, step, why
+):
+    state = {"w": torch.arange(9000.0)}
+    for number, version in enumerate((First, Second), start=1):
+        with with_codec(tmp_path, version) as ckpt:
+            ckpt.save(state, number, mode="blocking")
+    for blob in (tmp_path / "run").glob("data/*/blobs/*"):
+        blob.unlink()  # whoever looks for data finds none
+    target = {"w": torch.ones(9000)}
+    with with_codec(tmp_path, codec) as ckpt:
+        for read in (ckpt.load, lambda step: ckpt.restore(target, step)):
+            with pytest.raises(PluginError, match=why):
+                read(step)
+    assert torch.equal(target["w"], torch.ones(9000))
+
+
 def test_too_little_memory_while_decoding_is_no_damage(opened):
     with opened(("w", "zstd")) as ckpt:
         ckpt.save({"w": torch.ones(5000)}, step=1, mode="blocking")
