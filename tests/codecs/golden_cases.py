@@ -1,0 +1,177 @@
+"""The chunks whose frames are kept as golden files, made the same everywhere and for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.core.abc import CodecContext
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# By dtype: bytes of an element, bits of the mantissa, and the exponent of common values.
+FLOATS = {
+    "float8_e4m3fn": (1, 3, 9),
+    "float8_e5m2": (1, 2, 17),
+    "float8_e4m3fnuz": (1, 3, 9),
+    "float8_e5m2fnuz": (1, 2, 17),
+    "float16": (2, 10, 17),
+    "bfloat16": (2, 7, 122),
+    "float32": (4, 23, 122),
+    "float64": (8, 52, 1018),
+}
+INTEGERS = {"uint16": 2, "uint32": 4, "uint64": 8, "int16": 2, "int32": 4, "int64": 8}
+_LEADING_ZEROS = np.array([8 - n.bit_length() for n in range(256)], np.uint8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A chunk, and the codecs that encode it, each with its options."""
+
+    codecs: tuple[tuple[str, dict[str, Any]], ...]
+    make: Callable[[], bytes]
+    dtype: str = "uint8"
+    itemsize: int = 1
+    shape: tuple[int, ...] | None = None
+    start: int = 0
+    declined: tuple[int, ...] = field(default=())
+
+    def chunk(self) -> tuple[bytes, CodecContext]:
+        """Return the chunk, and what codecs are told of it."""
+        raw = self.make()
+        shape = self.shape or (len(raw) // self.itemsize,)
+        return raw, CodecContext(self.dtype, self.itemsize, shape, self.start, len(raw))
+
+
+def noise(name: str, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return `size` random bytes that depend on `name` alone."""
+    return np.frombuffer(hashlib.shake_256(name.encode()).digest(size), np.uint8)
+
+
+def text(size: int) -> bytes:
+    """Return bytes with repetitions."""
+    line = b"".join(b"step %d loss %d\n" % (n, n * n % 977) for n in range(500))
+    return (line * (size // len(line) + 1))[:size]
+
+
+def floats(
+    dtype: str, rows: int, columns: int, *, kind: str = "plain", start: int = 0, count: int = 0
+) -> bytes:
+    """Return elements of a matrix, from element `start` on (all, if `count` is 0).
+
+    Args:
+        dtype: One of `FLOATS`.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        kind: `"plain"`: random signs and mantissas, and some values that arithmetic changes;
+            `"product"`: near an outer product, without signs, as second moments are, with
+            mantissas of two bits; `"short"`: with zeros in the lower half of each mantissa.
+        start: The first element.
+        count: The number of elements.
+    """
+    itemsize, mantissa, exponent = FLOATS[dtype]
+    size = rows * columns
+    bits = noise(f"{dtype} {kind} {rows} {columns}", 10 * size + 2 * (rows + columns))
+    mixed = bits[: 8 * size].view("<u8") & np.uint64((1 << mantissa) - 1)
+    kept = {"plain": mantissa, "product": 2, "short": mantissa - mantissa // 2}[kind]
+    mixed &= ~np.uint64((1 << mantissa - kept) - 1)
+    powers = exponent - _LEADING_ZEROS[bits[8 * size : 9 * size]].astype(np.int64)
+    if kind == "product":
+        ends = bits[10 * size :]
+        reach = 64 if itemsize > 1 and dtype != "float16" else 4
+        powers += (ends[:rows].astype(np.int64) % reach)[:, None].repeat(columns, 1).reshape(-1)
+        powers += np.tile(ends[rows : rows + columns].astype(np.int64) % reach, rows) - reach
+    words = np.maximum(powers, 0).astype(np.uint64) << np.uint64(mantissa) | mixed
+    if kind == "plain":
+        signs = (bits[9 * size : 10 * size] & 1).astype(np.uint64)
+        words |= signs << np.uint64(8 * itemsize - 1)
+    words &= np.uint64((1 << 8 * itemsize) - 1)
+    data = bytearray(words.astype(f"<u{itemsize}").tobytes())
+    if kind == "plain":
+        data[: 14 * itemsize] = _rare(itemsize, mantissa)
+    count = count or size - start
+    return bytes(data[start * itemsize : (start + count) * itemsize])
+
+
+def _rare(itemsize: int, mantissa: int) -> bytes:
+    """Return 14 elements: zeros, denormals, infinities and NaNs with payloads, of both signs."""
+    sign = 1 << 8 * itemsize - 1
+    infinity, quiet = sign - (1 << mantissa), 1 << mantissa - 1
+    words = (0, 1, infinity, infinity | 1, infinity | quiet, infinity | quiet | 1, sign - 1)
+    return b"".join(w.to_bytes(itemsize, "little") for word in words for w in (sign | word, word))
+
+
+def sparse(itemsize: int, elements: int) -> bytes:
+    """Return elements of which few are not zero, some of them in the last places."""
+    words = np.zeros(elements, f"<u{itemsize}")
+    values = noise(f"sparse {itemsize}", elements // 512)
+    words[::512][: len(values)] = values
+    words[-3:] = (1 << 8 * itemsize) - 1
+    return words.tobytes()
+
+
+def integers(itemsize: int, elements: int) -> bytes:
+    """Return numbers that need few of their bytes, negative ones among them."""
+    small = noise(f"integers {itemsize}", elements).astype(np.int64) - 3
+    return small.astype(f"<i{itemsize}").tobytes()
+
+
+def cases() -> dict[str, Case]:
+    """Return all cases by name."""
+    found: dict[str, Case] = {}
+    for name, options in (
+        ("zstd", [{}, {"level": -50}, {"level": 19}]),
+        ("lz4", [{}, {"acceleration": 32}, {"level": 9}]),
+    ):
+        for number, option in enumerate(options):
+            codecs = ((name, option),)
+            found[f"{name}-{number}-text"] = Case(codecs, lambda: text(30_000))
+            found[f"{name}-{number}-noise"] = Case(codecs, lambda: noise("n", 3000).tobytes())
+            found[f"{name}-{number}-one"] = Case(codecs, lambda: b"\x07")
+            # More than a piece, of which both codecs cut large chunks.
+            found[f"{name}-{number}-pieces"] = Case(codecs, lambda: bytes((4 << 20) + 5) + text(50))
+    return found | _of_floatsplit()
+
+
+def _of_floatsplit() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    plain, own = (("floatsplit", {"predict": False}),), (("floatsplit", {}),)
+    for dtype, (size, *_) in FLOATS.items():
+        # Terms of rows and columns have to be worth their place: a matrix of few rows is not
+        # predicted.
+        wide = (300, 301) if size == 2 else (160, 161)
+        for kind in ("plain", "short"):
+            found[f"floatsplit-{dtype}-{kind}"] = Case(
+                own, lambda d=dtype, k=kind: floats(d, 40, 64, kind=k), dtype, size, (40, 64)
+            )
+        inside = wide[0] * wide[1] - 150
+        for name, codecs, start, count in (
+            ("predicted", own, 0, 0), ("unpredicted", plain, 0, 0), ("inside", own, 71, inside)
+        ):  # fmt: skip
+            found[f"floatsplit-{dtype}-{name}"] = Case(
+                codecs,
+                lambda d=dtype, w=wide, s=start, c=count: floats(
+                    d, *w, kind="product", start=s, count=c
+                ),
+                dtype, size, wide, start * size,
+            )  # fmt: skip
+        found[f"floatsplit-{dtype}-blocks"] = Case(
+            own, lambda s=size: sparse(s, (128 << 10) + 1001), dtype, size
+        )
+    for dtype, size in INTEGERS.items():
+        found[f"floatsplit-{dtype}"] = Case(own, lambda s=size: integers(s, 2001), dtype, size)
+    both = (("floatsplit", {}), ("zstd", {"level": 3}))
+    found["floatsplit-zstd-taken"] = Case(
+        both, lambda: floats("float32", 40, 64), "float32", 4, (40, 64)
+    )
+    found["floatsplit-zstd-declined"] = Case(
+        both, lambda: text(5000), "int8", 1, (50, 100), declined=(0,)
+    )
+    return found
+
+
+CASES = cases()

@@ -1,0 +1,80 @@
+"""Frames that were once written decode for ever; nobody promises that they are written again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.codecs.golden_cases import CASES
+
+from penstock.core.pipeline.chain import CodecChain, checksum
+from penstock.core.plugins.registry import Registry
+from penstock.core.testing.golden import read_golden, rewriting
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def folder_of(case):
+    """Where the frames lie that today's version of the first codec writes."""
+    name = CASES[case].codecs[0][0]
+    return GOLDEN / f"{name}-{Registry().codec_class(name).version}"
+
+
+def write(case):
+    given = CASES[case]
+    raw, context = given.chunk()
+    registry = Registry()
+    codecs = [registry.codec(name, options) for name, options in given.codecs]
+    chain = CodecChain(codecs)
+    out = memoryview(bytearray(chain.max_encoded_size(len(raw))))
+    frame = chain.encode(memoryview(raw), out, context=context)
+    assert frame.declined == given.declined
+    left = [codec for number, codec in enumerate(codecs) if number not in frame.declined]
+    record = {
+        "chain": [[c.name, c.version, c.config.model_dump(mode="json")] for c in left],
+        "lengths": list(frame.lengths),
+        "raw_checksum": frame.raw_checksum,
+    }
+    folder = folder_of(case)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{case}.frame").write_bytes(out[: frame.length])
+    (folder / f"{case}.json").write_text(json.dumps(record) + "\n")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_has_a_frame_of_the_version_of_today(case):
+    path = folder_of(case) / f"{case}.frame"
+    if rewriting() and not path.is_file():  # frames that are there stay as they are, for ever
+        write(case)
+    assert read_golden(path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(GOLDEN.glob("*/*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_a_golden_frame_decodes_to_its_chunk(path):
+    raw, context = CASES[path.stem].chunk()
+    record = json.loads(path.read_text())
+    registry = Registry()
+    chain = CodecChain(
+        [registry.codec_from_record(*link) for link in record["chain"]],
+        versions=[version for _, version, _ in record["chain"]],
+    )
+    out = bytearray(b"\xaa" * len(raw))
+    chain.decode(
+        memoryview(read_golden(path.with_suffix(".frame"))),
+        memoryview(out),
+        context=context,
+        lengths=record["lengths"],
+    )
+    assert checksum(out) == record["raw_checksum"]
+    assert not chain.lossless or out == raw
+
+
+def test_no_golden_frame_is_left_out():
+    frames, records = (
+        {p.with_suffix("") for p in GOLDEN.glob(f"*/*.{end}")} for end in ("frame", "json")
+    )
+    assert frames == records
+    assert {p.name for p in records} == set(CASES)
