@@ -79,7 +79,8 @@ class Checkpointer:
                 logged and goes no further.
             options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
                 `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
-                `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`, `prefer`.
+                `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`,
+                `prefer`.
 
         Raises:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.

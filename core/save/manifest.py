@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.writer import ChunkResult
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.request import SaveRequest
+    from penstock.core.types import ObjectPath
 
 SECTION_OBJECTS = 2048
 """Most objects and nodes of a section: all that a reader parses and checks to open one object."""
@@ -74,6 +75,7 @@ class ManifestWriter:
         results: Sequence[ChunkResult],
         blobs: Sequence[tuple[str, int]],
         *,
+        derived: Mapping[int, int],
         engine: str,
         created: str,
     ) -> EncodedManifest:
@@ -83,6 +85,7 @@ class ManifestWriter:
             uid: The uid of the save.
             results: The stored frame of each chunk of the plan.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
+            derived: Numbers of derived objects of the plan, and of those they are derived from.
             engine: Name of the backend that wrote the blobs.
             created: The time of the commit, in the form of records.
 
@@ -100,6 +103,7 @@ class ManifestWriter:
                 results,
                 blobs={b.name[-3:]: i for i, b in enumerate(table) if b not in borrowed},
                 chains=numbers,
+                derived=derived,
             ),
             uid=uid,
             rank=0,
@@ -175,6 +179,7 @@ def build_sections(
     *,
     blobs: Mapping[str, int],
     chains: Sequence[int] | None = None,
+    derived: Mapping[int, int] | None = None,
     section_objects: int = SECTION_OBJECTS,
 ) -> list[SectionDraft]:
     """Join the described entries with their stored frames, in order of storage.
@@ -189,15 +194,22 @@ def build_sections(
         blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`; None: as planned.
+        derived: Numbers of derived objects of the plan, and of those they are derived from.
         section_objects: Most objects and nodes of a section.
 
     Raises:
         SaveError: The plan does not hold every byte of every object once: a bug.
     """
-    refs = _refs_by_entry(entries, _refs_by_item(plan))
+    by_item = _refs_by_item(plan)
+    masters: dict[ObjectPath, ObjectPath] = {}
+    derived = derived or {}
+    for item, master in derived.items():
+        by_item[item] = ()
+        masters[plan.objects[item].entry.path] = plan.objects[master].entry.path
+    refs = _refs_by_entry(entries, by_item)
     numbers = [chunk.chain for chunk in plan.chunks] if chains is None else chains
-    frames = [
-        Frame(
+    frames = {
+        number: Frame(
             blobs["enc" if chunk.chain else "raw"],
             result.offset,
             result.length,
@@ -208,10 +220,13 @@ def build_sections(
             result.lengths,
             _elements(chunk) if chain else None,
         )
-        for chunk, result, chain in zip(plan.chunks, results, numbers, strict=True)
-    ]
+        for number, (chunk, result, chain) in enumerate(
+            zip(plan.chunks, results, numbers, strict=True)
+        )
+        if chunk.pieces[0].item not in derived
+    }
     drafts: list[SectionDraft] = []
-    writer = _SectionWriter(frames)
+    writer = _SectionWriter(frames, masters)
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
         if isinstance(entry, Node):
@@ -220,7 +235,7 @@ def build_sections(
             writer.add_object(ordinal, entry, refs[ordinal])
         if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
             drafts.append(writer.draft)
-            writer = _SectionWriter(frames)
+            writer = _SectionWriter(frames, masters)
     if writer.count:
         drafts.append(writer.draft)
     return drafts
@@ -259,7 +274,7 @@ def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
 def _refs_by_entry(
     entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Return the places of each entry; a node or a tied object has none."""
+    """Return the places of each entry; a node, and a tied or derived object, have none."""
     items = iter(by_item)
     return [
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
@@ -279,11 +294,14 @@ def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
 
 
 class _SectionWriter:
-    def __init__(self, frames: Sequence[Frame]) -> None:
+    def __init__(
+        self, frames: Mapping[int, Frame], masters: Mapping[ObjectPath, ObjectPath]
+    ) -> None:
         self.draft = new_draft()
         self.count = 0
         self.weight = 0
         self._frames = frames
+        self._masters = masters
         self._local: dict[int, int] = {}
         self._types: dict[tuple[Any, ...], int] = {}
         self._last: StateObject | None = None
@@ -300,6 +318,8 @@ class _SectionWriter:
         shards: tuple[tuple[Any, ...], ...] = ()
         if entry.same_as is not None:
             columns["same_as"].append([len(columns["path"]), entry.same_as])
+        elif master := self._masters.get(entry.path):
+            columns["derived"].append([len(columns["path"]), master])
         else:
             stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
             if stored != spec.itemsize * math.prod(region.sizes):
