@@ -61,6 +61,9 @@ MAX_CODECS = 16
 
 MAX_CODEC_NAME_CHARS = 64
 
+MAX_LINKS = 64
+"""Most frames that decoding one chunk takes: itself, and the bases below it."""
+
 # -- records --------------------------------------------------------------------------------------
 
 RECORD_LIMIT_BYTES = 64 << 20

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.records import (
     FORMAT_VERSION,
+    BaseEntry,
     BlobRecord,
     CommitRecord,
     IndexEntry,
@@ -38,9 +39,10 @@ _INDENTED_CHARS = 256 << 10
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _COMMIT_KEYS = (
     "uid", "step", "generation", "created", "world_size", "objects", "bytes_raw", "bytes_stored",
-    "index", "parts", "codecs", "providers", "borrowed", "metadata", "penstock", "engine",
+    "index", "parts", "codecs", "providers", "borrowed", "base", "metadata", "penstock", "engine",
     "plugins",
 )  # fmt: skip
+_OPTIONAL_KEYS = ("plugins", "base")  # left out where there is no third party, or no base
 _INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshed")
 _SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
 _BLOB_KEYS = ("name", "length")
@@ -58,8 +60,10 @@ def encode_commit(record: CommitRecord) -> bytes:
     body["index"] = asdict(record.index)
     body["parts"] = [asdict(part) for part in record.parts]
     body["borrowed"] = [[blob.name, blob.length] for blob in record.borrowed]
-    if not record.plugins:
-        del body["plugins"]
+    body["base"] = None if record.base is None else asdict(record.base)
+    for key in _OPTIONAL_KEYS:
+        if not body[key]:
+            del body[key]
     data = _seal(body)
     if len(data) > RECORD_LIMIT_BYTES:
         name = commit_name(record.step, record.generation)
@@ -80,7 +84,8 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     """
     body = _open(data, name)
     if type(body) is dict:
-        body.setdefault("plugins", {})  # the key is left out where no third party took part
+        body.setdefault("plugins", {})
+        body.setdefault("base", None)
         if body.get("references") == [] and "borrowed" not in body:
             body["borrowed"] = body.pop("references")  # a record of the first releases
     fields = Fields(body, name, _COMMIT_KEYS)
@@ -108,6 +113,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
         codecs=_versions(fields, "codecs", name),
         providers=_versions(fields, "providers", name),
         borrowed=_borrowed(fields, uid, name),
+        base=_base(fields.value("base"), uid, name),
         metadata=fields.mapping("metadata"),
         penstock=fields.text("penstock"),
         engine=fields.text("engine"),
@@ -205,6 +211,17 @@ def _part_entry(value: object, expected: str, name: str) -> PartEntry:
     length = fields.integer("length")
     head_length = fields.integer("head_length", high=min(length, MAX_STORED_FRAME_BYTES))
     return PartEntry(expected, length, head_length, fields.hexadecimal("head_sha256", 64))
+
+
+def _base(value: object, uid: str, name: str) -> BaseEntry | None:
+    if value is None:
+        return None
+    where = f"{name}: base"
+    fields = Fields(value, where, ("uid", "step", "age"))
+    base = fields.hexadecimal("uid", 32)
+    if base == uid:
+        refuse(where, "is the checkpoint itself")
+    return BaseEntry(base, fields.integer("step"), fields.integer("age", low=1))
 
 
 def _versions(fields: Fields, key: str, name: str) -> dict[str, int]:

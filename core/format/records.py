@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.limits import MAX_INT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec
 
@@ -58,6 +58,8 @@ class Frame:
         raw_checksum: Of an encoded frame: xxh3-64 of the bytes that it decodes to. Else None.
         lengths: Of a chain of several codecs: the lengths between them, in encoding order.
         elements: Of an encoded slab of one dtype: its name, and the bytes of an element. Else None.
+        base: Of a frame whose first codec needs a base: the frame of that chunk. Else None.
+        content: xxh3-128 of the chunk, by which a later save finds an equal one. None: unknown.
     """
 
     blob: int
@@ -69,6 +71,15 @@ class Frame:
     raw_checksum: int | None = None
     lengths: tuple[int, ...] = ()
     elements: tuple[str, int] | None = None
+    base: Frame | None = None
+    content: int | None = None
+
+    def links(self) -> Iterator[Frame]:
+        """Yield the frames of the chain that this frame decodes with: itself, then its bases."""
+        frame: Frame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,7 @@ class ShardRecord:
 class ObjectRecord:
     """One object. With `same_as` it is tied to that object, stored there, and has no shards.
 
-    With `derived` it has no shards either: its elements are those of that object, rounded to
-    nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
+    `ordinal` numbers objects and nodes in the order in which the tree was described.
     """
 
     ordinal: int
@@ -108,7 +118,6 @@ class ObjectRecord:
     form: str
     shards: tuple[ShardRecord, ...] = ()
     same_as: ObjectPath | None = None
-    derived: ObjectPath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +205,21 @@ class IndexEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseEntry:
+    """The earlier checkpoint against which a checkpoint is encoded.
+
+    Attributes:
+        uid: The uid of that checkpoint.
+        step: Its step.
+        age: How many checkpoints the later one is away from a whole one, at least 1.
+    """
+
+    uid: str
+    step: int
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
 class CommitRecord:
     """The record whose name makes a checkpoint exist.
 
@@ -213,6 +237,7 @@ class CommitRecord:
         codecs: Codecs used, name to version.
         providers: Providers used, name to version.
         borrowed: Blobs of other saves that the parts refer to, ascending by name.
+        base: The earlier checkpoint that frames are encoded against; None: all stand alone.
         metadata: The user's metadata, JSON.
         penstock: Version of Penstock that wrote the record.
         engine: Name of the engine that wrote the blobs (`"uring"`), for people.
@@ -233,6 +258,7 @@ class CommitRecord:
     codecs: dict[str, int] = field(default_factory=dict)
     providers: dict[str, int] = field(default_factory=dict)
     borrowed: tuple[BlobRecord, ...] = ()
+    base: BaseEntry | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     penstock: str = ""
     engine: str = ""

@@ -37,6 +37,7 @@ from penstock.core.limits import (
     MAX_GROUPS,
     MAX_INT,
     MAX_ITEMSIZE,
+    MAX_LINKS,
     MAX_SEGMENTS,
     max_chunks,
 )
@@ -53,13 +54,13 @@ if TYPE_CHECKING:
 _FRAME_KEYS = (
     "blob", "offset", "length", "raw_length", "chain", "checksums", "raw_checksum", "lengths",
 )  # fmt: skip
-_SLAB_KEY = "elements"  # an optional column of frames, left out where no frame has elements
+_OPTIONAL_FRAME_KEYS = ("elements", "base", "content")  # left out where no frame has any
 
 _OBJECT_KEYS = ("ordinal", "path", "type", "shape", "shards", "same_as")
-_DERIVED_KEY = "derived"  # an optional column of objects, left out where no object is derived
 _TYPE_COLUMNS = 5
 _NODE_COLUMNS = 4
 _CHECKSUM_DIGITS = 16
+_CONTENT_DIGITS = 32
 _ONE_CHUNK = 3  # frame, offset, length
 
 _KEYS = ("frames", "types", "objects", "nodes")
@@ -97,12 +98,11 @@ class SectionDraft:
 
     def dump(self) -> bytes:
         """Return the JSON of the section."""
-        columns = {k: v for k, v in self.columns.items() if v or k != _DERIVED_KEY}
         return dump_json(
             {
                 "frames": _frame_columns(self.frames),
                 "types": self.types,
-                "objects": columns,
+                "objects": self.columns,
                 "nodes": self.node_rows,
             }
         )
@@ -110,7 +110,7 @@ class SectionDraft:
 
 def new_draft() -> SectionDraft:
     """Return an empty draft."""
-    return SectionDraft([], [], {key: [] for key in (*_OBJECT_KEYS, _DERIVED_KEY)}, [])
+    return SectionDraft([], [], {key: [] for key in _OBJECT_KEYS}, [])
 
 
 def _top_level_keys(
@@ -134,9 +134,15 @@ def _frame_columns(frames: Sequence[Frame]) -> dict[str, list[Any]]:
         ],
         "lengths": [f.lengths for f in frames],
     }
-    if any(f.elements for f in frames):
-        columns[_SLAB_KEY] = [f.elements for f in frames]
-    return columns
+    numbers = {(f.blob, f.offset): number for number, f in enumerate(frames)}
+    optional: dict[str, list[Any]] = {
+        "elements": [f.elements for f in frames],
+        "base": [None if f.base is None else numbers[f.base.blob, f.base.offset] for f in frames],
+        "content": [None if f.content is None else f"{f.content:032x}" for f in frames],
+    }
+    return columns | {
+        key: column for key, column in optional.items() if column.count(None) < len(column)
+    }
 
 
 def read_section(
@@ -155,7 +161,7 @@ def read_section(
     fields = Fields(load_json(raw, name), name, _KEYS)
     frames = _read_frames(fields.value("frames"), head, name)
     types = [_read_type(row, name) for row in fields.items("types")]
-    columns = _object_columns(fields, name)
+    columns = Fields(fields.value("objects"), f"{name}: objects", _OBJECT_KEYS)
     paths = _read_paths(columns.items("path"), name)
     reader = _ObjectReader(columns, types, _ShardReader(frames, head.world_size), name)
     picked: Sequence[int] = range(len(paths))
@@ -180,18 +186,13 @@ def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> N
     fields = Fields(load_json(raw, name), name, _KEYS)
     frames = _read_frames(fields.value("frames"), head, name)
     types = [_read_type(row, name) for row in fields.items("types")]
-    columns = _object_columns(fields, name)
+    columns = Fields(fields.value("objects"), f"{name}: objects", _OBJECT_KEYS)
     if head.world_size != 1 or not _are_plain(columns, types, frames, name):
         read_section(raw, head, info, name)
         return
     nodes = [_read_node(row, name) for row in fields.items("nodes")]
     paths = list(map(tuple, columns.items("path")))
     _check_whole(paths, columns.items("ordinal"), nodes, info, name)
-
-
-def _object_columns(fields: Fields, name: str) -> Fields:
-    where = f"{name}: objects"
-    return Fields(fields.value("objects"), where, _OBJECT_KEYS, optional=(_DERIVED_KEY,))
 
 
 def _check_whole(
@@ -215,13 +216,12 @@ def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame],
     """Return whether a reader plainly takes these columns of objects."""
     paths = columns.items("path")
     count = len(paths)
-    elsewhere = _read_elsewhere(columns, count, name)
+    ties = _read_ties(columns.items("same_as"), count, name)
     numbers = check_ints(columns.value("type"), f"{name}: type", count=count, high=len(types) - 1)
     check_ints(columns.value("ordinal"), f"{name}: ordinal", count=count)
     shapes = columns.items("shape", count=count)
     shards = columns.items("shards", count=count)
-    # The shards of an object are `[[chunks]]` (one shard, stored whole); an object whose bytes
-    # stand elsewhere has none.
+    # The shards of an object are `[[chunks]]` (one shard, stored whole); a tied object has none.
     lonely = _singles([row for row in shards if row != []])
     chunks = None if lonely is None else _singles(lonely)
     if (
@@ -235,11 +235,11 @@ def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame],
     stored = iter(chunks)
     for position, (number, shape, shard) in enumerate(zip(numbers, shapes, shards, strict=True)):
         kind, _, itemsize, _, _ = types[number]
-        if (kind is Kind.VALUE and len(shape) != 1) or (position in elsewhere) == bool(shard):
+        if (kind is Kind.VALUE and len(shape) != 1) or (position in ties) == bool(shard):
             return False
         if shard and not _covers(next(stored), lengths, itemsize * math.prod(shape)):
             return False
-    return all(there.path != tuple(paths[n]) for n, there in elsewhere.items())
+    return all(ties[position] != tuple(paths[position]) for position in ties)
 
 
 def _singles(rows: Sequence[object]) -> list[Any] | None:
@@ -277,7 +277,8 @@ def _covers(chunks: Sequence[int], lengths: Sequence[int], nbytes: int) -> bool:
 
 
 def _read_frames(value: object, head: PartHead, name: str) -> list[Frame]:
-    fields = Fields(value, f"{name}: frames", _FRAME_KEYS, optional=(_SLAB_KEY,))
+    there = [key for key in _OPTIONAL_FRAME_KEYS if type(value) is dict and key in value]
+    fields = Fields(value, f"{name}: frames", (*_FRAME_KEYS, *there))
     count = len(fields.items("blob"))
 
     def column(key: str, **bounds: int) -> list[int]:
@@ -292,14 +293,32 @@ def _read_frames(value: object, head: PartHead, name: str) -> list[Frame]:
         check_texts(fields.value("checksums"), f"{name}: checksums", count=count),
         fields.items("raw_checksum", count=count),
         fields.items("lengths", count=count),
-        fields.items(_SLAB_KEY, count=count) if _SLAB_KEY in fields else [None] * count,
+        *(
+            fields.items(key, count=count) if key in there else [None] * count
+            for key in _OPTIONAL_FRAME_KEYS
+        ),
         strict=True,
     )
-    return [_read_frame(row, head, f"{name}, frame {n}") for n, row in enumerate(rows)]
+    frames: list[Frame] = []
+    for number, row in enumerate(rows):
+        frames.append(_read_frame(row, head, frames, f"{name}, frame {number}"))
+    return frames
 
 
-def _read_frame(row: tuple[Any, ...], head: PartHead, name: str) -> Frame:
-    blob, offset, length, raw_length, chain, checksums, raw_checksum, lengths, elements = row
+def _read_frame(row: tuple[Any, ...], head: PartHead, before: Sequence[Frame], name: str) -> Frame:
+    (
+        blob,
+        offset,
+        length,
+        raw_length,
+        chain,
+        checksums,
+        raw_checksum,
+        lengths,
+        elements,
+        base,
+        content,
+    ) = row
     if offset + length > head.blobs[blob].length:
         refuse(name, f"ends beyond blob {head.blobs[blob].name}")
     if chain:
@@ -324,7 +343,28 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, name: str) -> Frame:
             check_ints(lengths, f"{name}: lengths", count=links - 1, high=2 * MAX_CHUNK_BYTES)
         ),
         elements=None if elements is None else _read_elements(elements, chain, raw_length, name),
+        base=None if base is None else _read_base(base, chain, raw_length, before, name),
+        content=None if content is None else _read_content(content, name),
     )
+
+
+def _read_base(
+    value: object, chain: int, raw_length: int, before: Sequence[Frame], name: str
+) -> Frame:
+    """Return the base of a frame, which stands before it: so no chain is a circle."""
+    check_ints([value], f"{name}: base", high=len(before) - 1)
+    base = before[cast("int", value)]
+    if not chain or base.raw_length != raw_length:
+        refuse(name, "is raw, or has a base of another length")
+    if sum(1 for _ in base.links()) >= MAX_LINKS:
+        refuse(name, f"decodes with more than {MAX_LINKS} frames")
+    return base
+
+
+def _read_content(value: object, name: str) -> int:
+    if not is_hex(value, _CONTENT_DIGITS):
+        refuse(name, "its content is no hash")
+    return int(cast("str", value), 16)
 
 
 def _read_elements(value: object, chain: int, raw_length: int, name: str) -> tuple[str, int]:
@@ -363,7 +403,7 @@ class _ObjectReader:
         self, fields: Fields, types: Sequence[_Type], shards: _ShardReader, name: str
     ) -> None:
         count = len(fields.items("path"))
-        self._elsewhere = _read_elsewhere(fields, count, name)
+        self._ties = _read_ties(fields.items("same_as"), count, name)
         self._numbers = check_ints(
             fields.value("type"), f"{name}: type", count=count, high=len(types) - 1
         )
@@ -382,39 +422,23 @@ class _ObjectReader:
         if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
             refuse(where, f"has {len(shape)} dimensions")
         spec = TensorSpec(dtype, itemsize, tuple(shape))
-        ordinal = self._ordinals[position]
-        there = self._elsewhere.get(position)
-        if there is None:
+        same_as = self._ties.get(position)
+        shards: tuple[ShardRecord, ...] = ()
+        if same_as is None:
             shards = self._shards.read(rows, spec, where)
-            return ObjectRecord(ordinal, path, kind, spec, role, form, shards)
-        if rows or there.path == path:
-            refuse(where, "is tied or derived, but has shards, or is so of itself")
-        same_as, derived = (None, there.path) if there.derived else (there.path, None)
-        return ObjectRecord(ordinal, path, kind, spec, role, form, (), same_as, derived)
+        elif rows or same_as == path:
+            refuse(where, "is tied, but has shards, or is tied to itself")
+        ordinal = self._ordinals[position]
+        return ObjectRecord(ordinal, path, kind, spec, role, form, shards, same_as)
 
 
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    """The object that a tied or derived object gets its bytes from."""
-
-    path: ObjectPath
-    derived: bool
-
-
-def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, _Elsewhere]:
-    """Return the objects that have no bytes of their own, by position."""
-    found: dict[int, _Elsewhere] = {}
-    for key in ("same_as", _DERIVED_KEY):
-        if key not in columns:
-            continue
-        where = f"{name}: {key}"
-        pairs = [check_list(row, where, count=2) for row in columns.items(key)]
-        numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
-        if len({*found, *numbers}) != len(found) + len(numbers):
-            refuse(where, "lists an object twice")
-        for number, pair in zip(numbers, pairs, strict=True):
-            found[number] = _Elsewhere(_path(pair[1], where), key == _DERIVED_KEY)
-    return found
+def _read_ties(rows: Sequence[object], count: int, name: str) -> dict[int, ObjectPath]:
+    where = f"{name}: same_as"
+    pairs = [check_list(row, where, count=2) for row in rows]
+    numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
+    if len(set(numbers)) != len(numbers):
+        refuse(where, "lists an object twice")
+    return {number: _path(pair[1], where) for number, pair in zip(numbers, pairs, strict=True)}
 
 
 def _read_node(row: object, name: str) -> NodeRecord:

@@ -13,14 +13,16 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
     CodecError,
+    DamagedError,
     PenstockError,
     RestoreError,
     StorageError,
@@ -77,6 +79,12 @@ class _Read:
     block: Block | None
     direct: bool
     error: PenstockError | None = None
+    bases: list[_Read] = field(default_factory=list)
+
+    @property
+    def links(self) -> tuple[_Read, ...]:
+        """The read itself, and those of the bases that its frame decodes with."""
+        return (self, *self.bases)
 
 
 @dataclass(eq=False, slots=True)
@@ -247,16 +255,23 @@ class _Session:
 
     def _add(self, job: FrameJob[CodecChain], span: ByteRange) -> None:
         """Put one range of a frame into the batch, and submit the batch when it is full."""
+        read = self._placed(job, span)
+        for base in job.bases:  # of an encoded frame alone, which is one range
+            read.bases += [self._placed(base, whole) for whole in base.ranges]
+        self._batch.append(read)
+        size = sum(link.span.length for link in read.links)
+        self._size += size
+        self._stats.bytes_read += size
+        if self._size >= BATCH_BYTES or len(self._batch) >= _BATCH_FRAMES:
+            self._submit()
+
+    def _placed(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read:
         while (read := self._prepare(job, span)) is None:
             # Scratch is full. This thread alone frees it, so it settles a batch instead of
             # waiting.
             self._submit()
             self._settle_oldest()
-        self._batch.append(read)
-        self._size += span.length
-        self._stats.bytes_read += span.length
-        if self._size >= BATCH_BYTES or len(self._batch) >= _BATCH_FRAMES:
-            self._submit()
+        return read
 
     def _prepare(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read | None:
         """Choose the memory that `span` is read into; None: scratch is full for now."""
@@ -285,7 +300,7 @@ class _Session:
             msg = "given up: the caller was interrupted"
             raise RestoreError(msg)
         if self._batch:
-            requests = [read.request for read in self._batch]
+            requests = [link.request for read in self._batch for link in read.links]
             self._flights.append(_Flight(self._batch, self._backend.submit_read(requests)))
             self._batch, self._size = [], 0
         while len(self._flights) >= _BATCHES_IN_FLIGHT:
@@ -297,11 +312,12 @@ class _Session:
             self._settle(flight)
             self._flights.popleft()
             self._watchdog.moved()
-            for read in flight.reads:
-                if read.block is not None:
-                    self._scratch.release(read.block)
+            links = [link for read in flight.reads for link in read.links]
+            for link in links:
+                if link.block is not None:
+                    self._scratch.release(link.block)
             if self._progress is not None:
-                self._progress(sum(r.span.length for r in flight.reads))
+                self._progress(sum(link.span.length for link in links))
 
     def _settle(self, flight: _Flight) -> None:
         """Wait for a batch, verify and place it."""
@@ -326,27 +342,32 @@ class _Session:
             for read, detail in flight.checks.pop(0).result():
                 if not self._rescue(read):
                     self._stats.damaged += [(name, detail) for name in read.job.label]
-        if any(isinstance(r.error, BlobNotFoundError) for r in flight.reads):
+        links = (link for read in flight.reads for link in read.links)
+        if any(isinstance(link.error, BlobNotFoundError) for link in links):
             self._stats.missing_blob = True
 
     def _read_singly(self, reads: list[_Read]) -> None:
         """Read each frame of a failed batch alone, to find those that are missing or cut off."""
-        for read in reads:
+        for link in (link for read in reads for link in read.links):
             try:
-                self._backend.read([read.request])
+                self._backend.read([link.request])
             except (BlobNotFoundError, BlobTruncatedError) as error:
-                read.error = error
+                link.error = error
 
     def _rescue(self, read: _Read) -> bool:
-        """Read a damaged range from another tier, if one has it whole."""
+        """Read the damaged ranges of a frame and its bases from other tiers, if any has them."""
+        rescued: list[tuple[str, str]] = []
         for tier in self._backend.tiers:
-            try:
-                tier.backend.read([read.request])
-            except StorageError:
-                continue
-            if self._check(read) is None:
-                read.error = None
-                self._stats.rescued.append((read.job.blob, tier.name))
+            # All, where none is damaged as it is stored: then one of them does not decode.
+            for link in [link for link in read.links if _damage(link)] or read.links:
+                try:
+                    tier.backend.read([link.request])
+                except StorageError:
+                    continue
+                link.error = None
+                rescued.append((link.job.blob, tier.name))
+            if not any(link.error for link in read.links) and self._check(read) is None:
+                self._stats.rescued += rescued
                 return True
         return False
 
@@ -354,7 +375,8 @@ class _Session:
         def task() -> list[tuple[_Read, str]]:
             damaged = []
             for read in reads:
-                detail = self._check(read) if read.error is None else str(read.error)
+                error = next((link.error for link in read.links if link.error), None)
+                detail = self._check(read) if error is None else str(error)
                 if detail is not None:
                     damaged.append((read, detail))
             return damaged
@@ -364,8 +386,20 @@ class _Session:
     def _check(self, read: _Read) -> str | None:
         with noting_origin(lambda: _whose(read.job)):
             return self._reader.finish(
-                read.job, read.span, read.request.target, placed=read.direct, decode=self._decode
+                read.job,
+                read.span,
+                read.request.target,
+                placed=read.direct,
+                decode=self._decode,
+                bases=[base.request.target for base in read.bases],
             )
+
+
+def _damage(read: _Read) -> str | None:
+    """Return the damage of the stored bytes that were read, in words, or None."""
+    if read.error is not None:
+        return str(read.error)
+    return stored_damage(read.job, read.span, read.request.target)
 
 
 def _whose(job: FrameJob[CodecChain]) -> str:
@@ -385,11 +419,18 @@ def _direct_target(job: FrameJob[CodecChain], span: ByteRange) -> memoryview | N
     return None if view is None else view[use.start : use.start + use.length]
 
 
+class _Outputs(threading.local):
+    """Memory of one thread: for a decoded chunk, and two for the bases that it decodes with."""
+
+    def __init__(self) -> None:
+        self.views = [memoryview(b"")] * 3
+
+
 class FrameReader:
     """Verifies, decodes and places the bytes read of frames. Thread-safe."""
 
     def __init__(self) -> None:
-        self._scratch = threading.local()
+        self._outputs = _Outputs()
 
     def finish(
         self,
@@ -399,6 +440,7 @@ class FrameReader:
         *,
         placed: bool,
         decode: bool,
+        bases: Sequence[memoryview] = (),
     ) -> str | None:
         """Verify `data`, the bytes of `span`, and copy them to their sinks.
 
@@ -408,51 +450,120 @@ class FrameReader:
             data: The bytes of that range.
             placed: Whether they are in their target already.
             decode: Off, an encoded frame is compared with its checksum only.
+            bases: All stored bytes of each of `job.bases`.
 
         Returns:
             The damage in words, or None.
         """
-        frame = job.frame
-        if job.chain is None:
-            detail = _verify_blocks(job, span, data)
-            if detail is None and not placed:
-                _place(job.uses, data, base=span.start)
+        stored = list(zip(job.bases, bases, strict=True))
+        damages = (stored_damage(base, ByteRange(0, held.nbytes), held) for base, held in stored)
+        detail = stored_damage(job, span, data) or next(filter(None, damages), None)
+        if detail is not None:
             return detail
-        if checksum(data) != frame.checksums[0]:
-            return f"checksum of the frame at {job.blob}:{frame.offset} does not match"
-        return self._decode(job, data) if decode else None
+        if job.chain is not None:
+            return self._decode(job, data, stored) if decode else None
+        if not placed:
+            _place(job.uses, data, base=span.start)
+        return None
 
-    def _decode(self, job: FrameJob[CodecChain], data: memoryview) -> str | None:
-        frame, chain = job.frame, job.chain
-        assert chain is not None
-        assert job.context is not None
+    def decode_chunk(
+        self, job: FrameJob[CodecChain], stored: Sequence[memoryview], out: memoryview
+    ) -> None:
+        """Verify and decode one chunk into `out`.
+
+        Args:
+            job: The frame, with contexts.
+            stored: All stored bytes of each of `job.links`.
+            out: Memory of the chunk's length; undefined after an error.
+
+        Raises:
+            DamagedError: The stored bytes are not those that were written, or do not decode.
+        """
+        data, *bases = stored
+        pairs = list(zip(job.links, stored, strict=True))
+        damages = (stored_damage(link, ByteRange(0, held.nbytes), held) for link, held in pairs)
+        detail = next(filter(None, damages), None)
+        if detail is None and job.chain is None:
+            copy_bytes(out, data)
+        elif detail is None:
+            base, detail = self._base(list(zip(job.bases, bases, strict=True)))
+            detail = detail or _decode_frame(job, data, out, base)
+        if detail is not None:
+            raise DamagedError(detail, [job.blob])
+
+    def _decode(
+        self,
+        job: FrameJob[CodecChain],
+        data: memoryview,
+        stored: Sequence[tuple[FrameJob[CodecChain], memoryview]],
+    ) -> str | None:
+        base, detail = self._base(stored)
+        if detail is not None:
+            return detail
         use = job.uses[0]
-        whole = len(job.uses) == 1 and use.at == 0 and use.length == frame.raw_length
+        whole = len(job.uses) == 1 and use.at == 0 and use.length == job.frame.raw_length
         target = use.sink.view() if whole and use.sink is not None else None
         if target is not None:
             out = target[use.start : use.start + use.length]
         else:
-            out = self._output(frame.raw_length)
-        try:
-            chain.decode(data, out, context=job.context, lengths=frame.lengths)
-        except CodecError as error:
-            return f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
-        if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
-            codecs = " and ".join(codec.name for codec in chain.codecs)
-            return (
-                f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, though its "
-                f"stored bytes do: not the store is at fault, but {codecs} or this machine's memory"
-            )
-        if target is None:
+            out = self._output(0, job.frame.raw_length)
+        detail = _decode_frame(job, data, out, base)
+        if detail is None and target is None:
             _place(job.uses, out, base=0)
-        return None
+        return detail
 
-    def _output(self, length: int) -> memoryview:
-        """Return memory for a decoded chunk, which this thread reuses."""
-        held: memoryview | None = getattr(self._scratch, "view", None)
-        if held is None or held.nbytes < length:
-            held = self._scratch.view = memoryview(mmap.mmap(-1, max(length, 1)))
-        return held[:length]
+    def _base(
+        self, stored: Sequence[tuple[FrameJob[CodecChain], memoryview]]
+    ) -> tuple[memoryview | None, str | None]:
+        """Decode a chain of bases, the nearest first; return its chunk, or the damage in words."""
+        chunk: memoryview | None = None
+        for number, (job, data) in enumerate(reversed(stored)):
+            if job.chain is None:
+                chunk = data
+                continue
+            out = self._output(1 + number % 2, job.frame.raw_length)
+            detail = _decode_frame(job, data, out, chunk)
+            if detail is not None:
+                return None, detail
+            chunk = out
+        return (None if chunk is None else chunk.toreadonly()), None
+
+    def _output(self, which: int, length: int) -> memoryview:
+        """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""
+        views = self._outputs.views
+        if views[which].nbytes < length:
+            views[which] = memoryview(mmap.mmap(-1, length))
+        return views[which][:length]
+
+
+def stored_damage(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:
+    """Compare `data`, the bytes of `span` of a frame, with its checksums; return the damage."""
+    if job.chain is None:
+        return _verify_blocks(job, span, data)
+    if checksum(data) != job.frame.checksums[0]:
+        return f"checksum of the frame at {job.blob}:{job.frame.offset} does not match"
+    return None
+
+
+def _decode_frame(
+    job: FrameJob[CodecChain], data: memoryview, out: memoryview, base: memoryview | None
+) -> str | None:
+    """Decode a frame into `out`, and compare the result; return the damage in words, or None."""
+    frame, chain = job.frame, job.chain
+    assert chain is not None
+    assert job.context is not None
+    context = job.context if base is None else replace(job.context, base=base)
+    try:
+        chain.decode(data, out, context=context, lengths=frame.lengths)
+    except CodecError as error:
+        return f"the frame at {job.blob}:{frame.offset} does not decode: {error}"
+    if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
+        codecs = " and ".join(codec.name for codec in chain.codecs)
+        return (
+            f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, though its "
+            f"stored bytes do: not the store is at fault, but {codecs} or this machine's memory"
+        )
+    return None
 
 
 def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.abc.codec import CodecContext
@@ -34,14 +35,12 @@ class Located:
 class ObjectRequest:
     """A request to read an object into `sink`: all its bytes, or `ranges` of them.
 
-    Without a sink the bytes are only verified. Messages name the object at `path`; None: the one
-    that is read.
+    Without a sink the bytes are only verified.
     """
 
     located: Located
     sink: ByteSink | None
     ranges: Sequence[ByteRange] | None = None
-    path: ObjectPath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,8 @@ class FrameJob(Generic[ChainT]):
             frame, all of an encoded one. Ascending, not touching.
         uses: Where the chunk's bytes go.
         paths: The paths of the objects in the frame, one for each use.
+        bases: The frames below it in its chain, the nearest first; each decodes with the next one
+            as its base.
     """
 
     frame: Frame
@@ -78,6 +79,12 @@ class FrameJob(Generic[ChainT]):
     ranges: tuple[ByteRange, ...] = ()
     uses: list[ChunkUse] = field(default_factory=list)
     paths: list[ObjectPath] = field(default_factory=list)
+    bases: tuple[FrameJob[ChainT], ...] = ()
+
+    @property
+    def links(self) -> tuple[FrameJob[ChainT], ...]:
+        """All frames that are read for the chunk: its own, then its bases."""
+        return (self, *self.bases)
 
     @property
     def label(self) -> tuple[str, ...]:
@@ -125,17 +132,19 @@ def plan_restore(
                 key = part, frame.blob, frame.offset
                 job = jobs.get(key)
                 if job is None:
-                    chain = chain_of(part, frame.chain) if frame.chain else None
-                    head = heads[part]
-                    blob = head.blobs[frame.blob].name
-                    job = jobs[key] = FrameJob(frame, blob, head.block_bytes, chain)
+                    job, *bases = (
+                        _frame_job(link, heads[part], partial(chain_of, part))
+                        for link in frame.links()
+                    )
+                    job.bases = tuple(bases)
+                    jobs[key] = job
                 elif job.frame is not frame and job.frame != frame:
                     where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
                     msg = f"{where}: two sections describe it differently"
                     raise FormatError(msg, [where])
                 at = ref.at + start - ref.start
                 job.uses.append(ChunkUse(sink, at, base + start, stop - start))
-                job.paths.append(request.path or record.path)
+                job.paths.append(record.path)
                 # A frame of one chunk: codecs get the dtype and shape that they got when it was
                 # encoded. Frames of slabs get the context of a slab.
                 if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
@@ -145,13 +154,22 @@ def plan_restore(
     return RestorePlan(ordered, sum(map(_complete, ordered)))
 
 
+def _frame_job(frame: Frame, head: PartHead, chain_of: Callable[[int], ChainT]) -> FrameJob[ChainT]:
+    chain = chain_of(frame.chain) if frame.chain else None
+    return FrameJob(frame, head.blobs[frame.blob].name, head.block_bytes, chain)
+
+
 def _complete(job: FrameJob[Any]) -> int:
     """Set the ranges that hold all uses of a frame; return how many of their bytes are needed."""
     frame = job.frame
     if frame.chain:  # an encoded frame decodes only as a whole
-        job.context = job.context or _slab_context(frame)
-        job.ranges = (ByteRange(0, frame.length),)
-        return frame.length
+        context = job.context or _slab_context(frame)
+        for link in job.links:
+            # A frame and its base have the same place in the same object, so one context.
+            link.context = context
+            link.ranges = (ByteRange(0, link.frame.length),)
+            link.paths = job.paths
+        return sum(link.frame.length for link in job.links)
     used = merge_ranges(ByteRange(u.at, u.at + u.length) for u in job.uses)
     runs = blocks_covering(frame.offset, frame.length, job.block_bytes, used)
     job.ranges = tuple(blocks_span(frame.offset, frame.length, job.block_bytes, r) for r in runs)

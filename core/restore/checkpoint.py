@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
-    from penstock.core.plan.restore import Located
+    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.plan.restore import FrameJob, Located
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import Progress
@@ -302,8 +303,8 @@ class Checkpoint:
             jobs, _ = self.contents.jobs([ObjectRequest(o, None) for o in objects], absent=absent)
             meter.will_enter("read")
             meter.expect(bytes_of(jobs))
-            stored = [job for job in jobs if isinstance(job.chain, AbsentChain)]
-            whole = [job for job in jobs if not isinstance(job.chain, AbsentChain)]
+            stored = [job for job in jobs if _lacks_codecs(job)]
+            whole = [job for job in jobs if not _lacks_codecs(job)]
             for some, decode in ((whole, True), (stored, False)):
                 stats = self.opened.loader.run(some, decode=decode, progress=meter.advance)
                 frames, bytes_read = frames + stats.frames, bytes_read + stats.bytes_read
@@ -362,6 +363,10 @@ class Checkpoint:
         spec = located.record.spec
         part = TensorSpec(spec.dtype, spec.itemsize, region.sizes)
         return build_leaf(self.opened, located, part, read_region(self.opened, located, region))
+
+
+def _lacks_codecs(job: FrameJob[CodecChain]) -> bool:
+    return any(isinstance(link.chain, AbsentChain) for link in job.links)
 
 
 def _records_at(backend: Backend, step: int) -> list[BlobInfo]:

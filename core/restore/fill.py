@@ -357,7 +357,7 @@ def _read_ranges(
 
 def bytes_of(jobs: Sequence[FrameJob[CodecChain]]) -> int:
     """Return the bytes of blobs that `jobs` read."""
-    return sum(span.length for job in jobs for span in job.ranges)
+    return sum(span.length for job in jobs for link in job.links for span in link.ranges)
 
 
 def raise_damaged(

@@ -17,7 +17,7 @@ from penstock.core.format.records import (
 from penstock.core.format.section import new_draft
 from penstock.core.pipeline.writer import ChunkResult
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
-from penstock.core.save.manifest import build_sections
+from penstock.core.save.manifest import build_sections, frames_of
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
 
 UID = "0123456789abcdef" * 2
@@ -69,6 +69,16 @@ def results_of(plan, block_bytes):
     return results, end
 
 
+def frames_for(plan, results):
+    return frames_of(
+        plan,
+        results,
+        blobs={"raw": 0, "enc": 1},
+        chains=[chunk.chain for chunk in plan.chunks],
+        place=None,
+    )
+
+
 class Manifest:
     """Entries in described order, taken all the way to bytes."""
 
@@ -79,8 +89,7 @@ class Manifest:
         self.drafts = build_sections(
             entries,
             self.plan,
-            self.results,
-            blobs={"raw": 0, "enc": 1},
+            frames_for(self.plan, self.results),
             section_objects=section_objects,
         )
         self.part = encode_part(

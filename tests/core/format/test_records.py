@@ -221,7 +221,7 @@ def test_a_plan_that_misses_bytes_is_refused():
     for keep in (slice(0, -1), slice(1, None), slice(None, None, -1)):
         cut = replace(plan, chunks=plan.chunks[keep])
         with pytest.raises(SaveError, match=r"of item 0|bytes of"):
-            build_sections(entries, cut, results[keep], blobs={"raw": 0})
+            build_sections(entries, cut, manifests.frames_for(cut, results[keep]))
 
 
 def read_all(made):
@@ -428,41 +428,6 @@ def lie(number, *path):
 def test_a_lie_is_named(check, complaint):
     with pytest.raises(FormatError, match=complaint):
         check()
-
-
-@pytest.mark.parametrize("read", [read_section, check_section])
-@pytest.mark.parametrize(
-    ("derived", "shards", "complaint"),
-    [
-        ([[0, ["model", "x"]]], None, "has shards"),
-        ([[0, ["model", "wte.weight"]]], [], "of itself"),
-        ([[99, ["model", "x"]]], None, "integers"),
-        ([[0, ["x"]], [0, ["y"]]], [], "object twice"),
-        ([[0, 7]], [], "list"),
-        ([0], [], "list"),
-        ([], [], "0 shards"),
-    ],
-)
-def test_a_lie_about_a_derived_object_is_named(read, derived, shards, complaint):
-    made = manifests.example()
-    body = load_json(made.drafts[0].dump(), "")
-    body["objects"]["derived"] = derived
-    if shards is not None:
-        body["objects"]["shards"][0] = shards
-    with pytest.raises(FormatError, match=complaint):
-        read(dump_json(body), made.head(), made.head().sections[0], "x")
-
-
-@pytest.mark.parametrize("read", [read_section, check_section])
-def test_a_derived_object_leads_to_another_and_has_no_shards(read):
-    made = manifests.example()
-    body = load_json(made.drafts[0].dump(), "")
-    body["objects"] |= {"derived": [[0, ["model", "x"]]]}
-    body["objects"]["shards"][0] = []
-    section = read(dump_json(body), made.head(), made.head().sections[0], "x")
-    if section is not None:
-        assert section.objects[0].derived == ("model", "x")
-        assert section.objects[0].shards == ()
 
 
 def test_unknown_fields_are_refused():

@@ -1,0 +1,165 @@
+"""Finds the frame of a chunk in an earlier checkpoint of the run. Sans-IO.
+
+A frame can be the base of a delta only where the earlier checkpoint cut the same bytes of the same
+objects into one chunk. The key of a chunk says so: equal keys, equal place of every byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from penstock.core.format.records import BlobRecord, Chain, Frame, PartHead
+    from penstock.core.plan.restore import Located
+    from penstock.core.plan.save import SavePlan
+    from penstock.core.types import ObjectPath, Region
+
+
+class PieceKey(NamedTuple):
+    """One piece of a chunk: bytes `[start, stop)` of a region of an object stand at `at`."""
+
+    path: ObjectPath
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    start: int
+    stop: int
+    at: int
+
+
+ChunkKey: TypeAlias = tuple[PieceKey, ...]
+"""The pieces of a chunk, in the order in which they stand in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFrame:
+    """A frame with what its part says of it, so that the part of another save can list it.
+
+    Attributes:
+        frame: The frame; its numbers of blob and chain count in its own part.
+        blob: The blob that holds it.
+        chain: The codecs that encoded it.
+        block_bytes: Distance of checksum cuts in a raw frame.
+        base: The frame below it in its chain, if it has one.
+    """
+
+    frame: Frame
+    blob: BlobRecord
+    chain: Chain
+    block_bytes: int
+    base: StoredFrame | None = None
+
+    def links(self) -> Iterator[StoredFrame]:
+        """Yield the frame, then its bases, the nearest first."""
+        link: StoredFrame | None = self
+        while link is not None:
+            yield link
+            link = link.base
+
+    @property
+    def depth(self) -> int:
+        """The number of bases below it."""
+        return sum(1 for _ in self.links()) - 1
+
+
+def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
+    """Return the keys of chunks of a plan, by number."""
+    return {
+        number: tuple(
+            PieceKey(
+                entry.path,
+                entry.spec.dtype,
+                entry.spec.shape,
+                entry.region,
+                piece.start,
+                piece.stop,
+                piece.at,
+            )
+            for piece in plan.chunks[number].pieces
+            for entry in [plan.objects[piece.item].entry]
+        )
+        for number in numbers
+    }
+
+
+def stored_frames(
+    objects: Iterable[Located], heads: Mapping[int, PartHead]
+) -> dict[ChunkKey, StoredFrame]:
+    """Return all frames of a checkpoint by the keys of their chunks.
+
+    Args:
+        objects: All objects of the checkpoint; tied ones have no frames.
+        heads: The heads of the parts, by number.
+    """
+    pieces: dict[tuple[int, int, int], list[PieceKey]] = {}
+    frames: dict[tuple[int, int, int], Frame] = {}
+    for located in objects:
+        record = located.record
+        for shard in record.shards:
+            for ref in shard.chunks:
+                frame = located.frames[ref.frame]
+                place = located.part, frame.blob, frame.offset
+                frames[place] = frame
+                pieces.setdefault(place, []).append(
+                    PieceKey(
+                        record.path,
+                        record.spec.dtype,
+                        record.spec.shape,
+                        shard.region,
+                        ref.start,
+                        ref.stop,
+                        ref.at,
+                    )
+                )
+    return {
+        tuple(sorted(pieces[place], key=lambda piece: piece.at)): resolved(
+            frame, head.blobs, head.chains, head.block_bytes
+        )
+        for place, frame in frames.items()
+        for head in [heads[place[0]]]
+    }
+
+
+def resolved(
+    frame: Frame, blobs: Sequence[BlobRecord], chains: Sequence[Chain], block_bytes: int
+) -> StoredFrame:
+    """Return a frame with what the tables of its part say of it and of its bases."""
+    base = None if frame.base is None else resolved(frame.base, blobs, chains, block_bytes)
+    return StoredFrame(frame, blobs[frame.blob], chains[frame.chain], block_bytes, base)
+
+
+class PartTables:
+    """The tables of blobs and chains of a part that is being written; frames get numbers there."""
+
+    def __init__(self, blobs: Sequence[BlobRecord], chains: Sequence[Chain]) -> None:
+        """Begin with the save's own blobs and chains."""
+        self.blobs = list(blobs)
+        self.chains = list(chains)
+        self._blob_numbers = {blob.name: number for number, blob in enumerate(blobs)}
+        self._placed: dict[tuple[str, int], Frame] = {}
+
+    def place(self, stored: StoredFrame) -> Frame:
+        """Return the frame of another save, and its bases, with their numbers in these tables."""
+        key = stored.blob.name, stored.frame.offset
+        if key not in self._placed:
+            self._placed[key] = replace(
+                stored.frame,
+                blob=self._blob(stored.blob),
+                chain=self._chain(stored.chain),
+                base=None if stored.base is None else self.place(stored.base),
+            )
+        return self._placed[key]
+
+    def _blob(self, blob: BlobRecord) -> int:
+        if blob.name not in self._blob_numbers:
+            self._blob_numbers[blob.name] = len(self.blobs)
+            self.blobs.append(blob)
+        return self._blob_numbers[blob.name]
+
+    def _chain(self, chain: Chain) -> int:
+        if chain not in self.chains:
+            self.chains.append(chain)
+        return self.chains.index(chain)
