@@ -22,6 +22,7 @@ from penstock.core.errors import (
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
+from penstock.core.restore.earlier import EarlierReader
 from penstock.core.save.saver import Saver
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
@@ -78,9 +79,9 @@ class Checkpointer:
                 and `PruneEvent`, those of saves mostly on background threads. An exception of it is
                 logged and goes no further.
             options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
-                `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`, `fence_timeout_s`,
-                `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`, `grace_s`,
-                `prefer`.
+                `deltas`, `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`,
+                `fence_timeout_s`, `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`,
+                `grace_s`, `prefer`.
 
         Raises:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.
@@ -124,6 +125,7 @@ class Checkpointer:
             workers=self._workers,
             events=self._events,
             tiers=self._drains,
+            earlier=EarlierReader(registry),
         )
         self._warn_early()
 

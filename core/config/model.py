@@ -39,7 +39,7 @@ from penstock.core.config.plugin_choice import (
     shown_url,
 )
 from penstock.core.errors import ConfigError, SelectionError
-from penstock.core.limits import MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CODECS
+from penstock.core.limits import MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CODECS, MAX_LINKS
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ __all__ = [
     "BackendSpec",
     "CheckpointerConfig",
     "CodecConfig",
+    "Deltas",
     "Mode",
     "OnBusy",
     "Prefer",
@@ -180,6 +181,23 @@ class Retention(_Model):
         return self
 
 
+class Deltas(_Model):
+    """How far checkpoints that the codec `delta` encodes depend on earlier ones.
+
+    Attributes:
+        every: A checkpoint is whole after so many saves: the ones between refer to earlier ones.
+        max_chain: Most earlier frames that decoding one takes. Below `every - 1`, later checkpoints
+            refer to an older base.
+        memory_bytes: Host memory for the newest state, which the next one is compared with; None
+            takes the size of the state if that is at most a quarter of the memory. Else the base is
+            read from the store during the save.
+    """
+
+    every: int = Field(default=6, ge=1)
+    max_chain: int = Field(default=5, ge=1, le=MAX_LINKS - 1)
+    memory_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
+
+
 class Prefer(_Model):
     """The distribution to take for a name that several claim, by kind of plugin."""
 
@@ -213,6 +231,7 @@ class CheckpointerConfig(_Model):
         backend: Path, URL, table with `type`, or an open `Backend`.
         rules: Rules that choose codecs. The first match wins; objects that match none stay raw.
         retention: Which checkpoints to keep; None keeps all.
+        deltas: How far checkpoints depend on earlier ones, where a rule names the codec `delta`.
         staging_bytes: Budget of this rank for captured state; None takes the state's size, at most
             half of the available memory divided among local ranks.
         mode: Mode of saves that name none.
@@ -222,8 +241,6 @@ class CheckpointerConfig(_Model):
         fence_timeout_s: How long training waits for a pending capture before that save is
             aborted.
         io_timeout_s: How long one request may take before the store counts as stuck.
-        share: Whether a save refers to bytes that are stored already, instead of storing them
-            again.
         chunk_bytes: Most raw bytes in one frame.
         block_bytes: Raw bytes under one checksum.
         workers: Threads that encode and hash; None takes a number by the cores.
@@ -239,6 +256,7 @@ class CheckpointerConfig(_Model):
     ]
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_list_of_rules)] = ()
     retention: Retention | None = None
+    deltas: Deltas = Field(default_factory=Deltas)
     staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
     mode: Mode = "async"
     on_busy: OnBusy = "wait"
@@ -246,7 +264,6 @@ class CheckpointerConfig(_Model):
     defer: Patterns = ()
     fence_timeout_s: float = Field(default=600.0, gt=0)
     io_timeout_s: float = Field(default=600.0, gt=0)
-    share: bool = False
     chunk_bytes: ChunkBytes = 16 << 20
     block_bytes: BlockBytes = 4 << 20
     workers: int | None = Field(default=None, ge=1)
@@ -266,6 +283,7 @@ class CheckpointerOptions(TypedDict, total=False):
 
     rules: Sequence[Rule | Mapping[str, Any]]
     retention: Retention | Mapping[str, int] | None
+    deltas: Deltas | Mapping[str, int | str | None]
     staging_bytes: int | str | None
     mode: Mode
     on_busy: OnBusy
@@ -273,7 +291,6 @@ class CheckpointerOptions(TypedDict, total=False):
     defer: str | Sequence[str]
     fence_timeout_s: float
     io_timeout_s: float
-    share: bool
     chunk_bytes: int | str
     block_bytes: int | str
     workers: int | None

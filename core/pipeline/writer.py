@@ -11,16 +11,15 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.core.abc import CodecContext
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum_blocks
-from penstock.core.plan.save import RawLayout
+from penstock.core.plan.save import RawLayout, context_of
 from penstock.core.types import PAGE_BYTES, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.staging import Block
+    from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
 
 log = logging.getLogger("penstock")
@@ -51,7 +51,6 @@ class Captured:
         block: Staging to give back, None when straight.
         straight: Whether the bytes are the live tensor's own memory.
         end_hold: Ends the hold on that memory, where there is one.
-        derived: Whether the chunk is of a derived object: it has no bytes, and none are stored.
     """
 
     index: int
@@ -59,12 +58,14 @@ class Captured:
     block: Block | None
     straight: bool
     end_hold: Callable[[], None] | None = None
-    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it."""
+    """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it.
+
+    Its base is a frame of an earlier checkpoint.
+    """
 
     offset: int
     length: int
@@ -72,10 +73,23 @@ class ChunkResult:
     raw_checksum: int | None = None
     lengths: tuple[int, ...] = ()
     declined: tuple[int, ...] = ()
+    base: StoredFrame | None = None
 
 
-DERIVED = ChunkResult(0, 0, ())
-"""The result of a chunk of a derived object, which has no frame."""
+class ChunkBases(Protocol):
+    """The earlier contents of chunks, for codecs that encode a chunk against them. Thread-safe."""
+
+    def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
+        """Return the frame and the bytes of the base of a chunk; None: encode it whole.
+
+        The bytes stay as they are until this thread calls `keep` for the chunk, or `base_of` for
+        another one.
+        """
+        ...
+
+    def keep(self, index: int, view: memoryview) -> None:
+        """Note the bytes of a chunk that was encoded: the base for the next save."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +104,7 @@ class FrameWriter:
     One thread calls all methods. `release` and `tick` are called from any thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, each by name
         self,
         backend: Backend,
         plan: SavePlan,
@@ -101,6 +115,7 @@ class FrameWriter:
         blob_prefix: str,
         release: Callable[[Captured], None],
         tick: Callable[[int], None],
+        bases: ChunkBases | None = None,
     ) -> None:
         """Prepare to write; nothing has begun.
 
@@ -113,9 +128,11 @@ class FrameWriter:
             blob_prefix: Name of both blobs, less their endings.
             release: Called once for every chunk, as soon as its memory is no longer needed.
             tick: Called with the bytes written whenever the store made progress.
+            bases: The earlier contents of the chunks whose chains need them.
         """
         self._backend = backend
         self._plan = plan
+        self._bases = bases
         self._chains = chains
         self._block_bytes = block_bytes
         self._workers = workers
@@ -142,13 +159,8 @@ class FrameWriter:
         Raises:
             PenstockError: An earlier chunk failed.
         """
-        for one in captured:
-            if one.derived:
-                self.results[one.index] = DERIVED
-                self._tick(self._plan.chunks[one.index].length)
-        stored = [c for c in captured if not c.derived]
-        raw = [c for c in stored if self._chains[self._plan.chunks[c.index].chain] is None]
-        encoded = deque(c for c in stored if self._chains[self._plan.chunks[c.index].chain])
+        raw = [c for c in captured if self._chains[self._plan.chunks[c.index].chain] is None]
+        encoded = deque(c for c in captured if self._chains[self._plan.chunks[c.index].chain])
         try:
             if raw:
                 self._start_raw(raw)
@@ -285,7 +297,7 @@ class FrameWriter:
             with self.encode_clock:
                 try:
                     slot = self._slot()
-                    frame = self._encoded(chain, captured, slot, chunk)
+                    frame, base = self._encoded(chain, captured, slot, chunk)
                     if len(frame.declined) == len(chain.codecs):
                         self._store_raw(stream, captured, frame.declined)
                         return
@@ -299,6 +311,7 @@ class FrameWriter:
                 frame.raw_checksum,
                 frame.lengths,
                 frame.declined,
+                base,
             )
             self._tick(chunk.length)
 
@@ -325,25 +338,23 @@ class FrameWriter:
 
     def _encoded(
         self, chain: CodecChain, captured: Captured, slot: memoryview, chunk: Chunk
-    ) -> EncodedFrame:
+    ) -> tuple[EncodedFrame, StoredFrame | None]:
+        context = context_of(self._plan, chunk)
+        bases = self._bases if chain.needs_base else None
+        base = None if bases is None else bases.base_of(captured.index)
+        if base is not None:
+            context = replace(context, base=base[1].toreadonly())
         try:
-            return chain.encode(captured.view, slot, context=self._context(chunk))
+            frame = chain.encode(captured.view, slot, context=context)
         except CodecError as error:
             first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
             more = f" and {len(chunk.pieces) - 1} more" if len(chunk.pieces) > 1 else ""
             msg = f"{first}{more}: {error}"
             raise CodecError(msg) from (error.__cause__ or error)
-
-    def _context(self, chunk: Chunk) -> CodecContext:
-        piece, *others = chunk.pieces
-        if others:
-            count = chunk.length // chunk.itemsize
-            return CodecContext(chunk.dtype, chunk.itemsize, (count,), 0, chunk.length)
-        # One piece is all of the chunk, and a reader finds its shape in the object's record. A
-        # slab of several objects is encoded as one row of elements.
-        entry = self._plan.objects[piece.item].entry
-        dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
-        return CodecContext(dtype, itemsize, entry.region.sizes, piece.start, chunk.length)
+        if bases is not None:
+            bases.keep(captured.index, captured.view)
+        taken = base is not None and 0 not in frame.declined
+        return frame, base[0] if base is not None and taken else None
 
     def _settle(self, batch: _Batch) -> None:
         """Wait for all of a batch, then release it; raise its first error."""

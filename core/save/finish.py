@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.writer import Captured, ChunkResult
     from penstock.core.reporting.handle import Ending
+    from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
     from penstock.core.save.manifest import EncodedManifest, ManifestWriter
     from penstock.core.save.request import Destination, SaveRequest
@@ -78,6 +79,7 @@ class Finish:
         ending: Ending,
         clock: SaveClock,
         workers: Workers,
+        bases: SaveBases | None = None,
     ) -> None:
         """Prepare to write; nothing has begun.
 
@@ -89,6 +91,7 @@ class Finish:
             ending: Says whether the save was given up.
             clock: Gets the time at which the commit begins.
             workers: The threads that hash and encode.
+            bases: What the save may refer to; None: every chunk is stored whole.
         """
         self.uid = secrets.token_hex(16)
         self.bytes_done = 0
@@ -98,6 +101,7 @@ class Finish:
         self._manifest = manifest
         self._backend = destination.backend
         self._onward = destination.onward
+        self._bases = bases
         self._capture = capture
         self._ending = ending
         self._clock = clock
@@ -120,6 +124,7 @@ class Finish:
             blob_prefix=f"data/{self.uid}/blobs/00000-0",
             release=capture.release,
             tick=self._tick,
+            bases=bases,
         )
 
     @property
@@ -135,7 +140,7 @@ class Finish:
             PenstockError: A step failed; call `clean_up`.
         """
         self._raise_if_failed()
-        self._publisher.publish_intent()
+        self._publish_intent()
         self._tick(0)
         self._write_chunks()
         self._wait_captured()
@@ -153,6 +158,8 @@ class Finish:
             self._onward.prepare(manifest.record)
         self._publisher.publish_commit(manifest.record, begin=self._begin_to_publish)
         self._tick(0)
+        if self._bases is not None:
+            self._bases.committed(self.uid, manifest.stored_frames(self.request.block_bytes))
         return self._report(blobs)
 
     def clean_up(self, capture_over: Latch) -> None:
@@ -170,6 +177,8 @@ class Finish:
             self._capture.close()
             self._capture.release_unwritten()
         self.commit.feed(Event.FAILED)
+        if self._bases is not None:
+            self._bases.failed()
         if not self.commit.may_delete_own_data:
             log.debug("step %d: data/%s stays for prune", self.request.step, self.uid)
             return
@@ -186,6 +195,7 @@ class Finish:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
         del self._manifest, self._writer
+        self._bases = None
         plan = replace(self.request.plan, objects=(), chunks=())
         self.request = replace(self.request, entries=(), plan=plan)
 
@@ -216,6 +226,16 @@ class Finish:
         if self._ending.error is not None:
             msg = f"step {self.request.step}: given up"
             raise SaveAbortedError(msg) from self._ending.error
+
+    def _publish_intent(self) -> None:
+        if self._bases is None:
+            self._publisher.publish_intent()
+            return
+        references = self._bases.choose(self._backend)
+        self._tick(0)
+        self._publisher.publish_intent(references=references)
+        # Only now: a deletion that looked at the intents before has deleted the record by now.
+        self._bases.confirm()
 
     def _write_chunks(self) -> None:
         left = len(self.request.plan.chunks)
@@ -256,15 +276,16 @@ class Finish:
     def _encoded_manifest(
         self, results: Sequence[ChunkResult], blobs: Sequence[tuple[str, int]]
     ) -> EncodedManifest:
+        base = None if self._bases is None else self._bases.entry(results)
         try:
             with collections_held:
                 return self._manifest.encode(
                     self.uid,
                     results,
                     blobs,
-                    derived=self._capture.derived,
                     engine=self._backend.name,
                     created=self._timing.clock.now_iso(),
+                    base=base,
                 )
         except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (

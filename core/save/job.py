@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.staging import Staging
     from penstock.core.reporting.reports import SaveReport
+    from penstock.core.save.bases import SaveBases
     from penstock.core.save.manifest import ManifestWriter
     from penstock.core.save.request import Destination, SaveRequest, SaveSurroundings
 
@@ -53,6 +54,7 @@ class SaveJob:
         workers: Workers,
         surroundings: SaveSurroundings,
         called: float | None = None,
+        bases: SaveBases | None = None,
     ) -> None:
         """Prepare the save; nothing has begun.
 
@@ -64,6 +66,7 @@ class SaveJob:
             workers: The threads.
             surroundings: Makes room before the save and cleans up behind it.
             called: When `save` was called, on the monotonic clock; default: now.
+            bases: What the save may refer to; None: every chunk is stored whole.
         """
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
@@ -99,6 +102,7 @@ class SaveJob:
             ending=self.ending,
             clock=self._clock,
             workers=workers,
+            bases=bases,
         )
 
     @property

@@ -16,20 +16,22 @@ from penstock.core.format.records import (
     CodecRecord,
     CommitRecord,
     Frame,
+    blob_uid,
     borrowed_from,
 )
 from penstock.core.format.section import SectionDraft, new_draft
+from penstock.core.plan.bases import PartTables, resolved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import StateObject
-    from penstock.core.format.records import Chain
+    from penstock.core.format.records import BaseEntry, Chain
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.writer import ChunkResult
+    from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.request import SaveRequest
-    from penstock.core.types import ObjectPath
 
 SECTION_OBJECTS = 2048
 """Most objects and nodes of a section: all that a reader parses and checks to open one object."""
@@ -42,13 +44,23 @@ _ONE_REF = 3
 
 @dataclass(frozen=True, slots=True)
 class EncodedManifest:
-    """Bytes of part and index, and the commit record that binds them."""
+    """Bytes of part and index, the commit record that binds them, and what the part lists.
+
+    There is one frame for each chunk of the plan; its numbers count in `tables`.
+    """
 
     part_name: str
     part: bytes
     index_name: str
     index: bytes
     record: CommitRecord
+    frames: Sequence[Frame]
+    tables: PartTables
+
+    def stored_frames(self, block_bytes: int) -> list[StoredFrame]:
+        """Return the frame of each chunk, for a later save that refers to it."""
+        blobs, chains = self.tables.blobs, self.tables.chains
+        return [resolved(frame, blobs, chains, block_bytes) for frame in self.frames]
 
 
 class ManifestWriter:
@@ -75,9 +87,9 @@ class ManifestWriter:
         results: Sequence[ChunkResult],
         blobs: Sequence[tuple[str, int]],
         *,
-        derived: Mapping[int, int],
         engine: str,
         created: str,
+        base: BaseEntry | None = None,
     ) -> EncodedManifest:
         """Encode part, index and commit record.
 
@@ -85,35 +97,35 @@ class ManifestWriter:
             uid: The uid of the save.
             results: The stored frame of each chunk of the plan.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
-            derived: Numbers of derived objects of the plan, and of those they are derived from.
             engine: Name of the backend that wrote the blobs.
             created: The time of the commit, in the form of records.
+            base: The earlier checkpoint that frames are encoded against.
 
         Raises:
             FormatError: No reader would take the manifest.
         """
         request = self._request
-        table = [BlobRecord(name, length) for name, length in blobs]
-        borrowed = borrowed_from(table, uid)
         stored, numbers = stored_chains(request.plan, results, self._chains)
+        tables = PartTables([BlobRecord(name, length) for name, length in blobs], stored)
+        frames = frames_of(
+            request.plan,
+            results,
+            blobs={b.name[-3:]: i for i, b in enumerate(tables.blobs) if blob_uid(b.name) == uid},
+            chains=numbers,
+            place=tables.place,
+        )
+        borrowed = borrowed_from(tables.blobs, uid)
         part = encode_part(
-            build_sections(
-                request.entries,
-                request.plan,
-                results,
-                blobs={b.name[-3:]: i for i, b in enumerate(table) if b not in borrowed},
-                chains=numbers,
-                derived=derived,
-            ),
+            build_sections(request.entries, request.plan, frames),
             uid=uid,
             rank=0,
             step=request.step,
             block_bytes=request.block_bytes,
-            blobs=table,
-            chains=stored,
+            blobs=tables.blobs,
+            chains=tables.chains,
         )
         index = encode_index(uid, [part.hashes])
-        codecs = {c.name: c.version for chain in self._chains for c in chain}
+        codecs = {c.name: c.version for chain in tables.chains for c in chain}
         record = CommitRecord(
             uid=uid,
             step=request.step,
@@ -125,15 +137,24 @@ class ManifestWriter:
             codecs=codecs,
             providers=dict(request.providers),
             borrowed=borrowed,
+            base=base,
             metadata=dict(self._metadata),
             bytes_raw=request.plan.raw_bytes,
-            bytes_stored=sum(blob.length for blob in table if blob not in borrowed),
+            bytes_stored=sum(blob.length for blob in tables.blobs if blob not in borrowed),
             objects=part.objects,
             penstock=__version__,
             engine=engine,
             plugins=self._plugins(codecs, engine),
         )
-        return EncodedManifest(part.entry.name, part.data, index.entry.name, index.data, record)
+        return EncodedManifest(
+            part.entry.name,
+            part.data,
+            index.entry.name,
+            index.data,
+            record,
+            frames,
+            tables,
+        )
 
     def _plugins(self, codecs: Mapping[str, int], engine: str) -> dict[str, str]:
         """Return the plugins of third parties that took part, each with its distribution."""
@@ -172,14 +193,46 @@ def stored_chains(
     return table, numbers
 
 
-def build_sections(
-    entries: Sequence[StateObject | Node],
+def frames_of(
     plan: SavePlan,
     results: Sequence[ChunkResult],
     *,
     blobs: Mapping[str, int],
-    chains: Sequence[int] | None = None,
-    derived: Mapping[int, int] | None = None,
+    chains: Sequence[int],
+    place: Callable[[StoredFrame], Frame],
+) -> list[Frame]:
+    """Return the frame of each chunk of a plan.
+
+    Args:
+        plan: The plan of the save.
+        results: The stored frame of each chunk.
+        blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
+            (`"enc"`) frames.
+        chains: For each chunk the number of its chain, from `stored_chains`.
+        place: Returns a frame of another save with the numbers that it has in the part's tables.
+    """
+    return [
+        Frame(
+            blobs["enc" if chunk.chain else "raw"],
+            result.offset,
+            result.length,
+            chunk.length,
+            chain,
+            result.checksums,
+            result.raw_checksum,
+            result.lengths,
+            _elements(chunk) if chain else None,
+            None if result.base is None else place(result.base),
+        )
+        for chunk, result, chain in zip(plan.chunks, results, chains, strict=True)
+    ]
+
+
+def build_sections(
+    entries: Sequence[StateObject | Node],
+    plan: SavePlan,
+    frames: Sequence[Frame],
+    *,
     section_objects: int = SECTION_OBJECTS,
 ) -> list[SectionDraft]:
     """Join the described entries with their stored frames, in order of storage.
@@ -190,43 +243,15 @@ def build_sections(
         entries: Objects and nodes in the order in which they were described; the plan has those
             objects that are not tied, in the same order.
         plan: The plan of the save.
-        results: The stored frame of each chunk of the plan.
-        blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
-            (`"enc"`) frames.
-        chains: For each chunk the number of its chain, from `stored_chains`; None: as planned.
-        derived: Numbers of derived objects of the plan, and of those they are derived from.
+        frames: The frame of each chunk of the plan, from `frames_of`.
         section_objects: Most objects and nodes of a section.
 
     Raises:
         SaveError: The plan does not hold every byte of every object once: a bug.
     """
-    by_item = _refs_by_item(plan)
-    masters: dict[ObjectPath, ObjectPath] = {}
-    derived = derived or {}
-    for item, master in derived.items():
-        by_item[item] = ()
-        masters[plan.objects[item].entry.path] = plan.objects[master].entry.path
-    refs = _refs_by_entry(entries, by_item)
-    numbers = [chunk.chain for chunk in plan.chunks] if chains is None else chains
-    frames = {
-        number: Frame(
-            blobs["enc" if chunk.chain else "raw"],
-            result.offset,
-            result.length,
-            chunk.length,
-            chain,
-            result.checksums,
-            result.raw_checksum,
-            result.lengths,
-            _elements(chunk) if chain else None,
-        )
-        for number, (chunk, result, chain) in enumerate(
-            zip(plan.chunks, results, numbers, strict=True)
-        )
-        if chunk.pieces[0].item not in derived
-    }
+    refs = _refs_by_entry(entries, _refs_by_item(plan))
     drafts: list[SectionDraft] = []
-    writer = _SectionWriter(frames, masters)
+    writer = _SectionWriter(frames)
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
         if isinstance(entry, Node):
@@ -235,7 +260,7 @@ def build_sections(
             writer.add_object(ordinal, entry, refs[ordinal])
         if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
             drafts.append(writer.draft)
-            writer = _SectionWriter(frames, masters)
+            writer = _SectionWriter(frames)
     if writer.count:
         drafts.append(writer.draft)
     return drafts
@@ -274,7 +299,7 @@ def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
 def _refs_by_entry(
     entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Return the places of each entry; a node, and a tied or derived object, have none."""
+    """Return the places of each entry; a node or a tied object has none."""
     items = iter(by_item)
     return [
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
@@ -294,15 +319,13 @@ def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
 
 
 class _SectionWriter:
-    def __init__(
-        self, frames: Mapping[int, Frame], masters: Mapping[ObjectPath, ObjectPath]
-    ) -> None:
+    def __init__(self, frames: Sequence[Frame]) -> None:
         self.draft = new_draft()
         self.count = 0
         self.weight = 0
         self._frames = frames
-        self._masters = masters
         self._local: dict[int, int] = {}
+        self._places: dict[tuple[int, int], int] = {}
         self._types: dict[tuple[Any, ...], int] = {}
         self._last: StateObject | None = None
         self._last_type = 0
@@ -318,8 +341,6 @@ class _SectionWriter:
         shards: tuple[tuple[Any, ...], ...] = ()
         if entry.same_as is not None:
             columns["same_as"].append([len(columns["path"]), entry.same_as])
-        elif master := self._masters.get(entry.path):
-            columns["derived"].append([len(columns["path"]), master])
         else:
             stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
             if stored != spec.itemsize * math.prod(region.sizes):
@@ -347,10 +368,19 @@ class _SectionWriter:
     def _local_frame(self, number: int) -> int:
         local = self._local.get(number)
         if local is None:
-            local = self._local[number] = len(self._local)
-            self.draft.frames.append(self._frames[number])
-            self.weight += 20 * len(self._frames[number].checksums)
+            local = self._local[number] = self._listed(self._frames[number])
         return local
+
+    def _listed(self, frame: Frame) -> int:
+        """Return the number of a frame in the section; a base stands before what needs it."""
+        place = frame.blob, frame.offset
+        if place not in self._places:
+            if frame.base is not None:
+                self._listed(frame.base)
+            self._places[place] = len(self.draft.frames)
+            self.draft.frames.append(frame)
+            self.weight += 20 * len(frame.checksums)
+        return self._places[place]
 
     def _type(self, entry: StateObject) -> int:
         spec, last = entry.spec, self._last

@@ -31,7 +31,6 @@ from penstock.core.limits import (
 )
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.pipeline.staging import Staging, default_budget
-from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.request import SaveRequest
 from penstock.core.tree.patterns import compile_all
@@ -147,11 +146,6 @@ class ChainTable:
                 return self._exact[number] if kind is Kind.VALUE else number
         return 0
 
-    def is_exact(self, number: int) -> bool:
-        """Return whether the chain of this number gives back the very bytes that it encoded."""
-        chain = self.chains[number]
-        return chain is None or chain.lossless
-
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
         """Warn of the rules that match nothing of the first save that holds anything.
 
@@ -218,9 +212,8 @@ def plan_state(
     step: int,
     generation: int,
     mode: str,
-    share: bool,
 ) -> SaveRequest:
-    """Plan the save of a described tree; with `share`, look for objects that may be derived.
+    """Plan the save of a described tree.
 
     Raises:
         PluginError: A source cannot say its version.
@@ -240,8 +233,7 @@ def plan_state(
             promised = True
         chain = table.number(entry.path, entry.kind)
         objects.append(PlannedObject(entry, capture, chain, _version(entry)))
-    masters = find_masters(objects, is_exact=table.is_exact) if share else None
-    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters)
+    plan = plan_save(objects, chunk_bytes=config.chunk_bytes)
     return SaveRequest(
         step=step,
         generation=generation,

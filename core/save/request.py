@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.core.abc import Backend, Node, StateObject
+    from penstock.core.abc import Backend, CodecContext, Node, StateObject
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.reporting.reports import SaveReport
 
@@ -51,6 +52,29 @@ class SaveRequest:
     block_bytes: int
     grace_s: float
     io_timeout_s: float
+
+
+class EarlierCheckpoints(Protocol):
+    """Reads committed checkpoints, as far as a save refers to them. Thread-safe."""
+
+    def frames(self, backend: Backend, record: CommitRecord) -> Mapping[ChunkKey, StoredFrame]:
+        """Return all frames of a checkpoint by the keys of their chunks.
+
+        Raises:
+            PenstockError: The manifest is damaged, or the store failed.
+        """
+        ...
+
+    def read(
+        self, backend: Backend, stored: StoredFrame, context: CodecContext, out: memoryview
+    ) -> None:
+        """Read, verify and decode one chunk into `out`, which has its length.
+
+        Raises:
+            PenstockError: The chunk, or a base of it, is damaged; a codec is missing; or the store
+                failed. `out` is undefined.
+        """
+        ...
 
 
 class SaveSurroundings(Protocol):

@@ -17,6 +17,7 @@ from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
 from penstock.core.save import fence as fence_hook
+from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.current import Pending
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.events import EventStream
     from penstock.core.reporting.reports import Progress, SaveHandle, SaveReport
-    from penstock.core.save.request import SaveRequest, TiersOfSave
+    from penstock.core.save.request import EarlierCheckpoints, SaveRequest, TiersOfSave
     from penstock.core.storage.time_limited import TimeLimitedBackend
 
 log = logging.getLogger("penstock")
@@ -81,6 +82,7 @@ class Saver:
         workers: Workers,
         events: EventStream,
         tiers: TiersOfSave | None,
+        earlier: EarlierCheckpoints,
     ) -> None:
         """Make the saver of a run.
 
@@ -93,6 +95,7 @@ class Saver:
             workers: The threads.
             events: Receives the saves, and the deletions by retention.
             tiers: The tiers of the backend, if it has any.
+            earlier: Reads the checkpoints that saves refer to.
         """
         self.pending = Pending(tiers)
         self.staging: Staging | None = None
@@ -106,6 +109,8 @@ class Saver:
         self._workers = workers
         self._events = events
         self._tiers = tiers
+        self._earlier = earlier
+        self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
         self._warned_straight = False
         self._warned_not_lazy = False
@@ -256,9 +261,24 @@ class Saver:
             workers=self._workers,
             surroundings=self,
             called=call.called,
+            bases=self._bases(request),
         )
         _log_plan(job, staging)
         return job
+
+    def _bases(self, request: SaveRequest) -> SaveBases | None:
+        if not any(chain is not None and chain.needs_base for chain in request.chains):
+            return None
+        if not self.pending.released:
+            self._kept = KeptChunks()  # a thread of the save before may still write into the old
+        return SaveBases(
+            request.plan,
+            request.chains,
+            kept=self._kept,
+            earlier=self._earlier,
+            deltas=self._config.deltas,
+            block_bytes=request.block_bytes,
+        )
 
     def _begin(self, job: SaveJob, on_progress: Callable[[Progress], None] | None) -> Thread | None:
         """Make `job` the save under way, and start its capture."""
@@ -303,7 +323,6 @@ class Saver:
             step=step,
             generation=generation,
             mode=mode,
-            share=self._config.share,
         )
         if self._config.rules:
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]

@@ -7,6 +7,7 @@ import pytest
 from pydantic import model_serializer
 from tests.codecs.zstd_frames import first_frame_bytes
 
+from penstock.codecs.delta import DeltaCodec, DeltaConfig
 from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
@@ -17,6 +18,7 @@ CODECS = {
     "zstd": lambda: ZstdCodec(ZstdConfig()),
     "zstd-fast": lambda: ZstdCodec(ZstdConfig(level=-50)),
     "zstd-small": lambda: ZstdCodec(ZstdConfig(level=13)),
+    "delta": lambda: DeltaCodec(DeltaConfig()),
     "floatsplit": lambda: FloatsplitCodec(FloatsplitConfig()),
     "lz4": lambda: Lz4Codec(Lz4Config()),
     "lz4-accelerated": lambda: Lz4Codec(Lz4Config(acceleration=32)),

@@ -1,0 +1,84 @@
+"""Reads an earlier checkpoint for a save that refers to it: its frames, and single chunks."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import FormatError
+from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.reader import FrameReader
+from penstock.core.plan.bases import stored_frames
+from penstock.core.plan.restore import FrameJob
+from penstock.core.restore.contents import Contents
+from penstock.core.types import ByteRange, ReadRequest
+
+if TYPE_CHECKING:
+    from penstock.core.abc import Backend, CodecContext
+    from penstock.core.format.records import Chain, CommitRecord
+    from penstock.core.plan.bases import ChunkKey, StoredFrame
+    from penstock.core.plugins.registry import Registry
+
+
+class EarlierReader:
+    """The checkpoints of a run, as far as a save refers to them; see `EarlierCheckpoints`."""
+
+    def __init__(self, registry: Registry) -> None:
+        """Create a reader that finds codecs in `registry`."""
+        self._registry = registry
+        self._frames = FrameReader()
+        self._chains: dict[str, CodecChain] = {}
+        self._lock = threading.Lock()  # guards `_chains`
+
+    def frames(self, backend: Backend, record: CommitRecord) -> dict[ChunkKey, StoredFrame]:
+        """Return all frames of a checkpoint by the keys of their chunks.
+
+        Raises:
+            DamagedError: The manifest is damaged.
+            StorageError: The store failed.
+        """
+        contents = Contents(backend, record, self._registry)
+        heads = {part: contents.head(part) for part in range(len(record.parts))}
+        return stored_frames(contents.objects(), heads)
+
+    def read(
+        self, backend: Backend, stored: StoredFrame, context: CodecContext, out: memoryview
+    ) -> None:
+        """Read, verify and decode one chunk into `out`, which has its length.
+
+        Raises:
+            DamagedError: The chunk, or a base of it, is not what was written.
+            PluginError: A codec is missing.
+            StorageError: The store failed.
+        """
+        job, *bases = (self._job(link, context) for link in stored.links())
+        job.bases = tuple(bases)
+        memory = [memoryview(bytearray(link.frame.length)) for link in job.links]
+        backend.read(
+            [
+                ReadRequest(link.blob, link.frame.offset, view)
+                for link, view in zip(job.links, memory, strict=True)
+            ]
+        )
+        self._frames.decode_chunk(job, memory, out)
+
+    def _job(self, stored: StoredFrame, context: CodecContext) -> FrameJob[CodecChain]:
+        frame, blob = stored.frame, stored.blob.name
+        chain = self._chain(stored.chain) if stored.chain else None
+        # Memory is allocated for the frame before it is read, so a damaged length must not ask for
+        # more than its codecs can have made.
+        if chain is not None and frame.length > chain.max_encoded_size(frame.raw_length):
+            msg = f"the frame at {blob}:{frame.offset} has {frame.length} bytes, too many"
+            raise FormatError(msg, [blob])
+        whole = (ByteRange(0, frame.length),)
+        return FrameJob(frame, blob, stored.block_bytes, chain, context, whole)
+
+    def _chain(self, records: Chain) -> CodecChain:
+        key = repr(records)
+        with self._lock:
+            if key not in self._chains:
+                codecs = [
+                    self._registry.codec_from_record(r.name, r.version, r.config) for r in records
+                ]
+                self._chains[key] = CodecChain(codecs)
+            return self._chains[key]

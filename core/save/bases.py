@@ -1,0 +1,256 @@
+"""The base of a save: the earlier checkpoint against which codecs encode its chunks.
+
+The base is the newest checkpoint of the place that the save writes to. Its chunks come from host
+memory if this process has just saved it and could keep them, else from the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.survey import is_whole
+from penstock.core.concurrency.copy_bytes import copy_bytes
+from penstock.core.errors import DamagedError, PenstockError
+from penstock.core.format.records import BaseEntry
+from penstock.core.pipeline.staging import available_memory
+from penstock.core.plan.bases import planned_keys
+from penstock.core.plan.save import context_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.config.model import Deltas
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.writer import ChunkResult
+    from penstock.core.plan.bases import ChunkKey, StoredFrame
+    from penstock.core.plan.save import SavePlan
+    from penstock.core.save.request import EarlierCheckpoints
+
+log = logging.getLogger("penstock")
+
+_MEMORY_SHARE = 4  # a state above a quarter of the memory is not kept unless the user says so
+
+
+class KeptChunks:
+    """The chunks of the newest checkpoint of this process, in host memory; for one save at a time.
+
+    While a save runs, its chunks replace those of the checkpoint before, one by one, so that there
+    is memory for one state. A save that fails leaves a mixture, which is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._uid = ""
+        self._frames: Mapping[ChunkKey, StoredFrame] = {}
+        self._views: dict[ChunkKey, memoryview] = {}
+        self._lock = threading.Lock()  # guards `_views`
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of memory that are held."""
+        with self._lock:
+            return sum(view.nbytes for view in self._views.values())
+
+    def frames_of(self, uid: str) -> Mapping[ChunkKey, StoredFrame] | None:
+        """Return the frames of a checkpoint by key; None if it is not the one that is known."""
+        return self._frames if uid and uid == self._uid else None
+
+    def view(self, key: ChunkKey) -> memoryview | None:
+        """Return the kept bytes of a chunk."""
+        with self._lock:
+            return self._views.get(key)
+
+    def keep(self, key: ChunkKey, data: memoryview) -> None:
+        """Replace the bytes of a chunk."""
+        view = self.view(key)
+        if view is None or view.nbytes != data.nbytes:
+            view = memoryview(mmap.mmap(-1, data.nbytes))
+            with self._lock:
+                self._views[key] = view
+        copy_bytes(view, data)
+
+    def committed(self, uid: str, frames: Mapping[ChunkKey, StoredFrame]) -> None:
+        """Note that the kept chunks are those of the checkpoint `uid`, whose frames are given."""
+        with self._lock:
+            self._views = {key: view for key, view in self._views.items() if key in frames}
+        self._uid, self._frames = uid, frames
+
+    def drop(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._views = {}
+        self._uid, self._frames = "", {}
+
+
+class SaveBases:
+    """The bases of one save. The save thread chooses; the workers ask for single chunks.
+
+    Whatever goes wrong with the base is logged, and chunks are stored whole: a damaged earlier
+    checkpoint never fails a save.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        chains: Sequence[CodecChain | None],
+        *,
+        kept: KeptChunks,
+        earlier: EarlierCheckpoints,
+        deltas: Deltas,
+        block_bytes: int,
+    ) -> None:
+        """Prepare for a save.
+
+        Args:
+            plan: The chunks of the save.
+            chains: Codec chains by number; None is raw.
+            kept: The chunks in memory.
+            earlier: Reads earlier checkpoints.
+            deltas: How long chains get, and how much memory the base may take.
+            block_bytes: Distance of the checksums in raw frames of the save.
+        """
+        self._plan = plan
+        self._kept = kept
+        self._earlier = earlier
+        self._deltas = deltas
+        self._block_bytes = block_bytes
+        needing = [
+            number
+            for number, chunk in enumerate(plan.chunks)
+            if (chain := chains[chunk.chain]) is not None and chain.needs_base
+        ]
+        self._keys = planned_keys(plan, needing)
+        self._keeps = bool(needing) and self._has_memory()
+        if not self._keeps:
+            kept.drop()
+        self._backend: Backend | None = None
+        self._record: CommitRecord | None = None
+        self._frames: Mapping[ChunkKey, StoredFrame] = {}
+        self._in_memory = False
+        self._memory = _ChunkMemory()
+
+    def choose(self, backend: Backend) -> Collection[str]:
+        """Choose the base; return the uids that the intent of the save has to reference."""
+        if not self._keys:
+            return ()
+        try:
+            record = Catalog(backend).newest()
+            if record is None or self._age_above(record) >= self._deltas.every:
+                return ()
+            known = self._kept.frames_of(record.uid)
+            self._in_memory = known is not None
+            self._frames = self._earlier.frames(backend, record) if known is None else known
+        except PenstockError as error:
+            log.warning("this save refers to no earlier checkpoint: %s", str(error))
+            return ()
+        self._backend, self._record = backend, record
+        return {record.uid, *record.references}
+
+    def confirm(self) -> None:
+        """Give the base up if its record is gone. To be called once the intent is published.
+
+        A deletion that begins later finds the intent, and leaves the data of the base alone.
+        """
+        record, backend = self._record, self._backend
+        if record is None or backend is None:
+            return
+        try:
+            if is_whole(backend, record):
+                return
+            log.info("step %d was deleted meanwhile: this save refers to none", record.step)
+        except PenstockError as error:
+            log.warning("this save refers to no earlier checkpoint: %s", str(error))
+        self._give_up()
+
+    def entry(self, results: Iterable[ChunkResult]) -> BaseEntry | None:
+        """Return what the commit record says of the base: None if all chunks are stored whole."""
+        record = self._record
+        if record is None or all(result.base is None for result in results):
+            return None
+        return BaseEntry(record.uid, record.step, self._age_above(record))
+
+    def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
+        """See `ChunkBases`."""
+        key = self._keys[index]
+        newest = stored = self._frames.get(key)
+        chunk = self._plan.chunks[index]
+        while stored is not None and stored.depth >= self._deltas.max_chain:
+            stored = stored.base
+        if stored is None or stored.frame.raw_length != chunk.length or not self._may_list(stored):
+            return None
+        view = self._kept.view(key) if self._in_memory and stored is newest else None
+        if view is not None and view.nbytes == chunk.length:
+            return stored, view
+        backend = self._backend
+        assert backend is not None
+        out = self._memory.take(chunk.length)
+        try:
+            self._earlier.read(backend, stored, context_of(self._plan, chunk), out)
+        except PenstockError as error:
+            self._warn(error)
+            return None
+        return stored, out
+
+    def keep(self, index: int, view: memoryview) -> None:
+        """See `ChunkBases`."""
+        if self._keeps:
+            self._kept.keep(self._keys[index], view)
+
+    def committed(self, uid: str, frames: Sequence[StoredFrame]) -> None:
+        """Note that the save has committed; `frames` has one for each chunk of the plan."""
+        if self._keys:
+            self._kept.committed(uid, {key: frames[n] for n, key in self._keys.items()})
+
+    def failed(self) -> None:
+        """Note that the save has failed: what is kept may be half of its state."""
+        if self._keys:
+            self._kept.drop()
+
+    # ------------------------------------------------------------------------------------------
+
+    def _has_memory(self) -> bool:
+        need = sum(self._plan.chunks[number].length for number in self._keys)
+        limit = self._deltas.memory_bytes
+        if limit is None:
+            limit = (available_memory() + self._kept.size_bytes) // _MEMORY_SHARE
+        return need <= limit
+
+    @staticmethod
+    def _age_above(record: CommitRecord) -> int:
+        return 1 + (record.base.age if record.base is not None else 0)
+
+    def _may_list(self, stored: StoredFrame) -> bool:
+        """Return whether the part can list a frame: raw ones are cut as the part says."""
+        return all(link.chain or link.block_bytes == self._block_bytes for link in stored.links())
+
+    def _warn(self, error: PenstockError) -> None:
+        record = self._record
+        if record is not None:
+            told = "is damaged" if isinstance(error, DamagedError) else "cannot be read"
+            log.warning(
+                "step %d %s, so this save refers to it no further: %s",
+                record.step,
+                told,
+                str(error),
+            )
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._frames = {}
+
+
+class _ChunkMemory(threading.local):
+    """Memory of one thread, for one chunk of the base."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(b"")
+
+    def take(self, length: int) -> memoryview:
+        if self._view.nbytes < length:
+            self._view = memoryview(mmap.mmap(-1, length))
+        return self._view[:length]

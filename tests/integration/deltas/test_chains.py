@@ -1,0 +1,226 @@
+"""Checkpoints that are encoded against earlier ones."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tests.integration.support import holding, same
+
+import penstock
+from penstock.core.errors import DamagedError, StorageError
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import FaultyBackend
+
+RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
+
+
+def weights(step):
+    """A state whose tensors move a little with each step: large ones, and a slab of small ones."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"large": (600, 700), "odd": (1231, 77), **{f"small{n}": (40, 5) for n in range(30)}}
+    state = {}
+    for name, shape in shapes.items():
+        start = torch.randn(shape, generator=generator)
+        drift = torch.randn(shape, generator=generator)
+        state[name] = start + 1e-6 * step * drift
+    state["half"] = state["large"].bfloat16()
+    return {"model": state, "epoch": step}
+
+
+def run_of(root, steps, **options):
+    with penstock.Checkpointer(root, rules=RULES, **options) as ckpt:
+        return [ckpt.save(weights(step), step=step, mode="blocking").result() for step in steps]
+
+
+def check(root, steps):
+    with penstock.Checkpointer(root) as ckpt:
+        for step in steps:
+            assert same(ckpt.load(step), weights(step))
+            report = ckpt.verify(step)
+            assert report.ok, report.damaged
+
+
+def bases_of(root, steps):
+    with penstock.Checkpointer(root) as ckpt:
+        catalog = ckpt._catalog
+        return [(base.step, base.age) if (base := catalog.record(s).base) else None for s in steps]
+
+
+def test_later_checkpoints_are_small_and_every_one_restores(tmp_path):
+    first, *later = run_of(tmp_path, range(5))
+    assert all(report.bytes_stored < 0.7 * first.bytes_stored for report in later)
+    check(tmp_path, range(5))
+    assert bases_of(tmp_path, range(5)) == [None, (0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_a_whole_checkpoint_comes_after_every_so_many(tmp_path):
+    run_of(tmp_path, range(5), deltas={"every": 2})
+    assert bases_of(tmp_path, range(5)) == [None, (0, 1), None, (2, 1), None]
+    check(tmp_path, range(5))
+
+
+def test_no_chain_gets_longer_than_it_may(tmp_path):
+    run_of(tmp_path, range(5), deltas={"every": 9, "max_chain": 1})
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        for step in range(1, 5):
+            contents = ckpt.open(step).contents
+            depths = {len(list(f.links())) for o in contents.objects() for f in o.frames}
+            assert depths == {1, 2}
+            # The one frame below is of the whole checkpoint.
+            assert len(contents.record.references) == 1
+    check(tmp_path, range(5))
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_another_process_goes_on_with_the_chain(tmp_path, memory):
+    deltas = {"memory_bytes": memory}
+    for step in range(4):
+        run_of(tmp_path, [step], deltas=deltas)
+    assert bases_of(tmp_path, range(4)) == [None, (0, 1), (1, 2), (2, 3)]
+    check(tmp_path, range(4))
+
+
+def test_objects_that_changed_their_shape_are_stored_whole(tmp_path):
+    run_of(tmp_path, [0])
+    state = weights(1)
+    state["model"]["odd"] = torch.randn(1231, 78)
+    state["model"]["more"] = torch.randn(500, 500)
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        assert same(ckpt.load(1), state)
+        record = ckpt._catalog.record(1)
+        assert record.base.step == 0
+
+
+def test_deleting_the_base_keeps_what_later_checkpoints_need(tmp_path):
+    run_of(tmp_path, range(4))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+        ckpt.delete(2)
+        ckpt._catalog.prune(grace_s=0)
+    check(tmp_path, [1, 3])
+
+
+def test_after_rewind_the_chain_goes_on_from_where_it_is(tmp_path):
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        for step in range(4):
+            ckpt.save(weights(step), step=step, mode="blocking")
+        ckpt.rewind(1)
+        ckpt.save(weights(7), step=7, mode="blocking")
+    assert bases_of(tmp_path, [7]) == [(1, 2)]
+    check(tmp_path, [0, 1, 7])
+
+
+def test_an_overwritten_base_is_still_there_for_the_overwrite(tmp_path):
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        for _ in range(3):
+            ckpt.save(weights(0), step=0, mode="blocking", overwrite=True)
+    check(tmp_path, [0])
+
+
+def test_a_failed_save_is_no_base(tmp_path):
+    store = FaultyBackend(open_backend(tmp_path))
+    with penstock.Checkpointer(store, rules=RULES) as ckpt:
+        ckpt.save(weights(0), step=0, mode="blocking")
+        store.fail("publish", StorageError("full"), match="parts/")
+        with pytest.raises(StorageError):
+            ckpt.save(weights(1), step=1, mode="blocking")
+        ckpt.save(weights(2), step=2, mode="blocking")
+    assert bases_of(tmp_path, [2]) == [(0, 1)]
+    check(tmp_path, [0, 2])
+
+
+def test_a_base_that_is_deleted_before_the_intent_is_given_up(tmp_path):
+    store = FaultyBackend(open_backend(tmp_path))
+    with penstock.Checkpointer(store, rules=RULES) as ckpt:
+        ckpt.save(weights(0), step=0, mode="blocking")
+        with holding(store, "publish", match="intent") as held:
+            handle = ckpt.save(weights(1), step=1)
+            held.reached.wait()
+            with penstock.Checkpointer(tmp_path) as other:
+                other.delete(0)
+        handle.result()
+    assert bases_of(tmp_path, [1]) == [None]
+    check(tmp_path, [1])
+
+
+def test_a_base_that_is_deleted_during_the_save_keeps_its_data(tmp_path):
+    store = FaultyBackend(open_backend(tmp_path))
+    with penstock.Checkpointer(store, rules=RULES) as ckpt:
+        ckpt.save(weights(0), step=0, mode="blocking")
+        with holding(store, "publish", match="parts/") as held:
+            handle = ckpt.save(weights(1), step=1)
+            held.reached.wait()
+            with penstock.Checkpointer(tmp_path) as other:
+                other.delete(0)
+        handle.result()
+    assert bases_of(tmp_path, [1]) == [(0, 1)]
+    check(tmp_path, [1])
+
+
+@pytest.mark.parametrize(("block_bytes", "base"), [(4096, (0, 1)), (8192, None)])
+def test_a_raw_base_with_other_blocks_is_not_used(tmp_path, block_bytes, base):
+    noise = {"model": torch.randint(256, (300_000,), dtype=torch.uint8)}
+    nearly = {"model": noise["model"].clone()}
+    nearly["model"][::1000] += 1
+    for step, state in enumerate([noise, nearly]):
+        blocks = block_bytes if step else 4096
+        with penstock.Checkpointer(tmp_path, rules=RULES, block_bytes=blocks) as ckpt:
+            ckpt.save(state, step=step, mode="blocking")
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.verify(1).ok
+        assert same(ckpt.load(1), nearly)
+    assert bases_of(tmp_path, [1]) == [base]
+
+
+def damage(root, step):
+    """Flip a byte in the middle of the step's own encoded blob."""
+    with penstock.Checkpointer(root) as ckpt:
+        uid = ckpt._catalog.record(step).uid
+    (blob,) = (root / "data" / uid / "blobs").glob("*.enc")
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    blob.write_bytes(data)
+
+
+def test_a_damaged_base_is_found_and_older_whole_ones_still_restore(tmp_path):
+    run_of(tmp_path, range(4), deltas={"every": 3})
+    run_of(tmp_path, [4], deltas={"every": 3})
+    damage(tmp_path, 3)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert not ckpt.verify(3).ok
+        assert not ckpt.verify(4).ok
+        with pytest.raises(DamagedError):
+            ckpt.load(4)
+        target = weights(9)
+        report = ckpt.restore(target, on_damage="fallback")
+        assert report.step == 2
+        assert same(target, weights(2))
+
+
+def test_a_damaged_base_makes_the_next_save_whole(tmp_path, caplog):
+    run_of(tmp_path, [0])
+    damage(tmp_path, 0)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        run_of(tmp_path, [1])
+    assert "step 0 is damaged" in caplog.text
+    check(tmp_path, [1])
+
+
+def test_one_object_of_a_chain_reads_only_its_frames(tmp_path):
+    reports = run_of(tmp_path, range(3))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        state = weights(2)
+        state["model"]["odd"] = torch.zeros(1231, 77)
+        report = ckpt.restore(state, include="model/odd")
+        assert same(state, weights(2))
+    assert report.bytes_read == report.bytes_needed < 0.5 * sum(r.bytes_stored for r in reports)
+
+
+def test_a_region_of_a_tensor_is_read_through_the_chain(tmp_path):
+    run_of(tmp_path, range(3))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        rows = ckpt.open(2).read("model/large", (slice(10, 20),))
+        assert torch.equal(rows, weights(2)["model"]["large"][10:20])
