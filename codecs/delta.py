@@ -28,7 +28,7 @@ _LEAST_SAVED = 0.1  # of the bits that the elements take by themselves
 _WORDS = (1, 2, 4, 8)
 
 
-class Difference(IntEnum):
+class Comparison(IntEnum):
     """How elements are compared with those of the base."""
 
     SUBTRACT = 0
@@ -41,7 +41,7 @@ class DeltaConfig(PluginConfig):
     """The `delta` codec has no options; `deltas` of the configuration says how long chains get."""
 
 
-class _BlockMemory(threading.local):
+class _DeltaMemory(threading.local):
     """Memory of one thread, for one block."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _BlockMemory(threading.local):
         self.two = np.empty(_BLOCK_ELEMENTS, np.uint64)
 
 
-_scratch = _BlockMemory()
+_scratch = _DeltaMemory()
 
 
 class DeltaCodec(Codec):
@@ -114,7 +114,7 @@ class DeltaCodec(Codec):
             raise CodecError(msg)
         source, old, target = _words(frame, size), _words(context.base, size), _words(out, size)
         try:
-            how = Difference(int(source[-1]))
+            how = Comparison(int(source[-1]))
         except ValueError:
             msg = f"delta: elements were compared in an unknown way, {int(source[-1])}"
             raise CodecError(msg) from None
@@ -133,9 +133,9 @@ def _words(view: memoryview, size: int) -> Words:
     return np.frombuffer(flat_view(view), f"<u{size}")
 
 
-def _compare(new: Words, old: Words, how: Difference, out: Words) -> None:
+def _compare(new: Words, old: Words, how: Comparison, out: Words) -> None:
     """Write the differences of `new` from `old` into `out`."""
-    if how is Difference.XOR:
+    if how is Comparison.XOR:
         np.bitwise_xor(new, old, out=out)
         return
     bits = 8 * new.itemsize
@@ -147,9 +147,9 @@ def _compare(new: Words, old: Words, how: Difference, out: Words) -> None:
     np.bitwise_xor(out, sign, out=out)
 
 
-def _apply(difference: Words, old: Words, how: Difference, out: Words) -> None:
+def _apply(difference: Words, old: Words, how: Comparison, out: Words) -> None:
     """Write into `out` the elements that differ so from `old`."""
-    if how is Difference.XOR:
+    if how is Comparison.XOR:
         np.bitwise_xor(difference, old, out=out)
         return
     sign = _scratch.one.view(old.dtype)[: old.size]
@@ -160,13 +160,13 @@ def _apply(difference: Words, old: Words, how: Difference, out: Words) -> None:
     np.add(out, old, out=out)
 
 
-def _chosen(new: Words, old: Words) -> Difference | None:
+def _chosen(new: Words, old: Words) -> Comparison | None:
     """Return the comparison whose result takes the fewest bits in a sample; None: none pays."""
     at = _sampled(new.size)
     some, before = new[at], old[at]
     itself = _bits(_exponent_first(some))
     taken = {}
-    for how in Difference:
+    for how in Comparison:
         found = np.empty_like(some)
         for start in range(0, some.size, _BLOCK_ELEMENTS):
             stop = start + _BLOCK_ELEMENTS

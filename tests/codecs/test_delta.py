@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.codecs.delta import DeltaCodec, DeltaConfig, Difference
+from penstock.codecs.delta import Comparison, DeltaCodec, DeltaConfig
 from penstock.core.abc import DECLINED, CodecContext
 from penstock.core.errors import CodecError
 
@@ -49,7 +49,7 @@ def test_neighbours_round_trip_as_small_numbers(dtype):
     old, new = neighbours(dtype)
     frame = encoded(new, old)
     words = np.frombuffer(frame, dtype)
-    assert words[-1] == Difference.SUBTRACT
+    assert words[-1] == Comparison.SUBTRACT
     assert words[:-1].max() <= 6
     assert decoded(frame, new, old).tobytes() == new.tobytes()
 
@@ -58,12 +58,12 @@ def test_flipped_bits_are_compared_by_xor():
     old = np.random.default_rng(1).integers(0, 1 << 32, 50_000, np.uint32)
     new = old ^ np.uint32(1 << 19)
     frame = encoded(new, old)
-    assert np.frombuffer(frame, np.uint32)[-1] == Difference.XOR
+    assert np.frombuffer(frame, np.uint32)[-1] == Comparison.XOR
     assert decoded(frame, new, old).tobytes() == new.tobytes()
 
 
 @given(
-    st.binary(min_size=1, max_size=300), st.sampled_from([1, 2, 4, 8]), st.sampled_from(Difference)
+    st.binary(min_size=1, max_size=300), st.sampled_from([1, 2, 4, 8]), st.sampled_from(Comparison)
 )
 def test_every_pattern_of_bits_round_trips(data, size, how):
     words = np.frombuffer(data * size, f"<u{size}")
