@@ -315,8 +315,8 @@ class Catalog:
             protect: The steps to keep in any case.
 
         Returns:
-            The deleted steps, ascending. The newest whole step, and checkpoints that a kept one
-            references, are never among them.
+            The deleted steps, ascending. The newest whole step is never among them. Blobs that a
+            kept checkpoint borrows of a deleted one stay.
         """
         if keep_last is None and keep_every is None:
             return []
@@ -334,8 +334,7 @@ class Catalog:
             return []  # nothing would be deleted, so no manifest has to be read
         kept |= self._newest(readable, steps, count, self._is_whole)
         kept |= self._kept_for_tiers(readable, count)
-        used = {uid for step in kept & readable.keys() for uid in readable[step].references}
-        doomed = [s for s in steps if s not in kept and readable[s].uid not in used]
+        doomed = [step for step in steps if step not in kept]
         log.debug("retention: of %d readable checkpoints %d go", len(steps), len(doomed))
         gone = []
         for step in doomed:

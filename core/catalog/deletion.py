@@ -1,5 +1,11 @@
 """Deletes checkpoints: their commit records first and durably, then the data that nothing needs.
 
+A checkpoint whose blobs another one borrows loses its record, intent, index and parts, and keeps
+its blobs. Its intent has to go: the intent is what a copy of that checkpoint in flight looks for
+before it commits, and an intent that stayed would keep whatever the deleted checkpoint itself had
+borrowed. Savers in flight need the blobs alone. The blobs go with the last checkpoint that borrows
+them.
+
 No store deletes on a condition. So each step looks once more at what it is about to delete, and
 the order of the steps leaves nothing worse behind, wherever it ends, than data for `prune`.
 """
@@ -8,14 +14,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.survey import places_of, survey_run, uids_named
+from penstock.core.catalog.survey import places_of, records_named, survey_run, uids_named
 from penstock.core.errors import ConfigError
-from penstock.core.format.records import COMMIT_PREFIX, data_prefix, intent_name, parse_commit_name
+from penstock.core.format.records import (
+    COMMIT_PREFIX,
+    blob_uid,
+    data_prefix,
+    intent_name,
+    lease_name,
+    parse_commit_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
+    from penstock.core.catalog.survey import Survey
+    from penstock.core.format.records import CommitRecord
     from penstock.core.types import BlobInfo
 
 _LANDINGS = 3  # how often a deletion looks again for copies in flight that landed behind it
@@ -46,10 +61,44 @@ def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
 
 
 def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
-    """Delete the data of a save: its intent first, so that a slow saver sees it must not commit."""
-    intent = intent_name(uid)
-    backend.delete([intent])
-    backend.delete([blob.name for blob in blobs if blob.name != intent])
+    """Delete the data of a save: its intent first, so that a slow saver sees it must not commit.
+
+    Likewise the lease, for a copy in flight that brings what another checkpoint borrows.
+    """
+    names = [blob.name for blob in blobs]
+    first = [intent_name(uid), *({lease_name(uid)} & set(names))]
+    backend.delete(first)
+    backend.delete([name for name in names if name not in first])
+
+
+def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
+    """Delete what a save has beside its blobs, which others need: its intent first.
+
+    A lease stays, since it tells which of the blobs are durable.
+    """
+    first, lease = intent_name(uid), lease_name(uid)
+    backend.delete([first])
+    names = [blob.name for blob in blobs if blob_uid(blob.name) is None]
+    backend.delete([name for name in names if name not in {first, lease}])
+
+
+def delete_lent(
+    backend: Backend, surveys: Sequence[Survey], lent: Collection[str], *, gone: Collection[str]
+) -> None:
+    """Delete the data of saves without a record from which nothing borrows any more.
+
+    Data with an intent stays, for `prune`: a save or a copy of that uid may be in flight, or may
+    have ended without a record.
+
+    Args:
+        backend: The run, with all its tiers.
+        surveys: Surveys of all places, from after the records of what had borrowed were gone.
+        lent: The uids to look at.
+        gone: The uids whose intents were deleted since.
+    """
+    stays = {uid for survey in surveys for uid in survey.needed_without(gone)}
+    for uid in sorted(set(lent) - stays.union(*(survey.intents for survey in surveys))):
+        delete_data(backend, uid, backend.list(data_prefix(uid)))
 
 
 def delete_records(
@@ -61,6 +110,8 @@ def delete_records(
     failed: Callable[[Collection[str]], None] = lambda _: None,
 ) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
+
+    That may be data of checkpoints that were deleted earlier, from which the deleted ones borrowed.
 
     Skips a record that was replaced since it was chosen (its uid differs): a step that was deleted
     can be saved again under the same name, and each tier may have another. No store deletes on a
@@ -112,36 +163,44 @@ def _delete_chosen(
 ) -> list[str]:
     # Durably one by one: of several deletions in flight a power cut may undo any, and an
     # overwritten generation would come back.
-    deleted = [name for name in names if _delete_if(backend, name, chosen[name])]
-    _delete_unneeded(backend, doomed)
+    lent: set[str] = set()
+    deleted = [name for name in names if _delete_if(backend, name, chosen[name], lent)]
+    _delete_unneeded(backend, doomed, lent)
     for _ in range(_LANDINGS if backend.tiers else 0):
         # A copy to another tier may have been in flight, and have published behind the deletion.
         # Intent and data are gone now, so that no further copy can begin to publish.
-        landed = [_delete_if(backend, name, chosen[name] - {None}) for name in deleted]
+        landed = [_delete_if(backend, name, chosen[name] - {None}, lent) for name in deleted]
         if not any(landed):
             break
-        _delete_unneeded(backend, doomed)
+        _delete_unneeded(backend, doomed, lent)
     return deleted
 
 
-def _delete_if(backend: Backend, name: str, uids: Collection[str | None]) -> bool:
+def _delete_if(backend: Backend, name: str, uids: Collection[str | None], lent: set[str]) -> bool:
     """Delete a record in every tier where it names one of `uids`; return whether any tier had it.
 
-    Unreadable copies in other tiers are deleted, too: the step would stay listed there.
+    Unreadable copies in other tiers are deleted, too: the step would stay listed there. Adds the
+    uids from which the deleted checkpoint borrows to `lent`.
     """
-    found = [(place, uids_named(place, [name])) for place in _places(backend)]
-    if not any(named.get(name, "gone") in uids for _, named in found):
+    found = [(place, records_named(place, [name])) for place in _places(backend)]
+    listed = [there[name] for _, there in found if name in there]
+    if not any(_uid(record) in uids for record in listed):
         return False
-    for place, named in found:
+    lent.update(*(r.references for r in listed if r is not None and r.uid in uids))
+    for place, there in found:
         # Also where it is not listed yet: a copy may land there, and a tier that refuses to delete
         # has to refuse before the others have deleted.
-        if named.get(name) in {None, *uids}:
+        if _uid(there.get(name)) in {None, *uids}:
             place.delete([name])
     return True
 
 
-def _delete_unneeded(backend: Backend, doomed: set[str]) -> None:
-    """Delete the data of `doomed` that nothing needs; delete none while a record is unreadable.
+def _uid(record: CommitRecord | None) -> str | None:
+    return None if record is None else record.uid
+
+
+def _delete_unneeded(backend: Backend, doomed: set[str], lent: set[str]) -> None:
+    """Delete what nothing needs of `doomed`, and of `lent`; nothing while a record is unreadable.
 
     A record that is readable in another tier does not count: it can be repaired from there.
     """
@@ -151,6 +210,10 @@ def _delete_unneeded(backend: Backend, doomed: set[str]) -> None:
     surveys = [survey_run(place) for place in _places(backend)]
     readable = {name for survey in surveys for name in survey.records}
     if not {name for survey in surveys for name in survey.unreadable} - readable:
-        needed = {uid for survey in surveys for uid in survey.needed}
-        for uid in sorted(doomed - needed):
-            delete_data(backend, uid, backend.list(data_prefix(uid)))
+        gone = doomed.difference(*(survey.named for survey in surveys))
+        # Their intents go as well: what they reference is not needed for that.
+        needed = {uid for survey in surveys for uid in survey.needed_without(gone)}
+        for uid in sorted(gone):
+            delete = delete_manifest if uid in needed else delete_data
+            delete(backend, uid, backend.list(data_prefix(uid)))
+        delete_lent(backend, surveys, lent - doomed, gone=gone)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.deletion import delete_data, delete_records
+from penstock.core.catalog.deletion import delete_data, delete_lent, delete_records
 from penstock.core.catalog.survey import (
     data_by_uid,
     has_data,
@@ -72,8 +72,9 @@ def prune(
 ) -> PruneReport:
     """Delete the data of saves that no checkpoint and no save in flight can need.
 
-    A uid is deleted only if no record names or references it, no intent references it, it is not
-    one of `own_uids`, and all its data is older than `grace_s` by the store's clock. A saver that
+    A uid is deleted only if no record names it or borrows its blobs, no intent references it but of
+    uids that are deleted as well, it is not one of `own_uids`, and all its data is older than
+    `grace_s` by the store's clock. A saver that
     could not refresh its intent for half that time never publishes, so no uid that is deleted here
     can be committed later. The intent is deleted first; data that a crash leaves behind is as old
     as before, and is deleted by the next prune.
@@ -105,8 +106,10 @@ def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
     sent may still arrive. And only in a run with a readable commit record: a run without one may be
     being copied.
 
+    What only such a save was going to borrow, of checkpoints that were deleted meanwhile, goes too.
+
     Returns:
-        The uids whose data was deleted.
+        The uids of these saves.
     """
     places = places_of(backend)
     dead = [(place, uid) for place in places for uid in _unfinished(place) if uid not in own_uids]
@@ -123,6 +126,10 @@ def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
             log.info("data/%s goes: its saver was killed before it had committed", uid)
             delete_data(place, uid, place.list(data_prefix(uid)))
             taken.append(uid)
+    lent = {
+        u for s in surveys for uid in taken if uid in s.intents for u in s.intents[uid].references
+    }
+    delete_lent(backend, surveys, lent, gone=taken)
     return taken
 
 
@@ -205,20 +212,27 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
     if superseded and not how.dry_run:
         seen = {name: survey.records[name].uid for name in superseded}
         delete_records(backend, superseded, uids=seen)
-    candidates = sorted(survey.data.keys() - survey.needed.union(how.keep, waiting))
+    stays = how.keep.union(waiting)
     log.debug(
         "prune: of %d attempts %d stay, being named or referenced by a record, our own, another "
         "tier's, or complete but for their record",
         len(survey.data),
-        len(survey.data) - len(candidates),
+        len(survey.data.keys() & survey.needed.union(stays)),
     )
     probes = backend.list(CLOCK_PREFIX)  # records that a killed `store_time_s` left behind
     if not how.dry_run:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)
-    taken = _take(backend, candidates, limit_s, how)
+    taken: dict[str, Sequence[BlobInfo]] = {}
+    while True:
+        # What was taken before has lost its intent, and needs what it references no more.
+        unneeded = survey.data.keys() - survey.needed_without(taken) - stays - taken.keys()
+        found = _take(backend, sorted(unneeded), limit_s, how)
+        if not found:
+            break
+        taken |= found
     return PruneReport(
-        tuple(taken),
+        tuple(sorted(taken)),
         sum(len(blobs) for blobs in taken.values()),
         sum(blob.size_bytes for blobs in taken.values() for blob in blobs),
         superseded,

@@ -1,10 +1,11 @@
 """A survey of a run's records at one moment, and of the data that they need.
 
 Whether data is still needed is decided *after* the record that named it is gone, and from the
-records first and the intents second. A saver that refers to a uid publishes its intent first and
-then checks that a record still names the uid; so either this survey sees its intent, or the saver
-sees that the record is gone. An intent stays as long as the data of its own uid, so no saver is
-missed because it committed between the two listings.
+records first and the intents second. A saver that borrows blobs publishes its intent first, with
+the uids of its base and of all that the base borrows from, and then checks that the record of the
+base is still there; so either this survey sees its intent, or the saver sees that the record is
+gone. An intent stays until the record of its own uid is deleted, so no saver is missed because it
+committed between the two listings.
 """
 
 from __future__ import annotations
@@ -32,10 +33,16 @@ from penstock.core.limits import RECORD_LIMIT_BYTES
 from penstock.core.storage.failover import from_any_tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from penstock.core.abc import Backend
-    from penstock.core.format.records import CommitRecord, IndexEntry, IntentRecord, PartEntry
+    from penstock.core.format.records import (
+        BlobRecord,
+        CommitRecord,
+        IndexEntry,
+        IntentRecord,
+        PartEntry,
+    )
     from penstock.core.types import BlobInfo
 
 Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
@@ -48,19 +55,41 @@ class Survey:
 
     Attributes:
         records: The commit records by name.
-        needed: The uids that a commit record names, or that a record or an intent references.
-        references: The uids that a record or an intent references.
         data: The blobs and records by uid, as listed before the intents were read.
         intents: The intents, by uid, of saves that no commit record names.
         unreadable: The reason, by name, why a record is unreadable; it may need any data.
     """
 
     records: dict[str, CommitRecord] = field(default_factory=dict)
-    needed: set[str] = field(default_factory=set)
-    references: set[str] = field(default_factory=set)
     data: dict[str, list[BlobInfo]] = field(default_factory=dict)
     intents: dict[str, IntentRecord] = field(default_factory=dict)
     unreadable: dict[str, DamagedError] = field(default_factory=dict)
+
+    @property
+    def named(self) -> set[str]:
+        """The uids that a record names."""
+        return {record.uid for record in self.records.values()}
+
+    @property
+    def used(self) -> set[str]:
+        """The uids that a record names, or whose blobs it borrows."""
+        return self.named.union(*(record.references for record in self.records.values()))
+
+    @property
+    def references(self) -> set[str]:
+        """The uids whose blobs a record borrows, or an intent references."""
+        users: list[CommitRecord | IntentRecord] = [*self.records.values(), *self.intents.values()]
+        return {uid for user in users for uid in user.references}
+
+    @property
+    def needed(self) -> set[str]:
+        """The uids that a commit record names, or that a record or an intent references."""
+        return self.needed_without(())
+
+    def needed_without(self, gone: Collection[str]) -> set[str]:
+        """Return `needed`, as it is once the intents of the uids `gone` are deleted."""
+        left = [intent for uid, intent in self.intents.items() if uid not in gone]
+        return self.used.union(*(intent.references for intent in left))
 
     @property
     def latest(self) -> int | None:
@@ -108,23 +137,32 @@ def is_whole(backend: Backend, record: CommitRecord) -> bool:
 def has_data(backend: Backend, record: CommitRecord) -> bool:
     """Return whether one place lists all files of a checkpoint, as far as its record tells.
 
-    Compares the lengths of index and parts, and the sum of the blobs. Returns False also where a
-    foreign file lies beside the blobs, or where the checkpoint uses blobs of other checkpoints.
+    Compares the lengths of index, parts and borrowed blobs, and the sum of the own blobs. Returns
+    False also where a foreign file lies beside the blobs.
 
     Raises:
         StorageError: The place does not answer.
     """
-    return has_files(record, sizes_below(backend, record.uid))
+    return has_files(record, sizes_of(backend, record))
 
 
-def sizes_below(backend: Backend, uid: str) -> dict[str, int]:
-    """List the files of a save: their sizes in bytes by name."""
-    return {info.name: info.size_bytes for info in backend.list(data_prefix(uid))}
+def sizes_of(backend: Backend, record: CommitRecord) -> dict[str, int]:
+    """List the files of a checkpoint, and of the saves that it borrows from: sizes by name."""
+    return sizes_below(backend, (record.uid, *record.references))
+
+
+def sizes_below(backend: Backend, uids: Iterable[str]) -> dict[str, int]:
+    """List the files of some saves: their sizes in bytes by name."""
+    return {i.name: i.size_bytes for uid in uids for i in backend.list(data_prefix(uid))}
 
 
 def has_files(record: CommitRecord, sizes: Mapping[str, int]) -> bool:
-    """Return the same as `has_data` for a caller that has listed the sizes of the files already."""
-    named: list[IndexEntry | PartEntry] = [record.index, *record.parts]
+    """Return the same as `has_data` for a caller that has the `sizes_of` the files already."""
+    named: list[IndexEntry | PartEntry | BlobRecord] = [
+        record.index,
+        *record.parts,
+        *record.borrowed,
+    ]
     blobs = f"{data_prefix(record.uid)}blobs/"
     stored = sum(size for name, size in sizes.items() if name.startswith(blobs))
     return stored == record.bytes_stored and all(sizes.get(e.name) == e.length for e in named)
@@ -136,9 +174,7 @@ def missing_borrowed(backend: Backend, record: CommitRecord) -> list[str]:
     Raises:
         StorageError: The place does not answer.
     """
-    sizes: dict[str, int] = {}
-    for uid in record.references:
-        sizes |= sizes_below(backend, uid)
+    sizes = sizes_below(backend, record.references)
     return [blob.name for blob in record.borrowed if sizes.get(blob.name) != blob.length]
 
 
@@ -158,18 +194,24 @@ def has(backend: Backend, record: CommitRecord) -> bool:
         return False
 
 
-def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the uid that each record names, None for a damaged one; missing ones are left out."""
-    uids: dict[str, str | None] = {}
+def records_named(backend: Backend, names: Iterable[str]) -> dict[str, CommitRecord | None]:
+    """Return the records of these names, None for a damaged one; missing ones are left out."""
+    records: dict[str, CommitRecord | None] = {}
     for name in names:
         try:
-            uids[name] = read_commit(backend, name).uid
+            records[name] = read_commit(backend, name)
         except BlobNotFoundError:
             if is_listed(backend, name):
-                uids[name] = None
+                records[name] = None
         except DamagedError:
-            uids[name] = None  # its data is left to `prune`, which finds that no record names it
-    return uids
+            records[name] = None  # its data is left to `prune`, which finds that no record names it
+    return records
+
+
+def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
+    """Return the uid that each record names, None for a damaged one; missing ones are left out."""
+    found = records_named(backend, names)
+    return {name: None if record is None else record.uid for name, record in found.items()}
 
 
 def is_listed(backend: Backend, name: str) -> bool:
@@ -195,16 +237,13 @@ def survey_records(backend: Backend) -> Survey:
             if parse_commit_name(info.name) is None:
                 msg = f"{info.name} on {backend.url} is no name of a commit record; move it away"
                 raise FormatError(msg, [info.name])
-            record = survey.records[info.name] = read_commit(backend, info.name)
+            survey.records[info.name] = read_commit(backend, info.name)
         except BlobNotFoundError:
             # Deleted after the listing; unless the store still lists a record that it cannot read.
             if is_listed(backend, info.name):
                 survey.unreadable[info.name] = unreadable(backend, info.name)
         except DamagedError as error:
             survey.unreadable[info.name] = error
-        else:
-            survey.needed |= {record.uid, *record.references}
-            survey.references.update(record.references)
     return survey
 
 
@@ -215,9 +254,8 @@ def survey_run(backend: Backend) -> Survey:
     still read.
     """
     survey = survey_records(backend)
-    committed = {record.uid for record in survey.records.values()}
     survey.data = data_by_uid(backend)
-    for uid in sorted(survey.data.keys() - committed):
+    for uid in sorted(survey.data.keys() - survey.named):
         try:
             intent = read_intent(backend, uid)
         except BlobNotFoundError:
@@ -226,8 +264,6 @@ def survey_run(backend: Backend) -> Survey:
             survey.unreadable[intent_name(uid)] = error
         else:
             survey.intents[uid] = intent
-            survey.needed |= set(intent.references)
-            survey.references.update(intent.references)
     return survey
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.catalog.survey import places_of, read_commit, sizes_below
+from penstock.core.catalog.survey import places_of, read_commit, sizes_of
 from penstock.core.concurrency.watchdog import call_with_deadline
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import Lease, lease_name
+from penstock.core.copy.lease import Lease
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.copy.verify import (
     check_same_manifest,
@@ -35,7 +35,13 @@ from penstock.core.errors import (
     StepExistsError,
     StorageError,
 )
-from penstock.core.format.records import data_prefix, intent_name, mark_name, staying_name
+from penstock.core.format.records import (
+    data_prefix,
+    intent_name,
+    lease_name,
+    mark_name,
+    staying_name,
+)
 from penstock.core.suggest import listed
 from penstock.core.types import PAGE_BYTES
 from penstock.core.units import size_text
@@ -420,7 +426,7 @@ class CheckpointCopy:
         Raises:
             SaveAbortedError: A file is missing.
         """
-        sizes = sizes_below(self._target, self._record.uid)
+        sizes = sizes_of(self._target, self._record)
         parts = {entry.name: entry.length for entry in self._record.parts}
         index = self._record.index
         wanted = {b.name: b.length for b in blobs} | parts | {index.name: index.length}

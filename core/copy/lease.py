@@ -24,7 +24,7 @@ from penstock.core.errors import (
     FormatError,
     StorageError,
 )
-from penstock.core.format.records import data_prefix
+from penstock.core.format.records import lease_name
 from penstock.core.format.strict_json import Fields, check_texts, load_json
 
 if TYPE_CHECKING:
@@ -60,11 +60,6 @@ class _Record:
     pid: int = 0
     process: str = ""
     sealed: tuple[str, ...] = ()
-
-
-def lease_name(uid: str) -> str:
-    """Return the name of the record."""
-    return f"{data_prefix(uid)}copy.json"
 
 
 class Lease:

@@ -12,11 +12,10 @@ from penstock.core.catalog.survey import (
     is_listed,
     is_whole,
     read_commit,
-    sizes_below,
+    sizes_of,
     survey_run,
 )
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import lease_name
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.errors import (
     BlobNotFoundError,
@@ -26,7 +25,7 @@ from penstock.core.errors import (
     StepExistsError,
 )
 from penstock.core.format.commit_record import encode_commit
-from penstock.core.format.records import commit_name, intent_name
+from penstock.core.format.records import commit_name, intent_name, lease_name
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def confirmed(
     name = commit_name(record.step, record.generation)
     with suppress(BlobNotFoundError):  # deleted at this moment
         check_same_manifest(target, read_commit(target, name), record)
-    sizes = sizes_below(target, record.uid)
+    sizes = sizes_of(target, record)
     if _has_all_data(target, record, sizes):
         if lease_name(record.uid) in sizes:
             target.publish(name, encode_commit(record))
@@ -87,7 +86,7 @@ def has_all_data(target: Backend, record: CommitRecord) -> bool:
     Raises:
         StorageError: The target does not answer.
     """
-    return _has_all_data(target, record, sizes_below(target, record.uid))
+    return _has_all_data(target, record, sizes_of(target, record))
 
 
 def _has_all_data(target: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:

@@ -340,6 +340,11 @@ def staying_name(uid: str) -> str:
     return f"{data_prefix(uid)}stays.json"
 
 
+def lease_name(uid: str) -> str:
+    """Return the name of the lease of a copy that writes the data of an attempt."""
+    return f"{data_prefix(uid)}copy.json"
+
+
 def intent_name(uid: str) -> str:
     """Return the name of an attempt's intent."""
     return f"{data_prefix(uid)}intent.json"

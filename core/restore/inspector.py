@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.survey import has_data
+from penstock.core.catalog.survey import has_data, sizes_of
 from penstock.core.errors import CheckpointGoneError, DamagedError, PluginError
-from penstock.core.format.records import data_prefix
 from penstock.core.restore.contents import Contents
 
 if TYPE_CHECKING:
@@ -53,11 +52,7 @@ class Inspector:
         if lengths is None:
             return False
         self._lengths[key] = lengths
-        sizes = {
-            info.name: info.size_bytes
-            for uid in (record.uid, *record.references)
-            for info in backend.list(data_prefix(uid))
-        }
+        sizes = sizes_of(backend, record)
         lost = [name for name, length in lengths.items() if sizes.get(name) != length]
         if lost:
             more = f" and {len(lost) - 1} more" if lost[1:] else ""

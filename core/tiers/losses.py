@@ -10,9 +10,9 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.survey import is_whole, read_commit
+from penstock.core.catalog.survey import is_whole, read_commit, sizes_of
 from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
-from penstock.core.format.records import COMMIT_PREFIX, data_prefix, parse_commit_name
+from penstock.core.format.records import COMMIT_PREFIX, parse_commit_name
 from penstock.core.suggest import listed
 from penstock.core.tiers.whereabouts import by_age, is_marked, mark, note_staying, stays
 
@@ -227,5 +227,5 @@ def _found(
 
 
 def _missing(backend: Backend, record: CommitRecord, lengths: Mapping[str, int]) -> set[str]:
-    sizes = {info.name: info.size_bytes for info in backend.list(data_prefix(record.uid))}
+    sizes = sizes_of(backend, record)
     return {name for name, length in lengths.items() if sizes.get(name) != length}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import check_same
-from penstock.core.catalog.survey import survey_run, uids_named
+from penstock.core.catalog.survey import survey_records, survey_run, uids_named
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.prompt import ask
 from penstock.core.errors import ConfigError
@@ -92,13 +92,14 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
         if how.dry_run:
-            freed = data_bytes(backend, set(uids) - _needed(backend, chosen))
+            freed = data_bytes(backend, _unneeded(backend, chosen))
         else:
             total = sum(one.size_bytes for one in doomed)
             ask(
                 f"Delete {_named(chosen)} ({size_text(total)}) of {visible(backend.url)}",
                 yes=how.yes,
             )
+            uids += _lent(backend, chosen)
             before = data_bytes(backend, uids)
             for step in chosen:
                 # With the uids that the user was asked about: a save may have replaced one since.
@@ -141,18 +142,23 @@ def _deleted_step(backend: Backend, step: int, named: Mapping[str, str | None]) 
     return DeletedStep(step, len(named), tuple(uids), data_bytes(backend, uids))
 
 
-def _needed(backend: Backend, chosen: Collection[int]) -> set[str]:
-    """Return the uids that would stay in use.
+def _unneeded(backend: Backend, chosen: Collection[int]) -> set[str]:
+    """Return the uids whose data would go with the chosen steps.
 
-    While a commit record is unreadable these are all uids: that record may name any of them.
+    None while another commit record is unreadable: that record may need any of them.
     """
     survey = survey_run(backend)
-    going = {n for n in survey.records if (parse_commit_name(n) or (-1,))[0] in chosen}
-    unreadable = {n for n in survey.unreadable if (parse_commit_name(n) or (-1,))[0] not in chosen}
-    if unreadable:
-        return survey.needed
-    staying = [record for name, record in survey.records.items() if name not in going]
-    return {uid for record in staying for uid in (record.uid, *record.references)}
+    if any((parse_commit_name(name) or (-1,))[0] not in chosen for name in survey.unreadable):
+        return set()
+    before = survey.used
+    survey.records = {n: r for n, r in survey.records.items() if r.step not in chosen}
+    return before - survey.needed
+
+
+def _lent(backend: Backend, chosen: Collection[int]) -> list[str]:
+    """Return the uids from which the chosen steps borrow."""
+    records = survey_records(backend).records.values()
+    return [uid for record in records if record.step in chosen for uid in record.references]
 
 
 def _named(steps: Sequence[int]) -> str:
@@ -186,7 +192,7 @@ def _print(
         print_line(f"step {one.step} {verb}: {size_text(one.size_bytes)}{several}")
     print_line(f"{size_text(freed)} {'would be ' if dry_run else ''}freed; {_left(left)}")
     kept = sum(one.size_bytes for one in doomed) - freed
-    if kept or any(len(one.uids) < one.generations for one in doomed):
+    if kept > 0 or any(len(one.uids) < one.generations for one in doomed):
         print_line(
             "data that something else may need stays; `penstock prune` takes what is left over"
         )

@@ -384,15 +384,18 @@ class Pruner:
 
 @dataclass(frozen=True)
 class Deleter:
-    """`delete`, or `rewind` to a step."""
+    """`delete`, or `rewind` to a step; then perhaps `delete` of another step."""
 
     step: int
     rewind: bool = False
+    then_delete: int | None = None
 
     def run(self, turn):
         catalog = Catalog(turn)
         try:
             (catalog.rewind if self.rewind else catalog.delete)(self.step)
+            if self.then_delete is not None:
+                catalog.delete(self.then_delete)
         except CheckpointNotFoundError:
             turn.note(told="none")
 
@@ -444,7 +447,7 @@ class Scenario:
     """
 
     actors: tuple
-    stored: tuple = ()  # (step, generation, uid) or (uid,): without a record
+    stored: tuple = ()  # (step, generation, uid, uids it borrows from) or (uid,): without a record
     exclusive: bool = True
     faults: int = 0
     crashes: int = 0
@@ -763,15 +766,18 @@ def _small_engine():
 
 def _stored(checkpoints):
     store = {}
-    for *place, uid in checkpoints:
+    for checkpoint in checkpoints:
+        *place, uid = [item for item in checkpoint if not isinstance(item, tuple)]
+        lent = next((item for item in checkpoint if isinstance(item, tuple)), ())
         for name in (f"data/{uid}/blobs/0.raw", index_name(uid), part_name(uid, 0)):
             store[name] = (uid.encode(), 0.0)
-        intent = IntentRecord(uid, place[0] if place else 0, (), "host", 1, _NOW, _NOW)
+        intent = IntentRecord(uid, place[0] if place else 0, lent, "host", 1, _NOW, _NOW)
         store[intent_name(uid)] = (encode_intent(intent), 0.0)
         if place:
             record = CommitRecord(
                 uid, *place, _NOW, 1, IndexEntry(index_name(uid), 32, "0" * 64),
                 (PartEntry(part_name(uid, 0), 32, 32, "0" * 64),), 1, 32, 32,
+                borrowed=tuple(BlobRecord(f"data/{other}/blobs/0.raw", 32) for other in lent),
             )  # fmt: skip
             store[commit_name(*place)] = (encode_commit(record), 0.0)
     return store

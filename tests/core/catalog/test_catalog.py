@@ -17,7 +17,12 @@ from tests.integration.support import checkpointer, make_state, memory
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.survey import survey_records, uids_named
+from penstock.core.catalog.survey import (
+    has_data,
+    missing_borrowed,
+    survey_records,
+    uids_named,
+)
 from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointGoneError,
@@ -41,6 +46,7 @@ from penstock.core.format.records import (
     data_uid,
     index_name,
     intent_name,
+    lease_name,
     parse_commit_name,
     part_name,
 )
@@ -90,6 +96,10 @@ def uid_of(number):
 
 def data_names(uid):
     return {blob_name(uid, 0, 0, "raw"), part_name(uid, 0), index_name(uid)}
+
+
+def blobs_named(uid):
+    return {blob_name(uid, 0, 0, "raw")}
 
 
 def write_data(store, uid, references=(), *, step=1):
@@ -288,14 +298,94 @@ def test_data_that_another_checkpoint_references_stays(store, catalog):
     commit(store, 20, references=[old])
     catalog.delete(10)
     assert catalog.steps() == [20]
-    assert data_names(old) <= store.names()
+    assert store.names(f"data/{old}/") == blobs_named(old)
 
 
 def test_data_that_a_save_under_way_references_stays(store, catalog):
     old = commit(store, 10)
     write_data(store, uid_of(1), references=[old])
     catalog.delete(10)
-    assert data_names(old) <= store.names()
+    assert store.names(f"data/{old}/") == blobs_named(old)
+
+
+@pytest.mark.parametrize("how", ["delete", "rewind", "retention", "overwrite", "prune"])
+def test_borrowed_blobs_go_with_the_last_checkpoint_that_borrows_them(store, catalog, how):
+    base = commit(store, 10)
+    delta = commit(store, 20, references=[base])
+    commit(store, 30, references=[base, delta])
+    newest = commit(store, 40)
+    catalog.delete(10)
+    catalog.delete(20)
+    assert store.names("data/") >= {*blobs_named(base), *blobs_named(delta)}
+    assert not store.names("data/") & {intent_name(base), intent_name(delta)}
+    match how:
+        case "delete":
+            catalog.delete(30)
+        case "rewind":
+            commit(store, 5)
+            catalog.rewind(5)
+        case "retention":
+            assert catalog.apply_retention(keep_last=1) == [30]
+        case "overwrite":
+            commit(store, 30, generation=1)
+            catalog.delete_older_generations(30)
+        case "prune":
+            commit(store, 30, generation=1)
+            assert catalog.prune().superseded == (commit_name(30, 0),)
+    assert not store.names(f"data/{base}/") | store.names(f"data/{delta}/")
+    assert data_names(newest) <= store.names() or how == "rewind"
+
+
+def test_an_overwrite_keeps_the_blobs_that_it_borrows_of_what_it_replaces(store, catalog):
+    old = commit(store, 10)
+    commit(store, 10, generation=1, references=[old])
+    catalog.delete_older_generations(10)
+    assert store.names("commits/") == {commit_name(10, 1)}
+    assert store.names(f"data/{old}/") == blobs_named(old)
+
+
+def test_a_uid_that_another_record_names_keeps_its_manifest(store, catalog):
+    uid = commit(store, 10)
+    commit(store, 20, uid, references=[uid_of(9)])
+    catalog.delete(20)
+    assert {intent_name(uid), *data_names(uid)} <= store.names()
+
+
+def test_lent_data_of_which_a_copy_may_be_in_flight_is_left_to_prune(store, catalog):
+    commit(store, 10)
+    write_data(store, uid_of(1))
+    commit(store, 20, references=[uid_of(1)])
+    catalog.delete(20)
+    assert {intent_name(uid_of(1)), *data_names(uid_of(1))} <= store.names()
+    store.now_s += 2 * DAY
+    assert catalog.prune().uids == (uid_of(1),)
+
+
+def test_a_lease_outlives_the_manifest_beside_it_and_goes_before_the_blobs(store, catalog):
+    base = commit(store, 10)
+    commit(store, 20, references=[base])
+    store.publish(lease_name(base), b"{}")
+    catalog.delete(10)
+    assert store.names(f"data/{base}/") == {lease_name(base), *blobs_named(base)}
+    calls = FaultyBackend(store)
+    Catalog(calls).delete(20)
+    deleted = [name for operation, names in calls.calls if operation == "delete" for name in names]
+    at = [deleted.index(name) for name in (lease_name(base), *blobs_named(base))]
+    assert at == sorted(at)
+
+
+@pytest.mark.parametrize("there", ["whole", "missing", "cut off"])
+def test_a_checkpoint_has_its_data_only_with_the_blobs_that_it_borrows(store, there):
+    base = commit(store, 10)
+    commit(store, 20, references=[base])
+    (blob,) = blobs_named(base)
+    if there == "missing":
+        store.delete([blob])
+    if there == "cut off":
+        store.publish(blob, bytes(9))
+    record = Catalog(store).record(20)
+    assert has_data(store, record) == (there == "whole")
+    assert missing_borrowed(store, record) == ([] if there == "whole" else [blob])
 
 
 @pytest.mark.parametrize("victim", ["record", "intent", "stray"])
@@ -475,11 +565,20 @@ def test_retention_counts_only_checkpoints_that_have_their_data(store, catalog):
     assert catalog.apply_retention(keep_last=2) == []
 
 
-def test_retention_keeps_what_a_kept_checkpoint_references(store, catalog):
+def test_retention_drops_a_step_whose_blobs_a_kept_one_borrows(store, catalog):
     base = commit(store, 10)
     commit(store, 20)
     commit(store, 30, references=[base])
-    assert retained(catalog, [10, 20, 30], keep_last=1) == [10, 30]
+    assert retained(catalog, [10, 20, 30], keep_last=1) == [30]
+    assert store.names(f"data/{base}/") == blobs_named(base)
+
+
+def test_retention_does_not_count_a_step_that_lacks_a_borrowed_blob(store, catalog):
+    commit(store, 10)
+    base = commit(store, 20)
+    commit(store, 30, references=[base])
+    store.delete(blobs_named(base))
+    assert retained(catalog, [10, 20, 30], keep_last=1) == [10, 20, 30]
 
 
 # -- prune --------------------------------------------------------------------------------------
@@ -578,8 +677,8 @@ def test_prune_leaves_what_is_referenced_or_our_own(store, catalog):
     store.now_s += 2 * DAY
     assert catalog.prune(own_uids=[uid_of(2), uid_of(4)]).uids == ()
     # The intent of 2 protects 3 for as long as it is there.
-    assert catalog.prune().uids == (uid_of(2), uid_of(4))
-    assert catalog.prune().uids == (uid_of(3),)
+    for dry_run in (True, False):
+        assert catalog.prune(dry_run=dry_run).uids == (uid_of(2), uid_of(3), uid_of(4))
 
 
 def test_prune_deletes_the_intent_first(store):
@@ -729,12 +828,15 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def every_checkpoint_and_save_has_all_its_data(self):
         names = self.store.names()
+        for record in self.committed().values():
+            assert data_names(record.uid) <= names
         for uid in needed_data(self.store):
-            assert data_names(uid) <= names
+            assert blobs_named(uid) <= names
         for uid, (references, refreshed) in self.open.items():
             if self.store.now_s - refreshed <= DAY / 2:
-                for needed in (uid, *references):
-                    assert data_names(needed) <= names
+                assert data_names(uid) <= names
+                for needed in references:
+                    assert blobs_named(needed) <= names
 
     def teardown(self):
         newest = {step: names[-1] for step, names in self.catalog.entries().items()}
@@ -743,10 +845,11 @@ class Run(RuleBasedStateMachine):
             self.catalog.prune(everything=True)
         assert self.catalog.entries() == {step: [name] for step, name in newest.items()}
         needed = needed_data(self.store)
-        # An attempt without a record whose data others use keeps its intent, and so what that
-        # one references.
-        left = {data_uid(n) for n in self.store.names("data/")}
-        for uid in left:
+        # An attempt that crashed keeps its intent while others use its data, and so what the intent
+        # references.
+        names = self.store.names("data/")
+        left = {data_uid(n) for n in names}
+        for uid in [uid for uid in left if intent_name(uid) in names]:
             data = self.store.read_record(intent_name(uid), limit_bytes=99_999)
             needed |= set(decode_intent(data, intent_name(uid)).references)
         assert left == needed

@@ -17,7 +17,7 @@ from tests.core.catalog.protocol import (
     ViolationError,
 )
 
-from penstock.core.catalog import catalog, prune, survey
+from penstock.core.catalog import catalog, deletion, prune, survey
 from penstock.core.catalog.commit_table import TABLE, Action, Event, State
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.errors import BlobNotFoundError
@@ -25,6 +25,7 @@ from penstock.core.format.records import data_prefix
 
 A, B, OLD, RUBBISH = "a" * 32, "b" * 32, "c" * 32, "d" * 32
 ONE = ((1, 0, OLD),)
+CHAIN = (*ONE, (2, 0, RUBBISH, (OLD,)))
 
 # One tick is more than half of this grace time, and less than all of it; two are more than all.
 SLEEPY = Saver(A, 2, grace_s=1.5)
@@ -52,7 +53,31 @@ SCENARIOS = {
         (Saver(A, 3), Deleter(1, rewind=True), Saver(B, 2)), ((1, 0, OLD), (2, 0, RUBBISH))
     ),
     "a reference and delete": Scenario(
-        (Saver(A, 2, like=1), Deleter(1), Deleter(2)), ONE, faults=1, scattered=True
+        (Saver(A, 2, like=1), Deleter(1), Deleter(2)), ONE, faults=1
+    ),
+    "a reference and delete, in any order": Scenario(
+        (Saver(A, 2, like=1), Deleter(1), Deleter(2)), ONE, scattered=True
+    ),
+    "a chain, a reader and delete": Scenario(
+        (Reader(2), Deleter(1), Deleter(2)), CHAIN, scattered=True
+    ),
+    "a chain that goes on, and delete": Scenario(
+        (Saver(A, 3, like=2), Deleter(1, then_delete=2)), CHAIN, faults=1
+    ),
+    "a chain that goes on twice, and delete": Scenario(
+        (Saver(A, 3, like=2), Saver(B, 4, like=2), Deleter(2)), CHAIN
+    ),
+    "the last borrowers are deleted": Scenario(
+        (Deleter(1, then_delete=2), Deleter(3)), (*CHAIN, (3, 0, B, (OLD,)))
+    ),
+    "a chain that goes on, and retention": Scenario(
+        (Saver(A, 3, like=2, keep_last=1), Reader(2), Reader(3)), CHAIN, faults=1
+    ),
+    "a chain that overwrites its base, and delete": Scenario(
+        (Saver(A, 2, like=2, overwrite=True), Deleter(1)), CHAIN, faults=1
+    ),
+    "a chain that goes on, prune and delete": Scenario(
+        (replace(SLEEPY, step=3, like=2), Pruner(1.5, then_delete=2)), CHAIN, ticks=2
     ),
     "a reference and overwrite": Scenario(
         (Saver(A, 2, like=1), Saver(B, 1, overwrite=True)), ONE
@@ -97,7 +122,7 @@ def data_first(backend, names):
     names = list(names)
     for name in names:
         uid = survey.read_commit(backend, name).uid
-        survey.delete_data(backend, uid, backend.list(data_prefix(uid)))
+        deletion.delete_data(backend, uid, backend.list(data_prefix(uid)))
     for name in names:
         backend.delete([name])
 
@@ -108,7 +133,7 @@ def without_data_check(backend, names):
     for name in names:
         backend.delete([name])
     for uid in sorted(uids):
-        survey.delete_data(backend, uid, backend.list(data_prefix(uid)))
+        deletion.delete_data(backend, uid, backend.list(data_prefix(uid)))
 
 
 def break_deletion(patch):
@@ -117,6 +142,21 @@ def break_deletion(patch):
 
 def break_references(patch):
     patch.setattr(catalog, "delete_records", without_data_check)
+
+
+def break_lent(patch):
+    """Deletes what a deleted checkpoint had borrowed whoever else borrows it."""
+
+    def delete_lent(backend, surveys, lent, *, gone):
+        for uid in sorted(lent):
+            deletion.delete_data(backend, uid, backend.list(data_prefix(uid)))
+
+    patch.setattr(deletion, "delete_lent", delete_lent)
+
+
+def break_borrowed_blobs(patch):
+    """Deletes the blobs of a deleted checkpoint with its manifest, though others borrow them."""
+    patch.setattr(deletion, "delete_manifest", deletion.delete_data)
 
 
 def break_half_grace(patch):
@@ -194,6 +234,8 @@ def gone_intent(data, name):
 BROKEN = [
     (break_deletion, "overwrite and delete"),
     (break_references, "a reference and delete"),
+    (break_lent, "the last borrowers are deleted"),
+    (break_borrowed_blobs, "a chain that goes on, and delete"),
     (break_half_grace, "prune and a saver that may sleep"),
     (break_lost_answers, "prune by the saver's own process"),
     (break_resolving, "same step"),

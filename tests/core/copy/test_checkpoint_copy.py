@@ -22,7 +22,7 @@ from penstock.core.concurrency.timing import CountedClock, Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import SILENT_S, Lease, lease_name
+from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import (
     BlobMover,
     BlobTransfer,
@@ -51,6 +51,7 @@ from penstock.core.format.records import (
     commit_name,
     data_prefix,
     intent_name,
+    lease_name,
 )
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
 from penstock.core.testing.wrapper import WrapperBackend

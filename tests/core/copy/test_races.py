@@ -16,9 +16,9 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
-from penstock.core.copy.lease import SILENT_S, Lease, lease_name
+from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.errors import BusyError, FormatError, StorageError
-from penstock.core.format.records import data_prefix
+from penstock.core.format.records import data_prefix, lease_name
 from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.testing.timing import ShiftedClock
 from penstock.core.testing.wrapper import WrapperBackend
