@@ -269,7 +269,7 @@ class Checkpointer:
         self._saver.pending.wait(timeout)
         self._saver.pending.raise_unseen()
 
-    def restore(
+    def restore(  # noqa: PLR0913 - options, each by name
         self,
         state: Mapping[str, Any],
         step: int | str = "latest",
@@ -277,6 +277,7 @@ class Checkpointer:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         strict: bool = True,
+        cast: bool = False,
         rename: RenameSpec = None,
         on_damage: str = "raise",
         on_progress: Callable[[Progress], None] | None = None,
@@ -291,8 +292,11 @@ class Checkpointer:
             strict: Whether a path that the checkpoint lacks, another shape, or other groups of an
                 optimizer are an error. If not, such objects stay as they are and are listed in the
                 report (`missing`, `mismatched`), with the optimizer's state of parameters of
-                another shape, and the options of groups that differ. Another kind or dtype is
-                always an error.
+                another shape, and the options of groups that differ. Another kind, or a dtype that
+                `cast` does not take, is always an error.
+            cast: Whether stored floats are converted where the template has a tensor of another
+                float dtype, each rounded to nearest even. The report lists them (`cast`). Without
+                it they are an error; an optimizer's state then takes the stored dtype.
             rename: Stored prefix -> template prefix, or a function of shown paths.
             on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
             on_progress: Called with a `Progress` about ten times per second, never twice at once:
@@ -312,6 +316,7 @@ class Checkpointer:
             include=include,
             exclude=exclude,
             strict=strict,
+            cast=cast,
             rename=rename,
             on_damage=on_damage,
             on_progress=on_progress,

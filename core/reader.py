@@ -92,7 +92,7 @@ class Reader:
             backend.inner, workers, io_timeout_s=config.io_timeout_s, on_failover=note
         )
 
-    def restore(
+    def restore(  # noqa: PLR0913 - options, each by name
         self,
         state: Mapping[str, Any],
         step: int | str = "latest",
@@ -100,6 +100,7 @@ class Reader:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         strict: bool = True,
+        cast: bool = False,
         rename: RenameSpec = None,
         on_damage: str = "raise",
         on_progress: Callable[[Progress], None] | None = None,
@@ -119,6 +120,7 @@ class Reader:
                 selection=selection,
                 rename=renaming,
                 strict=strict,
+                cast=cast,
                 overwritten=overwritten,
             )
 

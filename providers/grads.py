@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import Difference, Node, Placement, StateProvider
+from penstock.core.abc import Difference, Node, Placement, StateProvider, cast_advice
 from penstock.core.markers import Grads
-from penstock.core.types import Kind, Role, show_path
+from penstock.core.types import Kind, Role, TensorSpec, show_path
 from penstock.providers.module.provider import named_parameters
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import device_name, dtype_name
 from penstock.providers.tensor.parts import fits
-from penstock.providers.tensor.provider import same_kind, tensor_target
+from penstock.providers.tensor.provider import empty_tensor, same_kind, tensor_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ def _place_grad(
     stored = context.stored(path)
     assert stored is not None
     grad = parameter.grad
-    if grad is not None and same_kind(grad, stored, parameter.device):
+    if grad is not None and same_kind(grad, stored, parameter.device, context):
         result.targets.append(tensor_target(grad, path))
         return
     shape = tuple(parameter.shape)
@@ -115,11 +116,17 @@ def _place_grad(
             Difference(path, f"shape {there}", f"shape {here}", (sentence,), skippable=is_tensor)
         )
         return
-    if stored.spec.dtype != dtype_name(grad_dtype)[0]:
-        result.problems.append(
-            f"{show_path(path)} is a gradient of dtype {stored.spec.dtype}, the template has "
-            f"{dtype_name(grad_dtype)[0]}"
-        )
+    spec = TensorSpec(*dtype_name(grad_dtype), shape)
+    if stored.spec != spec:
+        if not context.takes(spec, stored.spec):
+            old, new = stored.spec.dtype, spec.dtype
+            sentence = f"{show_path(path)} is a gradient of dtype {old}, the template has {new}"
+            advice = cast_advice(spec, stored.spec)
+            result.differ(Difference(path, old, new, (sentence,), skippable=False, advice=advice))
+            return
+        made = empty_tensor(replace(stored, spec=spec), device_name(parameter.device))
+        result.targets.append(tensor_target(made, path))
+        assigns.append(lambda: setattr(parameter, "grad", made))
         return
     placed = context.rebuild(path, device=device_name(parameter.device))
     result.absorb(placed)

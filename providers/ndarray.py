@@ -143,7 +143,11 @@ class NdarrayProvider(StateProvider):
         stored = context.stored(path)
         # Only for an array that will be filled: without strict, the template's stays where the
         # checkpoint has none that fits, instead of memory that was never written.
-        fits = stored is not None and stored.kind is Kind.TENSOR and stored.spec == _spec(value)
+        fits = (
+            stored is not None
+            and stored.kind is Kind.TENSOR
+            and context.takes(_spec(value), stored.spec)
+        )
         new = array if fits else value
         return Placement([_target(array, path)], finish=lambda: new, replaces=fits)
 

@@ -27,6 +27,7 @@ from penstock.core.abc.provider import (
     StateProvider,
     StoredObject,
     Target,
+    cast_advice,
 )
 from penstock.core.abc.roots import (
     ROOT_NAME,
@@ -39,7 +40,8 @@ from penstock.core.abc.roots import (
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.timing import Timing, current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_all_with_deadline
-from penstock.core.floats.conversion import FLOAT_DTYPES, convert_floats
+from penstock.core.floats.conversion import convert_floats
+from penstock.core.floats.formats import FLOAT_DTYPES
 
 __all__ = [
     "API_VERSION",
@@ -74,6 +76,7 @@ __all__ = [
     "Tier",
     "Timing",
     "call_all_with_deadline",
+    "cast_advice",
     "check_blob_name",
     "convert_floats",
     "copy_bytes",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.core.abc.plugin import API_VERSION
+from penstock.core.floats.formats import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -174,9 +175,23 @@ class DescribeContext(ABC):
 
 
 class PlaceContext(ABC):
-    """What a provider may call while it plans a restore. Paths are the template's."""
+    """What a provider may call while it plans a restore. Paths are the template's.
+
+    Attributes:
+        allow_pickle: Whether stored pickles may be loaded.
+        cast: Whether stored floats may be converted into those of the template (`restore` with
+            `cast=True`). Core does it: a target keeps the dtype of its memory.
+    """
 
     allow_pickle: bool
+    cast: bool = False
+
+    def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
+        """Return whether core fills memory of `spec` with a tensor of the spec `stored`.
+
+        It does where they are equal, and with `cast` where they are floats of one shape.
+        """
+        return spec == stored or (self.cast and bool(cast_advice(spec, stored)))
 
     @abstractmethod
     def place(self, value: object, path: ObjectPath, /) -> Placement:
@@ -299,6 +314,13 @@ class StateProvider(ABC):
         """Return `(device, storage)` of memory that may change in forward; never deferred."""
         del value
         return ()
+
+
+def cast_advice(spec: TensorSpec, stored: TensorSpec, /) -> str:
+    """Return the advice for a difference of dtype that `cast=True` settles; empty for any other."""
+    known = all(FLOAT_DTYPES.get(one.dtype) == one.itemsize for one in (spec, stored))
+    differ = spec.dtype != stored.dtype and spec.shape == stored.shape
+    return "cast=True converts it" if known and differ else ""
 
 
 def breach_of_priority(claim: object, kind: type, /) -> str | None:

@@ -112,6 +112,21 @@ class Mismatch:
     here: str
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """An object whose floats `restore(cast=True)` converted.
+
+    Attributes:
+        path: The shown path.
+        stored: The dtype that is stored.
+        here: The dtype of the template.
+    """
+
+    path: str
+    stored: str
+    here: str
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class RestoreReport:
     """The report of a restore. Paths are shown paths of the template.
@@ -122,6 +137,7 @@ class RestoreReport:
         missing: The selected objects of the template that the checkpoint lacks; only with
             `strict=False`.
         unexpected: The selected objects of the checkpoint that the template lacks.
+        cast: The objects whose floats were converted into another dtype.
         mismatched: The objects that were left alone with `strict=False`: of another shape in the
             checkpoint, the optimizer state of such parameters, and options of optimizer groups
             that differ.
@@ -156,6 +172,7 @@ class RestoreReport:
     fell_back_from: tuple[int, ...] = ()
     rescued: tuple[tuple[str, str], ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
+    cast: tuple[Cast, ...] = ()
 
     def __repr__(self) -> str:
         """Return the figures alone: paths and values may be thousands."""

@@ -18,7 +18,8 @@ from penstock.core.errors import (
 )
 from penstock.core.foreign import said
 from penstock.core.plan.restore import ObjectRequest
-from penstock.core.reporting.reports import Mismatch, RestoreReport
+from penstock.core.reporting.reports import Cast, Mismatch, RestoreReport
+from penstock.core.restore.cast import CastSink
 from penstock.core.restore.fill import BytesSink, Tally, fill, read_stored
 from penstock.core.suggest import listed
 from penstock.core.tree.paths import show_path
@@ -30,7 +31,7 @@ from penstock.core.types import Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Difference, Placement, Target
+    from penstock.core.abc import ByteSink, Difference, Placement, Target
     from penstock.core.plan.restore import Located
     from penstock.core.restore.fallback import Overwritten
     from penstock.core.restore.fill import Opened, StoredSelection
@@ -49,6 +50,7 @@ def restore_into(
     selection: Selection,
     rename: Rename,
     strict: bool,
+    cast: bool,
     overwritten: Overwritten,
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
@@ -61,6 +63,7 @@ def restore_into(
         selection: Selects objects of the template.
         rename: Maps stored names to the template's.
         strict: Whether missing and differing objects are errors.
+        cast: Whether stored floats may be converted into those of the template.
         overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
 
     Raises:
@@ -71,7 +74,7 @@ def restore_into(
     began = time.monotonic()
     meter = checkpoint.meter
     with collections_held:
-        plan = _plan(checkpoint, state, selection, rename)
+        plan = _plan(checkpoint, state, selection, rename, cast=cast)
     stored, placement = plan.stored, plan.placement
     # A pattern may name objects that only the template has, such as a new head to leave alone.
     selection.check_used([*stored.every_path, *placement.missing, *plan.left_out])
@@ -113,6 +116,7 @@ def restore_into(
         unequal=unequal,
         values=values,
         matched_by=placement.notes.get("matched_by"),
+        cast=_cast(placement.targets, stored),
     )
 
 
@@ -143,7 +147,12 @@ class _Plan:
 
 
 def _plan(
-    checkpoint: Opened, state: Mapping[str, Any], selection: Selection, rename: Rename
+    checkpoint: Opened,
+    state: Mapping[str, Any],
+    selection: Selection,
+    rename: Rename,
+    *,
+    cast: bool,
 ) -> _Plan:
     """Plan a restore; looks first only at objects that the selection touches.
 
@@ -153,11 +162,11 @@ def _plan(
     if selection.narrows and rename.identity:
         stored = read_stored(checkpoint, selection, rename, narrow=True)
         with suppress(PenstockError):  # the second plan raises it again
-            plan = _plan_into(checkpoint, state, selection, stored, selection.below)
+            plan = _plan_into(checkpoint, state, selection, stored, selection.below, cast=cast)
             if plan.is_flawless(selection):
                 return plan
     stored = read_stored(checkpoint, selection, rename, narrow=False)
-    return _plan_into(checkpoint, state, selection, stored, lambda _: True)
+    return _plan_into(checkpoint, state, selection, stored, lambda _: True, cast=cast)
 
 
 def _plan_into(
@@ -166,6 +175,8 @@ def _plan_into(
     selection: Selection,
     stored: StoredSelection,
     below: Callable[[ObjectPath], SegmentTest | bool],
+    *,
+    cast: bool,
 ) -> _Plan:
     left_out: set[ObjectPath] = set()
 
@@ -177,7 +188,7 @@ def _plan_into(
 
     # Called three times for each object, and there may be a million objects.
     accepted = (lambda _: True) if selection.everything else selected
-    placing = _placing(checkpoint, stored.tree, accepted, below)
+    placing = _placing(checkpoint, stored.tree, accepted, below, cast=cast)
     return _Plan(stored, placing, placing.place_tree(state), left_out)
 
 
@@ -186,12 +197,15 @@ def _placing(
     tree: StoredTree,
     selected: Callable[[ObjectPath], bool],
     below: Callable[[ObjectPath], SegmentTest | bool] = lambda _: True,
+    *,
+    cast: bool = False,
 ) -> Placing:
     return Placing(
         checkpoint.registry.providers,
         tree,
         selected,
         allow_pickle=checkpoint.allow_pickle,
+        cast=cast,
         below=below,
     )
 
@@ -259,6 +273,7 @@ def _report(
     unequal: _Unequal | None = None,
     values: Mapping[str, Any] | None = None,
     matched_by: str | None = None,
+    cast: Sequence[Cast] = (),
 ) -> RestoreReport:
     began, planned, read = times
     now = time.monotonic()
@@ -271,6 +286,7 @@ def _report(
         mismatched=tuple(Mismatch(show_path(d.path), d.stored, d.here) for d in unequal.skipped),
         values=values or {},
         matched_by=matched_by,
+        cast=tuple(cast),
         bytes_needed=stored.tally.needed,
         bytes_read=stored.tally.read,
         bytes_metadata=checkpoint.contents.bytes_read,
@@ -333,13 +349,32 @@ def _read_overlapping(
     sinks = {t.path: BytesSink(t.sink.nbytes) for group in groups for t in group}
     if not sinks:
         return {}
-    fill(checkpoint, [ObjectRequest(stored.located[p], s) for p, s in sinks.items()], stored.tally)
+    requests = [_request(stored, t, sinks[t.path]) for group in groups for t in group]
+    fill(checkpoint, requests, stored.tally)
     views = {path: memoryview(sink.data) for path, sink in sinks.items()}
     problems = [problem for group in groups for problem in disagreements(group, views)]
     aside = {id(t.sink): views[t.path] for group in groups for t in group}
     if problems:
         raise _mismatch(problems, [], checkpoint.step)
     return aside
+
+
+def _request(stored: StoredSelection, target: Target, sink: ByteSink) -> ObjectRequest:
+    """Request the object of `target` into `sink`, whose elements have the dtype of `target`."""
+    located = stored.located[target.path]
+    spec = located.record.spec
+    if spec.dtype != target.spec.dtype:  # only with `cast`: else it would be a difference
+        sink = CastSink(sink, spec, target.spec)
+    return ObjectRequest(located, sink)
+
+
+def _cast(targets: Iterable[Target], stored: StoredSelection) -> list[Cast]:
+    """Return the targets that another dtype is converted into."""
+    return [
+        Cast(show_path(target.path), there, target.spec.dtype)
+        for target in targets
+        if (there := stored.located[target.path].record.spec.dtype) != target.spec.dtype
+    ]
 
 
 def _fill_targets(
@@ -353,7 +388,7 @@ def _fill_targets(
     with collections_held:
         _each(unique.values(), lambda target: target.sink.opened())
         requests = [
-            ObjectRequest(stored.located[t.path], t.sink)
+            _request(stored, t, t.sink)
             for key, t in unique.items()
             if key not in aside and t.sink.device != "meta"  # a meta tensor has no memory
         ]

@@ -69,6 +69,7 @@ class Placing(Rebuilding):
         stored: The stored tree.
         selected: Whether the object at a path of the template is selected.
         allow_pickle: Whether stored pickles may be loaded.
+        cast: Whether stored floats may be converted into those of the template.
         below: Which segments right below a path of the template lead to something selected, as
             `Selection.below`. The rest of the template is not looked at.
     """
@@ -80,9 +81,10 @@ class Placing(Rebuilding):
         selected: Callable[[ObjectPath], bool],
         *,
         allow_pickle: bool,
+        cast: bool = False,
         below: Callable[[ObjectPath], SegmentTest | bool] = lambda _: True,
     ) -> None:
-        super().__init__(providers, stored, selected, allow_pickle=allow_pickle)
+        super().__init__(providers, stored, selected, allow_pickle=allow_pickle, cast=cast)
         self.scan = Scan(providers, thorough=below(()) is True)
         self._names: NameTable | None = None
         self._below = cache(below)

@@ -14,6 +14,7 @@ from penstock.core.abc import (
     Placement,
     StoredObject,
     Target,
+    cast_advice,
 )
 from penstock.core.errors import (
     ConfigError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSink, MemoryKey, StateProvider
     from penstock.core.tree.containers import Providers
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, TensorSpec
 
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -48,6 +49,7 @@ class Rebuilding(PlaceContext):
         stored: The stored tree.
         selected: Whether the object at a path is selected.
         allow_pickle: Whether stored pickles may be loaded.
+        cast: Whether stored floats may be converted into those of the template.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Rebuilding(PlaceContext):
         selected: Callable[[ObjectPath], bool],
         *,
         allow_pickle: bool,
+        cast: bool = False,
     ) -> None:
         self.allow_pickle = allow_pickle
+        self.cast = cast
         self._providers = providers
         self._selected = selected
         self._all = {o.path: o for o in stored.objects}
@@ -280,7 +284,7 @@ class Rebuilding(PlaceContext):
             path = target.path
             stored = self._chosen.get(path)
             if stored is not None:
-                difference = _difference(target, stored)
+                difference = _difference(target, stored, self.takes)
                 if difference is None:
                     fitting.append(target)
                 else:
@@ -318,10 +322,14 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
     return result
 
 
-def _difference(target: Target, stored: StoredObject) -> Difference | None:
+def _difference(
+    target: Target, stored: StoredObject, takes: Callable[[TensorSpec, TensorSpec], bool]
+) -> Difference | None:
     if stored.kind is not Kind.TENSOR:
         return _other_kind(target.path, "a value")
     here, there = target.spec, stored.spec
+    if takes(here, there):
+        return None
     unequal: list[tuple[str, object, object]] = []
     if there.shape != here.shape:
         unequal.append(("shape", list(there.shape), list(here.shape)))
@@ -336,6 +344,7 @@ def _difference(target: Target, stored: StoredObject) -> Difference | None:
         here=", ".join(f"{what} {b}" for what, _, b in unequal),
         sentences=(f"{show_path(target.path)}: {told}",),
         skippable=there.dtype == here.dtype,
+        advice=cast_advice(here, there),
     )
 
 

@@ -221,7 +221,7 @@ class Placer:
 
     def _place_item(self, live: Any, path: ObjectPath, device: torch.device) -> Placement:
         stored = self._context.stored(path)
-        if same_kind(live, stored, device):
+        if same_kind(live, stored, device, self._context):
             return Placement([tensor_target(live, path)], finish=lambda: live)
         if fits(live, self._context.node(path), path, device):
             return self._context.place(live, path)

@@ -129,7 +129,9 @@ def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
         return torch.empty(stored.spec.shape, dtype=dtype, device=device or "cpu")
 
 
-def same_kind(tensor: object, stored: StoredObject | None, device: torch.device) -> bool:
+def same_kind(
+    tensor: object, stored: StoredObject | None, device: torch.device, context: PlaceContext
+) -> bool:
     """Return whether `tensor` can take the stored tensor in place, on `device`."""
     return (
         stored is not None
@@ -138,8 +140,7 @@ def same_kind(tensor: object, stored: StoredObject | None, device: torch.device)
         and isinstance(tensor, torch.Tensor)
         and tensor.layout is torch.strided
         and tensor.device == device
-        and tuple(tensor.shape) == stored.spec.shape
-        and dtype_name(tensor.dtype)[0] == stored.spec.dtype
+        and context.takes(_whole(tensor.dtype, tensor.shape)[0], stored.spec)
         and not lacks_memory(tensor)
     )
 

@@ -1,0 +1,104 @@
+"""Elements of one float dtype that are placed into memory of another."""
+
+import random
+import tracemalloc
+
+import pytest
+import torch
+from tests.integration.support import bits
+
+from penstock.core.restore.cast import CastSink
+from penstock.core.restore.fill import SliceSink
+from penstock.core.types import TensorSpec
+from penstock.providers.tensor.memory import TensorSink
+
+COUNT = 1_200_000
+
+
+def spec(dtype):
+    return TensorSpec(str(dtype).removeprefix("torch."), dtype.itemsize, (COUNT,))
+
+
+def filled(inner, stored, into, step):
+    sink = CastSink(inner, spec(stored.dtype), spec(into))
+    data = memoryview(bits(stored))
+    assert sink.nbytes == len(data)
+    assert sink.view() is None
+    size = stored.dtype.itemsize
+    for start in reversed(range(0, COUNT, step)):
+        sink.copy_in(start * size, data[start * size : (start + step) * size])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("step", [COUNT, 700_001, 300_000])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.bfloat16),
+    ],
+)
+def test_pieces_arrive_where_they_belong_whatever_the_memory(one, other, step, strided):
+    stored = torch.randn(COUNT, generator=torch.Generator().manual_seed(1)).to(one)
+    target = (
+        torch.zeros(COUNT, 2, dtype=other)[:, 1] if strided else torch.zeros(COUNT, dtype=other)
+    )
+    filled(TensorSink(target), stored, other, step)
+    assert bits(target) == bits(stored.to(other))
+
+
+def test_a_sink_for_a_range_takes_the_range():
+    stored = torch.randn(COUNT)
+    out = memoryview(bytearray(2 * 1000))
+    inner = SliceSink(out, 2 * 5000)
+    inner.nbytes = 2 * COUNT
+    sink = CastSink(inner, spec(torch.float32), spec(torch.bfloat16))
+    sink.copy_in(4 * 5000, memoryview(bits(stored[5000:6000])))
+    assert bytes(out) == bits(stored[5000:6000].bfloat16())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2])
+def test_pieces_may_split_elements_and_come_in_any_order(other, seed):
+    stored = torch.randn(501, dtype=torch.float64)
+    target = torch.zeros(501, dtype=other)
+    sink = CastSink(TensorSink(target), spec(torch.float64), spec(other))
+    data = memoryview(bits(stored))
+    chance = random.Random(seed)
+    cuts = sorted(chance.sample(range(1, data.nbytes), 300))
+    pieces = list(zip([0, *cuts], [*cuts, data.nbytes], strict=True))
+    chance.shuffle(pieces)
+
+    for start, stop in pieces:
+        sink.copy_in(start, data[start:stop])
+
+    assert bits(target) == bits(stored.to(other))
+
+
+def test_only_the_elements_that_came_are_changed():
+    target = torch.zeros(10, dtype=torch.bfloat16)
+    sink = CastSink(TensorSink(target), spec(torch.float32), spec(torch.bfloat16))
+
+    sink.copy_in(12, memoryview(bits(torch.ones(4))))
+
+    assert target.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_no_second_copy_of_the_tensor_is_made(strided):
+    target = torch.zeros(1 << 11, 1 << 11, dtype=torch.bfloat16)
+    inner = TensorSink(target.t() if strided else target)
+    sink = CastSink(inner, spec(torch.float32), spec(torch.bfloat16))
+    data = memoryview(bits(torch.randn(1 << 11, 1 << 11)))
+    sink.copy_in(0, data)  # the scratch of this thread stays
+
+    tracemalloc.start()
+    try:
+        sink.copy_in(0, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < target.nbytes // 4
