@@ -1,7 +1,8 @@
 """The `floatsplit` codec: exponents apart from mantissas, so that only exponents are compressed.
 
-Here: the stored frame (`frame`), the split of elements into byte planes (`planes`), the prediction
-of elements by row and column means (`prediction`), and the coding of one plane (`entropy`).
+Here: the stored frame (`layout`), the decision how a chunk is split (`sampling`), the split of
+elements into planes (`planes`, and `fused` where numba is installed), the prediction of elements by
+row and column means (`prediction`), and the coding of one plane (`entropy`).
 """
 
 from penstock.codecs.floatsplit.codec import FloatsplitCodec, FloatsplitConfig

@@ -18,75 +18,163 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Bytes = NDArray[np.uint8]
     Words = NDArray[np.uint16]
 
-SAMPLED = 32
-"""Elements of a row, and of a column, whose mean is taken."""
+SAMPLED_COLUMNS = 32
+"""Elements whose mean is the term of a row; more narrow what is left by less than 0.5 %."""
+SAMPLED_ROWS = 64
+"""Elements whose mean is the term of a column."""
+STEP = 16
+"""Terms are multiples of this: an eighth of an octave, where elements differ by half of one."""
+
+_MAGNITUDE = np.uint16(0x7FFF)
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Terms whose sum predicts the top 16 bits of an element.
+class Grid:
+    """Terms whose sum predicts the top 16 bits of elements, from one of them on.
 
     Attributes:
         rows: One term for each row that the chunk touches.
         columns: One term for each column of the matrix.
-        first_column: Column of the first element of the chunk.
+        cell: Number of the element in these rows.
     """
 
     rows: Words
     columns: Words
+    cell: int
+
+    def from_element(self, number: int) -> Grid:
+        """Return the same terms, so many elements further on."""
+        return Grid(self.rows, self.columns, self.cell + number)
+
+    def terms(self, count: int, scratch: Words) -> Words:
+        """Return what is predicted of `count` elements.
+
+        Args:
+            count: How many elements.
+            scratch: Memory for the result, and for what the first and the last row have beyond it.
+        """
+        width = len(self.columns)
+        first, last = self.cell // width, -(-(self.cell + count) // width)
+        out = scratch[: (last - first) * width].reshape(-1, width)
+        np.add(self.rows[first:last, None], self.columns[None, :], out=out)
+        return scratch[self.cell - first * width :][:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The terms of rows and columns as they are stored.
+
+    Attributes:
+        base: What is added to each row's term.
+        rows: Terms of the rows that the chunk touches, in steps of `STEP`.
+        columns: Terms of the columns, in steps of `STEP`.
+        first_column: Column of the first element of the chunk.
+    """
+
+    base: int
+    rows: Bytes
+    columns: Bytes
     first_column: int
 
-    def terms(self, start: int, stop: int, scratch: Words) -> Words:
-        """Return what is predicted of the elements `[start, stop)` of the chunk, in `scratch`."""
-        width = len(self.columns)
-        begin, end = start + self.first_column, stop + self.first_column
-        first, last = begin // width, -(-end // width)
-        grid = scratch[: (last - first) * width].reshape(-1, width)
-        np.add(self.rows[first:last, None], self.columns[None, :], out=grid)
-        return grid.reshape(-1)[begin - first * width :][: stop - start]
+    def grid(self) -> Grid:
+        """Return the terms, ready for adding."""
+        rows = self.rows.astype(np.uint16) * np.uint16(STEP) + np.uint16(self.base)
+        return Grid(rows, self.columns.astype(np.uint16) * np.uint16(STEP), self.first_column)
 
 
-def matrix_width(shape: tuple[int, ...], most: int) -> int:
-    """Return the number of columns under which a tensor is seen as a matrix; 0: it is none."""
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The rows of a matrix that a chunk has whole.
+
+    Attributes:
+        top: The top 16 bits of their elements, possibly with gaps between them in memory.
+        first_column: Column of the first element of the chunk.
+        touched: Rows that the chunk has whole or in part.
+    """
+
+    top: Words
+    first_column: int
+    touched: int
+
+    def sample(self) -> Words:
+        """Return some columns of some rows, from all over the matrix."""
+        rows = _spread(len(self.top), SAMPLED_ROWS)
+        return self.top[rows[:, None], _sampled_columns(self.top.shape[1])]
+
+
+def as_matrix(top: Words, shape: tuple[int, ...], start: int) -> Matrix | None:
+    """Return the whole rows of a chunk; None: there are not enough.
+
+    Args:
+        top: The top 16 bits of all elements of the chunk.
+        shape: Shape of the region that the chunk was cut from.
+        start: Number of the chunk's first element in that region.
+    """
     width = 1
     for size in reversed(shape[1:]):
         width *= size
-        if width >= SAMPLED:
+        if width >= SAMPLED_COLUMNS:
             break
-    return width if SAMPLED <= width <= most else 0
-
-
-def estimate(top: Words, width: int, first_column: int) -> Prediction | None:
-    """Return row and column terms of a chunk from a sample of it; None: it has too few rows.
-
-    Args:
-        top: The top 16 bits of all elements, possibly with gaps between them in memory.
-        width: Columns of the matrix.
-        first_column: Column of the first element.
-    """
-    skipped = (width - first_column) % width
-    whole = (len(top) - skipped) // width  # rows of which the chunk has all elements
-    if whole < 2:  # noqa: PLR2004 - one row is its own mean
+    if width < SAMPLED_COLUMNS:
         return None
-    grid = top[skipped : skipped + whole * width].reshape(whole, width)
-    columns = np.linspace(0, width - 1, SAMPLED).astype(np.intp)
-    rows = np.unique(np.linspace(0, whole - 1, min(whole, 2 * SAMPLED)).astype(np.intp))
-    row_terms = _mean(grid[:, columns] & np.uint16(0x7FFF), 1)
-    sample = (grid[rows] & np.uint16(0x7FFF)).astype(np.int32)
-    column_terms = _mean(sample - row_terms[rows, None], 0)
-    touched = -(-(first_column + len(top)) // width)
-    terms = np.zeros(touched, np.int32)
-    lead = 1 if skipped else 0
-    terms[lead : lead + whole] = row_terms
+    first_column = start % width
+    skipped = (width - first_column) % width
+    whole = (len(top) - skipped) // width
+    if whole < 4:  # noqa: PLR2004 - means of fewer say little
+        return None
+    rows = top[skipped : skipped + whole * width].reshape(whole, width)
+    return Matrix(rows, first_column, -(-(first_column + len(top)) // width))
+
+
+def residual(sample: Words) -> Words:
+    """Return what is left of a sample after its own means of rows and columns."""
+    values = (sample & _MAGNITUDE).astype(np.int32)
+    rows = values.sum(axis=1, dtype=np.int32) // np.int32(values.shape[1])
+    columns = (values - rows[:, None]).sum(axis=0, dtype=np.int32) // np.int32(len(values))
+    left: Words = sample - (rows[:, None] + columns).astype(np.uint16)
+    return left
+
+
+def estimate(matrix: Matrix) -> Prediction:
+    """Return terms of rows and columns, each the mean of a sample of it."""
+    whole, width = matrix.top.shape
+    row_terms = np.zeros(whole, np.int32)
+    columns = _sampled_columns(width)
+    for run in np.split(columns, 2):
+        sample = (matrix.top[:, run[0] : run[-1] + 1] & _MAGNITUDE).astype(np.int32)
+        row_terms += sample.sum(axis=1, dtype=np.int32)
+    row_terms //= np.int32(len(columns))
+    rows = _spread(whole, SAMPLED_ROWS)
+    sample = (matrix.top[rows] & _MAGNITUDE).astype(np.int32) - row_terms[rows, None]
+    column_terms = sample.sum(axis=0, dtype=np.int32) // np.int32(len(rows))
     # Rows of which the chunk has only a part take the term of their neighbour.
-    terms[:lead] = row_terms[0]
-    terms[lead + whole :] = row_terms[-1]
-    return Prediction(terms.astype(np.uint16), column_terms.astype(np.uint16), first_column)
+    lead = 1 if matrix.first_column else 0
+    row_terms = np.pad(row_terms, (lead, matrix.touched - lead - whole), mode="edge")
+    row_base, row_steps = _steps(row_terms)
+    column_base, column_steps = _steps(column_terms)
+    base = (row_base + column_base) % (1 << 16)
+    return Prediction(base, row_steps, column_steps, matrix.first_column)
 
 
-def _mean(values: NDArray[np.int32] | Words, axis: int) -> NDArray[np.int32]:
-    """Return the mean along `axis`, rounded down."""
-    total: NDArray[np.int32] = values.sum(axis=axis, dtype=np.int32)
-    return total // np.int32(values.shape[axis])
+def _spread(count: int, most: int) -> NDArray[np.intp]:
+    """Return at most so many numbers below `count`, evenly spread."""
+    if count <= most:
+        return np.arange(count)
+    return np.linspace(0, count - 1, most).astype(np.intp)
+
+
+def _sampled_columns(width: int) -> NDArray[np.intp]:
+    """Return two runs of columns: single ones would take a line of the cache each."""
+    half = SAMPLED_COLUMNS // 2
+    second = half + (width - SAMPLED_COLUMNS) * 2 // 3
+    return np.concatenate([np.arange(half), np.arange(second, second + half)])
+
+
+def _steps(terms: NDArray[np.int32]) -> tuple[int, Bytes]:
+    """Return terms as a base and steps of `STEP`; what is too far below the highest is clipped."""
+    base = max(int(terms.min()), int(terms.max()) - 255 * STEP)
+    steps = (terms - base + STEP // 2) // STEP
+    return base, np.clip(steps, 0, 255).astype(np.uint8)

@@ -1,0 +1,107 @@
+"""The split of blocks: every kind, with and without prediction, by numpy and by numba."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.codecs.floatsplit import planes
+from penstock.codecs.floatsplit.planes import BLOCK_ELEMENTS, Halves, Scratch, pack, unpack
+from penstock.codecs.floatsplit.prediction import Grid
+
+ELEMENTS = 5000
+WIDTHS = {2: (1, 1), 4: (1, 1, 2), 8: (1, 1, 2, 4)}
+
+
+@pytest.fixture(params=["planes", "fused"])
+def splitter(request):
+    if request.param == "planes":
+        return planes
+    pytest.importorskip("numba", reason="numba, of the extra `fast`, is missing")
+    from penstock.codecs.floatsplit import fused
+
+    return fused
+
+
+def grid_of(rng, *, predicted):
+    if not predicted:
+        return None
+    rows, columns = rng.integers(0, 1 << 16, (2, 60), np.uint16)
+    return Grid(rows, np.resize(columns, 97), 41)
+
+
+def block_of(rng, itemsize, kind, grid):
+    """Elements that can be split so, whatever the bits below are."""
+    top = rng.integers(0, 1 << 16, ELEMENTS, np.uint16)
+    if kind is Halves.UNSIGNED:
+        top &= 0x7FFF
+    if kind is Halves.NEAR:
+        top = rng.integers(-(1 << 13), 1 << 13, ELEMENTS).astype(np.uint16)
+        top[:2] = (0xE000, 0x1FFF)  # the last that fit
+        if grid is not None:
+            top += grid.terms(ELEMENTS, np.empty(BLOCK_ELEMENTS, np.uint16))
+    block = rng.integers(0, 1 << 63, ELEMENTS, np.uint64)
+    below = np.uint64(8 * itemsize - 16)
+    block = block & np.uint64((1 << int(below)) - 1) | top.astype(np.uint64) << below
+    return block.astype(f"<u{itemsize}")
+
+
+def empty_planes(itemsize, *, apart=False):
+    widths = (1,) * itemsize if apart else WIDTHS[itemsize]
+    return [np.empty(ELEMENTS * w, np.uint8).view(f"<u{w}") for w in widths]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("kind", Halves)
+@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_block_is_joined_to_what_it_was(splitter, itemsize, kind, predicted, apart):
+    rng = np.random.default_rng(itemsize)
+    grid = grid_of(rng, predicted=predicted)
+    block = block_of(rng, itemsize, kind, grid)
+    before, parts = block.copy(), empty_planes(itemsize, apart=apart)
+    assert splitter.split_block(block, parts, kind, grid, Scratch())
+    assert (block == before).all()
+    expected = empty_planes(itemsize, apart=apart)
+    assert planes.split_block(block, expected, kind, grid, Scratch())
+    for part, other in zip(parts, expected, strict=True):
+        assert (part == other).all()
+    if kind in planes.UNUSED_BITS:
+        assert int(parts[1].max()) < 0x100 >> planes.UNUSED_BITS[kind]
+    joined = np.zeros_like(block)
+    splitter.join_block(parts, kind, grid, joined, Scratch())
+    assert (joined == block).all()
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("kind", [Halves.UNSIGNED, Halves.NEAR])
+@pytest.mark.parametrize("place", [0, ELEMENTS - 1])
+def test_one_element_that_does_not_fit_is_noticed(splitter, itemsize, predicted, kind, place):
+    rng = np.random.default_rng(0)
+    grid = grid_of(rng, predicted=predicted)
+    block = block_of(rng, itemsize, kind, grid)
+    tops = block.view("<u2")[itemsize // 2 - 1 :: itemsize // 2]
+    if kind is Halves.UNSIGNED:
+        tops[place] |= 0x8000
+    else:
+        terms = np.zeros(ELEMENTS, np.uint16)
+        if grid is not None:
+            terms = grid.terms(ELEMENTS, np.empty(BLOCK_ELEMENTS, np.uint16))
+        for far in (0x2000, 0xDFFF, 0x8000):
+            tops[place] = (int(terms[place]) + far) % (1 << 16)
+            assert not splitter.split_block(block, empty_planes(itemsize), kind, grid, Scratch())
+    assert not splitter.split_block(block, empty_planes(itemsize), kind, grid, Scratch())
+
+
+@pytest.mark.parametrize("unused", [1, 2])
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 63, 64, 65, 1000, 4096 + 7])
+def test_packed_bytes_come_back(unused, size):
+    plane = np.random.default_rng(size).integers(0, 256 >> unused, size).astype(np.uint8)
+    packed = np.empty(planes.packed_size(size, unused), np.uint8)
+    scratch = np.empty(size, np.uint8)
+    pack(plane, unused, packed, scratch)
+    assert size < 64 or len(packed) < size
+    back = np.empty_like(plane)
+    unpack(packed, unused, back, scratch)
+    assert (back == plane).all()
