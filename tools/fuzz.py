@@ -1,6 +1,10 @@
 """Fuzzes what reads stored bytes, outside of the test suite.
 
     python tools/fuzz.py manifest --seconds 600
+    python tools/fuzz.py zstd --cases 1000000 --seconds 3600
+
+A target is a kind of record, or a codec of ours, whose decoder is given frames without a checksum
+before it.
 
 With atheris (`pip install atheris`, into an environment of its own that also sees Penstock's)
 cases are bred by coverage; without it they are drawn at random. A case that fails is printed as a
@@ -31,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("target")
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--cases", type=int, help="end after so many, if not before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random", action="store_true", help="even where atheris is there")
     parser.add_argument("--keep-going", action="store_true", help="only without atheris")
@@ -61,7 +66,8 @@ def bred(atheris: object, options: argparse.Namespace) -> int:
     arguments = [
         sys.argv[0], str(seeds), f"-max_total_time={options.seconds}", f"-seed={options.seed + 1}",
         f"-max_len={MAX_CASE_BYTES}", f"-timeout={TIMEOUT_S}", "-rss_limit_mb=0",
-        "-print_final_stats=1", "-artifact_prefix=/tmp/penstock-fuzz-",
+        f"-runs={options.cases or -1}", "-print_final_stats=1",
+        "-artifact_prefix=/tmp/penstock-fuzz-",
     ]  # fmt: skip
     atheris.Setup(arguments, TARGETS[options.target])  # type: ignore[attr-defined]
     atheris.Fuzz()  # type: ignore[attr-defined]
@@ -78,7 +84,7 @@ def drawn(options: argparse.Namespace) -> int:
     outcomes: dict[object, bytes] = {}
     failures: set[str] = set()
     count, end = 0, time.monotonic() + options.seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end and count != options.cases:
         case = chance.randbytes(chance.randint(2, MAX_CASE_BYTES))
         if known and chance.random() < 0.3:  # noqa: PLR2004
             case = chance.choice(known)[: chance.randint(1, MAX_CASE_BYTES)] + case[:4]

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import torch
+from tests.codecs import fuzz_frames
 from tests.core.forging import (
     INTEGERS,
     Choices,
@@ -282,4 +283,4 @@ def values(data):
     return "read", ""
 
 
-TARGETS = {f.__name__: f for f in (manifest, records, frames, values)}
+TARGETS = {f.__name__: f for f in (manifest, records, frames, values)} | fuzz_frames.TARGETS
