@@ -110,8 +110,8 @@ class Codec(ABC):
         """Encode `chunk` into `out` (at least `max_encoded_size` bytes) and return the length.
 
         Or return `DECLINED` for a chunk that this codec cannot use (another dtype, nothing to
-        gain); then the contents of `out` do not matter. The rest of the chain stores the chunk, and
-        decodes it alone.
+        gain, no base where one is needed); then the contents of `out` do not matter. The rest of
+        the chain stores the chunk, and decodes it alone.
 
         Raises:
             CodecError: The chunk cannot be encoded; the save fails.

@@ -3,8 +3,8 @@
 A codec's tests call `check_codec` with instances of every configuration worth checking. Each check
 can be called alone, too, and `CODEC_CHECKS` serves to parametrize a test of pytest. A check that
 finds a breach raises `AssertionError` with a sentence that names the breach. Lossy codecs are
-checked for all but equality of the decoded bytes. Chunks that a codec declines are skipped, as long
-as it takes some.
+checked for all but equality of the decoded bytes; what they have rounded once has to stay. Chunks
+that a codec declines are skipped, as long as it takes some.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.core.testing.codecs.calls import (
     in_words,
     whole,
 )
+from penstock.core.testing.codecs.elements import check_output, check_rounding_is_stable
 from penstock.core.testing.codecs.frames import (
     check_elements_come_back,
     check_exact_output_suffices,
@@ -36,7 +37,8 @@ from penstock.core.testing.codecs.frames import (
     check_truncated_frames_are_refused,
     check_wrong_length_is_refused,
 )
-from penstock.core.testing.codecs.saved import check_saved_and_loaded
+from penstock.core.testing.codecs.processes import check_other_processes
+from penstock.core.testing.codecs.saved import check_chains, check_saved_and_loaded
 from penstock.core.testing.codecs.surroundings import (
     check_base,
     check_buffers_are_given_back,
@@ -54,6 +56,7 @@ __all__ = [
     "CODEC_CHECKS",
     "check_base",
     "check_buffers_are_given_back",
+    "check_chains",
     "check_codec",
     "check_config_round_trip",
     "check_declarations",
@@ -65,7 +68,10 @@ __all__ = [
     "check_garbage_is_refused",
     "check_gil_is_released",
     "check_large_chunk",
+    "check_other_processes",
+    "check_output",
     "check_round_trips",
+    "check_rounding_is_stable",
     "check_saved_and_loaded",
     "check_short_output_is_refused",
     "check_small_frames_take_little_memory",
@@ -83,6 +89,9 @@ def check_declarations(codec: Codec) -> None:
     version: object = codec.version
     assert type(version) is int, f"version is {version!r}, no integer"
     assert version >= 1, "versions count from 1"
+    oldest: object = codec.oldest_readable
+    assert type(oldest) is int, f"oldest_readable is {oldest!r}, no integer"
+    assert 1 <= oldest <= version, f"oldest_readable is {oldest}: it is one of 1 to {version}"
     assert isinstance(codec.lossless, bool), "lossless is True or False"
     assert isinstance(codec.needs_base, bool), "needs_base is True or False"
     assert isinstance(codec.config, codec.Config), "config is an instance of Config"
@@ -110,6 +119,8 @@ CODEC_CHECKS: tuple[CodecCheck, ...] = (
     check_config_round_trip,
     check_round_trips,
     check_elements_come_back,
+    check_output,
+    check_rounding_is_stable,
     check_large_chunk,
     check_exact_output_suffices,
     check_frames_stand_alone,
@@ -124,7 +135,9 @@ CODEC_CHECKS: tuple[CodecCheck, ...] = (
     check_threads,
     check_gil_is_released,
     check_base,
+    check_other_processes,
     check_saved_and_loaded,
+    check_chains,
 )
 """All checks, in order; each takes a codec, and raises AssertionError."""
 

@@ -27,11 +27,22 @@ SIZES = (1, 2, 3, 7, 255, 4095, 4096, 4097, 65_537, 131_072, 300_001)
 ELEMENTS = (
     ("bfloat16", 2),
     ("float8_e4m3fn", 1),
+    ("float8_e5m2", 1),
+    ("float8_e4m3fnuz", 1),
+    ("float8_e5m2fnuz", 1),
+    ("float8_e8m0fnu", 1),
     ("float16", 2),
     ("float32", 4),
     ("float64", 8),
+    ("complex64", 8),
     ("complex128", 16),
+    ("int8", 1),
+    ("int16", 2),
+    ("int32", 4),
     ("int64", 8),
+    ("uint16", 2),
+    ("uint32", 4),
+    ("uint64", 8),
     ("bool", 1),
 )
 """Dtypes of tensors, some of which numpy does not know, with the bytes of an element."""
@@ -41,9 +52,13 @@ _COMPRESSIBLE = b"".join(n.to_bytes(4, "little") for n in range(1000))
 _FLOATS = {
     "bfloat16": (8, 7),
     "float8_e4m3fn": (4, 3),
+    "float8_e5m2": (5, 2),
+    "float8_e4m3fnuz": (4, 3),
+    "float8_e5m2fnuz": (5, 2),
     "float16": (5, 10),
     "float32": (8, 23),
     "float64": (11, 52),
+    "complex64": (8, 23),
     "complex128": (11, 52),
 }
 _TRIED_BYTES = 4096
@@ -102,7 +117,7 @@ def rare_floats(dtype: str, size: int) -> bytes:
 def elements_of(codec: Codec) -> tuple[str, int]:
     """Return dtype and itemsize of chunks that the codec takes: untyped bytes, if it takes them."""
     for dtype, itemsize in (("uint8", 1), *ELEMENTS):
-        context = with_base(codec, _flat(dtype, itemsize, _TRIED_BYTES))
+        context = as_given(codec, _flat(dtype, itemsize, _TRIED_BYTES))
         with contextlib.suppress(DeclinedChunkError):
             encode(codec, compressible(_TRIED_BYTES), context)
             return dtype, itemsize
@@ -133,20 +148,22 @@ def encoded(codec: Codec, given: Iterable[bytes]) -> Iterator[tuple[bytes, bytes
 
 
 def context_of(codec: Codec, length: int) -> CodecContext:
-    """Return the context of a slab of elements that the codec takes, with a base if needed."""
+    """Return the context of a slab of elements that the codec takes, as core gives it."""
     dtype, itemsize = elements_of(codec) if length else ("uint8", 1)
-    return with_base(codec, _flat(dtype, itemsize, length))
+    return as_given(codec, _flat(dtype, itemsize, length))
 
 
 def _flat(dtype: str, itemsize: int, length: int) -> CodecContext:
     return CodecContext(dtype, itemsize, (length // itemsize,), 0, length)
 
 
-def with_base(codec: Codec, context: CodecContext) -> CodecContext:
-    """Return the same context, with a base if the codec needs one: the compressible bytes, nearly.
+def as_given(codec: Codec, context: CodecContext) -> CodecContext:
+    """Return the context as core gives it: with the codec's version, and a base if needed.
 
-    A codec that compares may decline a chunk that has nothing to do with its base.
+    The base is the compressible bytes, nearly: a codec that compares may decline a chunk that has
+    nothing to do with its base.
     """
+    context = replace(context, version=codec.version)
     if not codec.needs_base:
         return context
     base = bytearray(compressible(context.raw_length))
@@ -205,10 +222,24 @@ def encode(codec: Codec, chunk: bytes, context: CodecContext | None = None) -> b
 
 
 def try_decode(
-    codec: Codec, frame: bytes, length: int, context: CodecContext | None = None
+    codec: Codec,
+    frame: bytes,
+    length: int,
+    context: CodecContext | None = None,
+    fill: int | None = None,
 ) -> bytes | CodecError:
-    """Decode a frame; return the bytes, or the error that refused it, and check the bounds."""
+    """Decode a frame; return the bytes, or the error that refused it, and check the bounds.
+
+    Args:
+        codec: The codec.
+        frame: Its frame, or what is to be refused.
+        length: Bytes of the chunk.
+        context: The facts about the chunk; default: those of bytes.
+        fill: What every byte of the output is before.
+    """
     memory, out = guarded(length)
+    if fill is not None:
+        out[:] = bytes([fill]) * length
     source = bytearray(frame)
     try:
         with finding(f"decode of a frame of {len(frame)} bytes", CodecError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from penstock.core.abc import CodecContext, Declined
 from penstock.core.errors import CodecError
 from penstock.core.testing.codecs.calls import (
     ELEMENTS,
+    DeclinedChunkError,
+    as_given,
     bound_of,
     chunks,
     compressible,
@@ -26,7 +29,6 @@ from penstock.core.testing.codecs.calls import (
     rare_floats,
     try_decode,
     whole,
-    with_base,
 )
 from penstock.core.testing.expectations import finding
 
@@ -57,7 +59,8 @@ def check_elements_come_back(codec: Codec) -> None:
     """Check that chunks of typed regions come back: whole, cut inside a row, and of a scalar.
 
     Also elements that arithmetic changes: -0.0, denormals, NaNs with all their bits. Buffers are
-    lent as core lends them: the input is read-only, and the output is larger than needed.
+    lent as core lends them: the output is larger than needed, the input is read-only, or writable,
+    and not to be written all the same.
     """
     for dtype, itemsize in ELEMENTS:
         whole = 96 * 50 * itemsize
@@ -69,10 +72,11 @@ def check_elements_come_back(codec: Codec) -> None:
         ):
             context = CodecContext(dtype, itemsize, shape, start, length)
             for chunk in (rare_floats(dtype, length), random_bytes(length), compressible(length)):
-                _comes_back(codec, chunk, with_base(codec, context))
+                for read_only in (True, False):
+                    _comes_back(codec, chunk, as_given(codec, context), read_only=read_only)
 
 
-def _comes_back(codec: Codec, chunk: bytes, context: CodecContext) -> None:
+def _comes_back(codec: Codec, chunk: bytes, context: CodecContext, *, read_only: bool) -> None:
     what = (
         f"{len(chunk)} bytes of {context.dtype}, from byte {context.start} of a region of shape "
         f"{list(context.shape)}"
@@ -81,7 +85,8 @@ def _comes_back(codec: Codec, chunk: bytes, context: CodecContext) -> None:
     out = memoryview(bytearray(bound_of(codec, len(chunk)) + _SPARE_BYTES))
     with finding(f"encode of {what}"):
         try:
-            given = memoryview(source).toreadonly()
+            given = memoryview(source)
+            given = given.toreadonly() if read_only else given
             length: object = codec.encode(given, out, context=context)
         except CodecError:
             return  # the codec refuses such chunks, which is allowed
@@ -183,9 +188,36 @@ def check_flipped_bits_never_overrun(codec: Codec) -> None:
 
     A wrong result is no breach: the checksums around every frame find it, not the codec.
     """
+    for dtype, itemsize in ELEMENTS:
+        length = 32 * 40 * itemsize
+        context = as_given(codec, CodecContext(dtype, itemsize, (32, 40), 0, length))
+        for chunk in (compressible(length), rare_floats(dtype, length)):
+            with contextlib.suppress(DeclinedChunkError):
+                _decode_damaged(codec, encode(codec, chunk, context), context)
     chunk = compressible(whole(codec, 2000))
     frame = bytearray(encode(codec, chunk))
     for bit in random.Random(7).sample(range(8 * len(frame)), min(400, 8 * len(frame))):  # noqa: S311
         frame[bit // 8] ^= 1 << bit % 8
         try_decode(codec, bytes(frame), len(chunk))
         frame[bit // 8] ^= 1 << bit % 8
+
+
+def _decode_damaged(codec: Codec, frame: bytes, context: CodecContext) -> None:
+    """Decode a frame with flipped bits, and with pieces that are zero, random, gone or doubled."""
+    chance = random.Random(8)  # noqa: S311
+    for turn in range(40):
+        damaged = bytearray(frame)
+        at = chance.randrange(len(frame)) if turn % 2 else chance.randrange(min(len(frame), 48))
+        size = chance.choice((1, 2, 4, 40))
+        match turn % 5:
+            case 0:
+                damaged[at] ^= 1 << chance.randrange(8)
+            case 1:
+                damaged[at : at + size] = bytes(len(damaged[at : at + size]))
+            case 2:
+                damaged[at : at + size] = chance.randbytes(len(damaged[at : at + size]))
+            case 3:
+                del damaged[at : at + size]
+            case _:
+                damaged[at:at] = damaged[at : at + size]
+        try_decode(codec, bytes(damaged), context.raw_length, context)

@@ -169,9 +169,10 @@ def _lets_others_run(work: Callable[[], object]) -> bool:
 
 @in_words
 def check_base(codec: Codec) -> None:
-    """Check that a codec that declares `needs_base` refuses its frames without the base.
+    """Check that a codec that declares `needs_base` does without where there is none.
 
-    All other checks give such a codec a base.
+    It declines chunks then, as of the first checkpoint of a run, and refuses its frames. All other
+    checks give such a codec a base.
     """
     if not codec.needs_base:
         return  # core never gives such a codec a base
@@ -179,6 +180,13 @@ def check_base(codec: Codec) -> None:
     frame = encode(codec, chunk)
     out = memoryview(bytearray(len(chunk)))
     context = replace(context_of(codec, len(chunk)), base=None)
+    room = memoryview(bytearray(bound_of(codec, len(chunk))))
+    with finding("encode of a chunk that has no base"):
+        length = codec.encode(memoryview(chunk), room, context=context)
+    assert isinstance(length, Declined), (
+        "it declares needs_base, but encoded a chunk without: return DECLINED where context.base "
+        "is None"
+    )
     with finding("decode of a frame without the base it was encoded with"):
         try:
             codec.decode(memoryview(frame), out, context=context)

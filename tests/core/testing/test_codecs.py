@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import threading
 import time
 import zlib
 from contextlib import suppress
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from pydantic import model_serializer
 
-from penstock.core.abc import DECLINED, Codec, PluginConfig
+from penstock.core.abc import DECLINED, Codec, CodecOutput, PluginConfig
 from penstock.core.errors import CodecError
 from penstock.core.testing import codecs as checks
 
@@ -61,7 +64,7 @@ class GoodWithBase(Good):
 
     def encode(self, chunk, out, /, *, context):
         if context.base is None:
-            raise CodecError("no base")
+            return DECLINED
         return super().encode(_xor(chunk, context.base), out, context=context)
 
     def decode(self, frame, out, /, *, context):
@@ -103,6 +106,11 @@ class Nameless(Good):
 @caught_by(checks.check_declarations)
 class VersionZero(Good):
     version = 0
+
+
+@caught_by(checks.check_declarations)
+class ReadsNoVersion(Good):
+    oldest_readable = 2
 
 
 @caught_by(checks.check_declarations)
@@ -594,6 +602,169 @@ class StumblesWithoutABase(GoodWithBase):
         if context.base is None:
             len(context.base)
         super().decode(frame, out, context=context)
+
+
+@caught_by(checks.check_base)
+class EncodesWithoutABase(GoodWithBase):
+    """Takes zeros for the base that is not there, and so never leaves a chunk to the others."""
+
+    def encode(self, chunk, out, /, *, context):
+        base = context.base or bytes(len(chunk))
+        return super().encode(chunk, out, context=replace(context, base=base))
+
+
+# -- what comes out -----------------------------------------------------------------------------
+
+
+class Plain(Good):
+    """Stores the chunk as it is, and says that the output has its elements."""
+
+    def output(self, context, /):
+        return CodecOutput(context.dtype, context.itemsize, elementwise=True)
+
+    def encode(self, chunk, out, /, *, context):
+        if len(out) < len(chunk):
+            raise CodecError("it does not fit")
+        out[: len(chunk)] = chunk
+        return len(chunk)
+
+    def decode(self, frame, out, /, *, context):
+        if len(frame) != len(out):
+            raise CodecError("another length")
+        out[:] = frame
+
+
+@caught_by(checks.check_output)
+class SaysItsOutputInAWord(Good):
+    def output(self, context, /):
+        return "uint8"
+
+
+@caught_by(checks.check_output)
+class PutsOutAnUnknownDtype(Plain):
+    def output(self, context, /):
+        return CodecOutput("no dtype", context.itemsize, elementwise=True)
+
+
+@caught_by(checks.check_output)
+class PutsOutElementsOfAnotherSize(Plain):
+    def output(self, context, /):
+        return CodecOutput("bfloat16", 4)
+
+
+@caught_by(checks.check_output)
+class PutsOutHalfWords(Good):
+    """The length of a deflate stream is any number."""
+
+    def output(self, context, /):
+        return CodecOutput("uint16", 2)
+
+
+@caught_by(checks.check_output)
+class PutsOutFewerElementsThanItSays(Good):
+    def output(self, context, /):
+        return CodecOutput("uint8", 1, elementwise=True)
+
+
+@caught_by(checks.check_output)
+class RemembersWhatItEncoded(Plain):
+    seen = False
+
+    def output(self, context, /):
+        return CodecOutput(context.dtype, context.itemsize, elementwise=self.seen)
+
+    def encode(self, chunk, out, /, *, context):
+        self.seen = True
+        return super().encode(chunk, out, context=context)
+
+
+@caught_by(checks.check_output)
+class AsksForItsBase(GoodWithBase):
+    def output(self, context, /):
+        return CodecOutput("uint8", len(context.base) and 1)
+
+
+@caught_by(checks.check_chains)
+class TakesEvenLengthsOnly(Plain):
+    """Fails behind a codec whose frames have any length."""
+
+    def encode(self, chunk, out, /, *, context):
+        if len(chunk) % 2:
+            raise CodecError("an odd number of bytes")
+        return super().encode(chunk, out, context=context)
+
+
+# -- lossy codecs -------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_rounding_is_stable)
+class RoundsOnAndOn(Good):
+    """Halves every byte, each time."""
+
+    lossless = False
+
+    def encode(self, chunk, out, /, *, context):
+        half = np.frombuffer(chunk, np.uint8) >> 1
+        return super().encode(half.tobytes(), out, context=context)
+
+
+@caught_by(checks.check_rounding_is_stable)
+class LeavesBytesOut(Plain):
+    """Never writes the last byte of a chunk."""
+
+    lossless = False
+
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, memoryview(bytearray(len(out))), context=context)
+        out[:-1] = frame[:-1]
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+@caught_by(checks.check_other_processes)
+class KeyedByItsProcess(Plain):
+    """Frames of another process are other bytes, as those made from the order of a set."""
+
+    def encode(self, chunk, out, /, *, context):
+        out[: len(chunk)] = self._keyed(chunk)
+        return len(chunk)
+
+    def decode(self, frame, out, /, *, context):
+        super().decode(frame, out, context=context)
+        out[:] = self._keyed(frame)
+
+    def _keyed(self, data):
+        key = os.getpid().to_bytes(4, "little") * (len(data) // 4 + 1)
+        return bytes(np.frombuffer(data, np.uint8) ^ np.frombuffer(key, np.uint8)[: len(data)])
+
+
+@caught_by(checks.check_other_processes)
+class KnowsOnlyWhatItEncoded(Plain):
+    """Keeps for each frame what the frame itself should hold."""
+
+    seen: ClassVar = set()
+
+    def encode(self, chunk, out, /, *, context):
+        self.seen.add(len(chunk))
+        return super().encode(chunk, out, context=context)
+
+    def decode(self, frame, out, /, *, context):
+        if len(out) not in self.seen:
+            raise CodecError("nothing is known of this frame")
+        super().decode(frame, out, context=context)
+
+
+def test_a_module_that_checks_its_codec_when_imported_starts_no_process_in_another(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_TESTING_CODEC_PROCESS", "1")
+    checks.check_other_processes(KeyedByItsProcess(GoodConfig()))
+
+
+def test_a_class_in_a_function_is_not_tried_in_another_process():
+    class Local(KeyedByItsProcess):
+        pass
+
+    checks.check_other_processes(Local(GoodConfig()))
 
 
 # -- the proofs ---------------------------------------------------------------------------------
