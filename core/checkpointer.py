@@ -80,7 +80,7 @@ class Checkpointer:
                 logged and goes no further.
             options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
                 `deltas`, `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`,
-                `fence_timeout_s`, `io_timeout_s`, `chunk_bytes`, `block_bytes`, `workers`,
+                `fence_timeout_s`, `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`,
                 `grace_s`, `prefer`.
 
         Raises:

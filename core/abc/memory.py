@@ -88,6 +88,17 @@ class ByteSource(ABC):
         """
         return self.version() is not None
 
+    def is_rounded(self, other: ByteSource, /) -> bool:
+        """Return whether these are the elements of `other`, each rounded to nearest even.
+
+        The two have equal regions, `other` is of float32, and core holds the memory of both (see
+        `hold`). The answer is right for each bit, as `convert_floats` rounds, NaN included; False
+        where the source cannot tell. It takes little memory, and ends at the first difference. On a
+        device it is ordered as `copy_out`, and complete on return. Releases the GIL.
+        """
+        del other
+        return False
+
     def locate(self) -> int | None:
         """Return the first element's address now: 0 once freed, None if it never moves."""
         return None

@@ -241,6 +241,8 @@ class CheckpointerConfig(_Model):
         fence_timeout_s: How long training waits for a pending capture before that save is
             aborted.
         io_timeout_s: How long one request may take before the store counts as stuck.
+        share: Whether a save refers to bytes that are stored already, instead of storing them
+            again.
         chunk_bytes: Most raw bytes in one frame.
         block_bytes: Raw bytes under one checksum.
         workers: Threads that encode and hash; None takes a number by the cores.
@@ -264,6 +266,7 @@ class CheckpointerConfig(_Model):
     defer: Patterns = ()
     fence_timeout_s: float = Field(default=600.0, gt=0)
     io_timeout_s: float = Field(default=600.0, gt=0)
+    share: bool = False
     chunk_bytes: ChunkBytes = 16 << 20
     block_bytes: BlockBytes = 4 << 20
     workers: int | None = Field(default=None, ge=1)
@@ -291,6 +294,7 @@ class CheckpointerOptions(TypedDict, total=False):
     defer: str | Sequence[str]
     fence_timeout_s: float
     io_timeout_s: float
+    share: bool
     chunk_bytes: int | str
     block_bytes: int | str
     workers: int | None

@@ -111,6 +111,7 @@ def copy_objects(
         step=checkpoint.step,
         generation=generation,
         mode="blocking",
+        share=True,  # what is derived stays so, if its master is copied as well, and losslessly
     )
     reader.read_together(request.plan)
     budget = how.config.staging_bytes
@@ -192,7 +193,7 @@ def _entries(
         record = located.record
         stored = by_path[record.path if record.same_as is None else record.same_as]
         owner = owners.setdefault(stored.record.path, record.path)
-        if len(stored.record.shards) != 1:
+        if len(contents.master(stored).record.shards) != 1:
             msg = (
                 f"{show_path(record.path)} was saved by several ranks, which can only be copied "
                 "as it is: leave out the options that select and encode"
@@ -256,6 +257,7 @@ class _KeptCodecs(ChainTable):
 
 
 def _chain_of(contents: Contents, located: Located) -> Chain:
+    located = contents.master(located)
     head = contents.head(located.part)
     frames = located.frames
     chunks = [chunk for shard in located.record.shards for chunk in shard.chunks]

@@ -107,7 +107,8 @@ class ShardRecord:
 class ObjectRecord:
     """One object. With `same_as` it is tied to that object, stored there, and has no shards.
 
-    `ordinal` numbers objects and nodes in the order in which the tree was described.
+    With `derived` it has no shards either: its elements are those of that object, rounded to
+    nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
     """
 
     ordinal: int
@@ -118,6 +119,7 @@ class ObjectRecord:
     form: str
     shards: tuple[ShardRecord, ...] = ()
     same_as: ObjectPath | None = None
+    derived: ObjectPath | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ _FRAME_KEYS = (
 _OPTIONAL_FRAME_KEYS = ("elements", "base", "content")  # left out where no frame has any
 
 _OBJECT_KEYS = ("ordinal", "path", "type", "shape", "shards", "same_as")
+_DERIVED_KEY = "derived"  # an optional column of objects, left out where no object is derived
 _TYPE_COLUMNS = 5
 _NODE_COLUMNS = 4
 _CHECKSUM_DIGITS = 16
@@ -98,11 +99,12 @@ class SectionDraft:
 
     def dump(self) -> bytes:
         """Return the JSON of the section."""
+        columns = {k: v for k, v in self.columns.items() if v or k != _DERIVED_KEY}
         return dump_json(
             {
                 "frames": _frame_columns(self.frames),
                 "types": self.types,
-                "objects": self.columns,
+                "objects": columns,
                 "nodes": self.node_rows,
             }
         )
@@ -110,7 +112,7 @@ class SectionDraft:
 
 def new_draft() -> SectionDraft:
     """Return an empty draft."""
-    return SectionDraft([], [], {key: [] for key in _OBJECT_KEYS}, [])
+    return SectionDraft([], [], {key: [] for key in (*_OBJECT_KEYS, _DERIVED_KEY)}, [])
 
 
 def _top_level_keys(
@@ -161,7 +163,7 @@ def read_section(
     fields = Fields(load_json(raw, name), name, _KEYS)
     frames = _read_frames(fields.value("frames"), head, name)
     types = [_read_type(row, name) for row in fields.items("types")]
-    columns = Fields(fields.value("objects"), f"{name}: objects", _OBJECT_KEYS)
+    columns = _object_columns(fields, name)
     paths = _read_paths(columns.items("path"), name)
     reader = _ObjectReader(columns, types, _ShardReader(frames, head.world_size), name)
     picked: Sequence[int] = range(len(paths))
@@ -186,13 +188,18 @@ def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> N
     fields = Fields(load_json(raw, name), name, _KEYS)
     frames = _read_frames(fields.value("frames"), head, name)
     types = [_read_type(row, name) for row in fields.items("types")]
-    columns = Fields(fields.value("objects"), f"{name}: objects", _OBJECT_KEYS)
+    columns = _object_columns(fields, name)
     if head.world_size != 1 or not _are_plain(columns, types, frames, name):
         read_section(raw, head, info, name)
         return
     nodes = [_read_node(row, name) for row in fields.items("nodes")]
     paths = list(map(tuple, columns.items("path")))
     _check_whole(paths, columns.items("ordinal"), nodes, info, name)
+
+
+def _object_columns(fields: Fields, name: str) -> Fields:
+    where = f"{name}: objects"
+    return Fields(fields.value("objects"), where, _OBJECT_KEYS, optional=(_DERIVED_KEY,))
 
 
 def _check_whole(
@@ -216,12 +223,13 @@ def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame],
     """Return whether a reader plainly takes these columns of objects."""
     paths = columns.items("path")
     count = len(paths)
-    ties = _read_ties(columns.items("same_as"), count, name)
+    elsewhere = _read_elsewhere(columns, count, name)
     numbers = check_ints(columns.value("type"), f"{name}: type", count=count, high=len(types) - 1)
     check_ints(columns.value("ordinal"), f"{name}: ordinal", count=count)
     shapes = columns.items("shape", count=count)
     shards = columns.items("shards", count=count)
-    # The shards of an object are `[[chunks]]` (one shard, stored whole); a tied object has none.
+    # The shards of an object are `[[chunks]]` (one shard, stored whole); an object whose bytes
+    # stand elsewhere has none.
     lonely = _singles([row for row in shards if row != []])
     chunks = None if lonely is None else _singles(lonely)
     if (
@@ -235,11 +243,11 @@ def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame],
     stored = iter(chunks)
     for position, (number, shape, shard) in enumerate(zip(numbers, shapes, shards, strict=True)):
         kind, _, itemsize, _, _ = types[number]
-        if (kind is Kind.VALUE and len(shape) != 1) or (position in ties) == bool(shard):
+        if (kind is Kind.VALUE and len(shape) != 1) or (position in elsewhere) == bool(shard):
             return False
         if shard and not _covers(next(stored), lengths, itemsize * math.prod(shape)):
             return False
-    return all(ties[position] != tuple(paths[position]) for position in ties)
+    return all(there.path != tuple(paths[n]) for n, there in elsewhere.items())
 
 
 def _singles(rows: Sequence[object]) -> list[Any] | None:
@@ -277,8 +285,7 @@ def _covers(chunks: Sequence[int], lengths: Sequence[int], nbytes: int) -> bool:
 
 
 def _read_frames(value: object, head: PartHead, name: str) -> list[Frame]:
-    there = [key for key in _OPTIONAL_FRAME_KEYS if type(value) is dict and key in value]
-    fields = Fields(value, f"{name}: frames", (*_FRAME_KEYS, *there))
+    fields = Fields(value, f"{name}: frames", _FRAME_KEYS, optional=_OPTIONAL_FRAME_KEYS)
     count = len(fields.items("blob"))
 
     def column(key: str, **bounds: int) -> list[int]:
@@ -294,7 +301,7 @@ def _read_frames(value: object, head: PartHead, name: str) -> list[Frame]:
         fields.items("raw_checksum", count=count),
         fields.items("lengths", count=count),
         *(
-            fields.items(key, count=count) if key in there else [None] * count
+            fields.items(key, count=count) if key in fields else [None] * count
             for key in _OPTIONAL_FRAME_KEYS
         ),
         strict=True,
@@ -403,7 +410,7 @@ class _ObjectReader:
         self, fields: Fields, types: Sequence[_Type], shards: _ShardReader, name: str
     ) -> None:
         count = len(fields.items("path"))
-        self._ties = _read_ties(fields.items("same_as"), count, name)
+        self._elsewhere = _read_elsewhere(fields, count, name)
         self._numbers = check_ints(
             fields.value("type"), f"{name}: type", count=count, high=len(types) - 1
         )
@@ -422,23 +429,39 @@ class _ObjectReader:
         if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
             refuse(where, f"has {len(shape)} dimensions")
         spec = TensorSpec(dtype, itemsize, tuple(shape))
-        same_as = self._ties.get(position)
-        shards: tuple[ShardRecord, ...] = ()
-        if same_as is None:
-            shards = self._shards.read(rows, spec, where)
-        elif rows or same_as == path:
-            refuse(where, "is tied, but has shards, or is tied to itself")
         ordinal = self._ordinals[position]
-        return ObjectRecord(ordinal, path, kind, spec, role, form, shards, same_as)
+        there = self._elsewhere.get(position)
+        if there is None:
+            shards = self._shards.read(rows, spec, where)
+            return ObjectRecord(ordinal, path, kind, spec, role, form, shards)
+        if rows or there.path == path:
+            refuse(where, "is tied or derived, but has shards, or is so of itself")
+        same_as, derived = (None, there.path) if there.derived else (there.path, None)
+        return ObjectRecord(ordinal, path, kind, spec, role, form, (), same_as, derived)
 
 
-def _read_ties(rows: Sequence[object], count: int, name: str) -> dict[int, ObjectPath]:
-    where = f"{name}: same_as"
-    pairs = [check_list(row, where, count=2) for row in rows]
-    numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
-    if len(set(numbers)) != len(numbers):
-        refuse(where, "lists an object twice")
-    return {number: _path(pair[1], where) for number, pair in zip(numbers, pairs, strict=True)}
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """The object that a tied or derived object gets its bytes from."""
+
+    path: ObjectPath
+    derived: bool
+
+
+def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, _Elsewhere]:
+    """Return the objects that have no bytes of their own, by position."""
+    found: dict[int, _Elsewhere] = {}
+    for key in ("same_as", _DERIVED_KEY):
+        if key not in columns:
+            continue
+        where = f"{name}: {key}"
+        pairs = [check_list(row, where, count=2) for row in columns.items(key)]
+        numbers = check_ints([pair[0] for pair in pairs], where, high=count - 1)
+        if len({*found, *numbers}) != len(found) + len(numbers):
+            refuse(where, "lists an object twice")
+        for number, pair in zip(numbers, pairs, strict=True):
+            found[number] = _Elsewhere(_path(pair[1], where), key == _DERIVED_KEY)
+    return found
 
 
 def _read_node(row: object, name: str) -> NodeRecord:

@@ -84,18 +84,24 @@ class Fields:
         value: The decoded JSON.
         name: Name of the record, for error messages.
         keys: The keys that the object must have, and no others.
+        optional: Keys that it may have besides.
     """
 
     __slots__ = ("_name", "_value")
 
-    def __init__(self, value: object, name: str, keys: Sequence[str]) -> None:
+    def __init__(
+        self, value: object, name: str, keys: Sequence[str], *, optional: Sequence[str] = ()
+    ) -> None:
         if type(value) is not dict:
             refuse(name, "not a JSON object")
-        if value.keys() != set(keys):
-            odd = sorted(value.keys() ^ set(keys))
+        if value.keys() - set(optional) != set(keys):
+            odd = sorted((value.keys() - set(optional)) ^ set(keys))
             refuse(name, f"missing or unknown fields: {', '.join(map(repr, odd))}")
         self._name = name
         self._value: dict[str, Any] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._value
 
     def value(self, key: str) -> Any:
         """Return the field unchecked."""

@@ -51,6 +51,7 @@ class Captured:
         block: Staging to give back, None when straight.
         straight: Whether the bytes are the live tensor's own memory.
         end_hold: Ends the hold on that memory, where there is one.
+        derived: Whether the chunk is of a derived object: it has no bytes, and none are stored.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Captured:
     block: Block | None
     straight: bool
     end_hold: Callable[[], None] | None = None
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,10 @@ class ChunkBases(Protocol):
     def keep(self, index: int, view: memoryview) -> None:
         """Note the bytes of a chunk that was encoded: the base for the next save."""
         ...
+
+
+DERIVED = ChunkResult(0, 0, ())
+"""The result of a chunk of a derived object, which has no frame."""
 
 
 @dataclass(eq=False, slots=True)
@@ -159,8 +165,13 @@ class FrameWriter:
         Raises:
             PenstockError: An earlier chunk failed.
         """
-        raw = [c for c in captured if self._chains[self._plan.chunks[c.index].chain] is None]
-        encoded = deque(c for c in captured if self._chains[self._plan.chunks[c.index].chain])
+        for one in captured:
+            if one.derived:
+                self.results[one.index] = DERIVED
+                self._tick(self._plan.chunks[one.index].length)
+        stored = [c for c in captured if not c.derived]
+        raw = [c for c in stored if self._chains[self._plan.chunks[c.index].chain] is None]
+        encoded = deque(c for c in stored if self._chains[self._plan.chunks[c.index].chain])
         try:
             if raw:
                 self._start_raw(raw)

@@ -35,12 +35,14 @@ class Located:
 class ObjectRequest:
     """A request to read an object into `sink`: all its bytes, or `ranges` of them.
 
-    Without a sink the bytes are only verified.
+    Without a sink the bytes are only verified. Messages name the object at `path`; None: the one
+    that is read.
     """
 
     located: Located
     sink: ByteSink | None
     ranges: Sequence[ByteRange] | None = None
+    path: ObjectPath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def plan_restore(
                     raise FormatError(msg, [where])
                 at = ref.at + start - ref.start
                 job.uses.append(ChunkUse(sink, at, base + start, stop - start))
-                job.paths.append(record.path)
+                job.paths.append(request.path or record.path)
                 # A frame of one chunk: codecs get the dtype and shape that they got when it was
                 # encoded. Frames of slabs get the context of a slab.
                 if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:

@@ -5,7 +5,7 @@ The way back is `plan/restore`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ from penstock.core.limits import MAX_CHUNK_BYTES
 from penstock.core.types import PAGE_BYTES, align_down, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.types import ObjectPath, Role
@@ -97,11 +97,14 @@ class SavePlan:
         chunks: In order of capture (frozen and now, then deferred), which is the order of raw
             frames in their blob.
         raw_bytes: Bytes of all objects, without padding.
+        masters: Of objects that may be derived, the objects that each may be derived from. Their
+            chunks come last among those that are captured together, and none is a slab.
     """
 
     objects: Sequence[PlannedObject]
     chunks: tuple[Chunk, ...]
     raw_bytes: int
+    masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def bytes_of(self, capture: Capture) -> int:
         """Return the bytes of all objects that are captured then, without padding."""
@@ -128,6 +131,7 @@ def plan_save(
     chunk_bytes: int,
     slab_limit_bytes: int = 1 << 20,
     encoded_slab_bytes: int = 1 << 20,
+    masters: Mapping[int, Sequence[int]] | None = None,
 ) -> SavePlan:
     """Cut objects into chunks and slabs; the same objects and sizes give the same plan.
 
@@ -136,6 +140,7 @@ def plan_save(
         chunk_bytes: Most raw bytes of a chunk; rounded down to pages, at least one page.
         slab_limit_bytes: Smaller objects are gathered into slabs.
         encoded_slab_bytes: Most raw bytes of a slab that goes through a codec chain.
+        masters: See `SavePlan.masters`.
 
     Raises:
         ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
@@ -144,7 +149,8 @@ def plan_save(
     if chunk_bytes > MAX_CHUNK_BYTES:
         msg = f"chunk_bytes is {chunk_bytes}; the format allows at most {MAX_CHUNK_BYTES}"
         raise ConfigError(msg)
-    gatherer = _SlabGatherer(slab_limit_bytes, chunk_bytes, encoded_slab_bytes)
+    masters = masters or {}
+    gatherer = _SlabGatherer(slab_limit_bytes, chunk_bytes, encoded_slab_bytes, masters)
     drafts: list[Chunk] = []
     raw_bytes = 0
     for number, planned in enumerate(objects):
@@ -153,8 +159,10 @@ def plan_save(
         if nbytes and not gatherer.take(number, planned):
             drafts += _cut(number, planned, chunk_bytes)
     drafts += gatherer.finish()
-    drafts.sort(key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item))
-    return SavePlan(objects, tuple(drafts), raw_bytes)
+    drafts.sort(
+        key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item in masters, c.pieces[0].item)
+    )
+    return SavePlan(objects, tuple(drafts), raw_bytes, masters)
 
 
 class RawLayout:
@@ -203,18 +211,21 @@ def _slab_key(planned: PlannedObject) -> _SlabKey:
 
 
 class _SlabGatherer:
-    def __init__(self, limit_bytes: int, raw_bytes: int, encoded_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, raw_bytes: int, encoded_bytes: int, alone: Collection[int]
+    ) -> None:
         self._limit_bytes = limit_bytes
         self._raw_bytes = raw_bytes
         self._encoded_bytes = min(encoded_bytes, raw_bytes)
+        self._alone = alone
         self._open: dict[_SlabKey, tuple[list[Piece], int]] = {}
         self._done: list[Chunk] = []
 
     def take(self, number: int, planned: PlannedObject) -> bool:
-        """Put the object into a slab; return False if it is too large for one."""
+        """Put the object into a slab; return False if it gets chunks of its own."""
         nbytes = planned.entry.source.nbytes
         capacity = self._encoded_bytes if planned.chain else self._raw_bytes
-        if nbytes >= self._limit_bytes or nbytes > capacity:
+        if nbytes >= self._limit_bytes or nbytes > capacity or number in self._alone:
             return False
         key = _slab_key(planned)
         pieces, end = self._open.get(key, ([], 0))

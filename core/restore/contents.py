@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from penstock.core.abc import FLOAT_DTYPES
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import (
@@ -21,10 +22,12 @@ from penstock.core.foreign import memory_permitting
 from penstock.core.format.index import IndexReader, encode_index, sort_hashes
 from penstock.core.format.part import decode_hashes, decode_head, decode_section
 from penstock.core.pipeline.chain import CodecChain
-from penstock.core.plan.restore import Located, plan_restore
+from penstock.core.plan.derived import MASTER_DTYPE, ROUNDED_DTYPES
+from penstock.core.plan.restore import Located, ObjectRequest, plan_restore
+from penstock.core.restore.cast import CastSink
 from penstock.core.storage.failover import from_any_tier
 from penstock.core.tree.paths import path_hash, show_path
-from penstock.core.types import ReadRequest
+from penstock.core.types import ByteRange, Kind, ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
         Section,
         SectionInfo,
     )
-    from penstock.core.plan.restore import FrameJob, ObjectRequest
+    from penstock.core.plan.restore import FrameJob
     from penstock.core.plugins.registry import Registry
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
@@ -185,10 +188,24 @@ class Contents:
         tied = located.record.same_as
         if tied is None:
             return located
-        owner = self.find(tied)
-        check_ties([located.record] if owner is None else [located.record, owner.record])
-        assert owner is not None
-        return owner
+        return self._origin(located.record, tied)
+
+    def master(self, located: Located) -> Located:
+        """Return the object that a derived object is derived from; any other object itself.
+
+        Raises:
+            FormatError: The master is not there, or is no object to derive from.
+        """
+        path = located.record.derived
+        if path is None:
+            return located
+        return self._origin(located.record, path)
+
+    def _origin(self, record: ObjectRecord, path: ObjectPath) -> Located:
+        found = self.find(path)
+        if found is None or not _is_origin(found.record, record):
+            raise _astray([show_path(record.path)])
+        return found
 
     def _find(self, path: ObjectPath, backend: Backend) -> Located | None:
         index, reader = self.record.index, self._index(backend)
@@ -215,6 +232,8 @@ class Contents:
     ) -> tuple[Sequence[FrameJob[CodecChain]], int]:
         """Return the frames to read for `requests`, and the bytes that are needed of them.
 
+        A derived object is read from its master, and rounded on its way into the sink.
+
         Args:
             requests: The objects to read.
             absent: Collects the reasons why codecs are missing. Frames of these codecs then have an
@@ -224,6 +243,7 @@ class Contents:
             PluginError: A codec is missing, and `absent` is None; nothing was read.
             FormatError: The records of an object contradict each other.
         """
+        requests = [self._of_stored(request) for request in requests]
         for located in (request.located for request in requests):
             for ref in (ref for shard in located.record.shards for ref in shard.chunks):
                 for frame in located.frames[ref.frame].links():
@@ -236,6 +256,20 @@ class Contents:
                 chain_of=lambda part, number: self._chain(part, number, absent),
             )
         return plan.jobs, plan.bytes_needed
+
+    def _of_stored(self, request: ObjectRequest) -> ObjectRequest:
+        """Return the request for stored bytes that fills the sink of a request for any object."""
+        master = self.master(request.located)
+        if master is request.located:
+            return request
+        record, ranges, sink = request.located.record, request.ranges, request.sink
+        one, other = record.spec, master.record.spec
+        if ranges is not None:
+            times = other.itemsize // one.itemsize
+            ranges = [ByteRange(r.start * times, r.stop * times) for r in ranges]
+        if sink is not None:
+            sink = CastSink(sink, other, one)
+        return ObjectRequest(master, sink, ranges, record.path)
 
     def check_codecs(self, part: int, head: PartHead) -> None:
         """Check that every codec of a part is installed, and takes the stored options.
@@ -310,10 +344,11 @@ class Contents:
         return objects, nodes
 
     def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
-        """Return the objects, followed by those that some of them are tied to."""
+        """Return the objects, followed by those that some of them get their bytes from."""
         known = {o.record.path for o in objects}
         tied = {o.record.same_as for o in objects if o.record.same_as is not None}
-        return [*objects, *filter(None, map(self.find, sorted(tied - known)))]
+        derived = {o.record.derived for o in objects if o.record.derived is not None}
+        return [*objects, *filter(None, map(self.find, sorted((tied | derived) - known)))]
 
     def _read_sections(
         self, part: int, selection: Selection | None, *, keep: bool = True
@@ -455,7 +490,10 @@ class Contents:
 
 
 def check_ties(records: Sequence[ObjectRecord]) -> None:
-    """Check that every tied object leads to an untied one of the same kind.
+    """Check that every tied object leads to an untied one, and every derived one to its master.
+
+    A master has bytes of its own, the float dtype that derived objects are rounded from, and the
+    same shape.
 
     Raises:
         FormatError: Names the objects that do not.
@@ -463,21 +501,48 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
     by_path = {record.path: record for record in records}
     loose = []
     for record in records:
-        if record.same_as is None:
+        path = record.derived if record.same_as is None else record.same_as
+        if path is None:
             continue
-        target = by_path.get(record.same_as)
-        if (
-            target is None
-            or target.same_as is not None
-            or (target.kind, target.spec, target.form) != (record.kind, record.spec, record.form)
-        ):
+        target = by_path.get(path)
+        if target is None or not _is_origin(target, record):
             loose.append(show_path(record.path))
     if loose:
-        msg = (
-            f"{len(loose)} object(s) are tied to an object that is missing, is tied itself or is "
-            f"of another kind: {', '.join(loose[:8])}"
-        )
-        raise FormatError(msg, loose)
+        raise _astray(loose)
+
+
+def _astray(loose: Sequence[str]) -> FormatError:
+    msg = (
+        f"{len(loose)} object(s) are tied to or derived from an object that is missing, is tied "
+        f"or derived itself or is of another kind: {', '.join(loose[:8])}"
+    )
+    return FormatError(msg, loose)
+
+
+def _is_origin(target: ObjectRecord, record: ObjectRecord) -> bool:
+    """Return whether a tied or derived object may have the bytes of `target`."""
+    return _is_master(target, record) if record.same_as is None else _is_owner(target, record)
+
+
+def _is_owner(target: ObjectRecord, record: ObjectRecord) -> bool:
+    same = (target.kind, target.spec, target.form) == (record.kind, record.spec, record.form)
+    return same and target.same_as is None
+
+
+def _is_master(target: ObjectRecord, record: ObjectRecord) -> bool:
+    def is_plain(one: ObjectRecord) -> bool:
+        spec = one.spec
+        return one.kind is Kind.TENSOR and FLOAT_DTYPES.get(spec.dtype) == spec.itemsize
+
+    return (
+        is_plain(target)
+        and is_plain(record)
+        and target.spec.dtype == MASTER_DTYPE
+        and record.spec.dtype in ROUNDED_DTYPES
+        and target.spec.shape == record.spec.shape
+        and target.same_as is None
+        and target.derived is None
+    )
 
 
 def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bool:

@@ -36,6 +36,12 @@ class StoredSource(ByteSource):
         """Return None: the bytes are in the store."""
         return None
 
+    def is_rounded(self, other: ByteSource, /) -> bool:
+        """Return whether the stored object is derived from that other one."""
+        return isinstance(other, StoredSource) and other.located.record.path == (
+            self.located.record.derived
+        )
+
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
         """Read bytes from `start` on into `out`, and compare their checksums."""
         self._reader.read(self.located, start, out)

@@ -201,10 +201,11 @@ class SaveBases:
         if self._keeps:
             self._kept.keep(self._keys[index], view)
 
-    def committed(self, uid: str, frames: Sequence[StoredFrame]) -> None:
-        """Note that the save has committed; `frames` has one for each chunk of the plan."""
+    def committed(self, uid: str, frames: Mapping[int, StoredFrame]) -> None:
+        """Note that the save has committed; `frames` are those of its chunks, by number."""
         if self._keys:
-            self._kept.committed(uid, {key: frames[n] for n, key in self._keys.items()})
+            known = {key: frames[n] for n, key in self._keys.items() if n in frames}
+            self._kept.committed(uid, known)
 
     def failed(self) -> None:
         """Note that the save has failed: what is kept may be half of its state."""

@@ -9,6 +9,7 @@ samples of its memory.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections import deque
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
     Hold: TypeAlias = Callable[[Sequence[ByteSource]], Callable[[], None]]
 
+log = logging.getLogger("penstock")
+
 _LISTED = 8
 
 
@@ -60,6 +63,9 @@ class CaptureRun:
     ) -> None:
         self._chunks = plan.chunks
         self._objects = plan.objects
+        self._masters = plan.masters
+        self.derived: dict[int, int] = {}
+        """The numbers of derived objects, and of those that they are derived from."""
         self._staging = staging
         self.handed_on: SimpleQueue[Captured] = SimpleQueue()
         self._need_writer = need_writer  # called before each wait that only writing can end
@@ -202,10 +208,13 @@ class CaptureRun:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._passed = True  # later fences compare nothing
         self._objects = self._chunks = ()
+        self._masters = {}
         self._samples = None
 
     def release(self, captured: Captured) -> None:
         """Release the memory of a chunk; called once for each, from any thread."""
+        if captured.derived:
+            return
         if captured.block is not None:
             self._staging.release(captured.block)
             return
@@ -228,6 +237,10 @@ class CaptureRun:
 
     def _take(self, index: int, *, may_lend: Callable[[], bool]) -> None:
         chunk = self._chunks[index]
+        if self._is_derived(chunk):
+            nothing = memoryview(b"")
+            self.handed_on.put(Captured(index, nothing, None, straight=False, derived=True))
+            return
         lendable = self._lendable(chunk) is not None
         if lendable and self._straight_first and self._lend(index):
             return
@@ -257,6 +270,43 @@ class CaptureRun:
         else:
             self.handed_on.put(captured)
 
+    def _is_derived(self, chunk: Chunk) -> bool:
+        """Return whether the chunk is of a derived object; compares when its first chunk is due."""
+        piece = chunk.pieces[0]
+        if piece.item not in self._masters:
+            return False
+        if not piece.start:
+            self._compare_with_masters(piece.item)
+        return piece.item in self.derived
+
+    def _compare_with_masters(self, item: int) -> None:
+        """Find the master whose elements, rounded, are those of the object.
+
+        Raises:
+            TornSnapshotError: One of the two changed before they were compared.
+        """
+        entry = self._objects[item].entry
+        deferred = self._objects[item].capture is Capture.DEFERRED
+        for number in self._masters[item]:
+            master = self._objects[number].entry
+            sources = [entry.source, master.source]
+            if deferred:
+                for source in sources:
+                    source.keep()
+            with self._held(sources), noting_origin(partial(_shown, entry)):
+                if not entry.source.is_rounded(master.source):
+                    continue
+                # A change before the comparison may be undone by the time of the fence, as when
+                # averaged weights are swapped in, and no copy of the object shows it.
+                if deferred and self._samples is not None:
+                    changed = {n for n in (item, number) if self._samples.is_changed(n)}
+                    if changed:
+                        self._raise_if_changed(deferred=True, known=changed)
+            self.derived[item] = number
+            log.debug("%s is derived from %s", show_path(entry.path), show_path(master.path))
+            return
+        log.debug("%s is stored: it equals none of its masters", show_path(entry.path))
+
     def _copy_or_release(self, index: int, block: Block) -> list[PendingCopy]:
         copies: list[PendingCopy] = []
         try:
@@ -279,22 +329,21 @@ class CaptureRun:
             ctypes.memset(block.address, 0, chunk.length)  # gaps are zero, not old state
         elif chunk.capture is Capture.DEFERRED:
             self._objects[chunk.pieces[0].item].entry.source.keep()
-        with self._held(chunk):
+        with self._held([self._objects[piece.item].entry.source for piece in chunk.pieces]):
             self._copy_pieces(chunk, block, copies)
 
     @contextmanager
-    def _held(self, chunk: Chunk) -> Iterator[None]:
-        """Keep other threads from moving and freeing the chunk's memory while it is copied."""
+    def _held(self, sources: Sequence[ByteSource]) -> Iterator[None]:
+        """Keep other threads from moving and freeing the memory of `sources` while it is read."""
         by_hold: dict[Hold, list[ByteSource]] = {}
-        for piece in chunk.pieces:
-            source = self._objects[piece.item].entry.source
+        for source in sources:
             by_hold.setdefault(type(source).hold, []).append(source)
         with ExitStack() as held:
             # A slab takes thousands of holds, enough to start garbage collections that look at
             # all objects of the plan; these took ten times as long as the holds.
             with collections_held:
-                for hold, sources in by_hold.items():
-                    held.callback(hold(sources))
+                for hold, together in by_hold.items():
+                    held.callback(hold(together))
             yield
 
     def _copy_pieces(self, chunk: Chunk, block: Block, copies: list[PendingCopy]) -> None:
@@ -352,6 +401,8 @@ class CaptureRun:
         """Start copies of deferred device tensors as far as staging goes, without waiting."""
         while self._later:
             chunk = self._chunks[self._later[0]]
+            if chunk.pieces[0].item in self._masters:
+                return  # a comparison waits for the device
             if any(self._objects[p.item].entry.source.device == "cpu" for p in chunk.pieces):
                 return
             block = self._staging.acquire(chunk.length, chunk.phase)

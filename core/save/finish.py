@@ -283,6 +283,7 @@ class Finish:
                     self.uid,
                     results,
                     blobs,
+                    derived=self._capture.derived,
                     engine=self._backend.name,
                     created=self._timing.clock.now_iso(),
                     base=base,

@@ -23,7 +23,7 @@ from penstock.core.format.section import SectionDraft, new_draft
 from penstock.core.plan.bases import PartTables, resolved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.format.records import BaseEntry, Chain
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.request import SaveRequest
+    from penstock.core.types import ObjectPath
 
 SECTION_OBJECTS = 2048
 """Most objects and nodes of a section: all that a reader parses and checks to open one object."""
@@ -46,7 +47,7 @@ _ONE_REF = 3
 class EncodedManifest:
     """Bytes of part and index, the commit record that binds them, and what the part lists.
 
-    There is one frame for each chunk of the plan; its numbers count in `tables`.
+    The frames are those of chunks of the plan, by number; their own numbers count in `tables`.
     """
 
     part_name: str
@@ -54,13 +55,13 @@ class EncodedManifest:
     index_name: str
     index: bytes
     record: CommitRecord
-    frames: Sequence[Frame]
+    frames: Mapping[int, Frame]
     tables: PartTables
 
-    def stored_frames(self, block_bytes: int) -> list[StoredFrame]:
-        """Return the frame of each chunk, for a later save that refers to it."""
+    def stored_frames(self, block_bytes: int) -> dict[int, StoredFrame]:
+        """Return the frames of chunks by number, for a later save that refers to them."""
         blobs, chains = self.tables.blobs, self.tables.chains
-        return [resolved(frame, blobs, chains, block_bytes) for frame in self.frames]
+        return {n: resolved(f, blobs, chains, block_bytes) for n, f in self.frames.items()}
 
 
 class ManifestWriter:
@@ -87,6 +88,7 @@ class ManifestWriter:
         results: Sequence[ChunkResult],
         blobs: Sequence[tuple[str, int]],
         *,
+        derived: Mapping[int, int],
         engine: str,
         created: str,
         base: BaseEntry | None = None,
@@ -97,6 +99,7 @@ class ManifestWriter:
             uid: The uid of the save.
             results: The stored frame of each chunk of the plan.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
+            derived: Numbers of derived objects of the plan, and of those they are derived from.
             engine: Name of the backend that wrote the blobs.
             created: The time of the commit, in the form of records.
             base: The earlier checkpoint that frames are encoded against.
@@ -113,10 +116,11 @@ class ManifestWriter:
             blobs={b.name[-3:]: i for i, b in enumerate(tables.blobs) if blob_uid(b.name) == uid},
             chains=numbers,
             place=tables.place,
+            derived=derived,
         )
         borrowed = borrowed_from(tables.blobs, uid)
         part = encode_part(
-            build_sections(request.entries, request.plan, frames),
+            build_sections(request.entries, request.plan, frames, derived=derived),
             uid=uid,
             rank=0,
             step=request.step,
@@ -200,8 +204,9 @@ def frames_of(
     blobs: Mapping[str, int],
     chains: Sequence[int],
     place: Callable[[StoredFrame], Frame],
-) -> list[Frame]:
-    """Return the frame of each chunk of a plan.
+    derived: Collection[int] = (),
+) -> dict[int, Frame]:
+    """Return the frame of each chunk of a plan, by its number; derived objects have none.
 
     Args:
         plan: The plan of the save.
@@ -210,9 +215,10 @@ def frames_of(
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`.
         place: Returns a frame of another save with the numbers that it has in the part's tables.
+        derived: Numbers of derived objects of the plan.
     """
-    return [
-        Frame(
+    return {
+        number: Frame(
             blobs["enc" if chunk.chain else "raw"],
             result.offset,
             result.length,
@@ -224,15 +230,19 @@ def frames_of(
             _elements(chunk) if chain else None,
             None if result.base is None else place(result.base),
         )
-        for chunk, result, chain in zip(plan.chunks, results, chains, strict=True)
-    ]
+        for number, (chunk, result, chain) in enumerate(
+            zip(plan.chunks, results, chains, strict=True)
+        )
+        if chunk.pieces[0].item not in derived
+    }
 
 
 def build_sections(
     entries: Sequence[StateObject | Node],
     plan: SavePlan,
-    frames: Sequence[Frame],
+    frames: Mapping[int, Frame],
     *,
+    derived: Mapping[int, int] | None = None,
     section_objects: int = SECTION_OBJECTS,
 ) -> list[SectionDraft]:
     """Join the described entries with their stored frames, in order of storage.
@@ -244,14 +254,20 @@ def build_sections(
             objects that are not tied, in the same order.
         plan: The plan of the save.
         frames: The frame of each chunk of the plan, from `frames_of`.
+        derived: Numbers of derived objects of the plan, and of those they are derived from.
         section_objects: Most objects and nodes of a section.
 
     Raises:
         SaveError: The plan does not hold every byte of every object once: a bug.
     """
-    refs = _refs_by_entry(entries, _refs_by_item(plan))
+    by_item = _refs_by_item(plan)
+    masters: dict[ObjectPath, ObjectPath] = {}
+    for item, master in (derived or {}).items():
+        by_item[item] = ()
+        masters[plan.objects[item].entry.path] = plan.objects[master].entry.path
+    refs = _refs_by_entry(entries, by_item)
     drafts: list[SectionDraft] = []
-    writer = _SectionWriter(frames)
+    writer = _SectionWriter(frames, masters)
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
         if isinstance(entry, Node):
@@ -260,7 +276,7 @@ def build_sections(
             writer.add_object(ordinal, entry, refs[ordinal])
         if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
             drafts.append(writer.draft)
-            writer = _SectionWriter(frames)
+            writer = _SectionWriter(frames, masters)
     if writer.count:
         drafts.append(writer.draft)
     return drafts
@@ -299,7 +315,7 @@ def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
 def _refs_by_entry(
     entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Return the places of each entry; a node or a tied object has none."""
+    """Return the places of each entry; a node, and a tied or derived object, have none."""
     items = iter(by_item)
     return [
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
@@ -319,11 +335,14 @@ def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
 
 
 class _SectionWriter:
-    def __init__(self, frames: Sequence[Frame]) -> None:
+    def __init__(
+        self, frames: Mapping[int, Frame], masters: Mapping[ObjectPath, ObjectPath]
+    ) -> None:
         self.draft = new_draft()
         self.count = 0
         self.weight = 0
         self._frames = frames
+        self._masters = masters
         self._local: dict[int, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._types: dict[tuple[Any, ...], int] = {}
@@ -341,6 +360,8 @@ class _SectionWriter:
         shards: tuple[tuple[Any, ...], ...] = ()
         if entry.same_as is not None:
             columns["same_as"].append([len(columns["path"]), entry.same_as])
+        elif master := self._masters.get(entry.path):
+            columns["derived"].append([len(columns["path"]), master])
         else:
             stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
             if stored != spec.itemsize * math.prod(region.sizes):

@@ -31,6 +31,7 @@ from penstock.core.limits import (
 )
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.pipeline.staging import Staging, default_budget
+from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.request import SaveRequest
 from penstock.core.tree.patterns import compile_all
@@ -146,6 +147,11 @@ class ChainTable:
                 return self._exact[number] if kind is Kind.VALUE else number
         return 0
 
+    def is_exact(self, number: int) -> bool:
+        """Return whether the chain of this number gives back the very bytes that it encoded."""
+        chain = self.chains[number]
+        return chain is None or chain.lossless
+
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
         """Warn of the rules that match nothing of the first save that holds anything.
 
@@ -212,8 +218,9 @@ def plan_state(
     step: int,
     generation: int,
     mode: str,
+    share: bool,
 ) -> SaveRequest:
-    """Plan the save of a described tree.
+    """Plan the save of a described tree; with `share`, look for objects that may be derived.
 
     Raises:
         PluginError: A source cannot say its version.
@@ -233,7 +240,8 @@ def plan_state(
             promised = True
         chain = table.number(entry.path, entry.kind)
         objects.append(PlannedObject(entry, capture, chain, _version(entry)))
-    plan = plan_save(objects, chunk_bytes=config.chunk_bytes)
+    masters = find_masters(objects, is_exact=table.is_exact) if share else None
+    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters)
     return SaveRequest(
         step=step,
         generation=generation,

@@ -65,6 +65,7 @@ class MemorySamples:
         sizes = [len(chunk.pieces) for chunk in taken]
         wanted = [_LINES if chunk.slab else _LINES_OF_CHUNK for chunk in taken]
         self._items = [piece.item for piece in pieces]
+        self._runs: dict[int, tuple[int, int]] = {}  # first and last piece of items, when asked for
         self._sources = [objects[item].entry.source for item in self._items]
         table = _Pieces(
             np.repeat(np.array(numbers, np.int64), sizes),
@@ -107,6 +108,27 @@ class MemorySamples:
                 found.update(self._differing(lines, part, values))
         return found
 
+    def is_changed(self, item: int) -> bool:
+        """Return whether the memory of an item differs from the samples; the caller holds it."""
+        first, last = self._pieces_of(item)
+        source = self._sources[first]
+        at = source.locate()
+        start = (source.address if at is None else at) or 0
+        for lines in self._lines:
+            low, high = np.searchsorted(lines.piece, [first, last + 1])
+            part = slice(int(low), int(high))
+            if low < high:
+                values = _gather(_addresses(np.int64(start), lines.offset[part]), lines.width)
+                if self._differing(lines, part, values):
+                    return True
+        return False
+
+    def _pieces_of(self, item: int) -> tuple[int, int]:
+        if not self._runs:
+            for number, each in enumerate(self._items):
+                self._runs[each] = self._runs.get(each, (number, number))[0], number
+        return self._runs[item]
+
     def _read(self) -> list[NDArray[np.void]]:
         action: Callable[[], list[NDArray[np.void]]] = self._read_now
         for still, sources in self._still.items():
@@ -116,13 +138,10 @@ class MemorySamples:
     def _read_now(self) -> list[NDArray[np.void]]:
         first = [(s.address if (at := s.locate()) is None else at) or 0 for s in self._sources]
         starts = np.array(first, np.int64)
-        found = []
-        for lines in self._lines:
-            start = starts[lines.piece]
-            # Freed memory counts as changed: read random bytes instead, which no sample equals.
-            addresses = np.where(start == 0, _NOISE.ctypes.data, start + lines.offset)
-            found.append(_gather(addresses, lines.width))
-        return found
+        return [
+            _gather(_addresses(starts[lines.piece], lines.offset), lines.width)
+            for lines in self._lines
+        ]
 
     def _differing(
         self, lines: _SampleLines, part: slice, values: NDArray[np.void]
@@ -174,6 +193,11 @@ def _place_lines(table: _Pieces) -> list[_SampleLines]:
             )
         )
     return found
+
+
+def _addresses(start: NDArray[np.int64] | np.int64, offset: NDArray[np.int64]) -> NDArray[np.int64]:
+    # Freed memory counts as changed: read random bytes instead, which no sample equals.
+    return np.where(start == 0, _NOISE.ctypes.data, start + offset)
 
 
 def _gather(addresses: NDArray[np.int64], width: int) -> NDArray[np.void]:

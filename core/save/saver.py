@@ -323,6 +323,7 @@ class Saver:
             step=step,
             generation=generation,
             mode=mode,
+            share=self._config.share,
         )
         if self._config.rules:
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]

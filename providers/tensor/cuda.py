@@ -11,18 +11,18 @@ from penstock.core.abc import PendingCopy
 from penstock.providers.tensor.memory import TensorSource, copy_range
 
 if TYPE_CHECKING:
-    from penstock.core.abc import MemoryKey
+    from penstock.core.abc import ByteSource, MemoryKey
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _lock = threading.Lock()  # guards `_streams`
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which state is copied from `device`; one for all saves."""
+def side_stream(device: torch.device, use: str = "copy") -> torch.cuda.Stream:
+    """Return the stream on which state is copied from `device`; one for each use, for all saves."""
     with _lock:
-        stream = _streams.get(device)
+        stream = _streams.get((device, use))
         if stream is None:
-            stream = _streams[device] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]  # torch has no type for it
+            stream = _streams[device, use] = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]  # torch has no type for it
         return stream
 
 
@@ -73,3 +73,13 @@ class CudaSource(TensorSource):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
             event.record(side)
         return CudaCopy(event, device, (self.tensor, out))
+
+    def is_rounded(self, other: ByteSource, /) -> bool:
+        if not isinstance(other, CudaSource):
+            return False
+        # On a stream of its own: the answer does not wait for copies to the host.
+        side = side_stream(self.tensor.device, "compare")
+        with torch.cuda.device(self.tensor.device), torch.cuda.stream(side):
+            side.wait_event(self._moment)
+            side.wait_event(other._moment)  # noqa: SLF001 - of the same class
+            return super().is_rounded(other)

@@ -11,7 +11,7 @@ import torch
 from penstock.core.abc import ByteSink, ByteSource, MemoryKey, copy_bytes
 from penstock.core.errors import RestoreMismatchError, TornSnapshotError
 from penstock.core.types import show_path
-from penstock.providers.tensor import sharing
+from penstock.providers.tensor import rounding, sharing
 from penstock.providers.tensor.blocks import blocks, may_overlap
 
 if TYPE_CHECKING:
@@ -187,6 +187,13 @@ class TensorSource(_TensorMemory, ByteSource):
 
     def version(self) -> int | None:
         return None if self.tensor.is_inference() else self.tensor._version  # noqa: SLF001 - torch has no other name
+
+    def is_rounded(self, other: ByteSource, /) -> bool:
+        if not isinstance(other, TensorSource) or self.device != other.device:
+            return False
+        if lacks_memory(self.tensor) or lacks_memory(other.tensor):
+            return False  # the capture of the tensor says so
+        return rounding.is_rounded(self.tensor, other.tensor)
 
     def locate(self) -> int | None:
         if self.memory is None:

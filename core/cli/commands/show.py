@@ -221,6 +221,8 @@ def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
     record, tensor = one.record, one.record.kind is Kind.TENSOR
     if record.same_as is not None:
         name += f" = {visible(show_path(record.same_as))}"
+    if record.derived is not None:
+        name += f" derived from {visible(show_path(record.derived))}"
     return [
         name,
         visible(record.spec.dtype if tensor else record.form),
@@ -255,6 +257,7 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
         "bytes_stored": one.bytes_stored,
         "codecs": list(one.codecs),
         "same_as": None if record.same_as is None else show_path(record.same_as),
+        "derived": None if record.derived is None else show_path(record.derived),
     }
     if how.stats:
         found["stats"] = None if one.stats is None else asdict(one.stats)

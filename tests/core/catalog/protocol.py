@@ -221,7 +221,7 @@ class _Finish(Finish):
             step=self.request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
         )
 
-    def _encode(self, uid, results, blobs, *, engine, created):
+    def _encode(self, uid, results, blobs, *, derived, engine, created):
         index, part = index_name(uid), part_name(uid, 0)
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
@@ -235,6 +235,7 @@ class _Capture:
     """In place of a capture: all is captured."""
 
     def __init__(self, chunks):
+        self.derived = {}
         self.handed_on = queue.SimpleQueue()
         for chunk in chunks:
             self.handed_on.put(chunk)

@@ -67,6 +67,37 @@ def tie(section, path, other):
     section["objects"]["shards"][number(section, *path)] = []
 
 
+def derive(section, path, other):
+    section["objects"].setdefault("derived", []).append([number(section, *path), list(other)])
+    section["objects"]["shards"][number(section, *path)] = []
+
+
+def derived_from_nothing(level, value):
+    if level == "section":
+        derive(value, ("big",), ("nothing",))
+    return value
+
+
+def derived_from_another_dtype(level, value):
+    if level == "section":
+        derive(value, ("big",), ("chained",))
+    return value
+
+
+def derived_in_a_circle(level, value):
+    if level == "section":
+        derive(value, ("big",), ("chained",))
+        derive(value, ("chained",), ("big",))
+    return value
+
+
+def tied_and_derived(level, value):
+    if level == "section":
+        tie(value, ("big",), ("array",))
+        derive(value, ("big",), ("array",))
+    return value
+
+
 def dangling_tie(level, value):
     if level == "section":
         tie(value, ("big",), ("nothing",))
@@ -182,6 +213,7 @@ def a_head_of_thirty_million_lists(level, value):
 
 
 MALICE = [
+    derived_from_nothing, derived_from_another_dtype, derived_in_a_circle, tied_and_derived,
     dangling_tie, tied_to_each_other, tied_to_a_tied_one, tied_to_another_kind,
     tied_to_another_shape, huge_and_empty, an_encoded_frame_of_a_pebibyte, forms_of_others("json"),
     forms_of_others("tensor"), leaves_of_form("pickle"), leaves_of_form("optimizer"),

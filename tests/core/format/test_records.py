@@ -430,6 +430,41 @@ def test_a_lie_is_named(check, complaint):
         check()
 
 
+@pytest.mark.parametrize("read", [read_section, check_section])
+@pytest.mark.parametrize(
+    ("derived", "shards", "complaint"),
+    [
+        ([[0, ["model", "x"]]], None, "has shards"),
+        ([[0, ["model", "wte.weight"]]], [], "of itself"),
+        ([[99, ["model", "x"]]], None, "integers"),
+        ([[0, ["x"]], [0, ["y"]]], [], "object twice"),
+        ([[0, 7]], [], "list"),
+        ([0], [], "list"),
+        ([], [], "0 shards"),
+    ],
+)
+def test_a_lie_about_a_derived_object_is_named(read, derived, shards, complaint):
+    made = manifests.example()
+    body = load_json(made.drafts[0].dump(), "")
+    body["objects"]["derived"] = derived
+    if shards is not None:
+        body["objects"]["shards"][0] = shards
+    with pytest.raises(FormatError, match=complaint):
+        read(dump_json(body), made.head(), made.head().sections[0], "x")
+
+
+@pytest.mark.parametrize("read", [read_section, check_section])
+def test_a_derived_object_leads_to_another_and_has_no_shards(read):
+    made = manifests.example()
+    body = load_json(made.drafts[0].dump(), "")
+    body["objects"] |= {"derived": [[0, ["model", "x"]]]}
+    body["objects"]["shards"][0] = []
+    section = read(dump_json(body), made.head(), made.head().sections[0], "x")
+    if section is not None:
+        assert section.objects[0].derived == ("model", "x")
+        assert section.objects[0].shards == ()
+
+
 def test_unknown_fields_are_refused():
     made = manifests.example()
     body = load_json(made.drafts[0].dump(), "")

@@ -106,7 +106,15 @@ class Flight(PendingCopy):
 class Run:
     """A capture of `(source, when)` pairs, and what it handed on."""
 
-    def __init__(self, *pairs, staging_bytes=1 << 20, chain=0, straight_first=False, device=None):
+    def __init__(
+        self,
+        *pairs,
+        staging_bytes=1 << 20,
+        chain=0,
+        straight_first=False,
+        device=None,
+        masters=None,
+    ):
         self.sources = [source for source, _ in pairs]
         for source in self.sources:
             source.device = device or source.device
@@ -114,7 +122,7 @@ class Run:
             planned(source, path=("g", str(number)), chain=chain, capture=when)
             for number, (source, when) in enumerate(pairs)
         ]
-        self.plan = plan_save(objects, chunk_bytes=CHUNK, slab_limit_bytes=1000)
+        self.plan = plan_save(objects, chunk_bytes=CHUNK, slab_limit_bytes=1000, masters=masters)
         self.staging = Staging(staging_bytes)
         self._captured = []
         self.writer_needed = threading.Event()
@@ -589,3 +597,104 @@ def test_memory_of_a_slab_goes_back_only_when_copies_under_way_have_landed():
         run.capture.take_now()
     assert device.copies[0].landed
     assert run.staging.used_bytes == 0
+
+
+# -- derived objects -------------------------------------------------------------------------------
+
+
+class Twin(Host):
+    """Derived from what has the same bytes."""
+
+    __slots__ = ()
+
+    def is_rounded(self, other, /):
+        return self.bytes() == other.bytes()
+
+
+class Swapped(Twin):
+    """Has other bytes, as its master has, while the two are compared."""
+
+    __slots__ = ("master",)
+
+    def is_rounded(self, other, /):
+        for source in (self, other):
+            source.write(slice(None), 99)
+        return super().is_rounded(other)
+
+    @staticmethod
+    def hold(sources, /):
+        before = [(source, source.bytes()) for source in sources]
+
+        def restore():
+            for source, data in before:
+                source.write(slice(None), np.frombuffer(data, np.uint8))
+
+        return restore
+
+
+class OfDevice(Device):
+    """Counts how often it was compared."""
+
+    __slots__ = ("compared",)
+
+    def is_rounded(self, other, /):
+        self.compared = getattr(self, "compared", 0) + 1
+        return True
+
+
+@pytest.mark.parametrize("straight_first", [False, True])
+def test_a_derived_object_is_compared_with_its_masters_and_not_captured(straight_first):
+    sources = [Twin(40_000, seed=1), Host(40_000, seed=0), Host(40_000, seed=1)]
+    run = Run(*((s, NOW) for s in sources), masters={0: (1, 2)}, straight_first=straight_first)
+    thread, join = in_background(run.capture.take_now)
+    while thread.is_alive():
+        run.give_back()
+        thread.join(0.01)
+    assert join() is None
+    assert run.capture.derived == {0: 2}
+    assert run.plan.chunks[-1].pieces[0].item == 0
+
+
+def test_each_chunk_of_a_derived_object_is_handed_on_without_bytes():
+    run = Run((Twin(40_000), NOW), (Host(40_000), NOW), masters={0: (1,)}, staging_bytes=1 << 20)
+    run.capture.take_now()
+    assert [c.index for c in run.captured] == list(range(len(run.plan.chunks)))
+    without = [c for c in run.captured if c.derived]
+    assert {run.plan.chunks[c.index].pieces[0].item for c in without} == {0}
+    assert len(without) * 2 == len(run.captured)
+    assert all(c.view.nbytes == 0 and c.block is None for c in without)
+    run.give_back()
+    assert run.staging.used_bytes == 0
+
+
+def test_an_object_that_is_none_of_its_masters_rounded_is_captured():
+    run = Run((Twin(40_000, seed=1), NOW), (Host(40_000), NOW), masters={0: (1,)})
+    run.capture.take_now()
+    assert not run.capture.derived
+    assert run.contents() == [source.bytes() for source in run.sources]
+
+
+def test_a_derived_object_that_changes_while_it_is_captured_is_found():
+    run = Run((Twin(40_000), NOW), (Host(40_000), NOW), masters={0: (1,)})
+    for source in run.sources:
+        source.change()
+    with pytest.raises(TornSnapshotError, match="g/0, g/1"):
+        run.capture.take_now()
+
+
+def test_a_change_of_both_that_is_undone_right_after_the_comparison_is_found():
+    run = Run((Swapped(40_000), DEFERRED), (Host(40_000), DEFERRED), masters={0: (1,)})
+    run.capture.take_now()
+    with pytest.raises(TornSnapshotError, match="g/0, g/1"):
+        run.capture.take_deferred()
+
+
+def test_no_comparison_on_a_device_holds_up_the_return_of_save():
+    sources = [OfDevice(40_000), Device(40_000)]
+    run = Run(*((s, DEFERRED) for s in sources), masters={0: (1,)})
+    run.capture.take_now()
+    assert not hasattr(sources[0], "compared")
+    assert sources[1].copies
+    run.capture.take_deferred()
+    assert sources[0].compared == 1
+    assert run.capture.derived == {0: 1}

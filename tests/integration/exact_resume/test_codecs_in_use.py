@@ -152,6 +152,16 @@ def test_what_a_lossy_codec_wrote_is_read_with_its_neighbours(opened, chain, siz
         assert ckpt.verify(1).ok
 
 
+def test_a_weight_is_never_derived_from_what_a_lossy_codec_makes_of_its_master(opened):
+    master = torch.randn(300, 300)
+    state = {"model": {"w": master.bfloat16()}, "master": {"w": master}}
+    with opened(("master", "half"), share=True) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        tree = ckpt.load(1)
+    assert not torch.equal(tree["master"]["w"].bfloat16(), state["model"]["w"])
+    assert torch.equal(tree["model"]["w"], state["model"]["w"])
+
+
 def test_damage_behind_a_lossy_codec_is_found(opened, tmp_path):
     with opened(("w", "half")) as ckpt:
         ckpt.save({"w": torch.randn(5000)}, step=1, mode="blocking")

@@ -1,0 +1,93 @@
+"""Finds the objects that may be rounded copies of others, by their names and shapes. Sans-IO.
+
+A job in mixed precision has each weight twice: in bfloat16 or float16 for the model, and in float32
+for the optimizer. Whether the one really is the other, rounded, shows at capture.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.plan.save import Capture
+from penstock.core.types import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.plan.save import PlannedObject
+    from penstock.core.types import ObjectPath, Region
+
+ROUNDED_DTYPES = frozenset({"bfloat16", "float16"})
+MASTER_DTYPE = "float32"
+
+DERIVED_BYTES = 64 << 10
+"""Smaller objects are stored: a frame of their own would take more than they do in a slab."""
+
+_MOST_CANDIDATES = 8
+
+
+def find_masters(
+    objects: Sequence[PlannedObject], *, is_exact: Callable[[int], bool]
+) -> dict[int, tuple[int, ...]]:
+    """Return the numbers of objects that may be derived, and of those that each may come from.
+
+    A master has the shape and region of the object, and the same path below the top-level key
+    (`model/wte.weight`, `master/wte.weight`), or the object's last segment somewhere in its path
+    (`optimizer/state/wte.weight/master_param`). The time grows with the number of objects: a name
+    that more than a few masters share leads to none of them.
+
+    Args:
+        objects: The objects of a save.
+        is_exact: Returns whether the chain with a number is lossless: what a lossy codec makes of a
+            master is not what the object was rounded from.
+    """
+    rounded = [n for n, one in enumerate(objects) if _may_be_derived(one)]
+    names = {objects[number].entry.path[-1] for number in rounded}
+    below: dict[tuple[ObjectPath, Region], list[int]] = {}
+    named: dict[tuple[str, Region], list[int]] = {}
+    for number, one in enumerate(objects if rounded else ()):
+        entry = one.entry
+        if entry.kind is not Kind.TENSOR or entry.spec.dtype != MASTER_DTYPE:
+            continue
+        if not is_exact(one.chain):
+            continue
+        below.setdefault((entry.path[1:], entry.region), []).append(number)
+        for name in names.intersection(entry.path):
+            named.setdefault((name, entry.region), []).append(number)
+    found = {}
+    for number in rounded:
+        entry = objects[number].entry
+        candidates = [
+            *_few(below.get((entry.path[1:], entry.region), ())),
+            *_few(named.get((entry.path[-1], entry.region), ())),
+        ]
+        masters = tuple(m for m in dict.fromkeys(candidates) if _fits(objects[number], objects[m]))
+        if masters:
+            found[number] = masters
+    return found
+
+
+def _may_be_derived(one: PlannedObject) -> bool:
+    entry = one.entry
+    return (
+        entry.spec.dtype in ROUNDED_DTYPES
+        and entry.kind is Kind.TENSOR
+        and entry.source.nbytes >= DERIVED_BYTES
+    )
+
+
+def _few(numbers: Sequence[int]) -> Sequence[int]:
+    return numbers if len(numbers) <= _MOST_CANDIDATES else ()
+
+
+def _fits(one: PlannedObject, master: PlannedObject) -> bool:
+    """Return whether the two can be compared while neither may change.
+
+    Both are compared when the object is captured. A master that may change before that would be
+    stored with other values than those that were compared.
+    """
+    return (
+        master.entry.spec.shape == one.entry.spec.shape
+        and master.entry.source.device == one.entry.source.device
+        and (one.capture is Capture.NOW or one.capture is master.capture)
+    )

@@ -1,0 +1,301 @@
+"""Weights that are the rounded master weights: stored without bytes of their own, and read back."""
+
+import pytest
+import torch
+from tests.core.cli.command import caller
+from tests.integration.support import Run, blank, checkpointer, memory, place_of, same
+
+from penstock.codecs.zstd import ZstdCodec
+from penstock.core.concurrency.workers import Workers
+from penstock.core.config.model import load_config
+from penstock.core.copy.reencode import Reencoding, copy_objects
+from penstock.core.diff.diff import diff_checkpoints
+from penstock.core.errors import DamagedError, TornSnapshotError
+from penstock.core.plugins.registry import default_registry
+from penstock.core.tree.select import Selection
+
+MASTER_BYTES = 250 * 300 * 4
+MODES = ("blocking", "async", "lazy")
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+def mixed(dtype=torch.bfloat16, seed=0, **others):
+    """Two weights in half precision, and their masters."""
+    made = torch.Generator().manual_seed(seed)
+    masters = {name: torch.randn(250, 300, generator=made) for name in ("a.weight", "b.weight")}
+    weights = {name: master.to(dtype) for name, master in masters.items()}
+    return {"model": weights, "master": masters, **others}
+
+
+def saved(state, *, share=True, mode="blocking", **options):
+    backend = memory()
+    with checkpointer(backend, share=share, **options) as ckpt:
+        report = ckpt.save(state, 1, mode=mode).result()
+    return backend, report
+
+
+def derived(backend):
+    with checkpointer(backend) as ckpt:
+        objects = ckpt.open(1).objects()
+    return {"/".join(o.path): "/".join(o.derived) for o in objects if o.derived}
+
+
+def restored(backend, state, **which):
+    target = blank(state)
+    with checkpointer(backend) as ckpt:
+        report = ckpt.restore(target, 1, **which)
+    return target, report
+
+
+# -- the save --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codecs", [[], ["zstd"]])
+def test_a_rounded_weight_takes_no_bytes_and_comes_back_to_the_bit(mode, dtype, codecs):
+    state = mixed(dtype, epoch=3)
+    rules = [{"match": "**", "codecs": codecs}]
+    backend, report = saved(state, mode=mode, rules=rules, defer="**")
+    _, without = saved(state, mode=mode, rules=rules, defer="**", share=False)
+    assert derived(backend) == {
+        "model/a.weight": "master/a.weight",
+        "model/b.weight": "master/b.weight",
+    }
+    assert report.bytes_raw == without.bytes_raw
+    weights = sum(w.nbytes for w in state["model"].values())
+    assert without.bytes_stored - report.bytes_stored >= (weights if not codecs else weights // 2)
+    assert same(restored(backend, state)[0], state)
+    with checkpointer(backend) as ckpt:
+        assert same(ckpt.load(1), state)
+        assert ckpt.verify(1).ok
+
+
+def test_sharing_is_asked_for():
+    assert not derived(saved(mixed(), share=False)[0])
+
+
+def test_a_master_of_the_optimizer_is_found_by_the_name_of_the_weight():
+    state = mixed()
+    masters = state.pop("master")
+    state["optimizer"] = {
+        "state": {
+            name: {"exp_avg": torch.ones_like(m), "master_param": m} for name, m in masters.items()
+        }
+    }
+    backend, _ = saved(state)
+    assert derived(backend) == {
+        f"model/{name}": f"optimizer/state/{name}/master_param" for name in masters
+    }
+    assert same(restored(backend, state)[0], state)
+
+
+def differs_in_one_bit(weight):
+    weight.view(torch.int16)[-1, -1] ^= 1
+
+
+def has_another_zero(weight):
+    weight[0, 0] = -0.0
+
+
+def has_a_nan(weight):
+    weight[7, 7] = torch.nan
+
+
+@pytest.mark.parametrize("change", [differs_in_one_bit, has_another_zero, has_a_nan])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_that_is_not_its_rounded_master_is_stored(change, mode):
+    state = mixed()
+    state["master"]["a.weight"][0, 0] = 0.0
+    state["model"]["a.weight"][0, 0] = 0.0
+    change(state["model"]["a.weight"])
+    backend, _ = saved(state, mode=mode, defer="**")
+    assert derived(backend) == {"model/b.weight": "master/b.weight"}
+    assert same(restored(backend, state)[0], state)
+
+
+def test_weights_of_both_have_the_same_nan():
+    state = mixed()
+    state["master"]["a.weight"][7, 7] = torch.nan
+    state["model"]["a.weight"] = state["master"]["a.weight"].bfloat16()
+    assert same(restored(saved(state)[0], state)[0], state)
+
+
+def test_a_weight_of_another_layout_is_compared_element_by_element():
+    state = mixed()
+    state["model"]["a.weight"] = state["model"]["a.weight"].t().contiguous().t()
+    state["master"]["b.weight"] = state["master"]["b.weight"].t().contiguous().t()
+    backend, _ = saved(state)
+    assert len(derived(backend)) == 2
+    assert same(restored(backend, state)[0], state)
+
+
+def test_a_weight_whose_master_may_change_before_it_is_compared_is_stored():
+    state = mixed()
+    backend, _ = saved(state, mode="lazy", defer="model/a.weight")
+    assert derived(backend) == {"model/b.weight": "master/b.weight"}
+
+
+def test_a_weight_that_is_captured_before_its_deferred_master_is_derived():
+    state = mixed()
+    backend, _ = saved(state, mode="lazy", defer="master/**")
+    assert len(derived(backend)) == 2
+    assert same(restored(backend, state)[0], state)
+
+
+def test_a_change_of_a_derived_weight_before_the_fence_fails_the_save():
+    state = mixed()
+    with checkpointer(memory(), share=True, defer="**") as ckpt:
+        handle = ckpt.save(state, 1, mode="lazy")
+        state["model"]["a.weight"].add_(1)
+        with pytest.raises(TornSnapshotError, match=r"model/a\.weight"):
+            handle.result()
+        handle.error_seen = True
+
+
+def test_what_stays_after_the_weights_leaves_no_gap_in_its_blob():
+    state = mixed()
+    differs_in_one_bit(state["model"]["b.weight"])
+    _, report = saved(state)
+    stored = 2 * MASTER_BYTES + state["model"]["b.weight"].nbytes
+    assert stored <= report.bytes_stored < stored + 4 * 4096
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def test_the_weights_alone_are_restored_from_their_masters():
+    state = mixed(other=torch.ones(90_000))
+    backend, _ = saved(state)
+    target, report = restored(backend, {"model": state["model"]}, include="model/**")
+    assert same(target["model"], state["model"])
+    assert report.bytes_needed == 2 * MASTER_BYTES
+    assert report.restored == ("model/a.weight", "model/b.weight")
+    with checkpointer(backend) as ckpt:
+        assert same(
+            ckpt.load(1, include="model/b.*"), {"model": {"b.weight": state["model"]["b.weight"]}}
+        )
+        assert same(ckpt.open(1)["model/a.weight"], state["model"]["a.weight"])
+
+
+def test_weights_and_masters_are_read_once():
+    state = mixed()
+    _, report = restored(saved(state)[0], state)
+    assert report.bytes_needed == report.bytes_read == 2 * MASTER_BYTES
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        (slice(3, 4),),
+        (slice(0, 250), slice(1, 3)),
+        (slice(100, 200), slice(0, 300)),
+        (slice(5, 5),),
+    ],
+)
+def test_a_region_of_a_weight_is_read_from_that_region_of_its_master(region):
+    state = mixed()
+    backend, _ = saved(state)
+    with checkpointer(backend) as ckpt:
+        found = ckpt.open(1).read("model/a.weight", region)
+    assert same(found, state["model"]["a.weight"][region])
+
+
+def test_a_tie_to_a_derived_weight_is_kept():
+    state = mixed()
+    state["model"]["head"] = state["model"]["a.weight"]
+    backend, _ = saved(state)
+    assert set(derived(backend)) == {"model/a.weight", "model/b.weight"}
+    with checkpointer(backend) as ckpt:
+        found = ckpt.load(1)["model"]
+        assert same(ckpt.open(1)["model/head"], state["model"]["head"])
+    assert found["head"].data_ptr() == found["a.weight"].data_ptr()
+    assert same(found, state["model"])
+
+
+def test_damage_of_a_master_is_damage_of_the_weight(tmp_path):
+    state = mixed()
+    run = Run(tmp_path / "run")
+    with run.open(share=True) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        place = place_of(ckpt.open(1), "master/b.weight")
+        run.flip(place.blob, place.offset + 5)
+        assert {d.what for d in ckpt.verify(1).damaged} == {"master/b.weight", "model/b.weight"}
+        with pytest.raises(DamagedError) as caught:
+            ckpt.restore(blank({"model": state["model"]}), 1, include="model/**")
+        assert caught.value.damaged == ("model/b.weight",)
+        ckpt.restore(blank({"model": state["model"]}), 1, include="model/a.*")
+
+
+# -- copies, comparisons, lists --------------------------------------------------------------------
+
+
+def copied(backend, selection=None, **config):
+    target = memory()
+    with checkpointer(backend) as ckpt:
+        how = Reencoding(
+            config=load_config({"backend": target, **config}), selection=selection or Selection()
+        )
+        workers = Workers(1)
+        try:
+            copy_objects(ckpt.open(1), target, how, registry=default_registry(), workers=workers)
+        finally:
+            workers.close()
+    return target
+
+
+def test_a_copy_that_encodes_keeps_what_is_derived():
+    state = mixed()
+    backend, _ = saved(state)
+    rules = [{"match": "**", "codecs": [ZstdCodec.name]}]
+    target = copied(backend, rules=rules)
+    assert derived(target) == derived(backend)
+    assert same(restored(target, state)[0], state)
+
+
+def test_a_copy_without_the_masters_stores_the_weights():
+    state = mixed()
+    backend, _ = saved(state)
+    target = copied(backend, Selection(include=["model/**", "master/a.*"]))
+    assert derived(target) == {"model/a.weight": "master/a.weight"}
+    found = restored(target, state, include="model/**")[0]
+    assert same(found["model"], state["model"])
+
+
+def test_a_derived_weight_is_compared_with_a_stored_one_by_its_values():
+    state = mixed()
+    one, other = saved(state)[0], saved(state, share=False)[0]
+    changed = mixed()
+    changed["master"]["a.weight"] += 1e-12  # too little for any weight
+    changed["master"]["a.weight"][0, 0].add_(1)
+    changed["model"]["a.weight"] = changed["master"]["a.weight"].bfloat16()
+    third = saved(changed)[0]
+    with checkpointer(one) as a, checkpointer(other) as b, checkpointer(third) as c:
+        assert diff_checkpoints(a.open(1), a.open(1)).bytes_read == 0
+        assert diff_checkpoints(a.open(1), b.open(1)).same
+        found = {change.path for change in diff_checkpoints(a.open(1), c.open(1)).changes}
+    assert found == {"model/a.weight", "master/a.weight"}
+
+
+def test_show_says_what_a_weight_is_derived_from(call, tmp_path):
+    with checkpointer(f"posix://{tmp_path}/run", share=True) as ckpt:
+        ckpt.save(mixed(), 1, mode="blocking")
+    done = call("show", tmp_path / "run")
+    assert "model/a.weight derived from master/a.weight" in done.out
+    objects = {o["path"]: o for o in call("show", tmp_path / "run", "--json").json["objects"]}
+    assert objects["model/a.weight"]["derived"] == "master/a.weight"
+    assert objects["model/a.weight"]["bytes_stored"] == 0
+    assert objects["master/a.weight"]["derived"] is None
+
+
+def test_statistics_of_a_derived_weight_are_those_of_its_values(call, tmp_path):
+    state = mixed()
+    with checkpointer(f"posix://{tmp_path}/run", share=True) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+    done = call("show", tmp_path / "run", "--json", "--stats", "--include", "model/a.weight")
+    stats = done.json["objects"][0]["stats"]
+    assert stats["max"] == state["model"]["a.weight"].max().item()
