@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.restore.contents import Contents
     from penstock.core.save.request import SaveRequest
     from penstock.core.tree.select import Selection
-    from penstock.core.types import Kind, ObjectPath
+    from penstock.core.types import ObjectPath
 
 STAGING_BYTES = 256 << 20
 """The memory for chunks in flight if the configuration does not name any."""
@@ -250,9 +250,9 @@ class _KeptCodecs(ChainTable):
                 self.chains.append(CodecChain(links))
             self._numbers_by_path[path] = number
 
-    def number(self, path: ObjectPath, kind: Kind) -> int:
+    def number(self, path: ObjectPath, *, exact: bool) -> int:
         """Return the number of the chain for the object at `path`."""
-        del kind
+        del exact
         return self._numbers_by_path[path]
 
 

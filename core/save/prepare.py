@@ -34,7 +34,7 @@ from penstock.core.pipeline.staging import Staging, default_budget
 from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.request import SaveRequest
-from penstock.core.tree.patterns import compile_all
+from penstock.core.tree.patterns import compile_all, is_catch_all
 from penstock.core.tree.select import Selection, nothing_for
 from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path, show_value
 
@@ -132,6 +132,7 @@ class ChainTable:
         self.chains: list[CodecChain | None] = [None]
         for index, rule in enumerate(config.rules):
             chain = codec_chain(rule, registry)
+            _check_lossy(rule, chain)
             self._numbers[index] = 0 if chain is None else len(self.chains)
             if chain is not None:
                 self.chains.append(chain)
@@ -139,12 +140,12 @@ class ChainTable:
         self._exact = {n: self._without_lossy(n) for n in range(len(self.chains))}
         self._unchecked = list(config.rules)
 
-    def number(self, path: ObjectPath, kind: Kind) -> int:
-        """Return the chain of the object at `path`; the chain of a value has no lossy codecs."""
+    def number(self, path: ObjectPath, *, exact: bool) -> int:
+        """Return the chain of the object at `path`; with `exact`, without its lossy codecs."""
         for index, (selection, _) in enumerate(self._rules):
             if selection.selects(path):
                 number = self._numbers[index]
-                return self._exact[number] if kind is Kind.VALUE else number
+                return self._exact[number] if exact else number
         return 0
 
     def is_exact(self, number: int) -> bool:
@@ -238,7 +239,9 @@ def plan_state(
         capture = _capture(entry, description, mode=mode, defer=defer)
         if capture is Capture.DEFERRED and entry.source.memory not in description.deferrable:
             promised = True
-        chain = table.number(entry.path, entry.kind)
+        # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
+        single = entry.kind is Kind.VALUE or not entry.spec.shape
+        chain = table.number(entry.path, exact=single)
         objects.append(PlannedObject(entry, capture, chain, _version(entry)))
     masters = find_masters(objects, is_exact=table.is_exact) if share else None
     plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters)
@@ -343,6 +346,24 @@ def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
         f"the same, or {way} first to go on from there. If you did not save it, another "
         "process saves here: give each training a root of its own."
     )
+
+
+def _check_lossy(rule: Rule, chain: CodecChain | None) -> None:
+    """Refuse a lossy codec for objects that the rule does not name: it would round whatever comes.
+
+    Raises:
+        ConfigError: A pattern takes everything that stands at some depth.
+    """
+    if chain is None or chain.lossless:
+        return
+    lossy = next(codec.name for codec in chain.codecs if not codec.lossless)
+    for pattern in rule.match:
+        if is_catch_all(pattern):
+            msg = (
+                f"{rule.shown}: codec {lossy} is lossy, and the pattern {pattern!r} names nothing: "
+                "name what may be rounded, as in 'optimizer/**/exp_avg_sq'"
+            )
+            raise ConfigError(msg)
 
 
 def _check_codecs(chain: CodecChain) -> None:

@@ -147,6 +147,11 @@ class Glob:
         return reached
 
 
+def is_catch_all(text: str) -> bool:
+    """Return whether a pattern names nothing: it is made of `*`, `?` and separators alone."""
+    return not text.strip("*?/")
+
+
 def compile_all(option: str, patterns: str | Iterable[str]) -> tuple[Prefix | Glob, ...]:
     """Compile the patterns of `option`; errors begin with the option's name, unless it is empty.
 

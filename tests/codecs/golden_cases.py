@@ -134,7 +134,7 @@ def cases() -> dict[str, Case]:
             found[f"{name}-{number}-one"] = Case(codecs, lambda: b"\x07")
             # More than a piece, of which both codecs cut large chunks.
             found[f"{name}-{number}-pieces"] = Case(codecs, lambda: bytes((4 << 20) + 5) + text(50))
-    return found | _of_floatsplit()
+    return found | _of_floatsplit() | _of_lossy()
 
 
 def _of_floatsplit() -> dict[str, Case]:
@@ -171,6 +171,27 @@ def _of_floatsplit() -> dict[str, Case]:
     found["floatsplit-zstd-declined"] = Case(
         both, lambda: text(5000), "int8", 1, (50, 100), declined=(0,)
     )
+    return found
+
+
+def _of_lossy() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for dtype, to in (
+        ("float64", "float32"), ("float32", "bfloat16"), ("float32", "float16"),
+        ("float32", "float8_e4m3fnuz"), ("bfloat16", "float8_e5m2"), ("float16", "float8_e4m3fn"),
+    ):  # fmt: skip
+        found[f"cast-{dtype}-{to}"] = Case(
+            (("cast", {"to": to, "saturate": True}),),
+            lambda d=dtype: floats(d, 40, 64), dtype, FLOATS[dtype][0], (40, 64),
+        )  # fmt: skip
+    for dtype in ("float32", "bfloat16", "float16"):
+        size = FLOATS[dtype][0]
+        found[f"log8-{dtype}"] = Case(
+            (("log8", {}),),
+            lambda d=dtype, s=size: bytes(10 * s) + floats(d, 60, 61, kind="product"), dtype, size,
+        )  # fmt: skip
+    both = (("cast", {}), ("floatsplit", {}))
+    found["cast-floatsplit"] = Case(both, lambda: floats("float32", 40, 64), "float32", 4, (40, 64))
     return found
 
 

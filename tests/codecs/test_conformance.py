@@ -7,14 +7,20 @@ import pytest
 from pydantic import model_serializer
 from tests.codecs.zstd_frames import first_frame_bytes
 
+from penstock.codecs.cast import CastCodec, CastConfig
 from penstock.codecs.delta import DeltaCodec, DeltaConfig
 from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig
+from penstock.codecs.log8 import Log8Codec
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
+from penstock.core.abc import PluginConfig
 from penstock.core.errors import CodecError
 from penstock.core.testing import codecs as checks
 
 CODECS = {
+    "cast": lambda: CastCodec(CastConfig()),
+    "cast-float8": lambda: CastCodec(CastConfig(to="float8_e4m3fn", saturate=True)),
+    "log8": lambda: Log8Codec(PluginConfig()),
     "zstd": lambda: ZstdCodec(ZstdConfig()),
     "zstd-fast": lambda: ZstdCodec(ZstdConfig(level=-50)),
     "zstd-small": lambda: ZstdCodec(ZstdConfig(level=13)),

@@ -1,0 +1,180 @@
+"""The `cast` codec: floats rounded to a narrower float format. Lossy, so only where a rule asks.
+
+A frame is one element of the narrow format for each element of the chunk, in order, and nothing
+else. Decoding widens each exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from penstock.core.abc import (
+    DECLINED,
+    FLOAT_DTYPES,
+    Codec,
+    CodecContext,
+    CodecOutput,
+    Declined,
+    PluginConfig,
+    convert_floats,
+)
+from penstock.core.errors import CodecError
+from penstock.core.types import flat_view
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger("penstock")
+
+_PIECE = 256 << 10  # elements whose overflow is looked at together
+
+# By format: the largest number, and the bits, without the sign, of one that is too large.
+_LARGEST = {
+    "float32": ((2 - 2.0**-23) * 2.0**127, 0x7F80_0000),
+    "bfloat16": ((2 - 2.0**-7) * 2.0**127, 0x7F80),
+    "float16": (65504.0, 0x7C00),
+    "float8_e4m3fn": (448.0, 0x7E),
+    "float8_e5m2": (57344.0, 0x7C),
+    "float8_e4m3fnuz": (240.0, 0x80),
+    "float8_e5m2fnuz": (57344.0, 0x80),
+}
+_E4M3FN_ROUNDED = 464.0  # up to here a number is rounded to 448, whose bits stand for all beyond
+_INFINITE = {"float32", "bfloat16", "float16", "float8_e5m2"}
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class CastConfig(PluginConfig):
+    """Options of the `cast` codec.
+
+    Attributes:
+        to: The format that is stored; chunks of formats with more bytes per element are cast.
+        saturate: Whether a number that is too large for `to` becomes its largest one. If not, a
+            chunk that holds such a number is not cast at all, and is stored as it is.
+    """
+
+    to: Literal[
+        "float32",
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ] = "bfloat16"
+    saturate: bool = False
+
+
+class CastCodec(Codec):
+    """Rounds floats to nearest even, into a narrower format.
+
+    A number that is too large never becomes infinite: its chunk is left as it is, or, with
+    `saturate`, it becomes the largest number of the format. NaN stays NaN, infinities stay where
+    the format has any, and count as too large where it has none.
+    """
+
+    name: ClassVar[str] = "cast"
+    version: ClassVar[int] = 1
+    lossless: ClassVar[bool] = False
+    Config: ClassVar[type[PluginConfig]] = CastConfig
+
+    def __init__(self, config: CastConfig, /) -> None:
+        """Create the codec from its options."""
+        super().__init__(config)
+        self._to = config.to
+        self._width = FLOAT_DTYPES[config.to]
+        self._saturate = config.saturate
+        self._warned = False
+
+    def max_encoded_size(self, raw_length: int, /) -> int:
+        """Return half of the raw length: every format that is cast has twice as many bytes."""
+        return raw_length // 2
+
+    def output(self, context: CodecContext, /) -> CodecOutput:
+        """Return the narrow elements, one for each of the chunk."""
+        del context
+        return CodecOutput(self._to, self._width, elementwise=True)
+
+    def encode(
+        self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
+    ) -> int | Declined:
+        """Encode a chunk as `Codec.encode`; decline what is no wider float, or is too large."""
+        source = flat_view(chunk)
+        if not self._takes(context) or source.nbytes % context.itemsize:
+            return DECLINED
+        length = source.nbytes // context.itemsize * self._width
+        if length > out.nbytes:
+            msg = f"cast: {length} bytes do not fit into an output of {out.nbytes}"
+            raise CodecError(msg)
+        target = flat_view(out)[:length]
+        convert_floats(source, context.dtype, target, self._to)
+        count = self._count_overflows(source, context.dtype, target)
+        if count and not self._saturate:
+            self._warn(count, length // self._width)
+            return DECLINED
+        return length
+
+    def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
+        """Decode a frame as `Codec.decode`."""
+        source, target = flat_view(frame), flat_view(out)
+        if not self._takes(context):
+            msg = f"cast: a frame of {self._to} cannot hold {context.dtype}"
+            raise CodecError(msg)
+        if source.nbytes * context.itemsize != target.nbytes * self._width:
+            msg = (
+                f"cast: {source.nbytes} bytes of {self._to} are not as many elements as "
+                f"{target.nbytes} bytes of {context.dtype}"
+            )
+            raise CodecError(msg)
+        convert_floats(source, self._to, target, context.dtype)
+
+    def _takes(self, context: CodecContext) -> bool:
+        known = FLOAT_DTYPES.get(context.dtype)
+        return known is not None and known == context.itemsize and known > self._width
+
+    def _count_overflows(self, source: memoryview, dtype: str, target: memoryview) -> int:
+        """Return how many numbers are too large; with `saturate`, make them the largest."""
+        largest, code = _LARGEST[self._to]
+        size, magnitude = FLOAT_DTYPES[dtype], (1 << 8 * self._width - 1) - 1
+        codes: NDArray[Any] = np.frombuffer(target, _WORDS[self._width])
+        count = 0
+        for start in range(0, len(codes), _PIECE):
+            piece = codes[start : start + _PIECE]
+            suspect = (piece & (magnitude | code)) == code
+            if not suspect.any():  # as nearly always, so the rest may be slow
+                continue
+            wide = np.empty(len(piece))
+            part = source[start * size : (start + len(piece)) * size]
+            convert_floats(part, dtype, wide.view(np.uint8).data, "float64")
+            large = suspect & self._is_too_large(wide)
+            count += int(np.count_nonzero(large))
+            if self._saturate:
+                edge = np.copysign(largest, wide[large])
+                fixed = np.empty(len(edge), codes.dtype)
+                convert_floats(
+                    edge.view(np.uint8).data, "float64", fixed.view(np.uint8).data, self._to
+                )
+                piece[large] = fixed
+        return count
+
+    def _is_too_large(self, wide: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Return which numbers are too large, of those that got the bits of such."""
+        if self._to == "float8_e4m3fn":
+            return np.abs(wide) > _E4M3FN_ROUNDED
+        if self._to in _INFINITE:
+            return np.isfinite(wide)
+        return ~np.isnan(wide)
+
+    def _warn(self, count: int, elements: int) -> None:
+        if not self._warned:
+            self._warned = True  # two threads may both say it, which does no harm
+            log.warning(
+                "%d of %d numbers of a chunk are too large for %s, so it is stored without the "
+                "codec cast, as any such chunk (said once); saturate=true would make them the "
+                "largest number of that format",
+                count,
+                elements,
+                self._to,
+            )

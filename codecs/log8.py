@@ -1,0 +1,232 @@
+"""The `log8` codec: positive floats as 8-bit steps of their logarithm, by blocks. Lossy.
+
+It is made for second moments (Adam's `exp_avg_sq`), of which the relative error counts, and which
+must not become zero: an update is divided by their root.
+
+A block of 256 elements is stored as the smallest and the largest of its numbers that are not zero,
+and each element as one of 255 equal steps of the logarithm between these. The code 0 is zero alone.
+The logarithm is a fixed-point number: the exponent's bits, and 12 bits that a table gives for the
+upper half of the mantissa. The table is made of integer square roots, and all else is integer
+arithmetic as well, so a frame decodes to the same bits on every machine.
+
+A frame is, for n elements (as float32) in b = ceil(n / 256) blocks:
+
+    4 b bytes   bits of the smallest number of each block but zero, little-endian; 0: all are zero
+    4 b bytes   bits of its largest number
+    n bytes     codes
+
+With log(bits) the exponent's bits and then those of the table, and exp its inverse, an element of
+code q > 0 has the bits exp(min(log(low) + (q - 1) step, log(high))), but at least low and at most
+high, where step = max(1, ceil((log(high) - log(low)) / 254)).
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from math import isqrt
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from penstock.core.abc import (
+    DECLINED,
+    Codec,
+    CodecContext,
+    Declined,
+    convert_floats,
+)
+from penstock.core.errors import CodecError
+from penstock.core.types import flat_view
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.uint32]
+
+_BLOCK = 256
+_STEPS = 254
+_BATCH = 256  # blocks that are worked on at once, so that they stay in the cache
+_INFINITY = 0x7F80_0000
+_MANTISSA = 0x7F_FFFF
+_TABLE_BITS = 12
+_SHIFT = 23 - _TABLE_BITS
+_PRECISION = 96  # fractional bits with which the table is computed
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class _BatchMemory(threading.local):
+    """Memory of one thread, for one batch of blocks."""
+
+    def __init__(self) -> None:
+        self.bits = np.empty((_BATCH, _BLOCK), np.uint32)
+        self.less = np.empty((_BATCH, _BLOCK), np.uint32)
+        self.floats = np.empty((_BATCH, _BLOCK), np.float32)
+        self.indices = np.empty((_BATCH, _BLOCK), np.intp)
+        self.codes = np.empty((_BATCH, _BLOCK), np.uint8)
+
+
+_memory = _BatchMemory()
+
+
+class Log8Codec(Codec):
+    """Stores positive floats in 8 bits, with about the same relative error for each of a block.
+
+    Zero stays zero, and nothing else becomes zero. A chunk that holds a negative number (-0.0 is
+    one), an infinity or NaN is declined, and so stored as it is: what has such is no second moment.
+    """
+
+    name: ClassVar[str] = "log8"
+    version: ClassVar[int] = 1
+    lossless: ClassVar[bool] = False
+
+    def max_encoded_size(self, raw_length: int, /) -> int:
+        """Return what elements of two bytes need: those of four are half as many."""
+        return _frame_length(raw_length // 2)
+
+    def encode(
+        self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
+    ) -> int | Declined:
+        """Encode a chunk as `Codec.encode`; decline what is no second moment."""
+        source, target = flat_view(chunk), flat_view(out)
+        itemsize = _DTYPES.get(context.dtype)
+        if itemsize is None or itemsize != context.itemsize or source.nbytes % itemsize:
+            return DECLINED
+        count = source.nbytes // itemsize
+        length = _frame_length(count)
+        if length > target.nbytes:
+            msg = f"log8: {length} bytes do not fit into an output of {target.nbytes}"
+            raise CodecError(msg)
+        lows, highs, codes = _parts(target[:length], count)
+        for first in range(0, len(lows), _BATCH):
+            at, stop = first * _BLOCK, min((first + _BATCH) * _BLOCK, count)
+            blocks = slice(first, min(first + _BATCH, len(lows)))
+            bits = _memory.bits[: blocks.stop - first]
+            flat = bits.reshape(-1)
+            piece = source[at * itemsize : stop * itemsize]
+            convert_floats(piece, context.dtype, flat[: stop - at].view(np.uint8).data, "float32")
+            flat[stop - at :] = flat[
+                stop - at - 1
+            ]  # the last block is filled with its last element
+            if flat.max() >= _INFINITY:  # a sign, which is the top bit, is above it as well
+                return DECLINED
+            _encode(bits, lows[blocks], highs[blocks], codes[at:stop])
+        return length
+
+    def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
+        """Decode a frame as `Codec.decode`."""
+        source, target = flat_view(frame), flat_view(out)
+        itemsize = _DTYPES.get(context.dtype)
+        if itemsize is None or itemsize != context.itemsize or target.nbytes % itemsize:
+            msg = f"log8: a frame cannot hold {target.nbytes} bytes of {context.dtype}"
+            raise CodecError(msg)
+        count = target.nbytes // itemsize
+        if source.nbytes != _frame_length(count):
+            msg = f"log8: {source.nbytes} bytes are no frame of {count} elements"
+            raise CodecError(msg)
+        lows, highs, codes = _parts(source, count)
+        if np.any(lows > highs) or (len(highs) and highs.max() >= _INFINITY):
+            msg = f"log8: a frame of {source.nbytes} bytes has a block that no float fits into"
+            raise CodecError(msg)
+        for first in range(0, len(lows), _BATCH):
+            at, stop = first * _BLOCK, min((first + _BATCH) * _BLOCK, count)
+            blocks = slice(first, min(first + _BATCH, len(lows)))
+            bits = _memory.bits[: blocks.stop - first]
+            _decode(codes[at:stop], lows[blocks], highs[blocks], bits)
+            piece = target[at * itemsize : stop * itemsize]
+            flat = bits.reshape(-1)[: stop - at]
+            convert_floats(flat.view(np.uint8).data, "float32", piece, context.dtype)
+
+
+def _frame_length(count: int) -> int:
+    return 8 * -(-count // _BLOCK) + count
+
+
+def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint8]]:
+    """Return the smallest and largest bit patterns of the blocks, and the codes, of a frame."""
+    blocks = -(-count // _BLOCK)
+    heads = np.frombuffer(frame[: 8 * blocks], "<u4")
+    return heads[:blocks], heads[blocks:], np.frombuffer(frame[8 * blocks :], np.uint8)
+
+
+@lru_cache(maxsize=1)
+def _tables() -> tuple[Words, Words]:
+    """Return the logarithm by the top bits of a mantissa, and the mantissa by those of it.
+
+    Both as 23 bits. An entry belongs to the middle of the numbers that share it.
+    """
+    one = 1 << _PRECISION
+    root = 2 * one
+    for _ in range(_TABLE_BITS + 1):
+        root = isqrt(root * one)
+    power, mantissas = root, []
+    for _ in range(1 << _TABLE_BITS):
+        mantissas.append((power - one) >> (_PRECISION - 23))
+        power = power * root * root >> 2 * _PRECISION
+    back = np.array(mantissas, np.uint32)
+    middles = (np.arange(1 << _TABLE_BITS) << _SHIFT) + (1 << _SHIFT - 1)
+    logarithms = np.minimum(np.searchsorted(back, middles), (1 << _TABLE_BITS) - 1) << _SHIFT
+    return logarithms.astype(np.uint32), back
+
+
+def _through(table: Words, numbers: Words, indices: NDArray[np.intp], out: Words) -> None:
+    """Replace the mantissas of `numbers` by what the table has for them."""
+    np.bitwise_and(numbers, np.uint32(_MANTISSA), out=out)
+    np.right_shift(out, np.uint32(_SHIFT), out=out)
+    np.copyto(indices, out)
+    np.take(table, indices, out=out, mode="clip")  # "raise", the default, copies once more
+    # What is left of the mantissa in `numbers` would stand in the way of that of the table.
+    np.right_shift(numbers, np.uint32(23), out=numbers)
+    np.left_shift(numbers, np.uint32(23), out=numbers)
+    np.bitwise_or(out, numbers, out=out)
+
+
+def _scale(lows: Words, highs: Words) -> tuple[Words, Words, Words]:
+    """Return the logarithms of the ends of the blocks, and the steps between codes."""
+    ends = []
+    for bits in (lows, highs):
+        logarithms = np.empty_like(bits)
+        _through(_tables()[0], bits.copy(), np.empty(len(bits), np.intp), logarithms)
+        ends.append(logarithms)
+    rounded_up = (ends[1] - ends[0] + np.uint32(_STEPS - 1)) // np.uint32(_STEPS)
+    return ends[0], ends[1], np.maximum(rounded_up, np.uint32(1))
+
+
+def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) -> None:
+    """Write the codes of whole blocks, less what the last one was filled with."""
+    count = len(bits)
+    less, floats, whole = _memory.less[:count], _memory.floats[:count], _memory.codes[:count]
+    np.subtract(bits, np.uint32(1), out=less)  # zero becomes the largest number
+    np.copyto(highs, bits.max(axis=1))
+    np.copyto(lows, np.minimum(less.min(axis=1), highs - np.minimum(highs, 1)))
+    np.add(lows, np.minimum(highs, 1), out=lows)
+    zero = bits == 0
+    first, _, steps = _scale(lows, highs)
+    _through(_tables()[0], bits, _memory.indices[:count], less)
+    np.subtract(less, first[:, None], out=less)
+    np.copyto(floats, less)
+    np.multiply(floats, np.float32(1) / steps.astype(np.float32)[:, None], out=floats)
+    np.rint(floats, out=floats)
+    np.minimum(floats, np.float32(_STEPS), out=floats)
+    np.add(floats, np.float32(1), out=floats)
+    np.copyto(whole, floats, casting="unsafe")
+    np.copyto(whole, 0, where=zero)
+    np.copyto(codes, whole.reshape(-1)[: len(codes)])
+
+
+def _decode(codes: NDArray[np.uint8], lows: Words, highs: Words, bits: Words) -> None:
+    """Write the bits of whole blocks; what lies behind the last code means nothing."""
+    count = len(bits)
+    less = _memory.less[:count]
+    flat = less.reshape(-1)
+    np.copyto(flat[: len(codes)], codes)
+    flat[len(codes) :] = 0
+    zero = less == 0
+    first, last, steps = _scale(lows, highs)
+    np.multiply(less, steps[:, None], out=less)
+    np.add(less, (first - steps)[:, None], out=less)
+    np.minimum(less, last[:, None], out=less)
+    _through(_tables()[1], less, _memory.indices[:count], bits)
+    np.maximum(bits, lows[:, None], out=bits)
+    np.minimum(bits, highs[:, None], out=bits)
+    np.copyto(bits, 0, where=zero)
