@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 import threading
 from enum import IntEnum
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 MAX_BITS = 7.85
 """Entropy, in bits per byte, above which a plane is stored as it is."""
 
+_SPARSE_BITS = 1.6  # below this many bits, so few bytes may differ from zero that a map pays
+_MOST_USED = 0.4  # of the bytes of such a plane
+_MAP_LENGTH = struct.Struct("<I")
+
 _PACKED_BITS = 6.9  # below this many bits, Huffman codes take less than seven bits for each byte
 
 # ZSTD_c_literalCompressionMode, an experimental parameter of zstd's own header (1.5): 1 is "always
@@ -44,6 +49,9 @@ class Method(IntEnum):
     RAW = 0
     PACKED = 1
     ZSTD = 2
+    SPARSE = 3
+    """A map of the bytes that are not zero, then these, each a zstd frame: a Huffman code takes a
+    bit for each byte at least, and most differences between late checkpoints are zero."""
 
 
 class _Contexts(threading.local):
@@ -69,6 +77,8 @@ def method_for(bits: float, *, unused: int) -> Method:
     """Return how a plane of so many bits per byte is stored, whose `unused` top bits are zero."""
     if unused:
         return Method.ZSTD if bits < _PACKED_BITS - unused + 1 else Method.PACKED
+    if bits < _SPARSE_BITS:
+        return Method.SPARSE
     return Method.ZSTD if bits < MAX_BITS else Method.RAW
 
 
@@ -82,6 +92,11 @@ def encode_plane(
         smaller is stored as it is.
     """
     size = plane.size
+    if method is Method.SPARSE:
+        length = _encode_sparse(plane, out)
+        if length is not None:
+            return method, length
+        method = Method.ZSTD
     if method is Method.ZSTD:
         frame = _compress(plane)
         if len(frame) < size:
@@ -102,15 +117,58 @@ def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes, scrat
         CodecError: `source` does not hold a plane of this size.
     """
     if method is Method.ZSTD:
-        decompressor = _contexts.decompressor or zstandard.ZstdDecompressor()
-        _contexts.decompressor = None  # not used again after a failure
-        decode_frame(decompressor, source.data, plane.data)
-        _contexts.decompressor = decompressor
+        _decompress(source, plane)
+        return
+    if method is Method.SPARSE:
+        _decode_sparse(source, plane)
         return
     if not unused or source.size != packed_size(plane.size, unused):
         msg = f"floatsplit: a plane of {plane.size} bytes has {source.size} stored bytes"
         raise CodecError(msg)
     unpack(source, unused, plane, scratch)
+
+
+def _encode_sparse(plane: Bytes, out: Bytes) -> int | None:
+    """Write a plane by its bytes that are not zero; None if there are too many of them."""
+    used = plane != 0
+    count = int(np.count_nonzero(used))
+    if count > _MOST_USED * plane.size:
+        return None
+    frames = [_compress(np.packbits(used)), _compress(plane[used]) if count else b""]
+    length = _MAP_LENGTH.size + sum(map(len, frames))
+    if length >= plane.size:
+        return None
+    stored = _MAP_LENGTH.pack(len(frames[0])) + b"".join(frames)
+    out[:length] = np.frombuffer(stored, np.uint8)
+    return length
+
+
+def _decode_sparse(source: Bytes, plane: Bytes) -> None:
+    if source.size < _MAP_LENGTH.size:
+        msg = f"floatsplit: a plane of {plane.size} bytes is cut off"
+        raise CodecError(msg)
+    (length,) = _MAP_LENGTH.unpack_from(source.data)
+    packed = np.empty(-(-plane.size // 8), np.uint8)
+    stored = source[_MAP_LENGTH.size :]
+    _decompress(stored[:length], packed)
+    used = np.unpackbits(packed)
+    beyond, used = used[plane.size :], used[: plane.size].view(np.bool_)
+    count = int(np.count_nonzero(used))
+    if beyond.any() or (not count and stored.size > length):
+        msg = f"floatsplit: a plane of {plane.size} bytes has more than its map says"
+        raise CodecError(msg)
+    values = np.empty(count, np.uint8)
+    if count:
+        _decompress(stored[length:], values)
+    plane.fill(0)
+    plane[used] = values
+
+
+def _decompress(source: Bytes, out: Bytes) -> None:
+    decompressor = _contexts.decompressor or zstandard.ZstdDecompressor()
+    _contexts.decompressor = None  # not used again after a failure
+    decode_frame(decompressor, source.data, out.data)
+    _contexts.decompressor = decompressor
 
 
 def _compress(plane: Bytes) -> bytes:

@@ -89,6 +89,58 @@ def test_one_sign_that_the_sample_did_not_see_comes_back():
     )
 
 
+def few_differences(dtype, share=0.1, elements=40_000):
+    rng = np.random.default_rng(4)
+    words = np.zeros(elements, dtype)
+    words[rng.random(elements) < share] = 1
+    words[::1000] = np.iinfo(dtype).max
+    return words.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_numbers_that_are_mostly_zero_take_less_than_a_bit_for_each_byte(dtype):
+    raw = few_differences(dtype)
+    itemsize = np.dtype(dtype).itemsize
+    # A Huffman code of each byte plane would take a bit for each of its bytes.
+    assert ratio(raw, context_of(dtype, itemsize, raw)) > 12
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1001])
+@pytest.mark.parametrize("used", [0, 1, 3])
+def test_a_sparse_plane_comes_back(size, used):
+    plane = np.zeros(4096 + size, np.uint8)
+    plane[-used or plane.size :] = 9
+    out = np.empty_like(plane)
+    method, length = entropy.encode_plane(plane, Method.SPARSE, 0, out, plane)
+    assert method is Method.SPARSE
+    back = np.full_like(plane, 0xAA)
+    decode_plane(out[:length], method, 0, back, plane)
+    assert np.array_equal(back, plane)
+
+
+@pytest.mark.parametrize("damage", ["short", "length", "map", "more"])
+def test_a_damaged_sparse_plane_is_refused(damage):
+    plane = np.zeros(1001, np.uint8)
+    plane[5] = 1 if damage != "more" else 0
+    out = np.empty(2000, np.uint8)
+    _, length = entropy.encode_plane(plane, Method.SPARSE, 0, out, plane)
+    stored = out[:length].copy()
+    if damage == "short":
+        stored = stored[:3]
+    elif damage == "length":
+        stored[:4] = 0xFF
+    elif damage == "map":
+        odd = np.full(126, 0xFF, np.uint8)  # bits beyond the plane
+        frame = entropy._compress(odd)
+        head = np.frombuffer(len(frame).to_bytes(4, "little") + frame, np.uint8)
+        values = np.frombuffer(entropy._compress(np.ones(1001, np.uint8)), np.uint8)
+        stored = np.concatenate([head, values])
+    else:
+        stored = np.append(stored, stored[-1:])
+    with pytest.raises(CodecError):
+        decode_plane(stored, Method.SPARSE, 0, np.empty_like(plane), plane)
+
+
 def test_zeros_take_next_to_nothing():
     raw = bytes(1 << 20)
     assert len(encoded(raw, context_of("float32", 4, raw))) < 1000
