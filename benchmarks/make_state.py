@@ -19,12 +19,15 @@ import re
 import sysconfig
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from torch import nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SNAPSHOTS = (100, 101, 110, 150, 200, 201)
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, BATCH = 6, 448, 7, 8192, 256, 8
@@ -83,6 +86,13 @@ def main(
 ) -> None:
     """Train for 201 steps, and write the snapshots."""
     folder.mkdir(parents=True, exist_ok=True)
+    for step, model, optimizer in training(SNAPSHOTS[-1], seed=seed):
+        if step in SNAPSHOTS:
+            torch.save(snapshot(model, optimizer), folder / f"step{step}.pt")
+
+
+def training(last: int, *, seed: int = 0) -> Iterator[tuple[int, Gpt, torch.optim.Optimizer]]:
+    """Train, and yield the number of each step behind it, from 1 to `last`."""
     torch.manual_seed(seed)
     data = tokens_of_the_standard_library()
     model = Gpt()
@@ -93,7 +103,7 @@ def main(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.95))
     began = time.monotonic()
-    for step in range(1, SNAPSHOTS[-1] + 1):
+    for step in range(1, last + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,))
@@ -105,12 +115,10 @@ def main(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 10 == 0 or step in SNAPSHOTS:
-            print(
-                f"step {step}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True
-            )
-        if step in SNAPSHOTS:
-            torch.save(snapshot(model, optimizer), folder / f"step{step}.pt")
+        if step % 10 == 0:
+            took_s = time.monotonic() - began
+            print(f"step {step}: loss {loss.item():.3f}, {took_s:.0f} s", flush=True)
+        yield step, model, optimizer
 
 
 def learning_rate(step: int) -> float:
