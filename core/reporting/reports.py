@@ -198,6 +198,28 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class LendingSave:
+    """A save from which a checkpoint borrows blobs: a link of its chain of deltas.
+
+    Attributes:
+        uid: The uid of the save.
+        step: The step of the save; None if no checkpoint knows it any more.
+        state: `ok`; or `deleted` or `replaced` (by an overwrite) where no commit record names the
+            save any more, and only its blobs are there still.
+    """
+
+    uid: str
+    step: int | None
+    state: str = "ok"
+
+    def __str__(self) -> str:
+        """Return the name of the save for messages: `step 8`, `step 8 (deleted)`."""
+        if self.step is None:
+            return f"a deleted step (data/{self.uid})"
+        return f"step {self.step}" + ("" if self.state == "ok" else f" ({self.state})")
+
+
+@dataclass(frozen=True, slots=True)
 class Repair:
     """The repair of a copy that `verify(repair=True)` found damaged.
 

@@ -6,11 +6,12 @@ import json
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
 from penstock.core.catalog.survey import find_unrecorded
 from penstock.core.cli.output.render import (
     Cell,
@@ -28,18 +29,22 @@ from penstock.core.cli.output.render import (
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
 from penstock.core.errors import DamagedError, StorageError
 from penstock.core.storage.open import open_backend
+from penstock.core.suggest import listed as listed_names
 from penstock.core.tiers.whereabouts import pending
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import CommitRecord
+    from penstock.core.reporting.reports import LendingSave
 
 _RUNS_SHOWN = 20
 _TIERS = Column("TIERS", keep=6)
+_BASE = Column("BASE", right=True, keep=8)
+_NEEDS = Column("NEEDS", right=True, keep=3)
 _COLUMNS = (
     Column("STEP", right=True),
     Column("GEN", right=True, keep=1),
@@ -88,10 +93,12 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
         answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
         waiting = _unrecorded(answering if tiered else [backend], listed)
+        kept = kept_for_borrowers([one.record for one in listed if one.record is not None])
         if as_json:
             found: dict[str, Any] = {"url": backend.url}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in listed]
             found["unrecorded"] = waiting
+            found["kept"] = [one.as_json() for one in kept]
             print_json({**found, "silent": silent} if tiered else found)
             return
         for name, why in silent.items():  # on standard error: the table may go into a pipe
@@ -102,16 +109,80 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
-    now_s = time.time()
-    columns = (*_COLUMNS[:-1], _TIERS, _COLUMNS[-1]) if tiered else _COLUMNS
-    print_table(columns, [_as_row(one, now_s, tiered=tiered) for one in listed])
+    _print_table(listed, tiered=tiered)
     for one in listed:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
     _print_unrecorded(waiting)
+    _print_kept(kept)
     if metadata:
         for one in listed:
             _print_metadata(one)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The blobs of a deleted checkpoint that others borrow.
+
+    Attributes:
+        lender: The deleted checkpoint.
+        size_bytes: The bytes of these blobs.
+        borrowers: The steps that borrow them, ascending.
+    """
+
+    lender: LendingSave
+    size_bytes: int
+    borrowers: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {
+            "uid": self.lender.uid,
+            "step": self.lender.step,
+            "state": self.lender.state,
+            "bytes": self.size_bytes,
+            "borrowers": list(self.borrowers),
+        }
+
+
+def kept_for_borrowers(records: Sequence[CommitRecord]) -> list[Kept]:
+    """Return what is kept of deleted checkpoints, those of known steps first."""
+    lent = lent_by_deleted(records)
+    lenders = find_lenders(records, lent)
+    sizes = borrowed_bytes(records)
+    kept = [
+        Kept(lenders[uid], sizes[uid], tuple(sorted({record.step for record in borrowers})))
+        for uid, borrowers in lent.items()
+    ]
+    return sorted(kept, key=lambda one: (one.lender.step is None, one.lender.step, one.lender.uid))
+
+
+def _print_kept(kept: Sequence[Kept]) -> None:
+    if not kept:
+        return
+    steps = sorted({step for one in kept for step in one.borrowers})
+    several = len(kept) > 1
+    print_wrapped(
+        f"{size_text(sum(one.size_bytes for one in kept))} of {len(kept)} deleted or replaced "
+        f"checkpoint{'s are' if several else ' is'} kept, since step"
+        f"{'s' if steps[1:] else ''} {listed_names([*map(str, steps)])} need"
+        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}",
+        style="yellow",
+    )
+
+
+def _print_table(listed: Sequence[Listed], *, tiered: bool) -> None:
+    records = [one.record for one in listed if one.record is not None]
+    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
+    now_s = time.time()
+    columns = list(_COLUMNS)
+    rows = [_as_row(one, now_s) for one in listed]
+    if tiered:
+        _insert(columns, rows, _TIERS, [_tiers_text(one) for one in listed], behind="STATE")
+    if lenders:  # a run without chains is shown without their columns
+        _insert(columns, rows, _NEEDS, [_needs_text(one) for one in listed], behind="STORED")
+        _insert(columns, rows, _BASE, [_base_cell(one, lenders) for one in listed], behind="GEN")
+    print_table(columns, rows)
 
 
 def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
@@ -228,18 +299,59 @@ def record_json(record: CommitRecord) -> dict[str, Any]:
         "bytes_stored": record.bytes_stored,
         "codecs": record.codecs,
         "providers": record.providers,
+        "base": None if record.base is None else asdict(record.base),
         "references": list(record.references),
+        "bytes_borrowed": _bytes_borrowed(record),
         "metadata": record.metadata,
         "penstock": record.penstock,
         "engine": record.engine,
     }
 
 
-def _as_row(one: Listed, now_s: float, *, tiered: bool) -> list[str | Cell]:
+def _insert(
+    columns: list[Column],
+    rows: Sequence[list[str | Cell]],
+    column: Column,
+    cells: Sequence[str | Cell],
+    *,
+    behind: str,
+) -> None:
+    """Insert a column, with the cell of each row, behind the column of that title."""
+    at = [one.title for one in columns].index(behind) + 1
+    columns.insert(at, column)
+    for row, cell in zip(rows, cells, strict=True):
+        row.insert(at, cell)
+
+
+def _tiers_text(one: Listed) -> str:
+    return "+".join(one.tiers) + (" (to copy)" if one.waiting else "")
+
+
+def _base_cell(one: Listed, lenders: Mapping[str, LendingSave]) -> str | Cell:
+    """Return the step that a checkpoint is encoded against, and what has become of it."""
+    if one.record is None:
+        return "-"
+    base = one.record.base
+    if base is None:
+        return "whole"
+    state = lenders[base.uid].state
+    return str(base.step) if state == "ok" else Cell(f"{state} {base.step}", "yellow")
+
+
+def _needs_text(one: Listed) -> str:
+    """Return the size of all blobs that a checkpoint needs, its own and borrowed ones."""
     record = one.record
-    where = ["+".join(one.tiers) + (" (to copy)" if one.waiting else "")] if tiered else []
+    return "-" if record is None else size_text(record.bytes_stored + _bytes_borrowed(record))
+
+
+def _bytes_borrowed(record: CommitRecord) -> int:
+    return sum(blob.length for blob in record.borrowed)
+
+
+def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
+    record = one.record
     if record is None:
-        return [str(one.step), *["-"] * 6, state_cell("damaged"), *where, ""]
+        return [str(one.step), *["-"] * 6, state_cell("damaged"), ""]
     created_s = datetime.fromisoformat(record.created).timestamp()
     return [
         str(record.step),
@@ -250,6 +362,5 @@ def _as_row(one: Listed, now_s: float, *, tiered: bool) -> list[str | Cell]:
         size_text(record.bytes_stored),
         ratio_text(record.bytes_raw, record.bytes_stored),
         state_cell("ok"),
-        *where,
         metadata_text(record.metadata),
     ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.commands.ls import record_json
+from penstock.core.cli.output.chain import chain_of, depth_of, print_chain
 from penstock.core.cli.output.render import (
     Column,
     metadata_text,
@@ -32,6 +33,7 @@ from penstock.core.units import size_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.core.cli.output.chain import Link
     from penstock.core.format.records import CommitRecord, ObjectRecord
     from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
@@ -46,6 +48,7 @@ _COLUMNS = (
     Column("CODECS", keep=4, spare=True),
     Column("ROLE", keep=1, spare=True),
 )
+_LINKS = Column("LINKS", right=True, keep=2, spare=True)
 _STATS_COLUMNS = (
     Column("MIN", right=True, keep=13),
     Column("MAX", right=True, keep=12),
@@ -88,12 +91,14 @@ class Shown:
         record: The object's record in the manifest.
         codecs: The codecs of its frames, in the order of encoding.
         bytes_stored: Its stored bytes; of a slab, which holds several objects, its share.
+        links: How many frames of other chunks its deepest frame needs, one below the other.
         stats: Statistics of its values, if they were asked for and can be computed.
     """
 
     record: ObjectRecord
     codecs: tuple[str, ...]
     bytes_stored: int
+    links: int = 0
     stats: Stats | None = None
 
     @property
@@ -126,14 +131,18 @@ def run(
         selection.check_used(one.record.path for one in located)
         chosen = [one for one in located if selection.selects(one.record.path)]
         shown = [describe(one, contents) for one in chosen]
+        chain = chain_of(backend, contents, chosen)
         if how.stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
     record = contents.record
     if how.as_json:
         head = {"step": record.step, **record_json(record)}
-        print_json({"checkpoint": head, "objects": [_as_json(one, how) for one in shown]})
+        objects = [_as_json(one, how) for one in shown]
+        print_json(
+            {"checkpoint": head, "chain": [link.as_json() for link in chain], "objects": objects}
+        )
     else:
-        _print(record, shown, how)
+        _print(record, chain, shown, how)
 
 
 def describe(located: Located, contents: Contents) -> Shown:
@@ -152,18 +161,22 @@ def describe(located: Located, contents: Contents) -> Shown:
         for number, size in used.items()
         if size
     )
-    return Shown(located.record, tuple(codecs), stored)
+    return Shown(located.record, tuple(codecs), stored, depth_of(located))
 
 
-def _print(record: CommitRecord, shown: list[Shown], how: ShowOptions) -> None:
+def _print(
+    record: CommitRecord, chain: Sequence[Link], shown: list[Shown], how: ShowOptions
+) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
         f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
     )
     if record.metadata:
         print_line(metadata_text(record.metadata))
+    if chain[1:]:
+        print_chain(chain, None if record.base is None else record.base.age)
     print_line("")
-    columns = (*_COLUMNS, *(_STATS_COLUMNS if how.stats else ()))
+    columns = [*_COLUMNS, _LINKS, *(_STATS_COLUMNS if how.stats else ())]
     if how.as_tree:
         tree = grown((one.record.path, one) for one in shown)
         rows = [
@@ -174,6 +187,10 @@ def _print(record: CommitRecord, shown: list[Shown], how: ShowOptions) -> None:
         ]
     else:
         rows = [_as_row(one, visible(show_path(one.record.path)), how) for one in shown]
+    if not any(one.links for one in shown):
+        columns.remove(_LINKS)
+        for row in rows:
+            del row[len(_COLUMNS)]
     print_table(columns, rows)
     _print_sum(record, shown)
 
@@ -213,6 +230,7 @@ def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str
         ratio_text(raw, stored),
         "",
         "",
+        str(max(s.links for s in below)),
         *([""] * len(_STATS_COLUMNS) if how.stats else []),
     ]
 
@@ -232,6 +250,7 @@ def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
         ratio_text(one.nbytes, one.bytes_stored),
         visible("+".join(one.codecs)) or "raw",
         record.role.value,
+        str(one.links),
         *(_stats_cells(one.stats) if how.stats else []),
     ]
 
@@ -256,6 +275,7 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
         "bytes_raw": one.nbytes,
         "bytes_stored": one.bytes_stored,
         "codecs": list(one.codecs),
+        "links": one.links,
         "same_as": None if record.same_as is None else show_path(record.same_as),
         "derived": None if record.derived is None else show_path(record.derived),
     }

@@ -1,0 +1,67 @@
+"""Chains of deltas as commit records tell them: which saves a checkpoint borrows blobs from.
+
+The step of a save whose checkpoint was deleted is known only from a checkpoint whose base it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import DamagedError
+from penstock.core.format.records import blob_uid
+from penstock.core.reporting.reports import LendingSave
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from penstock.core.catalog.catalog import Catalog
+    from penstock.core.format.records import CommitRecord
+
+
+def records_down(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
+    """Yield the readable commit records of `step` and of older ones, the newest first."""
+    older = sorted((s for s in catalog.steps() if s <= step), reverse=True)
+    for _, found in catalog.records(older):
+        if not isinstance(found, DamagedError):
+            yield found
+
+
+def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict[str, LendingSave]:
+    """Return what `records` tell of the saves `uids`; reads no further once all are found."""
+    found: dict[str, LendingSave] = {}
+    steps: dict[str, int] = {}
+    seen: set[int] = set()
+    for record in records:
+        seen.add(record.step)
+        if record.base is not None:
+            steps.setdefault(record.base.uid, record.base.step)
+        if record.uid in uids:
+            found[record.uid] = LendingSave(record.uid, record.step)
+        if len(found) == len(uids):
+            break
+    for uid in uids:
+        if uid not in found:
+            step = steps.get(uid)
+            found[uid] = LendingSave(uid, step, "replaced" if step in seen else "deleted")
+    return found
+
+
+def lent_by_deleted(records: Collection[CommitRecord]) -> dict[str, list[CommitRecord]]:
+    """Return the records that borrow from each save that no record names, by its uid."""
+    named = {record.uid for record in records}
+    borrowers: dict[str, list[CommitRecord]] = defaultdict(list)
+    for record in records:
+        for uid in record.references:
+            if uid not in named:
+                borrowers[uid].append(record)
+    return dict(borrowers)
+
+
+def borrowed_bytes(records: Iterable[CommitRecord]) -> dict[str, int]:
+    """Return the bytes of all blobs that `records` borrow, by the uid of their save."""
+    blobs = {blob.name: blob.length for record in records for blob in record.borrowed}
+    sizes: dict[str, int] = defaultdict(int)
+    for name, length in blobs.items():
+        sizes[blob_uid(name) or ""] += length
+    return dict(sizes)

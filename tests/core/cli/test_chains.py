@@ -1,0 +1,106 @@
+"""What the commands say of chains of deltas."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.core.cli.command import caller
+from tests.integration.deltas.test_chains import run_of
+
+import penstock
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory):
+    """Step 0 is whole, 1 to 3 are a chain on it; 2 is deleted; 4 is whole."""
+    root = tmp_path_factory.mktemp("chained") / "run"
+    run_of(f"posix://{root}", range(5), deltas={"every": 4})
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        ckpt.delete(2)
+    return root
+
+
+def columns(line):
+    return re.split(r" {2,}", line.strip())
+
+
+def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
+    done = call("ls", chained)
+    assert done.code == 0
+    title, *rows, kept = done.out.splitlines()
+    assert columns(title)[2] == "BASE"
+    assert columns(title)[7] == "NEEDS"
+    assert [columns(row)[2] for row in rows] == ["whole", "0", "deleted 2", "whole"]
+    assert columns(rows[0])[6] == columns(rows[0])[7]
+    assert re.fullmatch(
+        r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it", kept
+    )
+
+
+def test_ls_json_has_base_and_kept_data(call, chained):
+    found = call("ls", chained, "--json").json
+    zero, one, three, four = found["checkpoints"]
+    assert zero["base"] is four["base"] is None
+    assert one["base"] == {"uid": zero["uid"], "step": 0, "age": 1}
+    assert (three["base"]["step"], three["base"]["age"]) == (2, 3)
+    (kept,) = found["kept"]
+    assert (kept["uid"], kept["step"]) == (three["base"]["uid"], 2)
+    assert (kept["state"], kept["borrowers"]) == ("deleted", [3])
+    blobs = chained / "data" / kept["uid"] / "blobs"
+    assert kept["bytes"] == sum(blob.stat().st_size for blob in blobs.iterdir())
+    assert three["bytes_borrowed"] == kept["bytes"] + zero["bytes_stored"] + one["bytes_stored"]
+
+
+def test_ls_of_a_run_without_chains_has_no_columns_for_them(call, tmp_path):
+    with penstock.Checkpointer(f"posix://{tmp_path}/run") as ckpt:
+        ckpt.save({"epoch": 1}, step=1, mode="blocking")
+    title, _ = call("ls", tmp_path / "run").out.splitlines()
+    assert not {"BASE", "NEEDS"} & {*title.split()}
+
+
+def test_show_lists_the_links_and_what_restoring_reads_of_each(call, chained):
+    found = call("show", chained, "--step", 3, "--json").json
+    chain = found["chain"]
+    assert [(link["step"], link["state"]) for link in chain] == [
+        (3, "ok"),
+        (2, "deleted"),
+        (1, "ok"),
+        (0, "ok"),
+    ]
+    with penstock.Checkpointer(f"posix://{chained}") as ckpt:
+        report = ckpt.verify(3)
+        manifest = ckpt.open(3).contents
+        manifest.sweep(lambda *_: None)
+    assert sum(link["bytes_read"] for link in chain) == report.bytes_read - manifest.bytes_read
+    assert {one["path"]: one["links"] for one in found["objects"]}["model/odd"] == 3
+
+
+def test_show_of_some_objects_counts_what_these_need(call, chained):
+    some = call("show", chained, "--step", 3, "--include", "model/odd", "--json").json
+    reports = []
+    with penstock.Checkpointer(f"posix://{chained}", on_event=reports.append) as ckpt:
+        ckpt.load(3, include="model/odd")
+    assert [link["frames"] for link in some["chain"]] == [1, 1, 1, 1]
+    assert sum(link["bytes_read"] for link in some["chain"]) == reports[-1].report.bytes_read
+
+
+def test_show_prints_the_chain_above_the_objects(call, chained):
+    done = call("show", chained, "--step", 3, "--tree", "--depth", 1)
+    _, kind, _, title, *links = done.out.splitlines()
+    assert kind.startswith("save 3 behind a whole one; to restore it reads ")
+    assert columns(title) == ["CHAIN", "READ", "FRAMES", "UID"]
+    names = [columns(line)[0] for line in links[:4]]
+    assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]
+    assert any(columns(line)[-1] == "LINKS" for line in links)
+
+
+def test_show_of_a_whole_checkpoint_prints_no_chain(call, chained):
+    done = call("show", chained, "--step", 4)
+    assert "CHAIN" not in done.out
+    assert "LINKS" not in done.out
