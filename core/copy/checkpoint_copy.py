@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.catalog.survey import places_of, read_commit, sizes_of
+from penstock.core.catalog.survey import places_of, read_commit, sizes_of, survey_records
 from penstock.core.concurrency.watchdog import call_with_deadline
+from penstock.core.copy.blob_sites import BlobSites
 from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.lease import Lease
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.copy.verify import (
     check_same_manifest,
@@ -31,11 +31,11 @@ from penstock.core.errors import (
     BusyError,
     FormatError,
     SaveAbortedError,
-    SaveError,
     StepExistsError,
     StorageError,
 )
 from penstock.core.format.records import (
+    blob_uid,
     data_prefix,
     intent_name,
     lease_name,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.copy.mover import CheckedBlob
     from penstock.core.format.records import CommitRecord
-    from penstock.core.types import BlobInfo, ByteRange
+    from penstock.core.types import ByteRange
 
 log = logging.getLogger("penstock")
 
@@ -136,7 +136,8 @@ class CheckpointCopy:
         self._replace = replace
         self._repair = repair
         self._contents = CopySource(source, record)
-        self._lease = Lease(target, record.uid, workers.timing)
+        self._sites = BlobSites(target, record, workers.timing, grace_s=grace_s)
+        self._lease = self._sites.own
         self._commit = Commit()
         self._publisher = Publisher(
             target,
@@ -147,6 +148,7 @@ class CheckpointCopy:
             clock=workers.timing.clock,
         )
         self._wrote = False  # whether the target may have data of this copy or an earlier one
+        self._read: set[str] = set()  # blobs that were read at the target
         self._spoiled: set[str] = set()  # blobs of an earlier copy that are damaged or missing
         self._on_progress: Callable[[int], None] | None = None
         both = source.capabilities, target.capabilities
@@ -159,7 +161,7 @@ class CheckpointCopy:
             bytes_per_s=bytes_per_s,
             calls=Callbacks(
                 moved=self._moved,
-                sealed=self._lease.seal,
+                sealed=self._sites.seal,
                 damaged=self._damaged,
                 missing=self._missing,
                 alive=self._alive,
@@ -172,7 +174,7 @@ class CheckpointCopy:
 
         Args:
             on_progress: Called with the bytes of blobs that were copied, or were kept and verified,
-                on a thread of the copy's own; `record.bytes_stored` in all. An error that it
+                on a thread of the copy's own; `record.bytes_needed` in all. An error that it
                 raises ends the copy.
 
         Raises:
@@ -180,8 +182,9 @@ class CheckpointCopy:
             CheckpointGoneError: The checkpoint was deleted at the source meanwhile.
             StepExistsError: The target has another checkpoint at that step, or uses the uid of
                 this one for another.
-            BusyError: Another process copies the same checkpoint there, or has taken over; or
-                the target has data of the uid that no copy has brought.
+            BusyError: Another process copies the same checkpoint there, or one that needs the same
+                blobs, or has taken over; or the target has data of these uids that no copy has
+                brought.
             SaveAbortedError: The copy was cancelled, or slept so long that its data may be pruned.
             LostRaceError: Another saver published that step first.
             CommitUnknownError: The checkpoint may or may not exist at the target.
@@ -204,12 +207,6 @@ class CheckpointCopy:
     def _run(self) -> CopyReport:
         began_s = time.monotonic()
         record = self._record
-        if record.references:
-            msg = (
-                f"step {record.step} on {self._source.url} uses data of {len(record.references)} "
-                "other save(s), which a copy byte for byte does not include"
-            )
-            raise SaveError(msg)
         self._mover.check()
         there = self._at_target()
         if there is not None:
@@ -223,11 +220,11 @@ class CheckpointCopy:
         except BaseException:
             self._commit.feed(Event.FAILED)
             if self._wrote:
-                self._lease.release()
+                self._sites.release()
             else:
                 self._lease.remove()  # else the data beside it would count as a copy's
             raise
-        self._lease.remove()
+        self._sites.remove()
         self._remove_replaced()
         copied = sum(blob.length for blob in blobs if blob.name not in kept)
         kept_bytes = sum(blob.length for blob in blobs if blob.name in kept)
@@ -249,13 +246,15 @@ class CheckpointCopy:
         """Copy from the intent to the commit record; return the blobs that were kept."""
         self._wrote = self._builds_on
         self._check_data(has_lease=self._builds_on)
-        left = self._target.list(f"{data_prefix(self._record.uid)}blobs/")
         self._publish_intent()
-        kept = self._still_good(blobs, left)
-        self._lease.keep(kept)
-        if doomed := sorted({info.name for info in left} - kept):
-            self._lease.check()  # behind the request before, which may have been held up for long
-            self._target.delete(doomed)
+        kept = self._sites.settle(
+            blobs,
+            repair=self._repair,
+            read=self._damaged_at_target,
+            trust_sealed=self._trust_sealed,
+        )
+        if unread := self._unread_bytes(blobs, kept):
+            self._moved(unread)
         try:
             self._mover.run(
                 BlobTransfer(blob, self._source, self._target)
@@ -263,15 +262,15 @@ class CheckpointCopy:
                 if blob.name not in kept
             )
         except BlobExistsError:
-            self._lease.check()  # most likely another copy has taken over: then a BusyError
+            self._sites.check()  # most likely another copy has taken over: then a BusyError
             raise
         self._mover.check()
         self._commit.feed(Event.SEALED)
         for name, data in self._contents.records():
             self._mover.check()
-            self._lease.refresh()
+            self._sites.refresh()
             self._publish(name, data)
-        self._lease.check()
+        self._sites.check()
         self._check_whole(blobs)
         if not isinstance(self._replace, bool):
             self._at_target()  # another node may have overwritten the step there meanwhile
@@ -325,7 +324,8 @@ class CheckpointCopy:
         """Raise unless all data of this uid at the target was left by an earlier copy.
 
         Otherwise a user who can write the source could give a checkpoint the uid of another one of
-        the target, or of a save in flight there, and have a copy destroy that data.
+        the target, or of a save in flight there, and have a copy destroy that data. Blobs alone,
+        which a checkpoint there borrows, are no data of a copy: `BlobSites` spares them.
 
         Args:
             has_lease: Whether an earlier copy left a lease.
@@ -340,7 +340,7 @@ class CheckpointCopy:
             names = {info.name for info in place.list(data_prefix(uid))} - own
             if names:
                 check_uid_is_free(place, self._record)
-            if names and place is self._target and not has_lease:
+            if names and place is self._target and not (has_lease or _are_lent(place, uid, names)):
                 raise self._not_of_a_copy(min(names))
 
     def _not_of_a_copy(self, name: str) -> BusyError:
@@ -355,7 +355,9 @@ class CheckpointCopy:
     def _publish_intent(self) -> None:
         self._wrote = True
         try:
-            self._publisher.publish_intent(exclusive=not self._builds_on)
+            self._publisher.publish_intent(
+                references=self._record.references, exclusive=not self._builds_on
+            )
         except BlobExistsError as error:
             self._wrote = False
             raise self._not_of_a_copy(intent_name(self._record.uid)) from error
@@ -369,20 +371,17 @@ class CheckpointCopy:
 
     # -- what an earlier copy left ----------------------------------------------------------------
 
-    def _still_good(self, blobs: Sequence[CheckedBlob], left: Sequence[BlobInfo]) -> set[str]:
-        """Return the names of the blobs that an earlier copy brought there whole."""
-        if not left or self._lease_is_old(left):
-            return set()
-        sizes = {info.name: info.size_bytes for info in left}
-        found = [b for b in blobs if b.name in self._lease.sealed and sizes.get(b.name) == b.length]
-        if not self._trust_sealed:
-            self._mover.run(BlobTransfer(blob, self._target, None) for blob in found)
-        return {blob.name for blob in found} - self._spoiled
+    def _damaged_at_target(self, blobs: Sequence[CheckedBlob]) -> set[str]:
+        """Read blobs that the target has; return the names of those that are damaged or missing."""
+        self._read.update(blob.name for blob in blobs)
+        if blobs:
+            self._mover.run(BlobTransfer(blob, self._target, None) for blob in blobs)
+        return self._spoiled & {blob.name for blob in blobs}
 
-    def _lease_is_old(self, left: Sequence[BlobInfo]) -> bool:
-        """Return whether the data that is left may be pruned at any moment, and so be lost."""
-        newest_s = max(info.modified_s for info in left)
-        return self._target.store_time_s() - newest_s > self._grace_s / 2
+    def _unread_bytes(self, blobs: Sequence[CheckedBlob], kept: Collection[str]) -> int:
+        """Return the bytes of blobs that are kept unread because a checkpoint there needs them."""
+        lent = [blob for blob in blobs if blob.name in kept and blob.name not in self._read]
+        return sum(blob.length for blob in lent if blob_uid(blob.name) != self._record.uid)
 
     # -- calls of the mover -----------------------------------------------------------------------
 
@@ -392,11 +391,11 @@ class CheckpointCopy:
 
     def _alive(self) -> None:
         self._publisher.refresh_intent()
-        self._lease.refresh()
+        self._sites.refresh()
 
     def _owned(self) -> bool:
         try:
-            self._lease.check()
+            self._sites.check()
         except BusyError:
             return False
         except StorageError:
@@ -441,7 +440,7 @@ class CheckpointCopy:
     def _begin_to_publish(self) -> None:
         """Give `cancel` its last chance: from here on the record may exist."""
         self._mover.check()
-        self._lease.check_age()
+        self._sites.check_age()
         self._commit.feed(Event.PUBLISH_STARTED)
 
     def _remove_replaced(self) -> None:
@@ -456,3 +455,10 @@ class CheckpointCopy:
                 self._record.step,
                 str(error),
             )
+
+
+def _are_lent(place: Backend, uid: str, names: Collection[str]) -> bool:
+    """Return whether all that a place has of a uid are blobs, which a checkpoint there borrows."""
+    if not all(blob_uid(name) == uid for name in names):
+        return False
+    return any(uid in r.references for r in survey_records(place).records.values())

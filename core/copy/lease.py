@@ -85,25 +85,29 @@ class Lease:
         """The names of the blobs that are whole and durable."""
         return frozenset(self._record.sealed)
 
-    def take(self) -> None:
+    def take(self, *, durable: Iterable[str] = ()) -> None:
         """Acquire the lease, and read which blobs an earlier copy has sealed.
+
+        Args:
+            durable: Blobs that are known to be durable, to be listed beside these.
 
         Raises:
             BusyError: Another copy is in flight.
         """
         _held.add(self._record.token)
         try:
-            self._take()
+            self._take(durable)
         except BaseException:
             _held.discard(self._record.token)
             raise
 
-    def _take(self) -> None:
+    def _take(self, durable: Iterable[str]) -> None:
         found = self._read()
         if found is not None:
             self._found = True
             self._refuse_living(found)
-            self._record = replace(self._record, sealed=found.sealed)
+            durable = {*durable, *found.sealed}
+        self._record = replace(self._record, sealed=tuple(sorted(durable)))
         # A record that exists is replaced, not deleted and created again: a crash between the two
         # would leave data that no lease marks as a copy's, and that no later copy may touch. Of two
         # copies that replace the record the last one holds the lease; the other one's `check` fails

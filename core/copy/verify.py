@@ -13,7 +13,7 @@ from penstock.core.catalog.survey import (
     is_whole,
     read_commit,
     sizes_of,
-    survey_run,
+    survey_records,
 )
 from penstock.core.copy.copy_source import CopySource
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
@@ -121,20 +121,18 @@ def check_same_manifest(target: Backend, there: CommitRecord, record: CommitReco
 
 
 def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
-    """Refuse to write the data of a uid that another checkpoint or save at that place needs.
+    """Refuse to write the data of a uid that another checkpoint at that place names.
 
     Raises:
-        StepExistsError: A record of another step names the uid, or a record or an intent
-            references it.
+        StepExistsError: A record of another step names the uid.
         StorageError: The place does not answer.
     """
-    survey = survey_run(place)
-    named = [n for n, r in survey.records.items() if r.uid == record.uid and r.step != record.step]
-    if not named and record.uid not in survey.references:
+    records = survey_records(place).records
+    named = [n for n, r in records.items() if r.uid == record.uid and r.step != record.step]
+    if not named:
         return
-    user = named[0] if named else "another checkpoint, or a save under way,"
     msg = (
-        f"{place.url} has data of uid {record.uid} already, and {user} uses it: a copy of step "
+        f"{place.url} has data of uid {record.uid} already, and {named[0]} uses it: a copy of step "
         f"{record.step} would replace that. Nothing was changed. No two saves have one uid: were "
         "records of the source changed by hand? `penstock copy` with --codec, --rules or --raw "
         "stores a step under a new one."

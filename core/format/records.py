@@ -267,6 +267,11 @@ class CommitRecord:
     plugins: dict[str, str] = field(default_factory=dict)
 
     @property
+    def bytes_needed(self) -> int:
+        """The bytes of all blobs that the checkpoint needs, borrowed ones included."""
+        return self.bytes_stored + sum(blob.length for blob in self.borrowed)
+
+    @property
     def references(self) -> tuple[str, ...]:
         """The uids of the other saves whose blobs the checkpoint needs, ascending."""
         return tuple(sorted({uid for blob in self.borrowed if (uid := blob_uid(blob.name))}))

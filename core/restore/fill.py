@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.survey import missing_borrowed
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import (
     CheckpointGoneError,
@@ -17,12 +18,14 @@ from penstock.core.errors import (
     PenstockError,
     RestoreError,
     SelectionError,
+    StorageError,
 )
+from penstock.core.format.records import blob_uid
 from penstock.core.plan.regions import copy_region, region_batches, region_runs
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
-from penstock.core.suggest import LISTED
+from penstock.core.suggest import LISTED, listed
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import PAGE_BYTES, Kind, Region
 
@@ -374,8 +377,26 @@ def raise_damaged(
         raise CheckpointGoneError(msg)
     names = list(dict.fromkeys(name for name, _ in damaged))
     details = "; ".join(f"{name}: {detail}" for name, detail in damaged[:LISTED])
+    if missing_blob:
+        details += _lost_of_others(checkpoint)
     msg = (
         f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in {len(names)} "
         f"object(s): {details}. Restore an older step, or pass on_damage='fallback'."
     )
     raise DamagedError(msg, names)
+
+
+def _lost_of_others(checkpoint: Opened) -> str:
+    """Return which borrowed blobs are missing, and the steps that they belong to."""
+    try:
+        lost = missing_borrowed(checkpoint.backend, checkpoint.contents.record)
+        records = Catalog(checkpoint.backend).records() if lost else ()
+        steps = {found.uid: step for step, found in records if not isinstance(found, DamagedError)}
+    except StorageError:
+        return ""
+    owners = [(name, steps.get(blob_uid(name) or "")) for name in lost]
+    told = [
+        f"{name} of {'a step that was deleted' if step is None else f'step {step}'}"
+        for name, step in owners
+    ]
+    return f"; missing or cut off, and borrowed: {listed(told)}" if told else ""

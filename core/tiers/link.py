@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.core.catalog.survey import has, is_whole
+from penstock.core.catalog.survey import has, is_whole, missing_borrowed
 from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog
 from penstock.core.copy.verify import confirmed, retract, verify_blobs
 from penstock.core.errors import (
@@ -185,7 +185,7 @@ class DrainLink:
                 self._target.name,
                 None if current is None else current.step,
                 self._done_bytes,
-                0 if current is None else current.bytes_stored,
+                0 if current is None else current.bytes_needed,
                 self._moved_bytes,
                 tuple(record.step for record in self._queue),
                 self._error or (f"no progress for {limit_s:g} s" if self.is_stuck() else ""),
@@ -322,8 +322,10 @@ class DrainLink:
             return is_whole(target, record)
         self._drains.roots.check(self._number + 1)
         if not confirmed(target, record, first=verify_source):
+            missing = set(missing_borrowed(target, record))
+            lent = sum(blob.length for blob in record.borrowed if blob.name in missing)
             self._drains.eviction.make_room(
-                self._number + 1, record.bytes_stored, verify=self._verify
+                self._number + 1, record.bytes_stored + lent, verify=self._verify
             )
             # Once per checkpoint: each call of `prepare` counts as a save for `drain_every`.
             if record.uid != self._prepared:
@@ -338,7 +340,8 @@ class DrainLink:
                 may_begin=lambda: not self._is_over(record),
                 on_progress=self._moved,
             )
-            self._drains.eviction.note_verified(self._number + 1, record)
+            if not record.borrowed:  # else the copy has kept blobs there without reading them
+                self._drains.eviction.note_verified(self._number + 1, record)
         # Once more: a file system that was unmounted during the copy took the data with it.
         self._drains.roots.check(self._number + 1)
         source.delete([mark_name(record.uid)])

@@ -179,18 +179,22 @@ class TierRepairs:
 
     def _replace_read(self, damaged: Mapping[str, str]) -> None:
         """Replace the copies that a read has passed over: all in front of the good one."""
-        good = {data_uid(blob): name for blob, name in damaged.items()}
         numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
             for name, tier in damaged.items():
                 if parse_commit_name(name) is not None:
                     self._replace_unreadable(name, numbers[tier])
-            for uid, where in whereabouts(self._tiers).items():
-                best = numbers[good[uid]] if uid in good else 0
+            replaced: set[tuple[int, str]] = set()
+            for where in whereabouts(self._tiers).values():
+                names = {name for name in damaged if _needs(where.record, name)}
+                best = max((numbers[damaged[name]] for name in names), default=0)
                 for number in where.tiers if best in where.tiers else ():
+                    # A blob that several checkpoints need is replaced with the first of them.
+                    found = {(number, name) for name in names} - replaced
                     # Replacing deletes the record, and the copy to the next tier may be in flight.
-                    if number < best and number not in where.waiting:
+                    if found and number < best and number not in where.waiting:
                         self.replace_copy(where.record, best, number)
+                        replaced |= found
         except Exception as error:  # noqa: BLE001 - a task's boundary: reading goes on without it
             log.warning("repairing a damaged copy failed: %s", str(error))
 
@@ -277,6 +281,11 @@ class TierRepairs:
         return [
             self._tiers[n] for n in numbers if not is_marked(self._tiers[n].backend, record.uid)
         ]
+
+
+def _needs(record: CommitRecord, name: str) -> bool:
+    """Return whether a file of the run is a checkpoint's own, or a blob that it borrows."""
+    return data_uid(name) == record.uid or name in {blob.name for blob in record.borrowed}
 
 
 def _check_still_there(source: Backend, record: CommitRecord) -> None:

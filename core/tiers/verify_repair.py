@@ -147,7 +147,7 @@ class _CheckpointRepair:
         cancelled = threading.Event()
         copy = self._copies[bad]
         self._meter.begin("repair")
-        self._meter.expect(2 * self._record.bytes_stored)  # read first, then copied
+        self._meter.expect(2 * self._record.bytes_needed)  # read first, then copied
 
         def on_progress(size_bytes: int) -> None:
             if cancelled.is_set():

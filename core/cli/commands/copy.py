@@ -257,7 +257,7 @@ class _Copier:
         stored = record  # under its own generation: `_above` renames only the copy
         if self._how.overwrite:
             record = self._above(record)
-        total, done = record.bytes_stored, 0
+        total, done = record.bytes_needed, 0
 
         def moved(size_bytes: int) -> None:
             nonlocal done

@@ -149,7 +149,7 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
                 marked, away = deadline.ask("comparing the tiers", drains.reconcile)
                 before += marked
                 found += deadline.ask("looking what is left", drains.resume)
-            _watch(drains, sum(record.bytes_stored for record in before), deadline)
+            _watch(drains, sum(record.bytes_needed for record in before), deadline)
         finally:
             states = drains.states()
             try:

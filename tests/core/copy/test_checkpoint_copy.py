@@ -39,15 +39,12 @@ from penstock.core.errors import (
     CommitUnknownError,
     DamagedError,
     SaveAbortedError,
-    SaveError,
     StepExistsError,
     StorageError,
     UnsyncedError,
 )
-from penstock.core.format.commit_record import decode_intent, encode_commit, encode_intent
+from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import (
-    BlobRecord,
-    blob_name,
     commit_name,
     data_prefix,
     intent_name,
@@ -712,29 +709,6 @@ def test_a_uid_that_the_target_has_at_another_step_is_refused(own, workers, cras
     )
 
 
-@pytest.mark.parametrize("user", ["checkpoint", "save"])
-def test_a_uid_that_something_of_the_target_refers_to_is_refused(own, workers, user):
-    evil, record = forged(own, step=200), Catalog(own).record(STEP)
-    release_lease(own, record.uid)
-    save(own, 8, seed=1)
-    borrowed = BlobRecord(blob_name(record.uid, 0, 0, "raw"), 1)
-    later = replace(Catalog(own).record(8), borrowed=(borrowed,))
-    own.delete([commit_name(8, 0), commit_name(STEP, 0)])
-    if user == "checkpoint":
-        own.publish(commit_name(8, 0), encode_commit(later))
-    else:
-        intent = decode_intent(contents_of_intent(own, later.uid), intent_name(later.uid))
-        refers = replace(intent, references=(record.uid,))
-        own.publish(intent_name(later.uid), encode_intent(refers))
-    refused_without_a_trace(
-        evil, own, workers, StepExistsError, step=200, match="another checkpoint, or a save"
-    )
-
-
-def contents_of_intent(backend, uid):
-    return backend.read_record(intent_name(uid), limit_bytes=1 << 20)
-
-
 def test_a_uid_of_which_the_target_has_data_that_no_copy_brought_is_refused(own, workers):
     """It may be that of a save that is under way there."""
     evil = forged(own)
@@ -772,13 +746,6 @@ def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers,
     assert target.read_record(name, limit_bytes=100) == b"of a save"
     left = {info.name for info in target.list("")} - {name}
     assert comes_as == "index" or not left  # nor does a lease stay, which would make it a copy's
-
-
-def test_references_to_other_saves_are_refused(saved, workers):
-    borrowed = BlobRecord(blob_name("0" * 32, 0, 0, "raw"), 1)
-    record = replace(Catalog(saved).record(STEP), borrowed=(borrowed,))
-    with pytest.raises(SaveError, match="other save"):
-        CheckpointCopy(saved, memory(), record, workers=workers, grace_s=GRACE_S).run()
 
 
 # -- parts --------------------------------------------------------------------------------------

@@ -1,0 +1,335 @@
+"""Copies of checkpoints that borrow blobs: each blob comes once, and nothing else's is touched."""
+
+import json
+import threading
+from contextlib import closing, suppress
+
+import pytest
+from tests.core.borrowing import borrow, files_of
+from tests.integration.support import ENCODED, checkpointer, holding, make_state, memory, same
+
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.prune import GRACE_S
+from penstock.core.concurrency.workers import Workers
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
+from penstock.core.copy.verify import confirmed
+from penstock.core.errors import BusyError, DamagedError, SaveAbortedError
+from penstock.core.format.commit_record import decode_intent
+from penstock.core.format.records import (
+    commit_name,
+    data_prefix,
+    intent_name,
+    lease_name,
+)
+from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
+from penstock.core.testing.wrapper import WrapperBackend
+
+DELTA, LATER = "d" * 32, "e" * 32
+STATE = make_state(3)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with closing(Workers(2)) as threads:
+        yield threads
+
+
+def made_chain():
+    """A store with a base (1), one that borrows of it (2), and one that borrows of both (3)."""
+    backend = memory()
+    with checkpointer(backend, **ENCODED) as ckpt:
+        ckpt.save(STATE, 1, mode="blocking")
+    borrow(backend, 1, 2, uid=DELTA, lent="raw")
+    borrow(backend, 2, 3, uid=LATER, lent="enc")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return made_chain()
+
+
+def copy_of(source, target, workers, step, **options):
+    record = Catalog(source).record(step)
+    options = {"grace_s": GRACE_S, "buffer_bytes": 8 * 4096, **options}
+    return CheckpointCopy(source, target, record, workers=workers, **options)
+
+
+def files(folder):
+    return PosixBackend(PosixConfig(path=str(folder), direct_io="off"))
+
+
+def base_of(backend):
+    return Catalog(backend).record(1).uid
+
+
+def whole_at(target, *steps):
+    with checkpointer(target) as ckpt:
+        assert ckpt.steps() == list(steps)
+        assert all(ckpt.verify(step).ok and same(ckpt.load(step), STATE) for step in steps)
+
+
+def bury(target):
+    """Make all copies that hold leases there look killed."""
+    for info in target.list("data/"):
+        if info.name.endswith("copy.json"):
+            lease = json.loads(target.read_record(info.name, limit_bytes=1 << 20))
+            lease["process"] = lease["process"].rpartition("-")[0] + "-0"
+            target.publish(info.name, json.dumps(lease).encode())
+
+
+def written(faulty):
+    return {name for what, names in faulty.calls if what == "create" for name in names}
+
+
+def test_a_copy_brings_the_blobs_that_the_checkpoint_borrows_and_nothing_else_of_them(
+    chain, workers
+):
+    target, moved = memory(), []
+    report = copy_of(chain, target, workers, 3).run(on_progress=moved.append)
+    whole_at(target, 3)
+    assert files_of(target, base_of(chain)) == {"blobs/00000-0.raw"}
+    assert files_of(target, DELTA) == {"blobs/00000-0.enc"}
+    record = Catalog(target).record(3)
+    assert report.blobs == 2
+    assert sum(moved) == record.bytes_needed == report.bytes_copied
+    intent = target.read_record(intent_name(LATER), limit_bytes=9999)
+    assert decode_intent(intent, intent_name(LATER)).references == record.references
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (3, 1, 2)])
+def test_checkpoints_of_a_chain_are_copied_in_any_order_each_blob_once(chain, workers, steps):
+    target = memory()
+    faulty = FaultyBackend(target)
+    for number, step in enumerate(steps):
+        moved = []
+        copy_of(chain, faulty, workers, step).run(on_progress=moved.append)
+        assert sum(moved) == Catalog(chain).record(step).bytes_needed
+        whole_at(target, *sorted(steps[: number + 1]))
+    assert not [info.name for info in target.list("data/") if info.name.endswith("copy.json")]
+    created = [name for what, names in faulty.calls if what == "create" for name in names]
+    assert len(created) == len(set(created))
+    assert {info.name for info in target.list("data/")} == {
+        info.name for info in chain.list("data/")
+    }
+
+
+def test_blobs_of_a_deleted_base_are_copied_too(workers):
+    source, target = made_chain(), memory()
+    for step in (1, 2):
+        Catalog(source).delete(step)
+    copy_of(source, target, workers, 3).run()
+    whole_at(target, 3)
+    Catalog(target).delete(3)
+    assert target.list("") == []
+
+
+def test_a_damaged_borrowed_blob_is_not_copied(workers):
+    source, target = made_chain(), memory()
+    name = f"{data_prefix(base_of(source))}blobs/00000-0.raw"
+    data = bytearray(source.read_record(name, limit_bytes=1 << 30))
+    data[:4096] = bytes(4096)
+    source.delete([name])
+    source.publish(name, bytes(data))
+    with pytest.raises(DamagedError, match=name):
+        copy_of(source, target, workers, 2).run()
+    assert Catalog(target).steps() == []
+
+
+@pytest.mark.parametrize("case", [((), 3, False), ((1,), 2, True), ((2,), 1, False)], ids=str)
+def test_a_copy_that_is_killed_anywhere_is_resumed_and_never_listed_in_part(
+    chain, workers, tmp_path, case
+):
+    there, step, after = case
+    for at in range(1, 200):
+        with closing(files(tmp_path / str(at))) as target:
+            for earlier in there:
+                copy_of(chain, target, workers, earlier).run()
+            crash = CrashAt(target, at, after=after, operations=EFFECTS)
+            with suppress(SimulatedCrashError):
+                copy_of(chain, crash, workers, step).run()
+            whole_at(target, *Catalog(target).steps())
+            bury(target)
+            copy_of(chain, target, workers, step).run()
+            whole_at(target, *sorted({*there, step}))
+        if not crash.crashed:
+            break
+    assert at > 5
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_what_a_killed_copy_has_brought_keeps_no_other_from_being_copied(
+    chain, workers, tmp_path, killed
+):
+    """What two checkpoints need is brought by whichever copy comes first."""
+    for at in range(1, 12):
+        with closing(files(tmp_path / str(at))) as target:
+            with pytest.raises(SimulatedCrashError):
+                copy_of(chain, CrashAt(target, at, operations=EFFECTS), workers, killed).run()
+            bury(target)
+            copy_of(chain, target, workers, 3).run()
+            whole_at(target, *sorted({*Catalog(target).steps(), 3}))
+            for step in (1, 2):
+                copy_of(chain, target, workers, step).run()
+            whole_at(target, 1, 2, 3)
+
+
+def test_two_copies_that_need_one_blob_do_not_both_write_it(chain, workers):
+    target = memory()
+    faulty = FaultyBackend(target)
+    with holding(faulty, "create", match="00000-0.raw") as held:
+        first = copy_of(chain, faulty, workers, 2)
+        thread = threading.Thread(target=first.run)
+        thread.start()
+        assert held.reached.wait(30)
+        for step in (1, 3):
+            with pytest.raises(BusyError):
+                copy_of(chain, target, workers, step).run()
+        held.until.set()
+        thread.join()
+    whole = Catalog(target).steps()
+    assert whole == [2]
+    for step in (1, 3):
+        copy_of(chain, target, workers, step).run()
+    whole_at(target, 1, 2, 3)
+
+
+class Meanwhile(WrapperBackend):
+    """Does something right before one call of the store."""
+
+    def __init__(self, inner, name, act):
+        super().__init__(inner)
+        self._name, self._act = name, act
+
+    def publish(self, name, data, /, *, exclusive=False):
+        if name == self._name and self._act is not None:
+            act, self._act = self._act, None
+            act()
+        super().publish(name, data, exclusive=exclusive)
+
+
+@pytest.mark.parametrize("before", [intent_name(LATER), commit_name(3, 0)])
+def test_a_base_that_is_deleted_during_a_copy_keeps_what_the_copy_needs(chain, workers, before):
+    target = memory()
+    for step in (1, 2):
+        copy_of(chain, target, workers, step).run()
+
+    def delete():
+        for step in (2, 1):
+            Catalog(target).delete(step)
+
+    copy_of(chain, Meanwhile(target, before, delete), workers, 3).run()
+    whole_at(target, 3)
+
+
+def test_blobs_that_nothing_there_needs_may_be_about_to_go_and_are_not_trusted(chain, workers):
+    target = memory()
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    target.publish(name, chain.read_record(name, limit_bytes=1 << 30))
+    before = target.read_record(name, limit_bytes=1 << 30)
+    with pytest.raises(BusyError, match="no checkpoint there needs"):
+        copy_of(chain, target, workers, 2).run()
+    assert Catalog(target).steps() == []
+    assert target.read_record(name, limit_bytes=1 << 30) == before
+
+
+@pytest.mark.parametrize("lent", ["cut off", "other bytes"])
+def test_a_blob_that_others_need_is_never_replaced_by_a_copy(chain, workers, lent):
+    """Else a forged record could take a uid of the target, and destroy what others borrow."""
+    target = memory()
+    copy_of(chain, target, workers, 2).run()
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    data = target.read_record(name, limit_bytes=1 << 30)
+    bad = data[:-1] if lent == "cut off" else bytes(len(data))
+    target.delete([name])
+    target.publish(name, bad)
+    with pytest.raises(BusyError, match="other checkpoints there need"):
+        copy_of(chain, target, workers, 1).run()
+    assert target.read_record(name, limit_bytes=1 << 30) == bad
+    assert Catalog(target).steps() == [2]
+
+
+def test_a_repair_replaces_a_damaged_borrowed_blob_and_reads_what_it_keeps(chain, workers):
+    target = memory()
+    for step in (1, 2, 3):
+        copy_of(chain, target, workers, step).run()
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    data = target.read_record(name, limit_bytes=1 << 30)
+    target.delete([name])
+    target.publish(name, bytes(len(data)))
+    Catalog(target).delete(2)
+    faulty = FaultyBackend(target)
+    copy_of(chain, faulty, workers, 2, repair=True).run()
+    assert name in written(faulty)
+    whole_at(target, 1, 2, 3)
+
+
+def test_a_repair_of_a_base_spares_the_blobs_that_others_borrow(chain, workers):
+    target = memory()
+    for step in (1, 2):
+        copy_of(chain, target, workers, step).run()
+    Catalog(target).delete(1)
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    faulty = FaultyBackend(target)
+    copy_of(chain, faulty, workers, 1, repair=True).run()
+    assert name not in written(faulty)
+    whole_at(target, 1, 2)
+
+
+def test_a_target_that_lost_a_borrowed_blob_does_not_have_the_checkpoint(chain, workers):
+    target = memory()
+    copy_of(chain, target, workers, 2).run()
+    assert confirmed(target, Catalog(chain).record(2))
+    target.delete([f"{data_prefix(base_of(chain))}blobs/00000-0.raw"])
+    assert not confirmed(target, Catalog(chain).record(2))
+    copy_of(chain, target, workers, 2).run()
+    whole_at(target, 2)
+
+
+def test_a_borrowed_blob_that_vanishes_before_the_commit_keeps_the_copy_from_it(chain, workers):
+    target = memory()
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    index = Catalog(chain).record(2).index.name
+    lossy = Meanwhile(target, index, lambda: target.delete([name]))
+    with pytest.raises(SaveAbortedError, match="vanished"):
+        copy_of(chain, lossy, workers, 2).run()
+    assert Catalog(target).steps() == []
+    copy_of(chain, target, workers, 2).run()
+    whole_at(target, 2)
+
+
+def test_a_copy_that_lost_the_lease_of_a_borrowed_uid_commits_nothing(chain, workers):
+    target = memory()
+    lease, index = lease_name(base_of(chain)), Catalog(chain).record(2).index.name
+    losing = Meanwhile(target, index, lambda: target.delete([lease]))
+    with pytest.raises(BusyError):
+        copy_of(chain, losing, workers, 2).run()
+    assert Catalog(target).steps() == []
+
+
+class Noting(WrapperBackend):
+    """Keeps every version of the records that are published."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.versions = []
+
+    def publish(self, name, data, /, *, exclusive=False):
+        self.versions.append((name, bytes(data)))
+        super().publish(name, data, exclusive=exclusive)
+
+
+def test_a_lease_over_data_of_others_lists_it_as_durable_from_the_first(chain, workers):
+    """A later copy deletes what a lease does not list, though a third one may rely on it."""
+    target = memory()
+    for step in (1, 2):
+        copy_of(chain, target, workers, step).run()
+    base = base_of(chain)
+    raw, enc = (f"{data_prefix(base)}blobs/00000-0.{kind}" for kind in ("raw", "enc"))
+    target.delete([raw])  # lost: the copy of step 3 has to bring it
+    noting = Noting(target)
+    copy_of(chain, noting, workers, 3).run()
+    sealed = [json.loads(d)["sealed"] for n, d in noting.versions if n == lease_name(base)]
+    assert sealed == [[enc], [enc, raw]]
+    whole_at(target, 1, 2, 3)
