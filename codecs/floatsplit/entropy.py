@@ -67,10 +67,10 @@ def entropy_bits(sample: Bytes) -> float:
     """Return the order-0 entropy of what `sample` was drawn from, in bits per byte."""
     counts = np.bincount(sample.reshape(-1), minlength=256)
     counts = counts[counts > 0]
-    shares = counts / sample.size
+    size = sample.size
     # Miller and Madow, 1954: a small sample looks less random than its source.
-    bias = (len(counts) - 1) / (2 * np.log(2) * sample.size)
-    return float(bias - (shares * np.log2(shares)).sum())
+    bias = (len(counts) - 1) / (2 * np.log(2) * size)
+    return float(bias + np.log2(size) - counts @ np.log2(counts) / size)
 
 
 def method_for(bits: float, *, unused: int) -> Method:

@@ -101,8 +101,8 @@ class Matrix:
 
     def sample(self) -> Words:
         """Return some columns of some rows, from all over the matrix."""
-        rows = _spread(len(self.top), SAMPLED_ROWS)
-        return self.top[rows[:, None], _sampled_columns(self.top.shape[1])]
+        rows = self.top[_spread(len(self.top))]
+        return np.concatenate([rows[:, run] for run in _runs(rows.shape[1])], axis=1)
 
 
 def as_matrix(top: Words, shape: tuple[int, ...], start: int) -> Matrix | None:
@@ -141,40 +141,37 @@ def residual(sample: Words) -> Words:
 def estimate(matrix: Matrix) -> Prediction:
     """Return terms of rows and columns, each the mean of a sample of it."""
     whole, width = matrix.top.shape
-    row_terms = np.zeros(whole, np.int32)
-    columns = _sampled_columns(width)
-    for run in np.split(columns, 2):
-        sample = (matrix.top[:, run[0] : run[-1] + 1] & _MAGNITUDE).astype(np.int32)
-        row_terms += sample.sum(axis=1, dtype=np.int32)
-    row_terms //= np.int32(len(columns))
-    rows = _spread(whole, SAMPLED_ROWS)
-    sample = (matrix.top[rows] & _MAGNITUDE).astype(np.int32) - row_terms[rows, None]
-    column_terms = sample.sum(axis=0, dtype=np.int32) // np.int32(len(rows))
+    sums = np.zeros(whole, np.int32)
+    for run in _runs(width):
+        sums += (matrix.top[:, run] & _MAGNITUDE).astype(np.int32).sum(axis=1, dtype=np.int32)
+    row_means = sums // np.int32(SAMPLED_COLUMNS)
+    rows = _spread(whole)
+    sample = (matrix.top[rows] & _MAGNITUDE).astype(np.int32) - row_means[rows, None]
+    column_base, column_steps = _steps(sample.sum(axis=0, dtype=np.int32) // np.int32(len(sample)))
+    row_base, row_steps = _steps(row_means)
     # Rows of which the chunk has only a part take the term of their neighbour.
     lead = 1 if matrix.first_column else 0
-    row_terms = np.pad(row_terms, (lead, matrix.touched - lead - whole), mode="edge")
-    row_base, row_steps = _steps(row_terms)
-    column_base, column_steps = _steps(column_terms)
+    touched = np.empty(matrix.touched, np.uint8)
+    touched[:lead], touched[lead + whole :] = row_steps[0], row_steps[-1]
+    touched[lead : lead + whole] = row_steps
     base = (row_base + column_base) % (1 << 16)
-    return Prediction(base, row_steps, column_steps, matrix.first_column)
+    return Prediction(base, touched, column_steps, matrix.first_column)
 
 
-def _spread(count: int, most: int) -> NDArray[np.intp]:
-    """Return at most so many numbers below `count`, evenly spread."""
-    if count <= most:
-        return np.arange(count)
-    return np.linspace(0, count - 1, most).astype(np.intp)
+def _spread(rows: int) -> slice:
+    """Return `SAMPLED_ROWS` rows or somewhat more, evenly spread."""
+    return slice(None, None, max(1, rows // SAMPLED_ROWS))
 
 
-def _sampled_columns(width: int) -> NDArray[np.intp]:
+def _runs(width: int) -> tuple[slice, slice]:
     """Return two runs of columns: single ones would take a line of the cache each."""
     half = SAMPLED_COLUMNS // 2
     second = half + (width - SAMPLED_COLUMNS) * 2 // 3
-    return np.concatenate([np.arange(half), np.arange(second, second + half)])
+    return slice(half), slice(second, second + half)
 
 
 def _steps(terms: NDArray[np.int32]) -> tuple[int, Bytes]:
     """Return terms as a base and steps of `STEP`; what is too far below the highest is clipped."""
     base = max(int(terms.min()), int(terms.max()) - 255 * STEP)
-    steps = (terms - base + STEP // 2) // STEP
-    return base, np.clip(steps, 0, 255).astype(np.uint8)
+    steps = (np.maximum(terms, base) - base + STEP // 2) // STEP
+    return base, np.minimum(steps, 255).astype(np.uint8)

@@ -31,6 +31,7 @@ LEAST_ELEMENTS = 256
 _RUNS, _RUN = 64, 64  # a sample: so many runs of so many elements
 _LEAST_GAIN = 0.01  # of the chunk's bytes; less is not worth decoding
 _LEAST_PREDICTED_BITS = 0.15  # of an element; predicting costs a tenth of the speed
+_RANDOM_BITS = 6.8  # of the seven of a mantissa
 _MOST_TERMS = 1 / 64  # bytes of rows and columns, as a share of the chunk's
 
 
@@ -72,7 +73,9 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
             kinds = (Halves.UNSIGNED, *kinds)
         else:
             head[1] = min(8.0, head[1] + 1)  # the sign
-        prediction = _predict(words, context) if predict else None
+        # What is left after a prediction has random mantissas, even where these were not.
+        random = head[1] > _RANDOM_BITS + (not unsigned)
+        prediction = _predict(words, context) if predict and random else None
         if prediction is not None and unsigned:
             kinds = (Halves.NEAR, *kinds)
     block = BLOCK_ELEMENTS
@@ -101,6 +104,10 @@ def _bits(top: Words, shift: int, below: int) -> list[float]:
     return [entropy_bits(plane.astype(np.uint8)) for plane in planes]
 
 
+def _exponent_bits(top: Words) -> float:
+    return entropy_bits(np.right_shift(top, 7).astype(np.uint8))
+
+
 def _predict(words: Elements, context: CodecContext) -> Prediction | None:
     """Return terms of rows and columns, if a sample says that they make the chunk smaller."""
     step = words.itemsize // 2
@@ -115,7 +122,7 @@ def _predict(words: Elements, context: CodecContext) -> Prediction | None:
     # Both sides from the same cells, so that a small sample errs the same way for both.
     sample = matrix.sample()
     left = residual(sample)
-    gain = sum(_bits(sample, 7, 0x7F)) - sum(_bits(left, 7, 0x7F))
+    gain = _exponent_bits(sample) - _exponent_bits(left)
     if gain < _LEAST_PREDICTED_BITS + 8 * terms / len(words):
         return None
     return estimate(matrix)
