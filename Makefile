@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all check bench docs clean format lint types layers names picture torch-free wheel
+.PHONY: help demo test test-fast test-all check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,11 @@ bench: $(READY) ## compare with torch.save, safetensors, DCP and TorchSnapshot (
 	@$(BIN)/python benchmarks/compare.py
 	@$(BIN)/python benchmarks/blocked.py
 	@$(BIN)/python benchmarks/report.py
+
+# zipnn is built from source: without a compiler the comparison runs without it, and says so.
+bench-codecs: $(READY) ## compare floatsplit with zipnn, blosc2 and zstd (trains a small model once)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench-codecs]' || true
+	@$(BIN)/python benchmarks/codecs.py
 
 format: $(READY) ## format the sources and apply safe fixes
 	$(BIN)/ruff check --fix .

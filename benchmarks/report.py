@@ -22,6 +22,7 @@ from tables import (
     Summary,
     background_cells,
     copy_cells,
+    insert,
     loop_cells,
     markdown_table,
     rate_cells,
@@ -47,16 +48,16 @@ def main(
     run = json.loads(results.read_text())
     summary = summarize(run)
     text = page.read_text()
-    text = _insert(text, "setting", _setting(run, summary))
+    text = insert(text, "setting", _setting(run, summary))
     for name, rows in (("save", summary.save), ("restore", summary.restore)):
         cells = [rate_cells(rows, row) for row in rows]
-        text = _insert(text, name, markdown_table(RATE_COLUMNS, cells))
+        text = insert(text, name, markdown_table(RATE_COLUMNS, cells))
     cells = [background_cells(row) for row in summary.background]
     if summary.copy:
         cells.append(copy_cells(summary.copy))
-    text = _insert(text, "background", markdown_table(BACKGROUND_COLUMNS, cells))
+    text = insert(text, "background", markdown_table(BACKGROUND_COLUMNS, cells))
     if loop.exists():
-        text = _insert(text, "loop", _loop(json.loads(loop.read_text())))
+        text = insert(text, "loop", _loop(json.loads(loop.read_text())))
     page.write_text(text)
     _draw(summary, chart)
     typer.echo(f"Updated {page} and {chart}")
@@ -89,16 +90,6 @@ def _loop(found: dict[str, Any]) -> str:
     )
     cells = [loop_cells(name, values) for name, values in found["results"].items()]
     return f"{about}\n\n{markdown_table(LOOP_COLUMNS, cells)}"
-
-
-def _insert(text: str, name: str, body: str) -> str:
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    if begin not in text or end not in text:
-        message = f"the page lacks {begin} ... {end}"
-        raise SystemExit(message)
-    head, rest = text.split(begin, 1)
-    tail = rest.split(end, 1)[1]
-    return f"{head}{begin}\n\n{body}\n\n{end}{tail}"
 
 
 def _draw(summary: Summary, chart: Path) -> None:

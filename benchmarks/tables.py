@@ -199,3 +199,14 @@ def markdown_table(columns: tuple[str, ...], cells: list[list[str]]) -> str:
             padded[0] = f"**{padded[0]}**"
         lines.append("| " + " | ".join(padded) + " |")
     return "\n".join(lines)
+
+
+def insert(text: str, name: str, body: str) -> str:
+    """Return the text of a page with what stands between two markers replaced."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if begin not in text or end not in text:
+        message = f"the page lacks {begin} ... {end}"
+        raise SystemExit(message)
+    head, rest = text.split(begin, 1)
+    tail = rest.split(end, 1)[1]
+    return f"{head}{begin}\n\n{body}\n\n{end}{tail}"
