@@ -15,7 +15,9 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.survey import is_whole
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import DamagedError, PenstockError
+from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BaseEntry
+from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.pipeline.staging import available_memory
 from penstock.core.plan.bases import planned_keys
 from penstock.core.plan.save import context_of
@@ -41,7 +43,8 @@ class KeptChunks:
     """The chunks of the newest checkpoint of this process, in host memory; for one save at a time.
 
     While a save runs, its chunks replace those of the checkpoint before, one by one, so that there
-    is memory for one state. A save that fails leaves a mixture, which is dropped.
+    is memory for one state. A save that fails leaves a mixture, so a chunk serves as a base only if
+    its frame has the same checksum.
     """
 
     def __init__(self) -> None:
@@ -184,7 +187,10 @@ class SaveBases:
         if stored is None or stored.frame.raw_length != chunk.length or not self._may_list(stored):
             return None
         view = self._kept.view(key) if self._in_memory and stored is newest else None
-        if view is not None and view.nbytes == chunk.length:
+        # Against a base that is not what the store has, a chunk would be encoded that never
+        # decodes. The memory may be of a save that failed later, a lossy codec may have stored
+        # something else, and faulty memory changes by itself.
+        if view is not None and _is_chunk_of(stored, view):
             return stored, view
         backend = self._backend
         assert backend is not None
@@ -206,11 +212,6 @@ class SaveBases:
         if self._keys:
             known = {key: frames[n] for n, key in self._keys.items() if n in frames}
             self._kept.committed(uid, known)
-
-    def failed(self) -> None:
-        """Note that the save has failed: what is kept may be half of its state."""
-        if self._keys:
-            self._kept.drop()
 
     # ------------------------------------------------------------------------------------------
 
@@ -243,6 +244,15 @@ class SaveBases:
 
     def _give_up(self) -> None:
         self._frames = {}
+
+
+def _is_chunk_of(stored: StoredFrame, view: memoryview) -> bool:
+    """Return whether `view` has the bytes that the frame decodes to."""
+    frame = stored.frame
+    if stored.chain:
+        return checksum(view) == frame.raw_checksum
+    blocks = frame_blocks(frame.offset, frame.length, stored.block_bytes)
+    return view.nbytes == frame.length and not mismatches(view, blocks, frame.checksums)
 
 
 class _ChunkMemory(threading.local):

@@ -177,8 +177,6 @@ class Finish:
             self._capture.close()
             self._capture.release_unwritten()
         self.commit.feed(Event.FAILED)
-        if self._bases is not None:
-            self._bases.failed()
         if not self.commit.may_delete_own_data:
             log.debug("step %d: data/%s stays for prune", self.request.step, self.uid)
             return

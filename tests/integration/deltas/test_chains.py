@@ -132,6 +132,20 @@ def test_a_failed_save_is_no_base(tmp_path):
     check(tmp_path, [0, 2])
 
 
+@pytest.mark.parametrize("codecs", [["delta", "floatsplit"], ["delta"]], ids=["encoded", "raw"])
+def test_kept_memory_that_changes_by_itself_is_no_base(tmp_path, codecs):
+    rules = [{"match": "**", "codecs": codecs}]  # `delta` alone leaves the first checkpoint raw
+    with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
+        ckpt.save(weights(0), step=0, mode="blocking")
+        kept = ckpt._saver._kept
+        assert kept.size_bytes
+        for view in kept._views.values():
+            view[view.nbytes // 2] ^= 0x20
+        ckpt.save(weights(1), step=1, mode="blocking")
+    assert bases_of(tmp_path, [1]) == [(0, 1)]
+    check(tmp_path, [0, 1])
+
+
 def test_a_base_that_is_deleted_before_the_intent_is_given_up(tmp_path):
     store = FaultyBackend(open_backend(tmp_path))
     with penstock.Checkpointer(store, rules=RULES) as ckpt:
