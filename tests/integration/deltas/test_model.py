@@ -1,0 +1,416 @@
+"""Runs whose checkpoints depend on earlier ones, used and damaged at will, against a plain dict."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.effort import examples
+from tests.integration.atomic.crash_scenarios import DAY_S, check_no_garbage, mortal
+from tests.integration.support import same
+
+from penstock import Checkpointer, PenstockError
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.catalog.survey import survey_records
+from penstock.core.errors import DamagedError, StorageError
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.powercut import Disk, PowerCut
+from penstock.core.testing.timing import FAST
+
+# So small that 50 KB of state have slabs, and chunks of several blocks.
+OPTIONS = {"chunk_bytes": 8192, "block_bytes": 4096, "workers": 2}
+CODECS = [["delta", "zstd"], ["delta", "floatsplit"], ["delta"]]
+
+picks = st.integers(0, 7)
+modes = st.sampled_from(["blocking", "async"])
+shapes = st.sampled_from([0, 0, 0, 1])
+powers = st.none() | st.integers(0, 1 << 30)
+
+
+@functools.cache
+def state(number, shape=0):
+    """A state whose tensors differ a little from number to number; one comes in two shapes."""
+    chance = torch.Generator().manual_seed(5)
+
+    def tensor(*sizes):
+        start = torch.randn(sizes, generator=chance)
+        return start + 1e-6 * number * torch.randn(sizes, generator=chance)
+
+    tree = {
+        "model": {
+            "large": tensor(60, 70),
+            "half": tensor(3000).bfloat16(),
+            **{f"small{n}": tensor(20, 5) for n in range(4)},
+        },
+        "plain": tensor(1500),
+        "number": number,
+    }
+    tree["model"]["odd"] = tensor(31 + shape, 77)
+    return tree
+
+
+def told(tree):
+    """Which state a loaded tree says that it is."""
+    return tree["number"], tree["model"]["odd"].shape[0] - 31
+
+
+class Chains(RuleBasedStateMachine):
+    """`run` is what there must be: step -> number and shape of its state.
+
+    No rule has a precondition: how many effects a save has depends on threads, so what dies when
+    does, too, and hypothesis would have to find the same rules enabled again.
+    """
+
+    @initialize(
+        codecs=st.sampled_from(CODECS),
+        every=st.sampled_from([2, 3, 9]),
+        max_chain=st.sampled_from([1, 2, 9]),
+        memory=st.sampled_from([None, 0]),
+        retention=st.sampled_from([None, None, {"keep_last": 1}, {"keep_last": 2}]),
+        tiered=st.just(False),
+    )
+    def start(self, *, codecs, every, max_chain, memory, retention, tiered):
+        self.options = {
+            **OPTIONS,
+            "rules": [
+                {"match": "plain", "codecs": []},
+                {"match": "**", "codecs": codecs},
+            ],
+            "deltas": {"every": every, "max_chain": max_chain, "memory_bytes": memory},
+            "retention": retention,
+        }
+        self.disks = [Disk(), Disk()] if tiered else [Disk()]
+        self.run = {}
+        self.number = 0
+        self.checked = {}
+        self.open()
+
+    def open(self):
+        self.faulty = [FaultyBackend(PowerCut(disk)) for disk in self.disks]
+        self.ckpt = Checkpointer(self.backend(self.faulty), **self.options)
+
+    def backend(self, places):
+        if len(places) == 1:
+            return places[0]
+        config = TieredConfig(fast="memory://", durable="memory://", keep_fast=2)
+        return TieredBackend(config, fast=places[0], durable=places[1])
+
+    def another(self, **options):
+        """A checkpointer of another process."""
+        places = [PowerCut(disk) for disk in self.disks]
+        return Checkpointer(self.backend(places), **{**self.options, **options})
+
+    def close(self):
+        with mortal():
+            self.ckpt.close()
+
+    def pick(self, number):
+        return sorted(self.run)[number % len(self.run)] if self.run else None
+
+    def next_step(self, skipped=0):
+        return max(self.run, default=-1) + 1 + skipped
+
+    # -- actions that come to their end ---------------------------------------------------------
+
+    @rule(mode=modes, shape=shapes, skipped=st.integers(0, 1))
+    def save(self, mode, shape, skipped):
+        self.do_save(self.ckpt, self.next_step(skipped), shape, mode=mode)
+
+    @rule(mode=modes, shape=shapes)
+    def save_twice(self, mode, shape):
+        for _ in range(2):
+            self.do_save(self.ckpt, self.next_step(), shape, mode=mode)
+
+    @rule(mode=modes, shape=shapes, pick=picks)
+    def overwrite(self, mode, shape, pick):
+        step = self.pick(pick)
+        if step is not None:
+            self.do_save(self.ckpt, step, shape, mode=mode, overwrite=True)
+
+    @rule(shape=shapes)
+    def save_by_another(self, shape):
+        with self.another() as other:
+            self.do_save(other, self.next_step(), shape, mode="blocking")
+
+    def do_save(self, ckpt, step, shape, **options):
+        self.number += 1
+        ckpt.save(state(self.number, shape), step, **options).result(60)
+        self.settle(ckpt)
+        self.found_after({**self.run, step: (self.number, shape)}, since=step)
+
+    @rule(
+        fault=st.sampled_from(
+            [("write", ".enc"), ("seal", ".enc"), ("publish", "parts/"), ("publish", "commits/")]
+        ),
+        mode=modes,
+        late=st.booleans(),
+    )
+    def save_that_fails(self, fault, mode, late):
+        self.faulty[0].fail(fault[0], StorageError("simulated"), match=fault[1], late=late)
+        step = self.next_step()
+        self.number += 1
+        try:
+            self.ckpt.save(state(self.number), step, mode=mode).result()
+        except PenstockError:
+            self.settle(self.ckpt, failed=True)
+        else:
+            self.settle(self.ckpt)
+            self.run = {**self.run, step: (self.number, 0)}
+        for faulty in self.faulty:
+            faulty.clear()
+        self.found_after(self.run, since=step)
+
+    @rule(pick=picks)
+    def delete(self, pick):
+        if self.run:
+            step = self.pick(pick)
+            self.ckpt.delete(step)
+            del self.run[step]
+
+    @rule(pick=picks)
+    def rewind(self, pick):
+        if self.run:
+            step = self.pick(pick)
+            self.ckpt.rewind(step)
+            self.run = {s: n for s, n in self.run.items() if s <= step}
+
+    @rule(age_s=st.sampled_from([0, 2 * DAY_S]))
+    def prune(self, age_s):
+        for disk in self.disks:
+            disk.advance(age_s)
+        self.ckpt.prune()
+        if age_s:
+            with self.another() as other:  # its own last save is sacred to each process
+                assert not other.prune(everything=True).refused
+            for disk in self.disks:
+                store = PowerCut(disk)
+                check_no_garbage(store, steps=len(survey_records(store).records))
+
+    @rule()
+    def open_again(self):
+        self.close()
+        self.open()
+
+    @rule(pick=picks)
+    def restore(self, pick):
+        if self.run:
+            step = self.pick(pick)
+            target = state(-1, self.run[step][1])
+            target = {**target, "model": {k: t.clone() for k, t in target["model"].items()}}
+            target["plain"] = target["plain"].clone()
+            self.ckpt.restore(target, step)
+            assert same(target, state(*self.run[step]))
+
+    @rule(seed=st.integers(0, 1 << 30), saved=st.booleans())
+    def damage(self, seed, saved):
+        """One byte of one blob: found by those that need it, and none of them returns it."""
+        chance = random.Random(seed)
+        disk = chance.choice(self.disks)
+        blobs = [b for b in disk.listed("data/") if "/blobs/" in b.name and b.size_bytes]
+        if not blobs:
+            return
+        blob = chance.choice(blobs)
+        file = disk.find(blob.name)
+        good, bad = file.data, bytearray(file.data)
+        bad[chance.randrange(len(bad))] ^= 1 << chance.randrange(8)
+        file.data = bytes(bad)
+        with Checkpointer(PowerCut(disk), **OPTIONS) as alone:
+            for step in alone.steps():
+                try:
+                    tree = alone.load(step)
+                except DamagedError:
+                    assert not alone.verify(step).ok
+                    record = alone._catalog.record(step)
+                    named = {record.uid, *record.references}
+                    assert blob.name.split("/")[1] in named
+                else:
+                    assert same(tree, state(*told(tree)))
+        if saved and len(self.disks) == 1:
+            self.number += 1
+            step = self.next_step()
+            with self.another(deltas={"memory_bytes": 0}, retention=None) as other:
+                other.save(state(self.number), step, mode="blocking")
+                # The damage was seen while the base was read, or was of no consequence.
+                assert same(other.load(step), state(self.number))
+            self.run = {**self.run, step: (self.number, 0)}
+        file.data = good
+
+    # -- actions that do not --------------------------------------------------------------------
+
+    @rule(mode=modes, effect=st.integers(1, 14), power=powers, slower=st.booleans())
+    def die_in_save(self, mode, effect, power, slower):
+        self.die_saving(self.next_step(), effect, power, slower, mode=mode)
+
+    @rule(mode=modes, pick=picks, effect=st.integers(1, 16), power=powers)
+    def die_in_overwrite(self, mode, pick, effect, power):
+        if self.run:
+            self.die_saving(self.pick(pick), effect, power, slower=False, mode=mode, overwrite=True)
+
+    def die_saving(self, step, effect, power, slower, **options):
+        self.number += 1
+        number, promised = self.number, []
+
+        def act():
+            handle = self.ckpt.save(state(number), step, **options)
+            handle.committed.result()
+            promised.append(step)
+            self.settle(self.ckpt)
+
+        self.die_during(act, effect, power, slower)
+        found = self.numbers()
+        run = dict(self.run)
+        if found.get(step, run.get(step)) != run.get(step) or promised:
+            run[step] = (number, 0)
+        self.found_after(run, since=step)
+
+    @rule(pick=picks, effect=st.integers(1, 4), power=powers)
+    def die_in_delete(self, pick, effect, power):
+        if self.run:
+            step = self.pick(pick)
+            self.die_during(lambda: self.ckpt.delete(step), effect, power)
+            self.found_after(self.run, may_go={step})
+
+    @rule(pick=picks, effect=st.integers(1, 6), power=powers)
+    def die_in_rewind(self, pick, effect, power):
+        if self.run:
+            step = self.pick(pick)
+            self.die_during(lambda: self.ckpt.rewind(step), effect, power)
+            self.found_after(self.run, may_go={s for s in self.run if s > step})
+
+    @rule(effect=st.integers(1, 6), power=powers)
+    def die_in_prune(self, effect, power):
+        for disk in self.disks:
+            disk.advance(2 * DAY_S)
+        self.die_during(self.ckpt.prune, effect, power)
+
+    def die_during(self, act, effect, power, slower=False):
+        dying = self.disks[-1 if slower else 0]
+        dying.cut_in(effect)
+        with mortal():
+            act()
+        dying.cut_in(None)
+        dead = self.disks
+        if power is None:
+            left = [disk.copy() for disk in dead]
+        else:
+            chance = random.Random(power)
+            left = [d.cut(chance) if d is dying else d.copy() for d in dead]
+        self.close()
+        self.disks = left
+        self.open()
+
+    def settle(self, ckpt, *, failed=False):
+        try:
+            ckpt.wait()
+        except PenstockError:
+            assert failed
+        if ckpt._job is not None:
+            ckpt._job.released.wait()
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def numbers(self):
+        """Number and shape of what each step of the run holds, as another process sees it."""
+        with self.another(retention=None) as other:
+            found = {}
+            for step in other.steps():
+                found[step] = told(other.load(step))
+            return found
+
+    def found_after(self, run, *, since=None, may_go=()):
+        """Take over what is left of `run`: retention and what died may have deleted the rest."""
+        found = self.numbers()
+        keep = self.options["retention"]
+        if keep is not None and since is not None:
+            newest = sorted(run)[-keep["keep_last"] :]
+            may_go = {*may_go, *run} - {*newest, since}
+        gone = run.keys() - found.keys()
+        assert gone <= {*may_go}, (gone, may_go)
+        assert found == {step: run[step] for step in found}
+        self.run = found
+
+    @invariant()
+    def holds_what_it_should(self):
+        if not hasattr(self, "ckpt"):
+            return
+        assert self.ckpt.steps() == sorted(self.run)
+        for disk in self.disks:
+            self.look_at(disk)
+
+    def look_at(self, disk):
+        """Each place by itself: what it lists is there, bit for bit."""
+        with Checkpointer(PowerCut(disk), **OPTIONS) as alone:
+            for step in alone.steps():
+                stored = self.all_that_is_stored(disk, alone._catalog.record(step))
+                if stored not in self.checked:
+                    report = alone.verify(step)
+                    assert report.ok, report.damaged
+                    tree = alone.load(step)
+                    assert same(tree, state(*told(tree)))
+                    self.checked[stored] = told(tree)
+                if len(self.disks) == 1:
+                    assert self.checked[stored] == self.run[step]
+
+    def all_that_is_stored(self, disk, record):
+        digest = hashlib.sha256(repr(record).encode())
+        for uid in sorted({record.uid, *record.references}):
+            for blob in disk.listed(f"data/{uid}/"):
+                if "intent" not in blob.name and "lease" not in blob.name:
+                    digest.update(blob.name.encode() + disk.find(blob.name).data)
+        return digest.digest()
+
+    def teardown(self):
+        if not hasattr(self, "ckpt"):
+            return
+        try:
+            assert self.numbers() == self.run
+            for step in sorted(self.run):
+                self.ckpt.delete(step)
+                self.run = self.numbers()
+            self.close()
+            for disk in self.disks:
+                disk.advance(2 * DAY_S)
+            with self.another() as other:
+                other.prune(everything=True)
+            left = [blob.name for disk in self.disks for blob in disk.listed("")]
+            assert not left
+        finally:
+            self.close()
+
+
+def explore(count, steps):
+    run_state_machine_as_test(
+        Chains,
+        settings=settings(
+            derandomize=False,
+            deadline=None,
+            max_examples=examples(count),
+            stateful_step_count=steps,
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def hasty(waits):
+    waits(FAST, drain_failing_s=0.1)
+
+
+def test_chains_hold_what_a_dict_says_whatever_dies():
+    explore(10, 15)
+
+
+@pytest.mark.slow
+def test_chains_hold_what_a_dict_says_for_longer():
+    explore(150, 30)
