@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypedDict, cast
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,7 @@ from penstock.core.config.plugin_choice import (
 )
 from penstock.core.errors import ConfigError, SelectionError
 from penstock.core.limits import MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CODECS, MAX_LINKS
+from penstock.core.suggest import nearest
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ __all__ = [
 ]
 
 Mode: TypeAlias = Literal["blocking", "async", "lazy"]
+AUTO: Final = "auto"
+"""The value of `Rule.codecs` that lets saves choose."""
+
 OnBusy: TypeAlias = Literal["wait", "skip", "raise"]
 
 
@@ -84,11 +88,22 @@ def _compiled(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _list_of_codecs(value: object) -> object:
-    if not isinstance(value, (str, Mapping)):
-        return value
-    shape = f"[{value!r}]" if isinstance(value, str) else '[{"type": "zstd", "level": 3}]'
-    msg = f"Input should be a list: {shape}"
-    raise ValueError(msg)
+    msg = ""
+    if isinstance(value, str) and value != AUTO:
+        near = nearest(value, [AUTO])
+        hint = near if near.endswith("?") else f': [{value!r}], or "{AUTO}"'
+        msg = f"Input should be a list{hint}"
+    elif isinstance(value, Mapping):
+        msg = 'Input should be a list: [{"type": "zstd", "level": 3}]'
+    elif isinstance(value, list | tuple) and AUTO in value:
+        msg = f'"{AUTO}" stands alone, without a list: codecs = "{AUTO}"'
+    if msg:
+        raise ValueError(msg)
+    return value
+
+
+def _codecs_form(value: object) -> str:
+    return "<auto>" if isinstance(value, str) else "<list>"
 
 
 def _list_of_rules(value: object) -> object:
@@ -143,11 +158,19 @@ class CodecConfig(PluginChoice):
 
 
 class Rule(_Model):
-    """Objects that match any of the patterns go through these codecs; without codecs, stay raw."""
+    """Objects that match any of the patterns go through these codecs; without codecs, stay raw.
+
+    With `codecs = "auto"` saves choose the codecs by what they measure.
+    """
 
     match: Patterns
     codecs: Annotated[
-        tuple[CodecConfig, ...], BeforeValidator(_list_of_codecs), Field(max_length=MAX_CODECS)
+        Annotated[
+            Annotated[Literal["auto"], Tag("<auto>")]
+            | Annotated[tuple[CodecConfig, ...], Field(max_length=MAX_CODECS), Tag("<list>")],
+            Discriminator(_codecs_form),
+        ],
+        BeforeValidator(_list_of_codecs),
     ]
     _origin: Origin = PrivateAttr(default=Origin())
 

@@ -237,6 +237,7 @@ class _KeptCodecs(ChainTable):
     def __init__(self, contents: Contents, registry: Registry) -> None:
         # `ChainTable.__init__` is not called: it reads rules, and here are none.
         self._numbers_by_path: dict[ObjectPath, int] = {}
+        self.auto = None
         self.chains: list[CodecChain | None] = [None]
         known: dict[str, int] = {repr(()): 0}
         by_path = {located.record.path: located for located in contents.objects()}
@@ -250,10 +251,15 @@ class _KeptCodecs(ChainTable):
                 self.chains.append(CodecChain(links))
             self._numbers_by_path[path] = number
 
-    def number(self, path: ObjectPath, *, exact: bool) -> int:
-        """Return the number of the chain for the object at `path`."""
+    def number(self, entry: StateObject, *, exact: bool) -> int:
+        """Return the number of the chain for an object."""
         del exact
-        return self._numbers_by_path[path]
+        return self._numbers_by_path[entry.path]
+
+    def is_auto(self, number: int) -> bool:
+        """Return False: all chains are known."""
+        del number
+        return False
 
 
 def _chain_of(contents: Contents, located: Located) -> Chain:

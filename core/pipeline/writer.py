@@ -19,17 +19,20 @@ from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum_blocks
+from penstock.core.pipeline.choices import Effort
+from penstock.core.pipeline.chunks import DERIVED, ChunkResult
 from penstock.core.plan.save import RawLayout, context_of
 from penstock.core.types import PAGE_BYTES, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain, EncodedFrame
-    from penstock.core.pipeline.staging import Block
+    from penstock.core.pipeline.choices import ChainChoices
+    from penstock.core.pipeline.chunks import Captured
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
 
@@ -39,43 +42,6 @@ BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
 _GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
 _GROUPS = 3
-
-
-@dataclass(eq=False, slots=True)
-class Captured:
-    """A chunk's bytes, ready for encoding and writing.
-
-    Attributes:
-        index: Number of the chunk in the plan.
-        view: Its raw bytes.
-        block: Staging to give back, None when straight.
-        straight: Whether the bytes are the live tensor's own memory.
-        end_hold: Ends the hold on that memory, where there is one.
-        derived: Whether the chunk is of a derived object: it has no bytes, and none are stored.
-    """
-
-    index: int
-    view: memoryview
-    block: Block | None
-    straight: bool
-    end_hold: Callable[[], None] | None = None
-    derived: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
-    """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it.
-
-    Its base is a frame of an earlier checkpoint.
-    """
-
-    offset: int
-    length: int
-    checksums: tuple[int, ...]
-    raw_checksum: int | None = None
-    lengths: tuple[int, ...] = ()
-    declined: tuple[int, ...] = ()
-    base: StoredFrame | None = None
 
 
 class ChunkBases(Protocol):
@@ -92,10 +58,6 @@ class ChunkBases(Protocol):
     def keep(self, index: int, view: memoryview) -> None:
         """Note the bytes of a chunk that was encoded: the base for the next save."""
         ...
-
-
-DERIVED = ChunkResult(0, 0, ())
-"""The result of a chunk of a derived object, which has no frame."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +77,7 @@ class FrameWriter:
         backend: Backend,
         plan: SavePlan,
         *,
-        chains: Sequence[CodecChain | None],
+        choices: ChainChoices,
         block_bytes: int,
         workers: Workers,
         blob_prefix: str,
@@ -128,7 +90,7 @@ class FrameWriter:
         Args:
             backend: The store of the blobs.
             plan: Chunks and objects of the save.
-            chains: Codec chains by number; None is raw.
+            choices: The codec chain of each chunk, which may be chosen while they are written.
             block_bytes: Distance of the checksums in raw frames.
             workers: The threads that hash and encode.
             blob_prefix: Name of both blobs, less their endings.
@@ -139,7 +101,7 @@ class FrameWriter:
         self._backend = backend
         self._plan = plan
         self._bases = bases
-        self._chains = chains
+        self._choices = choices
         self._block_bytes = block_bytes
         self._workers = workers
         self._release = release
@@ -151,13 +113,13 @@ class FrameWriter:
         self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
         self._slots = threading.local()
-        self._slot_bytes = max(
-            (c.max_encoded_size(k.length) for k in plan.chunks if (c := chains[k.chain])),
-            default=0,
-        )
+        self._slot_bytes = choices.max_encoded_size()
         self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
+        self._raw_clock = BusyClock(self.write_clock)
+        self._enc_clock = BusyClock(self.write_clock)
+        self._raw_written = 0
 
     def put(self, captured: list[Captured]) -> None:
         """Take chunks over, in plan order; return while they are in flight.
@@ -165,13 +127,29 @@ class FrameWriter:
         Raises:
             PenstockError: An earlier chunk failed.
         """
+        rest = []
         for one in captured:
             if one.derived:
                 self.results[one.index] = DERIVED
                 self._tick(self._plan.chunks[one.index].length)
-        stored = [c for c in captured if not c.derived]
-        raw = [c for c in stored if self._chains[self._plan.chunks[c.index].chain] is None]
-        encoded = deque(c for c in stored if self._chains[self._plan.chunks[c.index].chain])
+            else:
+                rest.append(one)
+        try:
+            while rest:
+                chosen, rest = self._choices.take(rest)
+                if chosen:
+                    self._start(chosen)
+                else:
+                    self._choices.decide(self._settle_raw)
+        except BaseException:
+            for item in rest:
+                self._release(item)
+            raise
+
+    def _start(self, captured: list[Captured]) -> None:
+        """Put chunks whose chains are known in flight."""
+        raw = [c for c in captured if self._choices.chain(c.index) is None]
+        encoded = deque(c for c in captured if self._choices.chain(c.index))
         try:
             if raw:
                 self._start_raw(raw)
@@ -223,6 +201,8 @@ class FrameWriter:
         for seal in seals:
             seal.result()
             self._tick(0)
+        encoded = 0 if self._enc is None else blobs[-1][1]
+        self._choices.finish((self._raw_written, self._raw_clock), (encoded, self._enc_clock))
         return blobs
 
     def abort(self) -> None:
@@ -250,12 +230,13 @@ class FrameWriter:
         total = sum(r.length for r in requests)
 
         def done(future: Future[None]) -> None:
-            self.write_clock.stop()
+            self._raw_clock.stop()
             if future.exception() is None:
                 self._tick(total)
 
         write = self._backend.submit_write(self._raw, requests)
-        self.write_clock.start()
+        self._raw_clock.start()
+        self._raw_written += total
         batch.futures.append(write)
         write.add_done_callback(done)
         share = -(-len(places) // self._workers.count)
@@ -265,12 +246,12 @@ class FrameWriter:
     def _start_encoded(self, captured: deque[Captured]) -> None:
         """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
         if self._enc is None:
-            raw_bytes = sum(k.length for k in self._plan.chunks if self._chains[k.chain])
+            raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
             self._enc = EncodedBlob(
                 self._backend,
                 self._enc_name,
                 size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
-                clock=self.write_clock,
+                clock=self._enc_clock,
                 tick=self._tick,
             )
         batch = _Batch([], [])
@@ -282,10 +263,15 @@ class FrameWriter:
     def _raw_bytes(self) -> int:
         """Return the length of the `.raw` blob if all raw chunks are written."""
         layout = RawLayout()
-        for chunk in self._plan.chunks:
-            if self._chains[chunk.chain] is None:
+        for index, chunk in enumerate(self._plan.chunks):
+            if self._choices.chain(index) is None:
                 layout.place(chunk)
         return layout.end
+
+    def _settle_raw(self) -> tuple[int, float]:
+        while self._batches:
+            self.settle_oldest()
+        return self._raw_written, self._raw_clock.elapsed()
 
     def _hasher(self, places: list[tuple[Captured, int]]) -> Callable[[], None]:
         def task() -> None:
@@ -294,13 +280,16 @@ class FrameWriter:
                     length = item.view.nbytes
                     ranges = frame_blocks(offset, length, self._block_bytes)
                     sums = checksum_blocks(item.view, ranges)
-                    self.results[item.index] = ChunkResult(offset, length, tuple(sums))
+                    self.results[item.index] = ChunkResult(
+                        offset, length, tuple(sums), chain=self._choices.number(item.index)
+                    )
 
         return task
 
     def _encoder(self, captured: Captured) -> Callable[[], None]:
         chunk = self._plan.chunks[captured.index]
-        chain, stream = self._chains[chunk.chain], self._enc
+        number, stream = self._choices.number(captured.index), self._enc
+        chain = self._choices.chain(captured.index)
         assert chain is not None
         assert stream is not None
 
@@ -308,9 +297,12 @@ class FrameWriter:
             with self.encode_clock:
                 try:
                     slot = self._slot()
+                    effort = Effort()
                     frame, base = self._encoded(chain, captured, slot, chunk)
+                    effort.end_encoding()
                     if len(frame.declined) == len(chain.codecs):
-                        self._store_raw(stream, captured, frame.declined)
+                        self._store_raw(stream, captured, number, frame.declined)
+                        self._count(captured.index, chunk.length, effort)
                         return
                 finally:
                     self._release(captured)
@@ -323,10 +315,16 @@ class FrameWriter:
                 frame.lengths,
                 frame.declined,
                 base,
+                number,
             )
+            self._count(captured.index, frame.length, effort)
             self._tick(chunk.length)
 
         return task
+
+    def _count(self, index: int, stored_bytes: int, effort: Effort) -> None:
+        if self._choices.is_open(index):
+            self._choices.note_encoded(index, stored_bytes, effort)
 
     def _slot(self) -> memoryview:
         """This thread's memory for one encoded frame."""
@@ -336,14 +334,14 @@ class FrameWriter:
         return slot
 
     def _store_raw(
-        self, stream: EncodedBlob, captured: Captured, declined: tuple[int, ...]
+        self, stream: EncodedBlob, captured: Captured, number: int, declined: tuple[int, ...]
     ) -> None:
         """Append a chunk that every codec declined, as a raw frame among the encoded ones."""
         view = captured.view
         offset = stream.append(view)
         sums = checksum_blocks(view, frame_blocks(offset, view.nbytes, self._block_bytes))
         self.results[captured.index] = ChunkResult(
-            offset, view.nbytes, tuple(sums), declined=declined
+            offset, view.nbytes, tuple(sums), declined=declined, chain=number
         )
         self._tick(view.nbytes)
 

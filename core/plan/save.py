@@ -46,12 +46,15 @@ class PlannedObject:
         capture: When its bytes are captured.
         chain: Number of its codec chain; 0 is raw.
         version: The version of its memory when it was described; None where none is counted.
+        may_stay_raw: Whether the codecs are chosen while it is written, so that its chunks are cut
+            as raw ones are.
     """
 
     entry: StateObject
     capture: Capture
     chain: int = 0
     version: int | None = None
+    may_stay_raw: bool = False
 
 
 class Piece(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
@@ -266,7 +269,8 @@ def _cut(number: int, planned: PlannedObject, chunk_bytes: int) -> Iterator[Chun
     phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
     # No page ends between two elements of an odd size, so such chunks are copied to pages of
     # their own.
-    if PAGE_BYTES % itemsize or chain or phase % itemsize:
+    encoded = chain and not planned.may_stay_raw
+    if PAGE_BYTES % itemsize or encoded or phase % itemsize:
         phase = 0
     start = 0
     while start < source.nbytes:

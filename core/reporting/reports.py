@@ -21,6 +21,35 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """What a rule with `codecs = "auto"` chose for one class of objects in one save.
+
+    Attributes:
+        objects: The class: role and dtype, `"optimizer float32"`.
+        codec: The codec; None if the class is stored raw.
+        why: The reason, in words.
+        bytes_raw: The bytes of the class.
+        bytes_stored: The bytes of its frames. While the store is measured, a part of a class may
+            be stored raw before a codec is chosen.
+        ratio: Raw bytes for each stored byte, as measured by the time of the choice: of the codec,
+            or, where the class is raw, of the best one for it. None if none was measured.
+        encode_bytes_per_s: The raw bytes per second that the cores encode with that codec.
+        cores: The cores that encoding may use.
+        store_bytes_per_s: The bandwidth of the store; None if it was not known.
+    """
+
+    objects: str
+    codec: str | None
+    why: str
+    bytes_raw: int
+    bytes_stored: int
+    ratio: float | None = None
+    encode_bytes_per_s: float | None = None
+    cores: float = 0.0
+    store_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SaveReport:
     """The report of a durable save.
 
@@ -44,6 +73,7 @@ class SaveReport:
             `write` are the time in which any such work was in flight.
         tiers: The tiers that have the whole checkpoint when the report is made, the fastest first;
             empty if the backend is one place.
+        codecs: What rules with `codecs = "auto"` chose, by class of objects.
     """
 
     step: int
@@ -60,6 +90,7 @@ class SaveReport:
     straight_bytes: int
     seconds: Mapping[str, float]
     tiers: tuple[str, ...] = ()
+    codecs: tuple[CodecChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

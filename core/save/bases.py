@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import Deltas
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.pipeline.writer import ChunkResult
+    from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.save.request import EarlierCheckpoints

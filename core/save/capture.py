@@ -21,7 +21,7 @@ from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.latch import Latch
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.foreign import noting_origin
-from penstock.core.pipeline.writer import Captured
+from penstock.core.pipeline.chunks import Captured
 from penstock.core.plan.save import Capture
 from penstock.core.save.samples import MemorySamples
 from penstock.core.tree.paths import show_path
@@ -367,12 +367,13 @@ class CaptureRun:
         if chunk.slab:
             return None
         piece = chunk.pieces[0]
-        entry = self._objects[piece.item].entry
-        source = entry.source
+        planned = self._objects[piece.item]
+        entry, source = planned.entry, planned.entry.source
         with noting_origin(partial(_shown, entry)):
             if not source.address or not source.steady():
                 return None
-        if not chunk.chain and (source.address + piece.start) % PAGE_BYTES != chunk.phase:
+        may_be_raw = not chunk.chain or planned.may_stay_raw
+        if may_be_raw and (source.address + piece.start) % PAGE_BYTES != chunk.phase:
             return None
         view = source.view()
         return None if view is None else view[piece.start : piece.stop]

@@ -26,6 +26,7 @@ from penstock.core.errors import (
     SaveError,
     StorageTimeoutError,
 )
+from penstock.core.pipeline.choices import ChainChoices
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.reporting.reports import SaveReport
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from penstock.core.concurrency.latch import Latch
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.pipeline.writer import Captured, ChunkResult
+    from penstock.core.pipeline.chunks import Captured, ChunkResult
     from penstock.core.reporting.handle import Ending
     from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
@@ -115,10 +116,18 @@ class Finish:
             process=identity_of(os.getpid()),
             clock=self._timing.clock,
         )
+        self._choices = ChainChoices(
+            request.plan,
+            request.chains,
+            auto=request.auto,
+            store=self._backend.url,
+            workers=workers,
+            blocking=request.mode == "blocking",
+        )
         self._writer = FrameWriter(
             self._backend,
             request.plan,
-            chains=request.chains,
+            choices=self._choices,
             block_bytes=request.block_bytes,
             workers=workers,
             blob_prefix=f"data/{self.uid}/blobs/00000-0",
@@ -192,7 +201,7 @@ class Finish:
     def forget(self) -> None:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
-        del self._manifest, self._writer
+        del self._manifest, self._writer, self._choices
         self._bases = None
         plan = replace(self.request.plan, objects=(), chunks=())
         self.request = replace(self.request, entries=(), plan=plan)
@@ -333,4 +342,5 @@ class Finish:
                 "commit": now - (clock.commit_began or now),
                 "total": now - clock.called,
             },
+            codecs=self._choices.report([r for r in self._writer.results if r is not None]),
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import StateObject
     from penstock.core.format.records import BaseEntry, Chain
     from penstock.core.pipeline.chain import CodecChain
-    from penstock.core.pipeline.writer import ChunkResult
+    from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.save.request import SaveRequest
@@ -178,23 +178,34 @@ def stored_chains(
 ) -> tuple[list[Chain], list[int]]:
     """Return the chains that encoded the frames, which lack the codecs that declined a chunk.
 
+    Args:
+        plan: The plan of the save.
+        results: The stored frame of each chunk.
+        chains: Chains by the numbers of the plan and the results.
+
     Returns:
-        `chains`, followed by the chains that are left of them without codecs that declined; and
-        for each chunk the number of its chain, 0 (raw) if all codecs declined.
+        The empty chain, which stands for raw, and those that some frame needs; and for each chunk
+        the number of its chain among these.
     """
-    table = list(chains)
+    table: list[Chain] = [()]
     known: dict[tuple[int, tuple[int, ...]], int] = {}
     numbers: list[int] = []
     for chunk, result in zip(plan.chunks, results, strict=True):
-        key = (chunk.chain, result.declined)
+        given = given_chain(chunk, result)
+        key = (given, result.declined)
         if key not in known:
-            links = enumerate(table[chunk.chain])
+            links = enumerate(chains[given])
             left = tuple(link for n, link in links if n not in result.declined)
             if left not in table:
                 table.append(left)
-            known[key] = table.index(left) if result.declined else chunk.chain
+            known[key] = table.index(left)
         numbers.append(known[key])
     return table, numbers
+
+
+def given_chain(chunk: Chunk, result: ChunkResult) -> int:
+    """Return the number of the chain that a chunk was given to, which may have declined it."""
+    return chunk.chain if result.chain is None else result.chain
 
 
 def frames_of(
@@ -219,7 +230,7 @@ def frames_of(
     """
     return {
         number: Frame(
-            blobs["enc" if chunk.chain else "raw"],
+            blobs["enc" if given_chain(chunk, result) else "raw"],
             result.offset,
             result.length,
             chunk.length,

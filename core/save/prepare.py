@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import StateObject
+from penstock.core.concurrency.cores import CoreMeter
+from penstock.core.config.model import AUTO
 from penstock.core.errors import (
     CodecError,
     ConfigError,
@@ -30,7 +32,9 @@ from penstock.core.limits import (
     depth_of,
 )
 from penstock.core.pipeline.chain import CodecChain
+from penstock.core.pipeline.choices import AutoChains
 from penstock.core.pipeline.staging import Staging, default_budget
+from penstock.core.plan.choice import CANDIDATES, CodecChooser
 from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.request import SaveRequest
@@ -124,13 +128,24 @@ def claim_generation(
 
 
 class ChainTable:
-    """The codec chains of a configuration, by the first rule that matches; number 0 is raw."""
+    """The codec chains of a configuration, by the first rule that matches; number 0 is raw.
+
+    Where the rule says `auto`, each class of objects has a number of its own, without a chain: the
+    chain is chosen while the save runs.
+    """
 
     def __init__(self, config: CheckpointerConfig, registry: Registry) -> None:
         self._rules = [(Selection(include=rule.match), rule) for rule in config.rules]
         self._numbers: dict[int, int] = {}
         self.chains: list[CodecChain | None] = [None]
+        self.auto: AutoChains | None = None
+        self._classes: dict[int, str] = {}
+        self._number_of_class: dict[str, int] = {}
+        if any(rule.codecs == AUTO for rule in config.rules):
+            self.auto = self._auto_chains(registry)
         for index, rule in enumerate(config.rules):
+            if rule.codecs == AUTO:
+                continue
             chain = codec_chain(rule, registry)
             _check_lossy(rule, chain)
             self._numbers[index] = 0 if chain is None else len(self.chains)
@@ -140,10 +155,12 @@ class ChainTable:
         self._exact = {n: self._without_lossy(n) for n in range(len(self.chains))}
         self._unchecked = list(config.rules)
 
-    def number(self, path: ObjectPath, *, exact: bool) -> int:
-        """Return the chain of the object at `path`; with `exact`, without its lossy codecs."""
-        for index, (selection, _) in enumerate(self._rules):
-            if selection.selects(path):
+    def number(self, entry: StateObject, *, exact: bool) -> int:
+        """Return the chain of an object; with `exact`, without its lossy codecs."""
+        for index, (selection, rule) in enumerate(self._rules):
+            if selection.selects(entry.path):
+                if rule.codecs == AUTO:
+                    return self._class_number(entry)
                 number = self._numbers[index]
                 return self._exact[number] if exact else number
         return 0
@@ -152,6 +169,10 @@ class ChainTable:
         """Return whether the chain of this number gives back the very bytes that it encoded."""
         chain = self.chains[number]
         return chain is None or chain.lossless
+
+    def is_auto(self, number: int) -> bool:
+        """Whether the chain with this number is chosen while the save runs."""
+        return number in self._classes
 
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
         """Warn of the rules that match nothing of the first save that holds anything.
@@ -176,6 +197,28 @@ class ChainTable:
                     step,
                 )
 
+    def _class_number(self, entry: StateObject) -> int:
+        name = f"{entry.role.value} {entry.spec.dtype}"
+        number = self._number_of_class.get(name)
+        if number is None:
+            number = self._number_of_class[name] = len(self.chains)
+            self._classes[number] = name
+            self.chains.append(None)
+        return number
+
+    def _auto_chains(self, registry: Registry) -> AutoChains:
+        installed = set(registry.names("codec"))
+        candidates: dict[str, int] = {}
+        for name, options in CANDIDATES:
+            if name not in installed:
+                continue
+            chain = CodecChain([registry.codec(name, options)])
+            # A third party's codec of that name may be another one.
+            if chain.lossless and not chain.needs_base:
+                candidates[name] = len(self.chains)
+                self.chains.append(chain)
+        return AutoChains(self._classes, candidates, CodecChooser(tuple(candidates)), CoreMeter())
+
     def _without_lossy(self, number: int) -> int:
         chain = self.chains[number]
         if chain is None or chain.lossless:
@@ -195,6 +238,7 @@ def codec_chain(rule: Rule, registry: Registry) -> CodecChain | None:
         ConfigError: Its options do not fit, or codecs do not go together in this order.
     """
     codecs = []
+    assert rule.codecs != AUTO
     for number, link in enumerate(rule.codecs):
         try:
             codecs.append(registry.codec(link.type, link.options))
@@ -241,8 +285,9 @@ def plan_state(
             promised = True
         # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
         single = entry.kind is Kind.VALUE or not entry.spec.shape
-        chain = table.number(entry.path, exact=single)
-        objects.append(PlannedObject(entry, capture, chain, _version(entry)))
+        chain = table.number(entry, exact=single)
+        planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
+        objects.append(planned)
     masters = find_masters(objects, is_exact=table.is_exact) if share else None
     plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters)
     return SaveRequest(
@@ -252,6 +297,7 @@ def plan_state(
         entries=description.entries,
         plan=plan,
         chains=table.chains,
+        auto=table.auto,
         providers=description.providers_used,
         objects=count,
         staging_bytes=_staging_need(plan, blocking=mode == "blocking"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.choices import AutoChains
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.reporting.reports import SaveReport
@@ -27,7 +28,8 @@ class SaveRequest:
         mode: `"blocking"`, `"async"` or `"lazy"`.
         entries: The state tree as it was described. They hold the state.
         plan: The chunks, and their places in blobs.
-        chains: Codec chains by number; None is raw.
+        chains: Codec chains by number; None is raw, or is chosen while the save runs.
+        auto: The objects whose chains are chosen while the save runs; None: there are none.
         providers: Name and version of every provider that took part.
         objects: Number of objects, tied ones included.
         staging_bytes: The most memory that capturing all of it takes.
@@ -44,6 +46,7 @@ class SaveRequest:
     entries: Sequence[StateObject | Node]
     plan: SavePlan
     chains: Sequence[CodecChain | None]
+    auto: AutoChains | None = None
     providers: Sequence[tuple[str, int]]
     objects: int
     staging_bytes: int

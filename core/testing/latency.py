@@ -28,7 +28,7 @@ class _SlowWriter(WrapperWriter):
 
 
 class LatencyBackend(WrapperBackend):
-    """Delays every call by `latency_s`, and limits the bytes moved to `bytes_per_s`.
+    """Delays every call by `latency_s`, and limits the bytes moved to `bytes_per_s` in all.
 
     `jitter_s` adds a random delay of at most that much. It depends on `seed`, on the operation and
     on the number of such calls before, but not on the timing of other threads.
@@ -55,6 +55,7 @@ class LatencyBackend(WrapperBackend):
         self._bytes_per_s = bytes_per_s
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards `_calls`
+        self._link = threading.Lock()  # held while bytes pass: requests in flight share the limit
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """Delegate after the time that the bytes take."""
@@ -64,7 +65,8 @@ class LatencyBackend(WrapperBackend):
     def pass_bytes(self, count: int) -> None:
         """Sleep for the time that `count` bytes take."""
         if self._bytes_per_s:
-            time.sleep(count / self._bytes_per_s)
+            with self._link:
+                time.sleep(count / self._bytes_per_s)
 
     def delay_s(self, operation: Operation, number: int) -> float:
         """Return the delay in seconds of call `number` (from 1) of `operation`."""

@@ -15,7 +15,7 @@ from penstock.core.format.records import (
     blob_name,
 )
 from penstock.core.format.section import new_draft
-from penstock.core.pipeline.writer import ChunkResult
+from penstock.core.pipeline.chunks import ChunkResult
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.manifest import build_sections, frames_of
 from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec

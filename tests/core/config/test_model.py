@@ -175,12 +175,35 @@ def test_one_pattern_needs_no_list():
         ({"workers": 0}, "workers: Input should be greater than or equal to 1"),
         ({"rules": {"match": "a", "codecs": []}}, "rules: Input should be a list"),
         ({"rules": [{"match": "a", "codecs": "zstd"}]}, "rules[0].codecs: Input should be a list"),
+        (
+            {"rules": [{"match": "a", "codecs": "atuo"}]},
+            "rules[0].codecs: Input should be a list; did you mean auto?",
+        ),
+        (
+            {"rules": [{"match": "a", "codecs": ["zstd", "auto"]}]},
+            'rules[0].codecs: "auto" stands alone, without a list: codecs = "auto"',
+        ),
     ],
 )
 def test_wrong_values_are_named_by_their_place(changes, line):
     with pytest.raises(ConfigError) as caught:
         load_config({"backend": "x", **changes})
     assert f"\n  {line}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", '[[rules]]\nmatch = "**"\ncodecs = "auto"\n'),
+        ("a.yaml", 'rules: [{match: "**", codecs: auto}]'),
+        ("a.json", '{"rules": [{"match": "**", "codecs": "auto"}]}'),
+    ],
+)
+def test_auto_stands_in_place_of_a_list_of_codecs(name, text, tmp_path):
+    file = tmp_path / name
+    head = {"a.toml": 'backend = "x"\n', "a.yaml": "backend: x\n"}.get(name, "")
+    file.write_text(head + text if head else text.replace("{", '{"backend": "x", ', 1))
+    assert load_config(file).rules[0].codecs == "auto"
 
 
 class Knobs(BaseModel):

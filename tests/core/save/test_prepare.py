@@ -1,11 +1,15 @@
-"""Metadata of a user: what becomes of it, and what is refused."""
+"""Metadata of a user: what becomes of it, and what is refused; the codecs of rules."""
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.codecs.lz4 import Lz4Codec
+from penstock.codecs.zstd import ZstdCodec
+from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError
-from penstock.core.save.prepare import check_metadata
+from penstock.core.plugins.registry import Registry
+from penstock.core.save.prepare import ChainTable, check_metadata
 
 
 def test_metadata_is_checked_as_it_will_be_read_back():
@@ -68,3 +72,24 @@ def test_what_is_not_json_in_metadata_is_named(bad, complaint):
 def test_huge_metadata_is_refused():
     with pytest.raises(ConfigError, match="at most"):
         check_metadata({"a": "x" * (17 << 20)})
+
+
+class Rounding(Lz4Codec):
+    api_version = 1
+    lossless = False
+
+
+class Comparing(ZstdCodec):
+    api_version = 1
+    needs_base = True
+
+
+def test_auto_chooses_among_lossless_codecs_that_need_no_base():
+    config = load_config({"backend": "x", "rules": [{"match": "**", "codecs": "auto"}]})
+    assert list(ChainTable(config, Registry()).auto.candidates) == ["floatsplit", "lz4", "zstd"]
+    registry = Registry()
+    registry.register(Rounding, replace=True)
+    registry.register(Comparing, replace=True)
+    table = ChainTable(config, registry)
+    (number,) = table.auto.candidates.values()
+    assert [codec.name for codec in table.chains[number].codecs] == ["floatsplit"]

@@ -1,0 +1,54 @@
+"""Measures how many cores this process may use, and how many of them it keeps busy."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LEAST_S = 0.5  # a shorter time says too little
+_ASSUMED = 1.0  # the thread that trains
+
+
+class CoreMeter:
+    """Measures the cores that training uses, from the processor's time between two saves.
+
+    Args:
+        read: Returns the seconds of the monotonic clock, and of the processor.
+    """
+
+    def __init__(self, read: Callable[[], tuple[float, float]] | None = None) -> None:
+        self._read = read or _clocks
+        self._began = self._read()
+        self._busy = _ASSUMED
+
+    def begin_save(self) -> None:
+        """Take the figure of the time since the last save ended, or since this was made."""
+        now, used = self._read()
+        if now - self._began[0] >= _LEAST_S:
+            self._busy = (used - self._began[1]) / (now - self._began[0])
+
+    def end_save(self) -> None:
+        """Begin to measure the time until the next save."""
+        self._began = self._read()
+
+    @property
+    def busy(self) -> float:
+        """The cores that training used before the latest save began."""
+        return self._busy
+
+    @property
+    def cores(self) -> float:
+        """The cores that this process may use: its share where several ranks run here."""
+        try:
+            count = len(os.sched_getaffinity(0))
+        except (AttributeError, OSError):  # no Linux
+            count = os.cpu_count() or 1
+        return count / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _clocks() -> tuple[float, float]:
+    return time.monotonic(), time.process_time()

@@ -1,0 +1,55 @@
+"""A chunk on its way: captured, then stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.pipeline.staging import Block
+    from penstock.core.plan.bases import StoredFrame
+
+
+@dataclass(eq=False, slots=True)
+class Captured:
+    """A chunk's bytes, ready for encoding and writing.
+
+    Attributes:
+        index: Number of the chunk in the plan.
+        view: Its raw bytes.
+        block: Staging to give back, None when straight.
+        straight: Whether the bytes are the live tensor's own memory.
+        end_hold: Ends the hold on that memory, where there is one.
+        derived: Whether the chunk is of a derived object: it has no bytes, and none are stored.
+    """
+
+    index: int
+    view: memoryview
+    block: Block | None
+    straight: bool
+    end_hold: Callable[[], None] | None = None
+    derived: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it.
+
+    Its base is a frame of an earlier checkpoint. `chain` is the number of the chain that was chosen
+    while the save ran; None: the plan's.
+    """
+
+    offset: int
+    length: int
+    checksums: tuple[int, ...]
+    raw_checksum: int | None = None
+    lengths: tuple[int, ...] = ()
+    declined: tuple[int, ...] = ()
+    base: StoredFrame | None = None
+    chain: int | None = None
+
+
+DERIVED = ChunkResult(0, 0, (), chain=0)
+"""The result of a chunk of a derived object, which has no frame."""

@@ -1,0 +1,208 @@
+"""Rules with `codecs = "auto"`: what they choose is reported, stored as reported, and restored."""
+
+import logging
+import os
+
+import pytest
+import torch
+from tests.core.cli.command import caller
+from tests.integration.support import memory
+
+import penstock
+from penstock.codecs.zstd import ZstdCodec
+from penstock.core.errors import CodecError, StorageError
+from penstock.core.plugins.registry import Registry
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.latency import LatencyBackend
+
+AUTO = {"match": "**", "codecs": "auto"}
+MIB = 1 << 20
+
+
+def slow(inner=None):
+    """A store that any codec is faster than; the first 4 MiB tell it so in 0.2 s."""
+    return LatencyBackend(inner or memory(), bytes_per_s=20e6)
+
+
+def checkpointer(store, **options):
+    return penstock.Checkpointer(
+        store, **{"rules": [AUTO], "chunk_bytes": MIB, "block_bytes": 1 << 16, **options}
+    )
+
+
+def squeezable(elements=3 * MIB):
+    """12 MiB of floats that every codec makes smaller."""
+    return {"w": torch.arange(elements, dtype=torch.float32) // 4096, "epoch": 7}
+
+
+def noise():
+    """Bytes that no codec makes smaller."""
+    return {"w": torch.frombuffer(bytearray(os.urandom(12 * MIB)), dtype=torch.uint8)}
+
+
+def by_class(report):
+    return {choice.objects: choice for choice in report.codecs}
+
+
+def is_same(tree, state):
+    return torch.equal(tree["w"], state["w"]) and tree.get("epoch") == state.get("epoch")
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async"])
+def test_a_slow_store_gets_encoded_bytes_from_the_first_save_on(mode):
+    state = squeezable()
+    with checkpointer(slow(), mode=mode) as ckpt:
+        first, second = (ckpt.save(state, step=step).result() for step in (1, 2))
+        assert is_same(ckpt.load(1), state)
+        assert is_same(ckpt.load(2), state)
+        assert ckpt.verify(1, deep=True).ok
+        assert ckpt.verify(2, deep=True).ok
+        recorded = ckpt.info(2).codecs
+    for report in (first, second):
+        choice = by_class(report)["other float32"]
+        assert choice.codec in {"floatsplit", "lz4", "zstd"}
+        assert choice.why.startswith(f"{choice.codec}: ")
+        assert "the store takes 0.0" in choice.why
+        assert choice.bytes_raw == 12 * MIB
+        assert choice.bytes_stored < choice.bytes_raw
+        assert choice.store_bytes_per_s < 25e6
+    assert by_class(first)["other float32"].bytes_stored > 4 * MIB, "the store was measured"
+    assert {choice.codec for choice in second.codecs} == set(recorded)
+    assert (first.blobs, second.blobs) == (2, 1), "few bytes go where all others are"
+
+
+def test_what_no_codec_makes_smaller_is_stored_as_by_no_rule():
+    state = noise()
+    with checkpointer(slow()) as ckpt, checkpointer(memory(), rules=[]) as plain:
+        report = ckpt.save(state, step=1, mode="blocking").result()
+        assert report.bytes_stored == plain.save(state, step=1).result().bytes_stored
+        assert is_same(ckpt.load(1), state)
+        assert ckpt.info(1).codecs == {}
+    choice = by_class(report)["other uint8"]
+    assert choice.codec is None
+    assert choice.why.startswith("raw: no codec makes it smaller; the store takes 0.02 GB/s")
+
+
+def test_a_small_state_is_raw():
+    with checkpointer(memory()) as ckpt:
+        report = ckpt.save({"w": torch.zeros(1000)}, step=1, mode="blocking").result()
+    assert [choice.codec for choice in report.codecs] == [None]
+    assert report.codecs[0].why == "raw: too few bytes to gain anything"
+
+
+def test_classes_are_chosen_for_one_by_one():
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    state = {"model": model.bfloat16(), "optimizer": optimizer, "noise": noise()["w"]}
+    with checkpointer(slow()) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        found = by_class(ckpt.save(state, step=2, mode="lazy").result())
+        moment = optimizer.state[next(model.parameters())]["exp_avg"]
+        expected = moment.clone()
+        moment.zero_()
+        ckpt.restore(state, 2)
+    assert {"parameter bfloat16", "optimizer float32", "other uint8"} <= set(found)
+    assert found["optimizer float32"].codec is not None
+    assert found["other uint8"].codec is None
+    assert torch.equal(moment, expected)
+
+
+def test_the_first_rule_wins_over_auto():
+    state = {"w": squeezable()["w"], "raw": torch.zeros(MIB)}
+    rules = [{"match": "raw", "codecs": []}, AUTO]
+    with checkpointer(slow(), rules=rules) as ckpt:
+        report = ckpt.save(state, step=1, mode="blocking").result()
+        assert torch.equal(ckpt.load(1)["raw"], state["raw"])
+    assert report.codecs[0].bytes_raw == 12 * MIB
+
+
+def test_without_rules_nothing_is_reported():
+    with penstock.Checkpointer(memory()) as ckpt:
+        assert ckpt.save(squeezable(), step=1).result().codecs == ()
+
+
+class Refusing(ZstdCodec):
+    """Refuses every chunk."""
+
+    api_version = 1
+
+    def encode(self, chunk, out, /, *, context):
+        message = "not today"
+        raise CodecError(message)
+
+
+def test_a_codec_that_refuses_samples_is_never_chosen():
+    registry = Registry()
+    registry.register(Refusing, replace=True)
+    state = squeezable()
+    with checkpointer(slow(), registry=registry) as ckpt:
+        for step in (1, 2):
+            report = ckpt.save(state, step=step, mode="blocking").result()
+            assert by_class(report)["other float32"].codec in {"floatsplit", "lz4"}
+        assert is_same(ckpt.load(2), state)
+
+
+def test_without_codecs_everything_is_raw():
+    entry_points = [e for e in penstock_entry_points() if e.group != "penstock.codecs"]
+    with checkpointer(slow(), registry=Registry(entry_points)) as ckpt:
+        ckpt.save(squeezable(), step=1, mode="blocking")
+        report = ckpt.save(squeezable(), step=2, mode="blocking").result()
+    assert by_class(report)["other float32"].why.startswith("raw: no codec makes it smaller")
+
+
+def penstock_entry_points():
+    from importlib.metadata import entry_points
+
+    groups = ("penstock.providers", "penstock.codecs", "penstock.backends")
+    return [e for group in groups for e in entry_points(group=group)]
+
+
+@pytest.mark.parametrize("blob", [".raw", ".enc"])
+def test_a_save_that_fails_gives_all_memory_back(blob):
+    store = FaultyBackend(memory())
+    state = squeezable()
+    with checkpointer(slow(store), staging_bytes=4 * MIB) as ckpt:
+        store.fail("write", match=blob)
+        with pytest.raises(StorageError):
+            ckpt.save(state, step=1).result()
+        assert ckpt._saver.job.finished(60)
+        assert ckpt._saver.staging.used_bytes == 0
+        store.clear()
+        assert by_class(ckpt.save(state, step=2).result())["other float32"].codec is not None
+        assert is_same(ckpt.load(2), state)
+
+
+def test_the_choice_is_logged_when_it_changes(caplog):
+    caplog.set_level(logging.INFO, logger="penstock")
+    with checkpointer(slow()) as ckpt:
+        for step in (1, 2):
+            ckpt.save(noise(), step=step, mode="blocking")
+        ckpt.save(squeezable(), step=3, mode="blocking")
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("codecs of")]
+    assert [line.partition(" from now on: ")[0] for line in said] == [
+        "codecs of other uint8",
+        "codecs of other float32",
+    ]
+    assert all("the store takes" in line for line in said)
+
+
+def test_show_and_copy_know_what_was_chosen(tmp_path, capsys, monkeypatch):
+    state = squeezable()
+    with checkpointer(slow(penstock_posix(tmp_path / "run"))) as ckpt:
+        report = ckpt.save(state, step=1, mode="blocking").result()
+    call = caller(capsys, monkeypatch)
+    shown = {o["path"]: o for o in call("show", tmp_path / "run", "--json").json["objects"]}
+    assert shown["w"]["codecs"] == [by_class(report)["other float32"].codec]
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rules]]\nmatch = "**"\ncodecs = "auto"\n')
+    assert call("copy", tmp_path / "run", tmp_path / "copy", "--rules", rules).code == 0
+    with penstock.Checkpointer(tmp_path / "copy") as ckpt:
+        assert is_same(ckpt.load(1), state)
+
+
+def penstock_posix(path):
+    from penstock.core.storage.open import open_backend
+
+    return open_backend(f"posix://{path}")
