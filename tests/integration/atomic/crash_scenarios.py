@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -25,8 +26,21 @@ OPTIONS = {"chunk_bytes": 8192, "block_bytes": 4096, "workers": 1}
 RAW = {}
 ENCODED = {"rules": [{"match": "**", "codecs": ["zstd"]}]}
 BOTH = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
+CHAINED = {"rules": [{"match": "optimizer/**", "codecs": ["delta", "zstd"]}]}
 DAY_S = 86400.0
 SAVED = 9  # the step that is saved to go on
+
+
+@functools.cache
+def pattern(*shape):
+    """What tensors hold besides their number: without it no difference would be worth storing."""
+    chance = torch.Generator().manual_seed(math.prod(shape))
+    return torch.randint(1 << 15, 1 << 16, shape, generator=chance).float()
+
+
+def carries(tensor, number):
+    """Whether all of a tensor carries this number."""
+    return bool((tensor == pattern(*tensor.shape) + number).all())
 
 
 class Job:
@@ -50,7 +64,7 @@ class Job:
     def fill(self, number):
         with torch.no_grad():
             for tensor in self.tensors():
-                tensor.fill_(number)
+                tensor.copy_(pattern(*tensor.shape) + number)
         self.state["number"] = number
 
     def number(self):
@@ -63,7 +77,7 @@ def only_number(tree):
     number = tree["number"]
     for path, leaf in leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            assert bool((leaf == number).all()), f"{path} is torn: not all of it is {number}"
+            assert carries(leaf, number), f"{path} is torn: not all of it is {number}"
     return number
 
 
@@ -110,10 +124,26 @@ def mortal():
 # -- scenarios -------------------------------------------------------------------------------------
 
 
-def three_steps(disk):
-    with opened(PowerCut(disk), **BOTH) as ckpt:
+def three_steps(disk, **options):
+    with opened(PowerCut(disk), **(options or BOTH)) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, step, mode="blocking")
+
+
+def three_links(disk):
+    """Steps 2 and 3 are each encoded against the one before."""
+    three_steps(disk, **CHAINED)
+    with opened(PowerCut(disk)) as ckpt:
+        assert [len(ckpt._catalog.record(step).references) for step in (1, 2, 3)] == [0, 1, 2]
+
+
+def two_links(disk):
+    """The process died after the record of step 1, the base of the others, was deleted."""
+    three_links(disk)
+    dying = CrashAt(PowerCut(disk), 1, after=True, operations=["delete"])
+    with mortal(), opened(dying) as ckpt:
+        ckpt.delete(1)
+    assert len(PowerCut(disk).list("commits/")) == 2
 
 
 @dataclass
@@ -252,6 +282,41 @@ SCENARIOS = [
         )
         for operation, match in (("write", ".enc"), ("seal", ".raw"), ("publish", "/index"))
     ),
+    *(
+        Scenario(f"{name} of a chain", act, ends, prepare=prepare, options={**CHAINED, **options})
+        for name, act, ends, prepare, options in (
+            ("save", saving("async"), [BEFORE, AFTER], three_links, {}),
+            ("overwrite", overwriting, [BEFORE, TWO_GENERATIONS], three_links, {}),
+            (
+                "retention",
+                lambda ckpt, reached: save(ckpt, 4, 4, mode="async") and reached(2),
+                [{2: 2, 3: 3}, {3: 3}, {3: 3, 4: 4}, {4: 4}],
+                two_links,
+                {"retention": {"keep_last": 1}},
+            ),
+            (
+                "delete",
+                lambda ckpt, _: ckpt.delete(2),
+                [BEFORE, without(BEFORE, 2)],
+                three_links,
+                {},
+            ),
+            (
+                "rewind",
+                lambda ckpt, _: ckpt.rewind(1),
+                [BEFORE, without(BEFORE, 3), {1: 1}],
+                three_links,
+                {},
+            ),
+            (
+                "end",
+                lambda ckpt, _: [ckpt.delete(step) for step in (2, 3)],
+                [{2: 2, 3: 3}, {3: 3}, {}],
+                two_links,
+                {},
+            ),
+        )
+    ),
     Scenario("prune", lambda ckpt, _: ckpt.prune(), [TWO_GENERATIONS] * 2, prepare=littered),
 ]
 
@@ -291,7 +356,8 @@ def number_stored(ckpt, step):
 def all_that_is_stored(ckpt, step):
     backend, info = ckpt._backend, ckpt.info(step)
     names = [f"commits/{step:08d}-{info.generation}.json"]
-    names += [blob.name for blob in backend.list(f"data/{info.uid}/")]
+    uids = [info.uid, *ckpt._catalog.record(step).references]
+    names += [blob.name for uid in uids for blob in backend.list(f"data/{uid}/")]
     return tuple((name, backend.read_record(name, limit_bytes=1 << 20)) for name in names)
 
 
