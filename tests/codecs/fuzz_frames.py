@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 from tests.codecs.golden_cases import CASES
 from tests.core.forging import INTEGERS, Choices
 
-from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError
 from penstock.core.plugins.registry import Registry
 
 GOLDEN = Path(__file__).parent / "golden"
-CODECS = ("floatsplit", "zstd", "lz4")
+CODECS = ("delta", "floatsplit", "zstd", "lz4")
 _LARGEST_BYTES = 200_000  # a larger chunk takes milliseconds, and shows nothing new
 _MOST_CHANGES = 12
 _HEAD_BYTES = 64
@@ -32,9 +32,8 @@ def _seeds(name):
             raw, context = CASES[path.stem].chunk()
             if len(raw) <= _LARGEST_BYTES:
                 codec = Registry().codec_from_record(*chain[0])
-                facts = (context.dtype, context.itemsize, context.shape, context.start)
                 frame = path.with_suffix(".frame").read_bytes()
-                found.append((codec, facts, chain[0][1], raw, frame))
+                found.append((codec, replace(context, version=chain[0][1]), raw, frame))
     return found
 
 
@@ -61,7 +60,7 @@ def _changed(frame, choices, others):
             case 8:
                 frame[at:at] = frame[at : at + 1 + choices.below(256)] or b"\0"
             case _:
-                frame[at:] = choices.of(others)[4][at:]
+                frame[at:] = choices.of(others)[3][at:]
     return bytes(frame)
 
 
@@ -69,21 +68,21 @@ def decode(name, data):
     """A changed frame of the codec `name`: refused by a CodecError, or decoded within bounds."""
     choices = Choices(data)
     seeds = _seeds(name)
-    codec, (dtype, itemsize, shape, start), version, raw, frame = choices.of(seeds)
-    size = len(raw)
+    codec, context, raw, frame = choices.of(seeds)
+    intact, size, unit = context, len(raw), context.itemsize
     if choices.below(8) == 0:
-        size = max(0, size + choices.of((-itemsize, itemsize, -1, 1, -size, size, 8, -4096)))
+        size = max(0, size + choices.of((-unit, unit, -1, 1, -size, size, 8, -4096)))
     if choices.below(8) == 0:
-        _, (dtype, itemsize, shape, start), *_ = choices.of(seeds)
+        context = choices.of(seeds)[1]
+    context = replace(context, raw_length=size)
     changed = _changed(frame, choices, seeds)
     memory = bytearray(_GUARD + b"\x5a" * size + _GUARD)
     out = memoryview(memory)[len(_GUARD) : len(_GUARD) + size]
     given = bytearray(changed)
-    context = CodecContext(dtype, itemsize, shape, start, size, None, version)
     try:
         codec.decode(memoryview(given), out, context=context)
         outcome = "read"
-        assert changed != frame or size != len(raw) or out == raw
+        assert changed != frame or context != intact or out == raw
     except CodecError as error:
         assert str(error)  # noqa: PT017 - it may be read
         outcome = re.sub(r"\d+", "n", str(error))[:60]

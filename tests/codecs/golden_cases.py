@@ -39,12 +39,14 @@ class Case:
     shape: tuple[int, ...] | None = None
     start: int = 0
     declined: tuple[int, ...] = field(default=())
+    base: Callable[[], bytes] | None = None
 
     def chunk(self) -> tuple[bytes, CodecContext]:
         """Return the chunk, and what codecs are told of it."""
         raw = self.make()
         shape = self.shape or (len(raw) // self.itemsize,)
-        return raw, CodecContext(self.dtype, self.itemsize, shape, self.start, len(raw))
+        base = None if self.base is None else memoryview(self.base())
+        return raw, CodecContext(self.dtype, self.itemsize, shape, self.start, len(raw), base)
 
 
 def noise(name: str, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -134,7 +136,7 @@ def cases() -> dict[str, Case]:
             found[f"{name}-{number}-one"] = Case(codecs, lambda: b"\x07")
             # More than a piece, of which both codecs cut large chunks.
             found[f"{name}-{number}-pieces"] = Case(codecs, lambda: bytes((4 << 20) + 5) + text(50))
-    return found | _of_floatsplit() | _of_lossy()
+    return found | _of_floatsplit() | _of_lossy() | _of_delta()
 
 
 def _of_floatsplit() -> dict[str, Case]:
@@ -193,6 +195,59 @@ def _of_lossy() -> dict[str, Case]:
     both = (("cast", {}), ("floatsplit", {}))
     found["cast-floatsplit"] = Case(both, lambda: floats("float32", 40, 64), "float32", 4, (40, 64))
     return found
+
+
+def _of_delta() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for dtype, size in (("uint8", 1), ("bfloat16", 2), ("float32", 4), ("float64", 8)):
+        for name in ("steps", "flips"):
+            found[f"delta-{dtype}-{name}"] = Case(
+                (("delta", {}),),
+                lambda s=size, n=name: later(s, 3001, n),
+                dtype,
+                size,
+                base=lambda s=size: earlier(s, 3001),
+            )
+    # No machine word has 16 bytes: single bytes are compared.
+    found["delta-complex128"] = Case(
+        (("delta", {}),),
+        lambda: later(1, 3200, "steps"),
+        "complex128",
+        16,
+        base=lambda: earlier(1, 3200),
+    )
+    found["delta-zstd-taken"] = Case(
+        (("delta", {}), ("zstd", {"level": 3})),
+        lambda: later(4, 3001, "steps"),
+        "float32",
+        4,
+        base=lambda: earlier(4, 3001),
+    )
+    found["delta-zstd-declined"] = Case(
+        (("delta", {}), ("zstd", {"level": 3})),
+        lambda: text(4000),
+        "float32",
+        4,
+        declined=(0,),
+        base=lambda: noise("other", 4000).tobytes(),
+    )
+    return found
+
+
+def earlier(itemsize: int, elements: int) -> bytes:
+    """Return elements of any bits."""
+    return noise(f"earlier {itemsize}", itemsize * elements).tobytes()
+
+
+def later(itemsize: int, elements: int, how: str) -> bytes:
+    """Return `earlier` after small steps up and down, or with some bits turned."""
+    words = np.frombuffer(earlier(itemsize, elements), f"<u{itemsize}").copy()
+    small = noise(f"later {itemsize}", elements)
+    if how == "steps":
+        words += (small % 5).astype(words.dtype) - np.array(2, words.dtype)
+    else:
+        words[small < 40] ^= np.array(1 << 8 * itemsize - 2, words.dtype)
+    return words.tobytes()
 
 
 CASES = cases()

@@ -20,4 +20,4 @@ def test_frames_of_the_corpus_are_refused_or_decoded_within_bounds(name):
     cases = (CORPUS / f"{name}.txt").read_text().split()
     outcomes = {decode(name, bytes.fromhex(case))[1] for case in cases}
     assert "read" in outcomes
-    assert len(outcomes) > 3  # several checks were reached
+    assert len(outcomes) >= 3  # several checks were reached
