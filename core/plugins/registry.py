@@ -217,6 +217,13 @@ class Registry:
             raise PluginError(msg) from error
         return cast("Codec", self._create("codec", name, cls, options))
 
+    def is_lossless(self, name: str, /) -> bool | None:
+        """Return whether the codec `name` is lossless; None: it is not installed, or broken."""
+        try:
+            return self.codec_class(name).lossless
+        except PluginError:
+            return None
+
     def backend_class(self, name: str, /) -> type[Backend]:
         """Return the class of the backend `name`.
 

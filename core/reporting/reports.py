@@ -282,6 +282,8 @@ class VerifyReport:
         tiers: The tiers that have the checkpoint, of a run in tiers.
         not_decoded: Why frames were not decoded, where their codec is not installed. The stored
             bytes were compared all the same, and are whole unless `damaged` says otherwise.
+        lossy: The lossy codecs of the objects. Values that went through these are as they were
+            rounded by the save; whole means that they still decode to the same.
     """
 
     step: int
@@ -295,6 +297,7 @@ class VerifyReport:
     repairs: tuple[Repair, ...] = ()
     tiers: tuple[str, ...] = ()
     not_decoded: tuple[str, ...] = ()
+    lossy: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +311,7 @@ class CopyFound:
         frames: The number of frames that were read.
         bytes_read: The bytes read of manifest and blobs.
         not_decoded: As in `VerifyReport`.
+        lossy: As in `VerifyReport`.
     """
 
     tier: str
@@ -316,6 +320,7 @@ class CopyFound:
     frames: int = 0
     bytes_read: int = 0
     not_decoded: tuple[str, ...] = ()
+    lossy: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,14 @@ from penstock.core.restore.fill import (
     read_region,
 )
 from penstock.core.restore.restore import build_leaf, build_new
+from penstock.core.restore.rounding import rounding_of
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
 from penstock.core.tree.select import Selection
 from penstock.core.types import Kind, Region, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import Progress
+    from penstock.core.restore.rounding import Rounding
     from penstock.core.types import BlobInfo
 
 log = logging.getLogger("penstock")
@@ -252,6 +254,7 @@ class Checkpoint:
             report.frames,
             report.bytes_read,
             report.not_decoded,
+            report.lossy,
         )
 
     def report_of(
@@ -275,7 +278,12 @@ class Checkpoint:
             seconds=time.monotonic() - began,
             tiers=tuple(copy.tier for copy in there),
             not_decoded=tuple(sorted({why for copy in there for why in copy.not_decoded})),
+            lossy=tuple(sorted({name for copy in there for name in copy.lossy})),
         )
+
+    def rounding(self, objects: Iterable[Located]) -> Rounding:
+        """Return which codecs of `objects` round; reads no data."""
+        return rounding_of(self.contents, objects, self.opened.registry)
 
     def still_there(self) -> bool:
         """Return whether the commit record still names this very checkpoint."""
@@ -322,6 +330,7 @@ class Checkpoint:
             deep=deep,
             seconds=time.monotonic() - began,
             not_decoded=tuple(sorted(absent)),
+            lossy=self.rounding(o for o in objects if o.record.derived is None).lossy,
         )
 
     def _verify_sizes(self, heads: Sequence[PartHead], damaged: list[Damage]) -> bool:

@@ -88,6 +88,8 @@ class Copied:
         bytes_kept: The bytes of blobs that an earlier, interrupted copy had brought there.
         seconds: The duration of the copy.
         error: The reason of a failure.
+        rounded_by: Of a copy that was encoded anew, the lossy codecs of what was copied: the copy
+            has the values that these had rounded.
     """
 
     step: int
@@ -100,6 +102,7 @@ class Copied:
     bytes_kept: int = 0
     seconds: float = 0.0
     error: str | None = None
+    rounded_by: tuple[str, ...] = ()
 
 
 def wanted_rules(
@@ -324,12 +327,13 @@ class _Copier:
             {"backend": self._target, "rules": how.rules or ()}, what=how.rules_from
         )
         checkpoint = Checkpoint.open(self._source, step, loader=Loader(self._source, self._workers))
+        selection = Selection(how.include, how.exclude)
         report = copy_objects(
             checkpoint,
             self._target,
             Reencoding(
                 config=config,
-                selection=Selection(how.include, how.exclude),
+                selection=selection,
                 keep_codecs=how.rules is None,
                 overwrite=how.overwrite,
             ),
@@ -337,10 +341,13 @@ class _Copier:
             workers=self._workers,
             on_progress=bar,
         )
+        everything = checkpoint.contents.objects()
+        taken = (one for one in everything if selection.selects(one.record.path))
         return Copied(
             step=report.step,
             state="copied",
             verbatim=False,
+            rounded_by=checkpoint.rounding(taken).lossy,
             uid=report.uid,
             generation=report.generation,
             objects=report.objects,
@@ -364,6 +371,11 @@ def _print(copied: Copied, *, latest: bool) -> None:
         f"in {copied.seconds:.1f} s",
         style="green",
     )
+    if copied.rounded_by:
+        print_line(
+            f"values that went through {visible(', '.join(copied.rounded_by))} (lossy) were copied "
+            "as they are after rounding"
+        )
 
 
 def _print_sum(done: Sequence[Copied]) -> None:

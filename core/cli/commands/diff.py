@@ -101,18 +101,20 @@ def run(
             for backend, step in ((a, step_a), (b, step_b))
         ]
         bar = stack.enter_context(closing(ProgressBar("diff", every_s=None, transient=True)))
+        selection = Selection(include, exclude)
         found = diff_checkpoints(
             sides[0],
             sides[1],
-            selection=Selection(include, exclude),
+            selection=selection,
             norms=norms,
             on_progress=bar,
         )
+        lossy = [_lossy(side, selection) for side in sides]
         bar.close()  # before the output, so that both do not share a line of the terminal
         if as_json:
-            _print_json(sides, found, norms=norms)
+            _print_json(sides, found, lossy, norms=norms)
         else:
-            _print(sides, found, norms=norms)
+            _print(sides, found, lossy, norms=norms)
     return found.same
 
 
@@ -124,9 +126,26 @@ def _before(backend: Backend, step: int) -> int:
     return earlier[-1]
 
 
-def _print(sides: Sequence[Checkpoint], found: CheckpointDiff, *, norms: bool) -> None:
-    for name, side in zip("AB", sides, strict=True):
+def _lossy(side: Checkpoint, selection: Selection) -> tuple[str, ...]:
+    """Return the lossy codecs of the objects that are compared."""
+    chosen = (one for one in side.contents.objects() if selection.selects(one.record.path))
+    return side.rounding(chosen).lossy
+
+
+def _print(
+    sides: Sequence[Checkpoint],
+    found: CheckpointDiff,
+    lossy: Sequence[Sequence[str]],
+    *,
+    norms: bool,
+) -> None:
+    for name, side, codecs in zip("AB", sides, lossy, strict=True):
         print_line(f"{name}: step {side.step} of {visible(side.backend.url)}")
+        if codecs:
+            print_line(
+                f"   values that went through {visible(', '.join(codecs))} (lossy) are compared as "
+                "they are after rounding"
+            )
     read = f", {size_text(found.bytes_read)} read"
     if found.same:
         print_line(f"nothing differs in {found.compared} objects{read}", style="green")
@@ -158,12 +177,21 @@ def _norm_cells(norms: Norms | None) -> list[str]:
     return [*figures, *(number_text(n) for n in counts)]
 
 
-def _print_json(sides: Sequence[Checkpoint], found: CheckpointDiff, *, norms: bool) -> None:
+def _print_json(
+    sides: Sequence[Checkpoint],
+    found: CheckpointDiff,
+    lossy: Sequence[Sequence[str]],
+    *,
+    norms: bool,
+) -> None:
     changes = [asdict(change) for change in found.changes]
     for change in changes:
         if not norms:
             del change["norms"]
-    named = [{"url": side.backend.url, "step": side.step, "uid": side.info.uid} for side in sides]
+    named = [
+        {"url": side.backend.url, "step": side.step, "uid": side.info.uid, "lossy": list(codecs)}
+        for side, codecs in zip(sides, lossy, strict=True)
+    ]
     print_json(
         {
             "a": named[0],

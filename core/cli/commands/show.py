@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
@@ -24,6 +24,7 @@ from penstock.core.cli.output.render import (
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.tree import Branch, grown, rows_of
 from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.restore.rounding import Rounding
 from penstock.core.storage.open import open_backend
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.select import Selection
@@ -93,6 +94,7 @@ class Shown:
         bytes_stored: Its stored bytes; of a slab, which holds several objects, its share.
         links: How many frames of other chunks its deepest frame needs, one below the other.
         stats: Statistics of its values, if they were asked for and can be computed.
+        rounding: Its codecs that are lossy, and those of which that is unknown.
     """
 
     record: ObjectRecord
@@ -100,6 +102,7 @@ class Shown:
     bytes_stored: int
     links: int = 0
     stats: Stats | None = None
+    rounding: Rounding = field(default_factory=Rounding)
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +133,9 @@ def run(
         # Before anything is printed: a misspelt pattern would look like an empty checkpoint.
         selection.check_used(one.record.path for one in located)
         chosen = [one for one in located if selection.selects(one.record.path)]
-        shown = [describe(one, contents) for one in chosen]
+        shown = [
+            replace(describe(one, contents), rounding=checkpoint.rounding([one])) for one in chosen
+        ]
         chain = chain_of(backend, contents, chosen)
         if how.stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
@@ -193,6 +198,7 @@ def _print(
             del row[len(_COLUMNS)]
     print_table(columns, rows)
     _print_sum(record, shown)
+    _print_rounding(shown)
 
 
 def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
@@ -202,6 +208,30 @@ def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
         f"\n{len(shown)} of {record.objects} objects, {size_text(raw)}, "
         f"{size_text(stored)} stored ({ratio_text(raw, stored)}){_with_gaps(record, shown)}"
     )
+
+
+def _print_rounding(shown: list[Shown]) -> None:
+    """Print which of the objects are not stored with the values that were saved."""
+    rounded = [one for one in shown if one.rounding.lossy]
+    if rounded:
+        codecs = sorted({name for one in rounded for name in one.rounding.lossy})
+        print_line(
+            f"{len(rounded)} of these are rounded: codecs marked lossy "
+            f"({visible(', '.join(codecs))}) have changed their values"
+        )
+    unknown = sorted({name for one in shown for name in one.rounding.unknown})
+    if unknown:
+        print_line(
+            f"whether {visible(', '.join(unknown))} is lossy is not known: it is not installed",
+            style="yellow",
+        )
+
+
+def _codecs_text(one: Shown) -> str:
+    lossy, unknown = set(one.rounding.lossy), set(one.rounding.unknown)
+    marks = ["(lossy)" if c in lossy else "(?)" if c in unknown else "" for c in one.codecs]
+    named = (name + mark for name, mark in zip(one.codecs, marks, strict=True))
+    return visible("+".join(named)) or "raw"
 
 
 def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
@@ -248,7 +278,7 @@ def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
         size_text(one.nbytes),
         size_text(one.bytes_stored),
         ratio_text(one.nbytes, one.bytes_stored),
-        visible("+".join(one.codecs)) or "raw",
+        _codecs_text(one),
         record.role.value,
         str(one.links),
         *(_stats_cells(one.stats) if how.stats else []),
@@ -276,6 +306,7 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
         "bytes_stored": one.bytes_stored,
         "codecs": list(one.codecs),
         "links": one.links,
+        "lossless": one.rounding.lossless,
         "same_as": None if record.same_as is None else show_path(record.same_as),
         "derived": None if record.derived is None else show_path(record.derived),
     }

@@ -121,6 +121,16 @@ class _Look:
 
 
 def _print(report: VerifyReport, url: str) -> None:
+    _print_verdict(report, url)
+    if report.lossy:
+        print_wrapped(
+            f"lossy codecs in step {report.step}: {visible(', '.join(report.lossy))}; values that "
+            "went through these are as they were rounded by the save, and whole means that they "
+            "still decode to the same"
+        )
+
+
+def _print_verdict(report: VerifyReport, url: str) -> None:
     looked = f"{report.objects} objects, {size_text(report.bytes_read)} read"
     if report.deep:
         looked = f"{report.frames} frames of {looked}"
