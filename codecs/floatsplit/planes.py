@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Words: TypeAlias = NDArray[np.uint16]
     Elements: TypeAlias = NDArray[np.unsignedinteger]
 
-BLOCK_ELEMENTS = 128 << 10
+BLOCK_ELEMENTS = 256 << 10
 """The most elements of a block."""
 
 

@@ -65,7 +65,7 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
     kinds: tuple[Halves, ...]
     if not floats:
         head, kinds = _bits(top, 8, 0xFF), (Halves.INTEGER,)
-        prediction = None
+        prediction, left = None, 0.0
     else:
         unsigned = int(top.max()) < 1 << 15
         head, kinds = _bits(top, 7, 0x7F), (Halves.SIGNED,)
@@ -75,13 +75,13 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
             head[1] = min(8.0, head[1] + 1)  # the sign
         # What is left after a prediction has random mantissas, even where these were not.
         random = head[1] > _RANDOM_BITS + (not unsigned)
-        prediction = _predict(words, context) if predict and random else None
+        prediction, left = _predict(words, context) if predict and random else (None, 0.0)
         if prediction is not None and unsigned:
             kinds = (Halves.NEAR, *kinds)
     block = BLOCK_ELEMENTS
     if prediction is not None:
         # What is left has other bits than the sample: its first plane compresses, no other does.
-        head = [0.0, 8.0]
+        head = [left, 8.0]
         block = BLOCK_ELEMENTS // len(prediction.columns) * len(prediction.columns)
     if sum(head) + sum(low) > 8 * size * (1 - _LEAST_GAIN):
         return None
@@ -108,21 +108,24 @@ def _exponent_bits(top: Words) -> float:
     return entropy_bits(np.right_shift(top, 7).astype(np.uint8))
 
 
-def _predict(words: Elements, context: CodecContext) -> Prediction | None:
-    """Return terms of rows and columns, if a sample says that they make the chunk smaller."""
+def _predict(words: Elements, context: CodecContext) -> tuple[Prediction | None, float]:
+    """Return terms of rows and columns, if a sample says that they make the chunk smaller.
+
+    Returns:
+        The terms or None, and the bits that are left in the first plane.
+    """
     step = words.itemsize // 2
     tops = words.view("<u2")[step - 1 :: step]
     matrix = as_matrix(tops, context.shape, context.start // words.itemsize)
     if matrix is None:
-        return None
+        return None, 0.0
     width = matrix.top.shape[1]
     terms = matrix.touched + width
     if width > BLOCK_ELEMENTS // 2 or terms > _MOST_TERMS * words.nbytes:
-        return None
+        return None, 0.0
     # Both sides from the same cells, so that a small sample errs the same way for both.
     sample = matrix.sample()
-    left = residual(sample)
-    gain = _exponent_bits(sample) - _exponent_bits(left)
-    if gain < _LEAST_PREDICTED_BITS + 8 * terms / len(words):
-        return None
-    return estimate(matrix)
+    left = _exponent_bits(residual(sample))
+    if _exponent_bits(sample) - left < _LEAST_PREDICTED_BITS + 8 * terms / len(words):
+        return None, 0.0
+    return estimate(matrix), left
