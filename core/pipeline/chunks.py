@@ -38,7 +38,9 @@ class ChunkResult:
     """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it.
 
     Its base is a frame of an earlier checkpoint. `chain` is the number of the chain that was chosen
-    while the save ran; None: the plan's.
+    while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, where it was
+    taken. A chunk that is not stored, as an earlier checkpoint has it, has that frame in `shared`,
+    and nothing else.
     """
 
     offset: int
@@ -49,6 +51,8 @@ class ChunkResult:
     declined: tuple[int, ...] = ()
     base: StoredFrame | None = None
     chain: int | None = None
+    content: int | None = None
+    shared: StoredFrame | None = None
 
 
 DERIVED = ChunkResult(0, 0, (), chain=0)

@@ -18,7 +18,7 @@ from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum_blocks
+from penstock.core.pipeline.chain import checksum_blocks, content_hash
 from penstock.core.pipeline.choices import Effort
 from penstock.core.pipeline.chunks import DERIVED, ChunkResult
 from penstock.core.plan.save import RawLayout, context_of
@@ -45,7 +45,23 @@ _GROUPS = 3
 
 
 class ChunkBases(Protocol):
-    """The earlier contents of chunks, for codecs that encode a chunk against them. Thread-safe."""
+    """The earlier contents of chunks, for codecs that encode a chunk against them. Thread-safe.
+
+    Attributes:
+        shares: Whether chunks with the content of a stored one are not stored again.
+    """
+
+    shares: bool
+
+    def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
+        """Return a stored frame with the content of a chunk, if there is one.
+
+        Args:
+            index: The number of the chunk.
+            content: The `content_hash` of its bytes.
+            chain: The number of the chain that would encode it.
+        """
+        ...
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
         """Return the frame and the bytes of the base of a chunk; None: encode it whole.
@@ -112,6 +128,8 @@ class FrameWriter:
         self._layout = RawLayout()
         self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
+        self._lock = threading.Lock()  # guards the making of `_enc`
+        self._contents: dict[int, int] = {}
         self._slots = threading.local()
         self._slot_bytes = choices.max_encoded_size()
         self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
@@ -151,6 +169,7 @@ class FrameWriter:
         raw = [c for c in captured if self._choices.chain(c.index) is None]
         encoded = deque(c for c in captured if self._choices.chain(c.index))
         try:
+            raw = self._unshared(raw)
             if raw:
                 self._start_raw(raw)
             if encoded:
@@ -219,6 +238,50 @@ class FrameWriter:
         if self._enc is not None:
             self._enc.abort()
 
+    def _unshared(self, captured: list[Captured]) -> list[Captured]:
+        """Return the raw chunks that are not stored yet, and release the others."""
+        if self._bases is None or not self._bases.shares:
+            return captured
+        try:
+            # Before a chunk gets its place in the blob: one that is stored already gets none.
+            share = max(1, -(-len(captured) // self._workers.count))
+            finders = [
+                self._workers.submit(self._finder(captured[at : at + share]))
+                for at in range(0, len(captured), share)
+            ]
+            wait(finders)
+            for finder in finders:
+                finder.result()
+        except BaseException:
+            for item in captured:
+                self._release(item)
+            raise
+        for item in captured:
+            if self.results[item.index] is not None:
+                self._release(item)
+        return [item for item in captured if self.results[item.index] is None]
+
+    def _finder(self, captured: list[Captured]) -> Callable[[], None]:
+        def task() -> None:
+            with self.encode_clock:
+                for item in captured:
+                    self._is_shared(item)
+
+        return task
+
+    def _is_shared(self, captured: Captured) -> bool:
+        """Hash a chunk; return whether it is stored already, and note its frame then."""
+        bases, index = self._bases, captured.index
+        if bases is None or not bases.shares:
+            return False
+        content = self._contents[index] = content_hash(captured.view)
+        stored = bases.shared(index, content, self._choices.number(index))
+        if stored is None:
+            return False
+        self.results[index] = ChunkResult(0, 0, (), chain=0, shared=stored)
+        self._tick(captured.view.nbytes)
+        return True
+
     def _start_raw(self, captured: list[Captured]) -> None:
         batch = _Batch(captured, [])
         # Before anything is submitted, so that `abort` waits for all that is in flight.
@@ -245,20 +308,25 @@ class FrameWriter:
 
     def _start_encoded(self, captured: deque[Captured]) -> None:
         """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
-        if self._enc is None:
-            raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
-            self._enc = EncodedBlob(
-                self._backend,
-                self._enc_name,
-                size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
-                clock=self._enc_clock,
-                tick=self._tick,
-            )
         batch = _Batch([], [])
         self._batches.append(batch)
         while captured:
             batch.futures.append(self._workers.submit(self._encoder(captured[0])))
             captured.popleft()
+
+    def _encoded_blob(self) -> EncodedBlob:
+        """Return the blob of encoded frames, made for the first of them."""
+        with self._lock:
+            if self._enc is None:
+                raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
+                self._enc = EncodedBlob(
+                    self._backend,
+                    self._enc_name,
+                    size_hint=raw_bytes,  # it gets no larger unless codecs make chunks larger
+                    clock=self._enc_clock,
+                    tick=self._tick,
+                )
+            return self._enc
 
     def _raw_bytes(self) -> int:
         """Return the length of the `.raw` blob if all raw chunks are written."""
@@ -281,21 +349,29 @@ class FrameWriter:
                     ranges = frame_blocks(offset, length, self._block_bytes)
                     sums = checksum_blocks(item.view, ranges)
                     self.results[item.index] = ChunkResult(
-                        offset, length, tuple(sums), chain=self._choices.number(item.index)
+                        offset,
+                        length,
+                        tuple(sums),
+                        chain=self._choices.number(item.index),
+                        content=self._contents.get(item.index),
                     )
 
         return task
 
     def _encoder(self, captured: Captured) -> Callable[[], None]:
         chunk = self._plan.chunks[captured.index]
-        number, stream = self._choices.number(captured.index), self._enc
+        number = self._choices.number(captured.index)
         chain = self._choices.chain(captured.index)
         assert chain is not None
-        assert stream is not None
 
         def task() -> None:
             with self.encode_clock:
                 try:
+                    if self._is_shared(captured):
+                        if chain.needs_base and self._bases is not None:
+                            self._bases.keep(captured.index, captured.view)
+                        return
+                    stream = self._encoded_blob()
                     slot = self._slot()
                     effort = Effort()
                     frame, base = self._encoded(chain, captured, slot, chunk)
@@ -316,6 +392,7 @@ class FrameWriter:
                 frame.declined,
                 base,
                 number,
+                self._contents.get(captured.index),
             )
             self._count(captured.index, frame.length, effort)
             self._tick(chunk.length)
@@ -341,7 +418,12 @@ class FrameWriter:
         offset = stream.append(view)
         sums = checksum_blocks(view, frame_blocks(offset, view.nbytes, self._block_bytes))
         self.results[captured.index] = ChunkResult(
-            offset, view.nbytes, tuple(sums), declined=declined, chain=number
+            offset,
+            view.nbytes,
+            tuple(sums),
+            declined=declined,
+            chain=number,
+            content=self._contents.get(captured.index),
         )
         self._tick(view.nbytes)
 

@@ -23,6 +23,7 @@ class PieceKey(NamedTuple):
 
     path: ObjectPath
     dtype: str
+    itemsize: int
     shape: tuple[int, ...]
     region: Region
     start: int
@@ -72,6 +73,7 @@ def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
             PieceKey(
                 entry.path,
                 entry.spec.dtype,
+                entry.spec.itemsize,
                 entry.spec.shape,
                 entry.region,
                 piece.start,
@@ -107,6 +109,7 @@ def stored_frames(
                     PieceKey(
                         record.path,
                         record.spec.dtype,
+                        record.spec.itemsize,
                         record.spec.shape,
                         shard.region,
                         ref.start,

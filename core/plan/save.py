@@ -128,6 +128,13 @@ def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
     return CodecContext(dtype, itemsize, entry.region.sizes, piece.start, chunk.length)
 
 
+def elements_of(chunk: Chunk) -> tuple[str, int] | None:
+    """Return dtype and item size of an encoded slab, which its objects do not tell a reader."""
+    if len(chunk.pieces) == 1 or chunk.dtype == "uint8":
+        return None
+    return chunk.dtype, chunk.itemsize
+
+
 def plan_save(
     objects: Sequence[PlannedObject],
     *,
@@ -135,6 +142,7 @@ def plan_save(
     slab_limit_bytes: int = 1 << 20,
     encoded_slab_bytes: int = 1 << 20,
     masters: Mapping[int, Sequence[int]] | None = None,
+    even_cuts: bool = False,
 ) -> SavePlan:
     """Cut objects into chunks and slabs; the same objects and sizes give the same plan.
 
@@ -144,6 +152,9 @@ def plan_save(
         slab_limit_bytes: Smaller objects are gathered into slabs.
         encoded_slab_bytes: Most raw bytes of a slab that goes through a codec chain.
         masters: See `SavePlan.masters`.
+        even_cuts: Cut raw objects at the same bytes wherever their memory lies, so that another
+            process cuts them into chunks with equal bytes. The frames of an object then have gaps
+            between them, of a page each.
 
     Raises:
         ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
@@ -160,7 +171,7 @@ def plan_save(
         nbytes = planned.entry.source.nbytes
         raw_bytes += nbytes
         if nbytes and not gatherer.take(number, planned):
-            drafts += _cut(number, planned, chunk_bytes)
+            drafts += _cut(number, planned, chunk_bytes, even=even_cuts)
     drafts += gatherer.finish()
     drafts.sort(
         key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item in masters, c.pieces[0].item)
@@ -260,8 +271,12 @@ class _SlabGatherer:
         )
 
 
-def _cut(number: int, planned: PlannedObject, chunk_bytes: int) -> Iterator[Chunk]:
+def _cut(number: int, planned: PlannedObject, chunk_bytes: int, *, even: bool) -> Iterator[Chunk]:
     source, itemsize, chain = planned.entry.source, planned.entry.spec.itemsize, planned.chain
+    if even and not chain and chunk_bytes > PAGE_BYTES:
+        chunk_bytes -= PAGE_BYTES  # with its phase a chunk is still no longer than it may be
+    else:
+        even = False
     step = chunk_bytes - chunk_bytes % itemsize
     if not step:
         msg = f"chunk_bytes is {chunk_bytes}, less than one element of {itemsize} bytes"
@@ -274,7 +289,9 @@ def _cut(number: int, planned: PlannedObject, chunk_bytes: int) -> Iterator[Chun
         phase = 0
     start = 0
     while start < source.nbytes:
-        stop = min(source.nbytes, start + step - phase)
+        stop = min(source.nbytes, start + step - (0 if even else phase))
         piece = Piece(number, start, stop, 0)
         yield Chunk((piece,), stop - start, phase, chain, planned.capture, slab=False)
-        start, phase = stop, 0
+        # The phase of the next chunk: its memory begins where that of this one ends.
+        phase = (phase + stop - start) % PAGE_BYTES if even and phase else 0
+        start = stop

@@ -20,7 +20,9 @@ from penstock.core.format.records import BaseEntry
 from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.pipeline.staging import available_memory
 from penstock.core.plan.bases import planned_keys
-from penstock.core.plan.save import context_of
+from penstock.core.plan.save import context_of, elements_of
+from penstock.core.plan.sharing import SharedFrames, with_contexts
+from penstock.core.save.manifest import chain_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -50,6 +52,7 @@ class KeptChunks:
     def __init__(self) -> None:
         self._uid = ""
         self._frames: Mapping[ChunkKey, StoredFrame] = {}
+        self._shared = SharedFrames()
         self._views: dict[ChunkKey, memoryview] = {}
         self._lock = threading.Lock()  # guards `_views`
 
@@ -59,9 +62,12 @@ class KeptChunks:
         with self._lock:
             return sum(view.nbytes for view in self._views.values())
 
-    def frames_of(self, uid: str) -> Mapping[ChunkKey, StoredFrame] | None:
-        """Return the frames of a checkpoint by key; None if it is not the one that is known."""
-        return self._frames if uid and uid == self._uid else None
+    def frames_of(self, uid: str) -> tuple[Mapping[ChunkKey, StoredFrame], SharedFrames] | None:
+        """Return the frames of a checkpoint by key, and those to share by content.
+
+        None if the checkpoint is not the one that is known.
+        """
+        return (self._frames, self._shared) if uid and uid == self._uid else None
 
     def view(self, key: ChunkKey) -> memoryview | None:
         """Return the kept bytes of a chunk."""
@@ -77,17 +83,19 @@ class KeptChunks:
                 self._views[key] = view
         copy_bytes(view, data)
 
-    def committed(self, uid: str, frames: Mapping[ChunkKey, StoredFrame]) -> None:
+    def committed(
+        self, uid: str, frames: Mapping[ChunkKey, StoredFrame], shared: SharedFrames
+    ) -> None:
         """Note that the kept chunks are those of the checkpoint `uid`, whose frames are given."""
         with self._lock:
             self._views = {key: view for key, view in self._views.items() if key in frames}
-        self._uid, self._frames = uid, frames
+        self._uid, self._frames, self._shared = uid, frames, shared
 
     def drop(self) -> None:
         """Forget everything."""
         with self._lock:
             self._views = {}
-        self._uid, self._frames = "", {}
+        self._uid, self._frames, self._shared = "", {}, SharedFrames()
 
 
 class SaveBases:
@@ -105,6 +113,7 @@ class SaveBases:
         kept: KeptChunks,
         earlier: EarlierCheckpoints,
         deltas: Deltas,
+        share: bool,
         block_bytes: int,
     ) -> None:
         """Prepare for a save.
@@ -115,6 +124,7 @@ class SaveBases:
             kept: The chunks in memory.
             earlier: Reads earlier checkpoints.
             deltas: How long chains get, and how much memory the base may take.
+            share: Whether chunks that the base has are not stored again.
             block_bytes: Distance of the checksums in raw frames of the save.
         """
         self._plan = plan
@@ -122,6 +132,8 @@ class SaveBases:
         self._earlier = earlier
         self._deltas = deltas
         self._block_bytes = block_bytes
+        self.shares = share
+        self._chains = [chain_record(chain) for chain in chains]
         needing = [
             number
             for number, chunk in enumerate(plan.chunks)
@@ -134,23 +146,32 @@ class SaveBases:
         self._backend: Backend | None = None
         self._record: CommitRecord | None = None
         self._frames: Mapping[ChunkKey, StoredFrame] = {}
+        self._shared = SharedFrames()
         self._in_memory = False
+        self._encodes = False
         self._memory = _ChunkMemory()
 
     def choose(self, backend: Backend) -> Collection[str]:
         """Choose the base; return the uids that the intent of the save has to reference."""
-        if not self._keys:
+        if not self._keys and not self.shares:
             return ()
         try:
             record = Catalog(backend).newest()
-            if record is None or self._age_above(record) >= self._deltas.every:
+            encodes = record is not None and self._age_above(record) < self._deltas.every
+            if record is None or not (encodes or self.shares):
                 return ()
             known = self._kept.frames_of(record.uid)
             self._in_memory = known is not None
-            self._frames = self._earlier.frames(backend, record) if known is None else known
+            if known is None:
+                frames = self._earlier.frames(backend, record)
+                known = frames, SharedFrames(with_contexts(frames) if self.shares else ())
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
             return ()
+        if encodes:
+            self._frames = known[0]
+        self._shared = known[1]
+        self._encodes = encodes
         self._backend, self._record = backend, record
         return {record.uid, *record.references}
 
@@ -173,9 +194,25 @@ class SaveBases:
     def entry(self, results: Iterable[ChunkResult]) -> BaseEntry | None:
         """Return what the commit record says of the base: None if all chunks are stored whole."""
         record = self._record
-        if record is None or all(result.base is None for result in results):
+        if record is None or all(
+            result.base is None and (result.shared is None or result.shared.base is None)
+            for result in results
+        ):
             return None
         return BaseEntry(record.uid, record.step, self._age_above(record))
+
+    def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
+        """See `ChunkBases`."""
+        chunk = self._plan.chunks[index]
+        stored = self._shared.find(
+            content, context_of(self._plan, chunk), elements_of(chunk), self._chains[chain]
+        )
+        if stored is None or not self._may_list(stored):
+            return None
+        # A checkpoint that is to be whole refers to whole frames only.
+        if stored.base is not None and not self._encodes:
+            return None
+        return stored if stored.depth <= self._deltas.max_chain else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
         """See `ChunkBases`."""
@@ -209,9 +246,12 @@ class SaveBases:
 
     def committed(self, uid: str, frames: Mapping[int, StoredFrame]) -> None:
         """Note that the save has committed; `frames` are those of its chunks, by number."""
-        if self._keys:
-            known = {key: frames[n] for n, key in self._keys.items() if n in frames}
-            self._kept.committed(uid, known)
+        if not self._keys and not self.shares:
+            return
+        known = {key: frames[n] for n, key in self._keys.items() if n in frames}
+        chunks = self._plan.chunks
+        contexts = ((context_of(self._plan, chunks[n]), stored) for n, stored in frames.items())
+        self._kept.committed(uid, known, SharedFrames(contexts if self.shares else ()))
 
     # ------------------------------------------------------------------------------------------
 
@@ -244,6 +284,7 @@ class SaveBases:
 
     def _give_up(self) -> None:
         self._frames = {}
+        self._shared = SharedFrames()
 
 
 def _is_chunk_of(stored: StoredFrame, view: memoryview) -> bool:

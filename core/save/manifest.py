@@ -21,6 +21,7 @@ from penstock.core.format.records import (
 )
 from penstock.core.format.section import SectionDraft, new_draft
 from penstock.core.plan.bases import PartTables, resolved
+from penstock.core.plan.save import elements_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -80,7 +81,7 @@ class ManifestWriter:
         self._request = request
         self._metadata = metadata
         self._shipper = shipper
-        self._chains = [_chain_record(chain) for chain in request.chains]
+        self._chains = [chain_record(chain) for chain in request.chains]
 
     def encode(
         self,
@@ -168,7 +169,8 @@ class ManifestWriter:
         return {plugin: by for plugin, by in sorted(shippers.items()) if by}
 
 
-def _chain_record(chain: CodecChain | None) -> Chain:
+def chain_record(chain: CodecChain | None) -> Chain:
+    """Return the codecs of a chain as records; None, and the empty chain, stand for raw."""
     codecs = () if chain is None else chain.codecs
     return tuple(CodecRecord(c.name, c.version, c.config.model_dump(mode="json")) for c in codecs)
 
@@ -238,9 +240,12 @@ def frames_of(
             result.checksums,
             result.raw_checksum,
             result.lengths,
-            _elements(chunk) if chain else None,
+            elements_of(chunk) if chain else None,
             None if result.base is None else place(result.base),
+            result.content,
         )
+        if result.shared is None
+        else place(result.shared)
         for number, (chunk, result, chain) in enumerate(
             zip(plan.chunks, results, chains, strict=True)
         )
@@ -291,13 +296,6 @@ def build_sections(
     if writer.count:
         drafts.append(writer.draft)
     return drafts
-
-
-def _elements(chunk: Chunk) -> tuple[str, int] | None:
-    """Return dtype and item size of an encoded slab, which its objects do not tell a reader."""
-    if len(chunk.pieces) == 1 or chunk.dtype == "uint8":
-        return None
-    return chunk.dtype, chunk.itemsize
 
 
 def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:

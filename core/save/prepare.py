@@ -289,7 +289,9 @@ def plan_state(
         planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
         objects.append(planned)
     masters = find_masters(objects, is_exact=table.is_exact) if share else None
-    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters)
+    plan = plan_save(
+        objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=config.share
+    )
     return SaveRequest(
         step=step,
         generation=generation,

@@ -267,7 +267,8 @@ class Saver:
         return job
 
     def _bases(self, request: SaveRequest) -> SaveBases | None:
-        if not any(chain is not None and chain.needs_base for chain in request.chains):
+        encodes = any(chain is not None and chain.needs_base for chain in request.chains)
+        if not encodes and not self._config.share:
             return None
         if not self.pending.released:
             self._kept = KeptChunks()  # a thread of the save before may still write into the old
@@ -277,6 +278,7 @@ class Saver:
             kept=self._kept,
             earlier=self._earlier,
             deltas=self._config.deltas,
+            share=self._config.share,
             block_bytes=request.block_bytes,
         )
 

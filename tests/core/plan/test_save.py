@@ -144,6 +144,27 @@ def test_a_large_object_keeps_its_phase_and_is_cut_at_pages_of_its_memory(phase,
     assert blob_bytes == end == phase + nbytes
 
 
+@given(
+    phase=st.integers(0, 1023).map(lambda n: n * 4),
+    pages=st.integers(2, 9),
+    nbytes=st.integers(1, 30_000).map(lambda n: n * 12),
+    itemsize=st.sampled_from([4, 12]),
+)
+def test_even_cuts_do_not_depend_on_where_the_memory_lies(phase, pages, nbytes, itemsize):
+    def cut(phase, chain=0):
+        one = item(nbytes, phase=phase, itemsize=itemsize, chain=chain)
+        sizes = {"chunk_bytes": pages * PAGE_BYTES, "slab_limit_bytes": 0}
+        return plan_save([one], even_cuts=True, **sizes)
+
+    plan = cut(phase)
+    assert [c.pieces for c in plan.chunks] == [c.pieces for c in cut(0).chunks]
+    for chunk in plan.chunks:
+        assert chunk.phase + chunk.length <= pages * PAGE_BYTES
+        if itemsize == 4:
+            assert chunk.phase == (phase + chunk.pieces[0].start) % PAGE_BYTES
+    assert [c.pieces for c in cut(phase, 1).chunks] == [c.pieces for c in cut(0, 1).chunks]
+
+
 def test_an_object_whose_address_is_not_aligned_to_its_elements_gets_phase_zero():
     plan = plan_save([item(8192, phase=66)], chunk_bytes=4096, slab_limit_bytes=0)
     assert [c.phase for c in plan.chunks] == [0, 0]

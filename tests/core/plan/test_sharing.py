@@ -1,0 +1,109 @@
+"""Frames of an earlier checkpoint by their content: only what a reader decodes to the same."""
+
+import pytest
+
+from penstock.core.abc.codec import CodecContext
+from penstock.core.format.records import BlobRecord, CodecRecord, Frame, blob_name
+from penstock.core.plan.bases import PieceKey, StoredFrame
+from penstock.core.plan.sharing import SharedFrames, with_contexts
+from penstock.core.types import Region
+
+ZSTD, LZ4 = CodecRecord("zstd", 1, {"level": 3}), CodecRecord("lz4", 1, {})
+LENGTH = 400
+PLAIN = CodecContext("float32", 4, (100,), 0, LENGTH)
+OLD, NEW = "0" * 32, "1" * 32
+
+
+def blob(uid=OLD, kind="enc", length=1000):
+    return BlobRecord(blob_name(uid, 0, 0, kind), length)
+
+
+def stored(content=7, *, chain=(ZSTD,), where=None, elements=None, offset=0, length=900, base=None):
+    frame = Frame(0, offset, length, LENGTH, len(chain), (1,), 2, (), elements, None, content)
+    return StoredFrame(frame, where or blob(), chain, 4096, base)
+
+
+def find(frames, content=7, context=PLAIN, *, elements=None, chain=(ZSTD,)):
+    return SharedFrames(frames).find(content, context, elements, chain)
+
+
+def test_a_frame_is_found_by_content_context_and_chain():
+    frame = stored()
+    assert find([(PLAIN, frame)]) is frame
+    assert find([(PLAIN, frame)], content=8) is None
+    assert find([(PLAIN, stored(None))]) is None
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        CodecContext("float16", 4, (100,), 0, LENGTH),
+        CodecContext("float32", 8, (100,), 0, LENGTH),
+        CodecContext("float32", 4, (10, 10), 0, LENGTH),
+        CodecContext("float32", 4, (100,), 4, LENGTH),
+        CodecContext("float32", 4, (100,), 0, LENGTH + 1),
+    ],
+)
+def test_a_chunk_that_codecs_would_see_in_another_way_is_not_equal(context):
+    assert find([(PLAIN, stored())], context=context) is None
+
+
+def test_a_slab_that_readers_know_by_its_elements_is_no_single_tensor():
+    elements = ("float32", 4)
+    assert find([(PLAIN, stored(elements=elements))]) is None
+    assert find([(PLAIN, stored())], elements=elements) is None
+    assert find([(PLAIN, stored(elements=elements))], elements=elements) is not None
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted", "fits"),
+    [
+        ((ZSTD,), (LZ4,), False),
+        ((ZSTD,), (ZSTD, LZ4), True),  # lz4 declined
+        ((LZ4, ZSTD), (ZSTD, LZ4), False),
+        ((ZSTD, LZ4), (ZSTD,), False),
+        ((ZSTD,), (), False),
+        ((CodecRecord("zstd", 1, {"level": 9}),), (ZSTD,), False),
+    ],
+)
+def test_the_codecs_are_those_that_would_encode_it_now(has, wanted, fits):
+    assert (find([(PLAIN, stored(chain=has))], chain=wanted) is not None) is fits
+
+
+def test_a_raw_frame_is_for_a_raw_chunk_and_a_declined_one_for_one_with_codecs():
+    raw, declined = stored(chain=(), where=blob(kind="raw")), stored(chain=())
+    assert find([(PLAIN, raw)], chain=()) is raw
+    assert find([(PLAIN, raw)]) is None
+    assert find([(PLAIN, declined)], chain=()) is None
+    assert find([(PLAIN, declined)]) is declined
+
+
+@pytest.mark.parametrize(("length", "worth"), [(500, True), (499, False)])
+def test_a_save_of_which_less_than_half_is_used_is_not_kept_alive(length, worth):
+    old = stored(length=length)
+    own = stored(8, where=blob(NEW), length=1000)
+    assert (find([(PLAIN, old), (PLAIN, own)]) is not None) is worth
+    assert find([(PLAIN, old), (PLAIN, own)], content=8) is own
+
+
+def test_a_frame_counts_once_however_many_objects_use_it():
+    old = stored(length=300)
+    assert find([(PLAIN, old), (PLAIN, old)]) is None
+
+
+def test_a_frame_whose_base_lies_among_crumbs_is_left_out():
+    below = stored(9, where=blob(OLD), length=100)
+    above = stored(7, where=blob(NEW), length=1000, base=below)
+    assert find([(PLAIN, above)]) is None
+
+
+def test_the_context_of_a_stored_frame_is_that_of_the_one_object_that_fills_it():
+    whole = PieceKey(("w",), "float32", 4, (30, 20), Region.whole((30, 20)), 800, 1200, 0)
+    small = PieceKey(("s",), "float32", 4, (5,), Region.whole((5,)), 0, 20, 0)
+    slab, untyped = stored(elements=("float32", 4)), stored()
+    found = list(with_contexts({(whole,): untyped, (small, small): slab, (small,): untyped}))
+    assert found == [
+        (CodecContext("float32", 4, (30, 20), 800, LENGTH), untyped),
+        (CodecContext("float32", 4, (100,), 0, LENGTH), slab),
+        (CodecContext("uint8", 1, (400,), 0, LENGTH), untyped),
+    ]

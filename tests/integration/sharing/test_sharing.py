@@ -1,0 +1,328 @@
+"""Chunks that an earlier checkpoint has are referred to: what stands still is stored once."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from tests.integration.support import holding, place_of, same
+
+import penstock
+from penstock.core.errors import DamagedError, StorageError
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import FaultyBackend
+
+CODECS = [[], ["zstd"], ["floatsplit"], ["lz4"], ["delta", "floatsplit"]]
+
+
+def rules(*codecs):
+    return [{"match": "**", "codecs": list(codecs)}]
+
+
+def layers(step, *, frozen=9, shape=(120, 300)):
+    """Ten layers with a bias each, of which all but `frozen` move with the step; and a value."""
+    made = torch.Generator().manual_seed(5)
+    state = {}
+    for number in range(10):
+        weight = torch.randn(shape, generator=made)
+        state[f"{number}.weight"] = weight if number < frozen else weight + step
+        state[f"{number}.bias"] = torch.randn(40, generator=made)
+    return {"model": state, "epoch": step}
+
+
+def opened(root, *, share=True, **options):
+    # With such chunks a weight is none of the small tensors that share a slab.
+    return penstock.Checkpointer(root, **{"share": share, "chunk_bytes": 65536, **options})
+
+
+def save(root, state, step, *, mode="blocking", **options):
+    with opened(root, **options) as ckpt:
+        return ckpt.save(state, step=step, mode=mode).result()
+
+
+def saved(root, steps, *, states=layers, **options):
+    """Reports of saves by one process, which remembers the newest checkpoint."""
+    with opened(root, **options) as ckpt:
+        return [ckpt.save(states(step), step=step, mode="blocking").result() for step in steps]
+
+
+def check(root, expected):
+    with penstock.Checkpointer(root) as ckpt:
+        for step, state in expected.items():
+            assert same(ckpt.load(step), state)
+            report = ckpt.verify(step)
+            assert report.ok, report.damaged
+
+
+def borrowed(root, step):
+    """The steps of the saves that a checkpoint borrows from."""
+    with penstock.Checkpointer(root) as ckpt:
+        uids = {ckpt._catalog.record(s).uid: s for s in ckpt.steps()}
+        return [uids.get(uid, "deleted") for uid in ckpt._catalog.record(step).references]
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("one_process", [True, False])
+def test_a_frozen_nine_tenths_of_a_model_are_stored_once(tmp_path, codecs, mode, one_process):
+    options = {"rules": rules(*codecs), "mode": mode, "block_bytes": 4096}
+    if one_process:
+        with opened(tmp_path, **options) as ckpt:
+            first, second, third = (ckpt.save(layers(n), step=n).result() for n in range(3))
+    else:
+        first, second, third = (save(tmp_path, layers(n), n, **options) for n in range(3))
+    for later in (second, third):
+        assert later.bytes_stored <= 0.12 * first.bytes_stored  # small tensors, so large gaps
+        assert later.bytes_raw == first.bytes_raw
+    assert borrowed(tmp_path, 2)[-1:] <= [0, 1]
+    assert 0 in borrowed(tmp_path, 2)
+    check(tmp_path, {n: layers(n) for n in range(3)})
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+def test_data_that_stands_still_takes_nothing(tmp_path, codecs):
+    saved(tmp_path, [0], rules=rules(*codecs))
+    for step in (1, 2):
+        report = save(tmp_path, layers(0), step, rules=rules(*codecs))
+        assert (report.bytes_stored, report.blobs) == (0, 0)
+    assert borrowed(tmp_path, 2) == [0]
+    check(tmp_path, dict.fromkeys(range(3), layers(0)))
+
+
+def test_adapters_alone_are_stored_beside_a_frozen_model(tmp_path):
+    def adapted(step):
+        made = torch.Generator().manual_seed(step)
+        pairs = {
+            f"{n}.{side}": torch.randn(4, 300, generator=made) for n in range(10) for side in "ab"
+        }
+        return {"model": layers(0)["model"], "lora": pairs}
+
+    first, *later = saved(tmp_path, range(4), states=adapted)
+    size = sum(t.nbytes for t in adapted(0)["lora"].values())
+    for report in later:
+        assert report.bytes_stored <= size + 4096
+    check(tmp_path, {n: adapted(n) for n in range(4)})
+    assert first.bytes_stored > 20 * size / 10
+
+
+def test_without_the_option_everything_is_stored_again(tmp_path):
+    first = save(tmp_path, layers(0), 0, share=False)
+    second = save(tmp_path, layers(0), 1, share=False)
+    third = save(tmp_path, layers(0), 2)  # the earlier saves did not hash their chunks
+    for report in (first, second, third):
+        assert report.bytes_stored >= report.bytes_raw
+    assert borrowed(tmp_path, 2) == []
+
+
+def test_one_bit_is_a_difference(tmp_path):
+    state = layers(0)
+    saved(tmp_path, [0])
+    state["model"]["3.weight"].view(torch.int32)[50, 7] ^= 1
+    state["model"]["4.bias"].view(torch.int32)[0] ^= 1
+    save(tmp_path, state, 1)
+    check(tmp_path, {0: layers(0), 1: state})
+
+
+def test_what_moved_to_another_name_is_shared_as_well(tmp_path):
+    saved(tmp_path, [0])
+    state = {"ema": layers(0)["model"], "model": layers(0, frozen=0)["model"]}
+    save(tmp_path, state, 1)
+    check(tmp_path, {1: state})
+    assert save(tmp_path, state, 2).bytes_stored == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ("zstd",)), (("zstd",), ()), (("zstd",), ("lz4",))]
+)
+def test_a_chunk_with_other_codecs_is_stored_anew(tmp_path, before, after):
+    state = {"w": torch.zeros(100_000)}
+    save(tmp_path, state, 0, rules=rules(*before))
+    second = save(tmp_path, state, 1, rules=rules(*after))
+    assert second.bytes_stored > 0
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert tuple(ckpt.info(1).codecs) == after
+    check(tmp_path, {0: state, 1: state})
+
+
+@pytest.mark.parametrize(("blocks", "shared"), [(4096, True), (8192, False)])
+def test_raw_frames_with_other_blocks_are_stored_anew(tmp_path, blocks, shared):
+    save(tmp_path, layers(0), 0, block_bytes=4096)
+    report = save(tmp_path, layers(0), 1, block_bytes=blocks)
+    assert (report.bytes_stored == 0) is shared
+    check(tmp_path, {0: layers(0), 1: layers(0)})
+
+
+def test_equal_bytes_of_another_dtype_or_shape_are_decoded_as_what_they_are(tmp_path):
+    made = torch.Generator().manual_seed(1)
+    words = torch.randint(1 << 30, (2000, 150), generator=made, dtype=torch.int32)
+    for step, other in enumerate((words, words.view(torch.float32), words.view(150, 2000))):
+        save(tmp_path, {"x": other}, step, rules=rules("floatsplit"))
+    check(
+        tmp_path,
+        {0: {"x": words}, 1: {"x": words.view(torch.float32)}, 2: {"x": words.view(150, 2000)}},
+    )
+
+
+def test_a_slab_is_no_row_of_one_tensor(tmp_path):
+    made = torch.Generator().manual_seed(1)
+    row = torch.randn(64, generator=made)
+    one, many = {"x": row}, {"x": {"a": row[:16].clone(), "b": row[16:].clone()}}
+    for step, state in enumerate((one, many, one)):
+        save(tmp_path, state, step, rules=rules("floatsplit"))
+    check(tmp_path, {0: one, 1: many, 2: one})
+
+
+def test_a_derived_weight_and_its_shared_master_take_nothing(tmp_path):
+    master = layers(0)["model"]
+    state = {"model": {k: v.bfloat16() for k, v in master.items()}, "master": master}
+    first, second = saved(tmp_path, range(2), states=lambda _: state)
+    assert second.bytes_stored == 0
+    assert first.bytes_stored < 1.1 * sum(v.nbytes for v in master.values())
+    check(tmp_path, {0: state, 1: state})
+
+
+# -- whose data is kept alive ----------------------------------------------------------------------
+
+
+def test_deleting_the_older_one_keeps_what_the_later_one_needs(tmp_path):
+    saved(tmp_path, range(3))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+        ckpt.delete(1)
+        ckpt._catalog.prune(grace_s=0)
+    check(tmp_path, {2: layers(2)})
+    assert save(tmp_path, layers(2), 3).bytes_stored == 0
+    check(tmp_path, {3: layers(2)})
+
+
+def test_the_data_goes_with_the_last_one_that_needs_it(tmp_path):
+    saved(tmp_path, range(3))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        for step in range(3):
+            ckpt.delete(step)
+    assert not list(tmp_path.glob("data/*/blobs/*"))
+
+
+def test_retention_frees_what_nothing_needs_any_more(tmp_path):
+    saved(tmp_path, range(6), retention={"keep_last": 1})
+    check(tmp_path, {5: layers(5)})
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        needed = {ckpt.info(5).uid, *ckpt.info(5).references}
+    assert {path.parts[-3] for path in tmp_path.glob("data/*/blobs/*")} == needed
+
+
+def test_after_rewind_the_next_save_shares_with_what_is_left(tmp_path):
+    with opened(tmp_path) as ckpt:
+        for step in range(3):
+            ckpt.save(layers(step), step=step, mode="blocking")
+        ckpt.rewind(0)
+        ckpt.save(layers(7), step=7, mode="blocking")
+    assert borrowed(tmp_path, 7) == [0]
+    check(tmp_path, {0: layers(0), 7: layers(7)})
+
+
+def test_an_overwritten_checkpoint_shares_with_the_one_that_it_replaces(tmp_path):
+    with opened(tmp_path) as ckpt:
+        for n in range(3):
+            ckpt.save(layers(n), step=0, mode="blocking", overwrite=True)
+    check(tmp_path, {0: layers(2)})
+
+
+def test_crumbs_keep_no_old_checkpoint_alive(tmp_path):
+    with opened(tmp_path) as ckpt:
+        for step in range(3):
+            # Of the first save's data the second needs four tenths, and the third would as well.
+            ckpt.save(layers(min(step, 1), frozen=4), step=step, mode="blocking")
+    assert borrowed(tmp_path, 1) == [0]
+    assert borrowed(tmp_path, 2) == [1]
+    check(tmp_path, {0: layers(0), 1: layers(1, frozen=4), 2: layers(1, frozen=4)})
+
+
+def test_a_whole_checkpoint_shares_whole_frames_only(tmp_path):
+    def nearly(step):
+        still = layers(0)["model"]
+        return {"model": {k: v + (1e-6 if step else 0) for k, v in still.items()}}
+
+    options = {"rules": rules("delta", "floatsplit"), "deltas": {"every": 2}}
+    saved(tmp_path, range(4), states=nearly, **options)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ages = [(b.age if (b := ckpt._catalog.record(n).base) else 0) for n in range(4)]
+        depths = [
+            max(len(list(f.links())) for o in ckpt.open(n).contents.objects() for f in o.frames)
+            for n in range(4)
+        ]
+    assert ages == [0, 1, 0, 0]
+    assert depths == [1, 2, 1, 1]
+    check(tmp_path, {n: nearly(n) for n in range(4)})
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_not_shared_with(tmp_path):
+    store = FaultyBackend(open_backend(tmp_path))
+    with opened(store) as ckpt:
+        ckpt.save(layers(0), step=0, mode="blocking")
+        store.fail("publish", StorageError("full"), match="parts/")
+        with pytest.raises(StorageError):
+            ckpt.save(layers(1), step=1, mode="blocking")
+        ckpt.save(layers(2), step=2, mode="blocking")
+    assert borrowed(tmp_path, 2) == [0]
+    check(tmp_path, {0: layers(0), 2: layers(2)})
+
+
+@pytest.mark.parametrize(("moment", "shares"), [("intent", False), ("parts/", True)])
+def test_a_checkpoint_that_is_deleted_meanwhile_keeps_its_data_or_is_not_needed(
+    tmp_path, moment, shares
+):
+    store = FaultyBackend(open_backend(tmp_path))
+    with opened(store) as ckpt:
+        ckpt.save(layers(0), step=0, mode="blocking")
+        with holding(store, "publish", match=moment) as held:
+            handle = ckpt.save(layers(1), step=1)
+            held.reached.wait()
+            with penstock.Checkpointer(tmp_path) as other:
+                other.delete(0)
+        handle.result()
+    assert borrowed(tmp_path, 1) == (["deleted"] if shares else [])
+    check(tmp_path, {1: layers(1)})
+
+
+@pytest.mark.parametrize("codecs", [[], ["floatsplit"]])
+def test_damage_of_a_shared_frame_is_found_in_every_checkpoint_and_named(tmp_path, codecs):
+    saved(tmp_path, range(2), rules=rules(*codecs))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        place = place_of(ckpt.open(1), "model/3.weight")
+        with (tmp_path / place.blob).open("r+b") as file:
+            file.seek(place.offset + place.length // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 8]))
+        for step in (0, 1):
+            assert {d.what for d in ckpt.verify(step).damaged} == {"model/3.weight"}
+        with pytest.raises(DamagedError, match=r"model/3\.weight"):
+            ckpt.load(1)
+        assert same(
+            ckpt.load(1, include="model/9.*")["model"]["9.weight"], layers(1)["model"]["9.weight"]
+        )
+
+
+def test_a_lost_blob_of_an_earlier_save_is_damage(tmp_path):
+    saved(tmp_path, range(2))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        place = place_of(ckpt.open(1), "model/3.weight")
+        (tmp_path / place.blob).unlink()
+        assert not ckpt.verify(1, deep=False).ok
+        with pytest.raises(DamagedError):
+            ckpt.load(1)
+
+
+def test_a_damaged_manifest_is_not_shared_with(tmp_path, caplog):
+    saved(tmp_path, [0])
+    (part,) = tmp_path.glob("data/*/parts/*")
+    part.write_bytes(b"nonsense")
+    report = save(tmp_path, layers(1), 1)
+    assert report.bytes_stored > 0
+    assert "refers to no earlier checkpoint" in caplog.text
+    check(tmp_path, {1: layers(1)})
