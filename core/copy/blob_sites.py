@@ -53,6 +53,7 @@ class BlobSites:
         self._timing = timing
         self._grace_s = grace_s
         self.own = Lease(target, record.uid, timing)
+        self._untouched: set[str] = set()  # uids of which this copy has changed no blob
         self._leases = {record.uid: self.own}
 
     def settle(
@@ -84,32 +85,56 @@ class BlobSites:
         kept: set[str] = set()
         for uid, some in sorted(wanted.items()):
             site = _Site(uid, some, there[uid], survey, own_uid=self._record.uid)
-            good = {blob.name for blob in site.right_length(site.trusted)}
-            # What others need is not read again if it is borrowed: each save of a long chain would
-            # have all of it read. Own blobs are: a forged record may have the uid of another.
-            if repair or (site.is_own and not trust_sealed):
-                good -= read(site.right_length(good))
+            good = self._good(site, read, trust_sealed=trust_sealed, repair=repair)
             if not site.is_used or len(good) < len(some):
-                good = self._under_lease(site, good, lambda b: set() if trust_sealed else read(b))
+                before, site = site, self._under_lease(site, repair=repair)
+                if site is not before:
+                    good = self._good(site, read, trust_sealed=trust_sealed, repair=repair)
+                good |= self._sealed(site, good, read, trust_sealed=trust_sealed)
                 self._delete_stale(site, good, repair=repair)
             kept |= good
         return kept
 
-    def _under_lease(self, site: _Site, good: set[str], read: Read) -> set[str]:
-        """Hold the lease of a uid; return `good`, and what an earlier copy has sealed beside it."""
+    def _good(self, site: _Site, read: Read, *, trust_sealed: bool, repair: bool) -> set[str]:
+        """Return the names of wanted blobs that the place has because a record there needs them."""
+        found = site.right_length(site.trusted)
+        good = {blob.name for blob in found}
+        # What others need is not read again if it is borrowed: each save of a long chain would have
+        # all of it read. Own blobs are: a forged record may have the uid of another.
+        if repair or (site.is_own and not trust_sealed):
+            good -= read(found)
+        return good
+
+    def _under_lease(self, site: _Site, *, repair: bool) -> _Site:
+        """Hold the lease of a uid; return what the place has of that uid by then."""
         if not site.is_own:
-            if site.sizes and not (site.is_used or site.has_lease):
-                why = "which no copy has brought, and no checkpoint there needs"
-                raise self._busy(site.sizes, why)
+            self._refuse_orphans(site, has_lease=site.has_lease)
             lease = Lease(self._target, site.uid, self._timing)
             # In the first record of the lease: what it does not list counts as torn. Deletions that
             # leave a save in flight alone as the last one to need these blobs may come at any time.
             lease.take(durable=site.trusted)
             self._leases[site.uid] = lease
+            # Looked at once more: the copy that held the lease before may have committed since.
+            there = self._target.list(data_prefix(site.uid))
+            survey = survey_run(self._target)
+            site = _Site(site.uid, site.wanted, there, survey, own_uid=self._record.uid)
+        if not (repair and site.is_own):
+            self._refuse_orphans(site, has_lease=self._leases[site.uid].found)
+        return site
+
+    def _refuse_orphans(self, site: _Site, *, has_lease: bool) -> None:
+        """Refuse blobs that no record needs and no copy has left: they may be about to go."""
+        if site.sizes and not (site.is_used or has_lease):
+            self._untouched.add(site.uid)
+            raise self._busy(site.sizes, "which no copy has brought, and no checkpoint there needs")
+
+    def _sealed(self, site: _Site, good: set[str], read: Read, *, trust_sealed: bool) -> set[str]:
+        """Return the names of wanted blobs that an earlier copy has sealed."""
         if not site.is_used and self._is_old(site):
-            return good
+            return set()
         sealed = site.right_length(self._leases[site.uid].sealed - good)
-        return good | ({blob.name for blob in sealed} - read(sealed))
+        spoiled = set() if trust_sealed else read(sealed)
+        return {blob.name for blob in sealed} - spoiled
 
     def _delete_stale(self, site: _Site, good: set[str], *, repair: bool) -> None:
         """Delete the blobs to bring anew, which must be nobody else's."""
@@ -174,9 +199,15 @@ class BlobSites:
                 lease.remove()
 
     def release(self) -> None:
-        """Free all leases for a copy that continues from here; raises nothing."""
-        for lease in reversed(self._leases.values()):
-            lease.release()
+        """Free all leases for a copy that continues from here; raises nothing.
+
+        Deletes those beside orphans that this copy has left alone: a lease would make them its own.
+        """
+        for uid, lease in reversed(self._leases.items()):
+            if uid in self._untouched and not lease.found:
+                lease.remove()
+            else:
+                lease.release()
 
 
 class _Site:

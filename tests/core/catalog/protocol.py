@@ -14,8 +14,8 @@ import logging
 import queue
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -33,12 +33,18 @@ from penstock.core.catalog.survey import is_whole
 from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.timing import Clock, Timing
 from penstock.core.concurrency.watchdog import Watchdog
+from penstock.core.copy import blob_sites
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
+from penstock.core.copy.lease import Lease
+from penstock.core.copy.mover import CheckedBlob
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
+    BusyError,
     CheckpointGoneError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    FormatError,
     LostRaceError,
     SaveAbortedError,
     StepExistsError,
@@ -142,7 +148,7 @@ class Turn(Backend):
         raise NotImplementedError
 
     def read(self, requests, /):
-        raise NotImplementedError
+        raise FormatError("the model has no manifests", [request.name for request in requests])
 
 
 # -- actors ----------------------------------------------------------------------------------------
@@ -185,10 +191,40 @@ class _ModelClock(Clock):
         return _NOW
 
 
+class _Bases:
+    """In place of the bases of a save: all of one checkpoint, if its record is there in the end."""
+
+    def __init__(self, turn, base, finish):
+        self._turn, self._base, self._finish = turn, base, finish
+
+    def choose(self, backend):
+        return {self._base.uid, *self._base.references}
+
+    def confirm(self):
+        if not is_whole(self._turn, self._base):
+            self._finish._borrowed = ()
+
+    def committed(self, *stored):
+        pass
+
+    def failed(self):
+        pass
+
+    def entry(self, results):
+        pass
+
+
+class _Manifest(EncodedManifest):
+    """In place of a manifest whose frames later saves refer to."""
+
+    def stored_frames(self, block_bytes):
+        return ()
+
+
 class _Finish(Finish):
     """The engine's save from intent to clean-up; only what captures and writes is small."""
 
-    def __init__(self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed):
+    def __init__(self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed, base):
         step = ending.handle.step
         self.uid = uid
         self.bytes_done = 0
@@ -199,10 +235,12 @@ class _Finish(Finish):
         self._ending = ending
         self._timing = Timing()
         self._borrowed = borrowed
+        self._bases = None if base is None else _Bases(turn, base, self)
         chunks = [SimpleNamespace(view=SimpleNamespace(nbytes=BATCH_BYTES))] * batches
         self.request = SimpleNamespace(
             step=step,
             generation=generation,
+            block_bytes=4096,
             plan=SimpleNamespace(chunks=chunks, raw_bytes=32),
         )
         self._manifest = SimpleNamespace(encode=self._encode)
@@ -221,14 +259,14 @@ class _Finish(Finish):
             step=self.request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
         )
 
-    def _encode(self, uid, results, blobs, *, derived, engine, created):
+    def _encode(self, uid, results, blobs, *, engine, created, **_):
         index, part = index_name(uid), part_name(uid, 0)
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
             IndexEntry(index, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
             1, 32, 32, borrowed=self._borrowed, engine=engine,
         )  # fmt: skip
-        return EncodedManifest(part, uid.encode(), index, uid.encode(), record)
+        return _Manifest(part, uid.encode(), index, uid.encode(), record, {}, None)
 
 
 class _Capture:
@@ -276,7 +314,7 @@ def _word(error):
     words = {
         LostRaceError: "lost", CommitUnknownError: "unknown", SaveAbortedError: "aborted",
         StepExistsError: "refused", CheckpointGoneError: "gone", CheckpointNotFoundError: "none",
-        StorageError: "failed",
+        StorageError: "failed", BusyError: "busy",
     }  # fmt: skip
     return words.get(type(error), repr(error))
 
@@ -327,21 +365,11 @@ class Saver:
         job = _Job(
             turn, _ModelClock(turn, stopped=self.stopped_clock), surroundings,
             uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,
-            batches=self.batches, borrowed=borrowed,
+            batches=self.batches, borrowed=borrowed, base=base,
         )  # fmt: skip
         name = commit_name(self.step, generation)
         turn.note(name=name, uid=self.uid)
         publisher = job._finish._publisher
-        if base is not None:
-            refresh = publisher.publish_intent
-
-            def publish_intent():
-                publisher.publish_intent = refresh
-                refresh(references={base.uid, *base.references})
-                if not is_whole(turn, base):
-                    raise SaveAbortedError("what it borrows from is gone")
-
-            publisher.publish_intent = publish_intent
         publish, read_back = publisher.publish_commit, publisher._read_back
         check_data = publisher._check_data
 
@@ -401,6 +429,64 @@ class Deleter:
             turn.note(told="none")
 
 
+class _Mover:
+    """In place of the mover of blobs: each blob appears when it is sealed."""
+
+    def __init__(self, copy):
+        self._copy = copy
+
+    def check(self):
+        pass
+
+    def run(self, transfers):
+        for transfer in transfers:
+            name = transfer.blob.name
+            data = name.split("/")[1].encode()
+            if transfer.target is not None:
+                transfer.target.publish(name, data, exclusive=True)
+                self._copy._sites.seal(name)
+            else:
+                try:
+                    transfer.source.read_record(name, limit_bytes=64)
+                except BlobNotFoundError as error:
+                    self._copy._missing(transfer, error)
+
+
+@dataclass(frozen=True)
+class Copier:
+    """Copies a checkpoint from a source that stays as it is; its leases never end by themselves."""
+
+    uid: str
+    step: int
+    borrows: tuple[str, ...] = ()
+
+    def run(self, turn):
+        files, name = _one_stored(self.step, 0, self.uid, self.borrows)
+        record = _decode(files[name][0], name)
+        clock = _ModelClock(turn, stopped=True)
+        made = partial(_named_lease, f"copy of step {self.step}")
+        with patch.object(blob_sites, "Lease", made):
+            copy = CheckpointCopy(
+                MemoryBackend(MemoryConfig()), turn, record,
+                workers=SimpleNamespace(timing=Timing(clock=clock)), grace_s=4.0,
+            )  # fmt: skip
+            copy._mover = _Mover(copy)
+            names = (part_name(self.uid, 0), index_name(self.uid))
+            blobs = [f"data/{uid}/blobs/0.raw" for uid in (self.uid, *self.borrows)]
+            copy._contents = SimpleNamespace(
+                read=lambda: [CheckedBlob(blob, 32, None) for blob in blobs],
+                records=lambda: [(name, self.uid.encode()) for name in names],
+            )
+            copy._run()
+        turn.note(told="copied")
+
+
+def _named_lease(token, backend, uid, timing):
+    lease = Lease(backend, uid, timing)
+    lease._record = replace(lease._record, token=token, process="")
+    return lease
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads all that a checkpoint has, in the order in which a restore does."""
@@ -448,7 +534,8 @@ class Scenario:
     """
 
     actors: tuple
-    stored: tuple = ()  # (step, generation, uid, uids it borrows from) or (uid,): without a record
+    # (step, generation, uid, uids it borrows from), or (uid,) without a record, or ("blobs", uid)
+    stored: tuple = ()
     exclusive: bool = True
     faults: int = 0
     crashes: int = 0
@@ -713,6 +800,7 @@ class Search:
         allowed = {
             Saver: {"success", "lost", "unknown", "aborted", "refused", "failed", "none"},
             Reader: {"whole", "gone", "none"},
+            Copier: {"copied", "busy", "aborted", "unknown", "lost"},
             Deleter: {"none"},
             Pruner: set(),
         }[type(actor)]
@@ -768,17 +856,27 @@ def _small_engine():
 def _stored(checkpoints):
     store = {}
     for checkpoint in checkpoints:
-        *place, uid = [item for item in checkpoint if not isinstance(item, tuple)]
-        lent = next((item for item in checkpoint if isinstance(item, tuple)), ())
-        for name in (f"data/{uid}/blobs/0.raw", index_name(uid), part_name(uid, 0)):
-            store[name] = (uid.encode(), 0.0)
-        intent = IntentRecord(uid, place[0] if place else 0, lent, "host", 1, _NOW, _NOW)
-        store[intent_name(uid)] = (encode_intent(intent), 0.0)
-        if place:
-            record = CommitRecord(
-                uid, *place, _NOW, 1, IndexEntry(index_name(uid), 32, "0" * 64),
-                (PartEntry(part_name(uid, 0), 32, 32, "0" * 64),), 1, 32, 32,
-                borrowed=tuple(BlobRecord(f"data/{other}/blobs/0.raw", 32) for other in lent),
-            )  # fmt: skip
-            store[commit_name(*place)] = (encode_commit(record), 0.0)
+        store |= _one_stored(*checkpoint)[0]
     return store
+
+
+def _one_stored(*checkpoint):
+    """All that a checkpoint has, and the name of its record."""
+    *place, uid = [item for item in checkpoint if not isinstance(item, tuple)]
+    lent = next((item for item in checkpoint if isinstance(item, tuple)), ())
+    store = {f"data/{uid}/blobs/0.raw": (uid.encode(), 0.0)}
+    if place == ["blobs"]:
+        return store, None
+    for name in (index_name(uid), part_name(uid, 0)):
+        store[name] = (uid.encode(), 0.0)
+    intent = IntentRecord(uid, place[0] if place else 0, lent, "host", 1, _NOW, _NOW)
+    store[intent_name(uid)] = (encode_intent(intent), 0.0)
+    if not place:
+        return store, None
+    record = CommitRecord(
+        uid, *place, _NOW, 1, IndexEntry(index_name(uid), 32, "0" * 64),
+        (PartEntry(part_name(uid, 0), 32, 32, "0" * 64),), 1, 32, 32,
+        borrowed=tuple(BlobRecord(f"data/{other}/blobs/0.raw", 32) for other in lent),
+    )  # fmt: skip
+    store[commit_name(*place)] = (encode_commit(record), 0.0)
+    return store, commit_name(*place)

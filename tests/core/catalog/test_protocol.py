@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.core.catalog.protocol import (
+    Copier,
     Deleter,
     Pruner,
     Reader,
@@ -25,6 +26,7 @@ from penstock.core.format.records import data_prefix
 
 A, B, OLD, RUBBISH = "a" * 32, "b" * 32, "c" * 32, "d" * 32
 ONE = ((1, 0, OLD),)
+LENT = (("blobs", OLD), (2, 0, RUBBISH, (OLD,)))
 CHAIN = (*ONE, (2, 0, RUBBISH, (OLD,)))
 
 # One tick is more than half of this grace time, and less than all of it; two are more than all.
@@ -76,6 +78,15 @@ SCENARIOS = {
     "a chain that overwrites its base, and delete": Scenario(
         (Saver(A, 2, like=2, overwrite=True), Deleter(1)), CHAIN, faults=1
     ),
+    "a copy, and its base is deleted": Scenario((Copier(A, 2, (OLD,)), Deleter(1)), ONE, crashes=1),
+    "a copy, the last borrower is deleted, and a reader": Scenario(
+        (Copier(A, 3, (OLD,)), Deleter(2), Reader(3)), LENT
+    ),
+    "two copies of one blob": Scenario((Copier(A, 2, (OLD,)), Copier(B, 3, (OLD,)))),
+    "a copy of the base, and the last borrower is deleted": Scenario(
+        (Copier(OLD, 1), Deleter(2)), LENT, faults=1
+    ),
+    "copies of the base and of a borrower": Scenario((Copier(OLD, 1), Copier(A, 3, (OLD,))), LENT),
     "a chain that goes on, prune and delete": Scenario(
         (replace(SLEEPY, step=3, like=2), Pruner(1.5, then_delete=2)), CHAIN, ticks=2
     ),
