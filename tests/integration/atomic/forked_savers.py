@@ -27,8 +27,10 @@ OPTIONS = {
     "chunk_bytes": 16384,
     "block_bytes": 4096,
     "workers": 1,
-    "rules": [{"match": "encoded", "codecs": ["zstd"]}],
+    "rules": [{"match": "encoded", "codecs": ["delta", "zstd"]}],
+    "deltas": {"every": 4, "max_chain": 2},
 }
+_PATTERN = torch.randint(1 << 40, (6_000,), generator=torch.Generator().manual_seed(1))
 STEP = 5  # of savers that overwrite
 _LIMIT_S = 100  # a child that hangs is ended, and the test fails
 
@@ -53,8 +55,9 @@ class Forker:
 
 def fill(state, number):
     """Every tensor and value of the state carries `number`."""
-    for tensor in (state["raw"], state["encoded"], *state["small"]):
+    for tensor in (state["raw"], *state["small"]):
         tensor.fill_(number)
+    state["encoded"].copy_(_PATTERN + number)  # else no difference would be worth storing
     state["number"] = number
 
 

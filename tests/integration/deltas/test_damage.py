@@ -214,6 +214,22 @@ def test_a_base_that_cannot_be_is_refused(what, store):
     refused(store)
 
 
+def test_a_base_longer_than_its_codecs_can_make_it_is_refused_unread(store):
+    """Its memory is allocated before it is read."""
+
+    def change(level, value):
+        if level == "section":
+            frames = value["frames"]
+            deepest = [b for b in frames["base"] if b is not None and frames["base"][b] is None]
+            for number in deepest:
+                frames["offset"][number] = 0
+                frames["length"][number] = 20_000
+        return value
+
+    forged(store, change)
+    refused(store, match="its codecs make at most")
+
+
 def test_a_chain_longer_than_any_may_be_is_refused():
     store = memory()
     count = MAX_LINKS + 1

@@ -1,0 +1,97 @@
+"""Chains, and what else goes on in a process: forks, Ctrl-C, and stores that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from tests.integration.deltas.test_chains import RULES, bases_of, check, weights
+from tests.integration.support import holding, run_program
+
+import penstock
+from penstock.core.errors import StorageTimeoutError
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.timing import FAST
+
+FORKING = """
+import os, sys
+import penstock
+from tests.integration.deltas.test_chains import RULES, weights
+
+root = sys.argv[1]
+with penstock.Checkpointer(root, rules=RULES, workers=2) as ckpt:
+    for step in (0, 1):
+        ckpt.save(weights(step), step=step, mode="blocking")
+    if os.fork() == 0:
+        try:
+            ckpt.save(weights(9), step=9)
+        except penstock.SaverClosedError:
+            with penstock.Checkpointer(root, rules=RULES, workers=2) as own:
+                own.save(weights(2), step=2, mode="blocking")
+                own.save(weights(3), step=3, mode="blocking")
+            os._exit(0)
+        os._exit(1)
+    assert os.wait()[1] == 0
+    for step in (4, 5):
+        ckpt.save(weights(step), step=step, mode="blocking")
+"""
+
+
+def test_a_forked_child_goes_on_with_the_chain_and_its_parent_with_that(tmp_path):
+    done = run_program(FORKING, str(tmp_path), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert bases_of(tmp_path, range(6)) == [None, (0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    check(tmp_path, range(6))
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FaultyBackend(open_backend(tmp_path))
+
+
+def test_a_save_that_ctrl_c_ends_while_the_base_is_read_is_no_base(tmp_path, store):
+    with penstock.Checkpointer(store, rules=RULES) as ckpt:
+        ckpt.save(weights(0), step=0, mode="blocking")
+        ckpt._saver._kept.drop()  # so that the base is read
+        with holding(store, "read", match=".enc") as held:
+
+            def press():
+                held.reached.wait()
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=press)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(weights(1), step=1, mode="blocking")
+            thread.join()
+        store.clear()
+        for step in (2, 3):
+            ckpt.save(weights(step), step=step, mode="blocking")
+    assert bases_of(tmp_path, [2, 3]) == [(0, 1), (2, 2)]
+    check(tmp_path, [0, 2, 3])
+
+
+def test_a_worker_that_hangs_in_the_base_of_a_save_given_up_spoils_no_later_one(
+    tmp_path, store, waits
+):
+    waits(FAST, release_s=0.01)
+    released = threading.Event()
+    options = {"rules": RULES, "workers": 2, "io_timeout_s": 0.5}
+    with penstock.Checkpointer(store, **options) as ckpt:
+        ckpt.save(weights(0), step=0, mode="blocking")
+        ckpt._saver._kept.drop()  # so that the base is read
+        stuck = store.add(Fault("read", times=1, match=".enc", until=released))
+        with pytest.raises(StorageTimeoutError):
+            ckpt.save(weights(1), step=1, mode="blocking")
+        assert stuck.reached.is_set()
+        given_up = ckpt._job
+        ckpt.save(weights(2), step=2, mode="blocking")
+        released.set()  # the worker of step 1 encodes its chunk, and keeps it
+        given_up.released.wait()
+        for step in (3, 4):
+            ckpt.save(weights(step), step=step, mode="blocking")
+    check(tmp_path, [0, 2, 3, 4])
+    assert bases_of(tmp_path, [2, 3, 4]) == [(0, 1), (2, 2), (3, 3)]
