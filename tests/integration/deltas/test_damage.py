@@ -23,8 +23,10 @@ TENSOR = "model/large"
 
 def state(step):
     chance = torch.Generator().manual_seed(8)
-    start, drift = (torch.randn(4, 2048, generator=chance) for _ in range(2))
-    return {"model": {"large": start + 1e-6 * step * drift}, "plain": torch.arange(3000.0) + step}
+    start, drift = (torch.randn(5, 2048, generator=chance) for _ in range(2))
+    moved = start + 1e-6 * step * drift
+    first = {"another": moved[4, :1000].clone(), "large": moved[:4].clone()}
+    return {"model": first, "plain": torch.arange(1000.0) + step}
 
 
 @pytest.fixture
@@ -183,6 +185,14 @@ def last(column, _frames):
     return max(n for n, base in enumerate(column) if base is not None)
 
 
+def first(frames, *, length):
+    return frames["raw_length"].index(length)
+
+
+def is_raw(frames, number, length):
+    return not frames["chain"][number] and length == 4000
+
+
 FORGED_BASES = {
     "itself": set_base(last, last),
     "a later one": set_base(lambda *_: 0, lambda column, _: len(column) - 1),
@@ -191,17 +201,12 @@ FORGED_BASES = {
     "a text": set_base(last, lambda *_: "0"),
     "true": set_base(last, lambda *_: True),
     "huge": set_base(last, lambda *_: 1 << 70),
-    "another length": set_base(
-        last,
-        lambda column, frames: next(
-            n
-            for n, raw in enumerate(frames["raw_length"])
-            if raw != frames["raw_length"][last(column, 0)]
-        ),
-    ),
+    "another length": set_base(last, lambda column, frames: first(frames, length=4000)),
     "of a raw frame": set_base(
-        lambda _, frames: max(n for n, chain in enumerate(frames["chain"]) if not chain),
-        lambda *_: 0,
+        lambda _, frames: next(
+            n for n, length in enumerate(frames["raw_length"]) if is_raw(frames, n, length)
+        ),
+        lambda _, frames: first(frames, length=4000),
     ),
     "too few": bases(lambda column, _: column[:-1]),
     "no list": bases(lambda *_: {"0": 0}),
@@ -241,6 +246,7 @@ def test_a_chain_longer_than_any_may_be_is_refused():
     def chained(links):
         def change(column, frames):
             same_length = [n for n in encoded(frames) if frames["raw_length"][n] == 8192][:links]
+            column = [None] * len(column)
             for before, number in pairwise(same_length):
                 column[number] = before
             return column
