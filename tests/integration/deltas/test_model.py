@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
@@ -55,6 +56,7 @@ def state(number, shape=0):
             **{f"small{n}": tensor(20, 5) for n in range(4)},
         },
         "plain": tensor(1500),
+        "still": {"frozen": torch.arange(2100.0), "often": torch.arange(1100.0) + number // 3},
         "number": number,
     }
     tree["model"]["odd"] = tensor(31 + shape, 77)
@@ -78,17 +80,19 @@ class Chains(RuleBasedStateMachine):
         every=st.sampled_from([2, 3, 9]),
         max_chain=st.sampled_from([1, 2, 9]),
         memory=st.sampled_from([None, 0]),
+        share=st.booleans(),
         retention=st.sampled_from([None, None, {"keep_last": 1}, {"keep_last": 2}]),
         tiered=st.just(False),
     )
-    def start(self, *, codecs, every, max_chain, memory, retention, tiered):
+    def start(self, *, codecs, every, max_chain, memory, share, retention, tiered):
         self.options = {
             **OPTIONS,
             "rules": [
-                {"match": "plain", "codecs": []},
+                {"match": ["plain", "still/often"], "codecs": []},
                 {"match": "**", "codecs": codecs},
             ],
             "deltas": {"every": every, "max_chain": max_chain, "memory_bytes": memory},
+            "share": share,
             "retention": retention,
         }
         self.disks = [Disk(), Disk()] if tiered else [Disk()]
@@ -207,9 +211,7 @@ class Chains(RuleBasedStateMachine):
     def restore(self, pick):
         if self.run:
             step = self.pick(pick)
-            target = state(-1, self.run[step][1])
-            target = {**target, "model": {k: t.clone() for k, t in target["model"].items()}}
-            target["plain"] = target["plain"].clone()
+            target = copy.deepcopy(state(0, self.run[step][1]))
             self.ckpt.restore(target, step)
             assert same(target, state(*self.run[step]))
 
@@ -240,9 +242,10 @@ class Chains(RuleBasedStateMachine):
         if saved and len(self.disks) == 1:
             self.number += 1
             step = self.next_step()
-            with self.another(deltas={"memory_bytes": 0}, retention=None) as other:
+            options = {"deltas": {"memory_bytes": 0}, "share": False, "retention": None}
+            with self.another(**options) as other:
                 other.save(state(self.number), step, mode="blocking")
-                # The damage was seen while the base was read, or was of no consequence.
+                # Bases are read, so the damage was seen, or was of no consequence.
                 assert same(other.load(step), state(self.number))
             self.run = {**self.run, step: (self.number, 0)}
         file.data = good
