@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import DamagedError
 from penstock.core.format.records import blob_uid
 from penstock.core.reporting.reports import LendingSave
+from penstock.core.suggest import listed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -45,6 +46,41 @@ def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict
             step = steps.get(uid)
             found[uid] = LendingSave(uid, step, "replaced" if step in seen else "deleted")
     return found
+
+
+def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str]) -> str:
+    """Describe a chain with damaged links, and name the newest older step that needs none of them.
+
+    Args:
+        catalog: The catalog of the run; records are read until all is known.
+        record: The checkpoint that borrows from the damaged saves.
+        damaged: The uids of these saves.
+    """
+    read: list[CommitRecord] = []
+    missing = {*record.references}
+    sound: int | None = None
+    for one in records_down(catalog, record.step):
+        read.append(one)
+        missing.discard(one.uid)
+        needed = {one.uid, *one.references}
+        if sound is None and one.step < record.step and needed.isdisjoint(damaged):
+            sound = one.step
+        if sound is not None and not missing:
+            break
+    lenders = find_lenders(read, record.references).values()
+    chain = sorted(lenders, key=lambda one: -1 if one.step is None else one.step, reverse=True)
+    bad = [str(one) for one in chain if one.uid in damaged]
+    them = "them" if bad[1:] else "it"
+    way = (
+        f"No older step does without {them}."
+        if sound is None
+        else f"Restore step {sound}, the newest older one that does not need {them}, or pass "
+        "on_damage='fallback'."
+    )
+    return (
+        f"The damage lies in the blobs of {listed(bad)}, which step {record.step} is encoded "
+        f"against: its chain is {listed([f'step {record.step}', *map(str, chain)])}. {way}"
+    )
 
 
 def lent_by_deleted(records: Collection[CommitRecord]) -> dict[str, list[CommitRecord]]:

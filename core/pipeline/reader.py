@@ -59,14 +59,14 @@ class LoadStats:
     Attributes:
         bytes_read: Bytes read from blobs.
         frames: Number of frames that were read.
-        damaged: `(object, detail)` of each damage.
+        damaged: `(object, detail, blob)` of each damage; the blob may be that of a base.
         missing_blob: Whether a blob was not there.
         rescued: `(blob, tier)` of each damage for which the copy in another tier was read.
     """
 
     bytes_read: int = 0
     frames: int = 0
-    damaged: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str, str]] = field(default_factory=list)
     missing_blob: bool = False
     rescued: list[tuple[str, str]] = field(default_factory=list)
 
@@ -341,7 +341,9 @@ class _Session:
         while flight.checks:
             for read, detail in flight.checks.pop(0).result():
                 if not self._rescue(read):
-                    self._stats.damaged += [(name, detail) for name in read.job.label]
+                    blobs = [link.job.blob for link in read.links]
+                    blob = next((name for name in blobs if name in detail), blobs[0])
+                    self._stats.damaged += [(name, detail, blob) for name in read.job.label]
         links = (link for read in flight.reads for link in read.links)
         if any(isinstance(link.error, BlobNotFoundError) for link in links):
             self._stats.missing_blob = True

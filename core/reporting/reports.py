@@ -222,10 +222,12 @@ class Damage:
     Attributes:
         what: The path of the object, or the name of the blob or record.
         detail: A sentence that describes the damage.
+        blob: The blob that is damaged; empty for a record.
     """
 
     what: str
     detail: str
+    blob: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,7 @@ class VerifyReport:
             bytes were compared all the same, and are whole unless `damaged` says otherwise.
         lossy: The lossy codecs of the objects. Values that went through these are as they were
             rounded by the save; whole means that they still decode to the same.
+        links: The other saves in whose blobs there is damage: links of the checkpoint's chain.
     """
 
     step: int
@@ -298,6 +301,7 @@ class VerifyReport:
     tiers: tuple[str, ...] = ()
     not_decoded: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
+    links: tuple[LendingSave, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +316,7 @@ class CopyFound:
         bytes_read: The bytes read of manifest and blobs.
         not_decoded: As in `VerifyReport`.
         lossy: As in `VerifyReport`.
+        links: As in `VerifyReport`.
     """
 
     tier: str
@@ -321,6 +326,7 @@ class CopyFound:
     bytes_read: int = 0
     not_decoded: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
+    links: tuple[LendingSave, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.chains import find_lenders, records_down
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import (
     BlobNotFoundError,
@@ -15,7 +17,7 @@ from penstock.core.errors import (
     DamagedError,
     SelectionError,
 )
-from penstock.core.format.records import commit_name
+from penstock.core.format.records import blob_uid, commit_name
 from penstock.core.pipeline.reader import Loader
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.plugins.registry import default_registry
@@ -26,7 +28,7 @@ from penstock.core.restore.fill import (
     Opened,
     as_region,
     bytes_of,
-    raise_damaged,
+    gone,
     read_region,
 )
 from penstock.core.restore.restore import build_leaf, build_new
@@ -37,7 +39,7 @@ from penstock.core.tree.select import Selection
 from penstock.core.types import Kind, Region, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from penstock.core.plan.restore import FrameJob, Located
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.progress import Meter
-    from penstock.core.reporting.reports import Progress
+    from penstock.core.reporting.reports import LendingSave, Progress
     from penstock.core.restore.rounding import Rounding
     from penstock.core.types import BlobInfo
 
@@ -217,7 +219,7 @@ class Checkpoint:
         """
         found = [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
         if not any(found) and not self.opened.still_there():
-            raise_damaged(self.opened, [("", "")], missing_blob=True)
+            raise gone(self.opened)
         return found
 
     def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
@@ -255,6 +257,7 @@ class Checkpoint:
             report.bytes_read,
             report.not_decoded,
             report.lossy,
+            report.links,
         )
 
     def report_of(
@@ -263,7 +266,7 @@ class Checkpoint:
         """What `copies` amount to; `began` is when looking at them did (monotonic seconds)."""
         there = [copy for copy in copies if copy is not None]
         damaged = [
-            Damage(damage.what, f"in tier {copy.tier}: {damage.detail}")
+            replace(damage, detail=f"in tier {copy.tier}: {damage.detail}")
             for copy in there
             for damage in copy.damaged
         ]
@@ -279,6 +282,7 @@ class Checkpoint:
             tiers=tuple(copy.tier for copy in there),
             not_decoded=tuple(sorted({why for copy in there for why in copy.not_decoded})),
             lossy=tuple(sorted({name for copy in there for name in copy.lossy})),
+            links=tuple(dict.fromkeys(link for copy in there for link in copy.links)),
         )
 
     def rounding(self, objects: Iterable[Located]) -> Rounding:
@@ -316,10 +320,10 @@ class Checkpoint:
             for some, decode in ((whole, True), (stored, False)):
                 stats = self.opened.loader.run(some, decode=decode, progress=meter.advance)
                 frames, bytes_read = frames + stats.frames, bytes_read + stats.bytes_read
-                damaged += [Damage(name, detail) for name, detail in stats.damaged]
+                damaged += [Damage(*found) for found in stats.damaged]
                 missing_blob |= stats.missing_blob
         if missing_blob and not self.opened.still_there():
-            raise_damaged(self.opened, [("", "")], missing_blob=True)
+            raise gone(self.opened)
         return VerifyReport(
             step=self.step,
             ok=not damaged,
@@ -331,7 +335,15 @@ class Checkpoint:
             seconds=time.monotonic() - began,
             not_decoded=tuple(sorted(absent)),
             lossy=self.rounding(o for o in objects if o.record.derived is None).lossy,
+            links=tuple(self._damaged_links(damaged)),
         )
+
+    def _damaged_links(self, damaged: Sequence[Damage]) -> Collection[LendingSave]:
+        """Return the other saves in whose blobs there is damage; else reads no commit records."""
+        named = {blob_uid(damage.blob) for damage in damaged}
+        uids = [uid for uid in self._record.references if uid in named]
+        records = records_down(Catalog(self.backend), self.step) if uids else ()
+        return find_lenders(records, uids).values()
 
     def _verify_sizes(self, heads: Sequence[PartHead], damaged: list[Damage]) -> bool:
         missing = False
@@ -339,12 +351,12 @@ class Checkpoint:
             try:
                 size = self.backend.stat(blob.name).size_bytes
             except BlobNotFoundError as error:
-                damaged.append(Damage(blob.name, str(error)))
+                damaged.append(Damage(blob.name, str(error), blob.name))
                 missing = True
                 continue
             if size != blob.length:
                 detail = f"has {size} bytes, {blob.length} were written"
-                damaged.append(Damage(blob.name, detail))
+                damaged.append(Damage(blob.name, detail, blob.name))
         return missing
 
     def _nothing_at(self, path: str) -> KeyError:

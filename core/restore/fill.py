@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.core.abc import ByteSink, Node, StoredObject
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.survey import missing_borrowed
+from penstock.core.catalog.chains import broken_chain
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import (
     CheckpointGoneError,
@@ -25,7 +25,7 @@ from penstock.core.plan.regions import copy_region, region_batches, region_runs
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
-from penstock.core.suggest import LISTED, listed
+from penstock.core.suggest import LISTED
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import PAGE_BYTES, Kind, Region
 
@@ -363,40 +363,40 @@ def bytes_of(jobs: Sequence[FrameJob[CodecChain]]) -> int:
     return sum(span.length for job in jobs for link in job.links for span in link.ranges)
 
 
+def gone(checkpoint: Opened) -> CheckpointGoneError:
+    """Return the error for a checkpoint that was deleted while it was read."""
+    msg = f"step {checkpoint.step} on {checkpoint.backend.url} was deleted while it was read"
+    return CheckpointGoneError(msg)
+
+
 def raise_damaged(
-    checkpoint: Opened, damaged: Sequence[tuple[str, str]], *, missing_blob: bool
+    checkpoint: Opened, damaged: Sequence[tuple[str, str, str]], *, missing_blob: bool
 ) -> None:
-    """Raise the error for damage that was found, `(name, detail)` each.
+    """Raise the error for damage that was found, `(object, detail, blob)` each.
 
     Raises:
         CheckpointGoneError: A blob is missing because the checkpoint was deleted meanwhile.
-        DamagedError: Names every damaged object.
+        DamagedError: Names every damaged object, and the damaged links of the chain.
     """
     if missing_blob and not checkpoint.still_there():
-        msg = f"step {checkpoint.step} on {checkpoint.backend.url} was deleted while it was read"
-        raise CheckpointGoneError(msg)
-    names = list(dict.fromkeys(name for name, _ in damaged))
-    details = "; ".join(f"{name}: {detail}" for name, detail in damaged[:LISTED])
-    if missing_blob:
-        details += _lost_of_others(checkpoint)
+        raise gone(checkpoint)
+    names = list(dict.fromkeys(name for name, _, _ in damaged))
+    details = "; ".join(f"{name}: {detail}" for name, detail, _ in damaged[:LISTED])
     msg = (
         f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in {len(names)} "
-        f"object(s): {details}. Restore an older step, or pass on_damage='fallback'."
+        f"object(s): {details}. {_way_out(checkpoint, {blob for _, _, blob in damaged})}"
     )
     raise DamagedError(msg, names)
 
 
-def _lost_of_others(checkpoint: Opened) -> str:
-    """Return which borrowed blobs are missing, and the steps that they belong to."""
+def _way_out(checkpoint: Opened, blobs: Collection[str]) -> str:
+    """Return the sentences on what to restore instead; reads records only if a link is damaged."""
+    record = checkpoint.contents.record
+    lent = {*record.references}
+    uids = {uid for blob in blobs if (uid := blob_uid(blob)) in lent}
     try:
-        lost = missing_borrowed(checkpoint.backend, checkpoint.contents.record)
-        records = Catalog(checkpoint.backend).records() if lost else ()
-        steps = {found.uid: step for step, found in records if not isinstance(found, DamagedError)}
-    except StorageError:
-        return ""
-    owners = [(name, steps.get(blob_uid(name) or "")) for name in lost]
-    told = [
-        f"{name} of {'a step that was deleted' if step is None else f'step {step}'}"
-        for name, step in owners
-    ]
-    return f"; missing or cut off, and borrowed: {listed(told)}" if told else ""
+        if uids:
+            return broken_chain(Catalog(checkpoint.backend), record, uids)
+    except StorageError as error:
+        log.warning("the chain of step %d cannot be looked at: %s", record.step, str(error))
+    return "Restore an older step, or pass on_damage='fallback'."

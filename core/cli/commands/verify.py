@@ -13,20 +13,22 @@ from penstock.core.cli.output.damage import print_damage
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
+from penstock.core.format.records import blob_uid
 from penstock.core.pipeline.reader import Loader
 from penstock.core.reporting.progress_bar import ProgressBar
 from penstock.core.reporting.reports import Damage, VerifyReport
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
+from penstock.core.suggest import listed
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.verify_repair import verify_and_repair
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from penstock.core.abc import Backend
-    from penstock.core.reporting.reports import Progress, Repair
+    from penstock.core.reporting.reports import LendingSave, Progress, Repair
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
     Raises:
         PenstockError: The checkpoint does not exist, or the run cannot be read.
     """
-    reports = []
+    reports: list[VerifyReport] = []
     light = not (how.deep or how.repair)
     with closing(open_backend(url, must_exist=True, light=light)) as backend:
         with closing(Workers(min(4, os.cpu_count() or 1))) as workers:
@@ -66,9 +68,9 @@ def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
                     if not every:
                         raise
                     continue  # deleted after the listing
-                reports.append(report)
                 if not how.as_json:
-                    _print(report, backend.url)
+                    _print(report, backend.url, told=_damaged_uids(reports))
+                reports.append(report)
         ok = all(report.ok and not report.not_decoded for report in reports)
         if how.as_json:
             found = [asdict(report) for report in reports]
@@ -76,6 +78,8 @@ def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
         elif every:
             bad = sum(not report.ok for report in reports)
             part = sum(report.ok and bool(report.not_decoded) for report in reports)
+            for link, steps in _links(reports).items():
+                print_wrapped(f"{link} is damaged: {_named(steps)} {_need(steps)} it", style="red")
             more = f", {part} not decoded" if part else ""
             print_line(f"{len(reports)} checkpoints verified, {bad} damaged{more}")
     return ok
@@ -120,8 +124,31 @@ class _Look:
         return verify_and_repair(checkpoint, self._repairs, deep=deep, on_progress=on_progress)
 
 
-def _print(report: VerifyReport, url: str) -> None:
-    _print_verdict(report, url)
+def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:
+    """Return the damaged links of chains, with the damaged steps that need each."""
+    found: dict[LendingSave, list[int]] = {}
+    for report in reports:
+        for link in report.links:
+            found.setdefault(link, []).append(report.step)
+    return found
+
+
+def _damaged_uids(reports: Sequence[VerifyReport]) -> set[str]:
+    """Return the uids of the saves whose blobs are damaged."""
+    damaged = (damage for report in reports for damage in report.damaged)
+    return {uid for damage in damaged if (uid := blob_uid(damage.blob)) is not None}
+
+
+def _named(steps: Sequence[int]) -> str:
+    return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
+
+
+def _need(steps: Sequence[int]) -> str:
+    return "need" if steps[1:] else "needs"
+
+
+def _print(report: VerifyReport, url: str, told: Collection[str]) -> None:
+    _print_verdict(report, url, told)
     if report.lossy:
         print_wrapped(
             f"lossy codecs in step {report.step}: {visible(', '.join(report.lossy))}; values that "
@@ -130,7 +157,7 @@ def _print(report: VerifyReport, url: str) -> None:
         )
 
 
-def _print_verdict(report: VerifyReport, url: str) -> None:
+def _print_verdict(report: VerifyReport, url: str, told: Collection[str]) -> None:
     looked = f"{report.objects} objects, {size_text(report.bytes_read)} read"
     if report.deep:
         looked = f"{report.frames} frames of {looked}"
@@ -150,7 +177,8 @@ def _print_verdict(report: VerifyReport, url: str) -> None:
             f"step {report.step} is {how}{where}: {looked} in {report.seconds:.1f} s", style="green"
         )
         return
-    print_damage(report.damaged)
+    # The damage in one save is listed once, with the first step that needs it.
+    print_damage([damage for damage in report.damaged if blob_uid(damage.blob) not in told])
     for repair in report.repairs:
         _print_repair(repair)
     if report.ok:
@@ -162,6 +190,10 @@ def _print_verdict(report: VerifyReport, url: str) -> None:
     print_line(
         f"step {report.step} is damaged: {len(report.damaged)} found; {looked}", style="bold red"
     )
+    if report.links:
+        links = listed([*map(str, report.links)])
+        where = "; it is listed above" if all(link.uid in told for link in report.links) else ""
+        print_wrapped(f"the damage lies in its chain, in the blobs of {links}{where}")
     if len(report.tiers) > 1 and not report.repairs:
         print_line("--repair brings bad copies anew from a good one")
 

@@ -104,3 +104,25 @@ def test_show_of_a_whole_checkpoint_prints_no_chain(call, chained):
     done = call("show", chained, "--step", 4)
     assert "CHAIN" not in done.out
     assert "LINKS" not in done.out
+
+
+def test_verify_lists_a_damaged_link_once_and_who_needs_it(call, tmp_path):
+    root = tmp_path / "run"
+    run_of(f"posix://{root}", range(4), deltas={"every": 9})
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        uid = ckpt.info(1).uid
+    (blob,) = (root / "data" / uid / "blobs").iterdir()
+    blob.unlink()
+    done = call("verify", root, "--all")
+    assert done.code == 1
+    assert done.out.count(f"cannot read data/{uid}/blobs/{blob.name}") == 1
+    lines = done.out.splitlines()
+    above = "the damage lies in its chain, in the blobs of step 1; it is listed above"
+    assert lines.count(above) == 2
+    assert lines[-2] == "step 1 is damaged: steps 2, 3 need it"
+    assert lines[-1] == "4 checkpoints verified, 3 damaged"
+    reports = call("verify", root, "--all", "--json").json["reports"]
+    one = call("verify", root, "--step", 3).out.splitlines()
+    assert one[-1] == "the damage lies in its chain, in the blobs of step 1"
+    link = {"uid": uid, "step": 1, "state": "ok"}
+    assert [report["links"] for report in reports] == [[], [], [link], [link]]

@@ -176,7 +176,7 @@ def test_a_flipped_bit_anywhere_in_a_raw_frame_is_damage(offset, store, loader):
     store.corrupt("raw", 64 + offset)
     sink = Sink(20_000, direct=False)
     stats = loader.run([using(job, ChunkUse(sink, 0, 0, 20_000), label=("a/b", "c"))])
-    assert [name for name, _ in stats.damaged] == ["a/b", "c"]
+    assert [name for name, _, _ in stats.damaged] == ["a/b", "c"]
     assert "does not match" in stats.damaged[0][1]
     assert not sink.copies
 
@@ -187,7 +187,7 @@ def test_a_flipped_bit_in_an_encoded_frame_is_damage(decode, store, loader):
     store.corrupt("enc", job.frame.length // 2)
     sink = Sink(20_000, direct=True)
     stats = loader.run([using(job, ChunkUse(sink, 0, 0, 20_000))], decode=decode)
-    assert [name for name, _ in stats.damaged] == ["object"]
+    assert [name for name, _, _ in stats.damaged] == ["object"]
     assert sink.data == b"\xee" * 20_000
 
 
@@ -220,7 +220,7 @@ def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
     store.backend.delete(["gone"])
     del store.backend._store.blobs["cut"].data[8000:]
     stats = loader.run(jobs)
-    assert {name for name, _ in stats.damaged} == {"gone", "cut"}
+    assert {name for name, _, _ in stats.damaged} == {"gone", "cut"}
     assert stats.missing_blob
     assert sinks[0].data == expected
 

@@ -41,9 +41,9 @@ def test_a_missing_borrowed_blob_is_damage_that_names_it_and_its_step(store, del
     if deleted:
         Catalog(store).delete(1)
     name = lose(store)
-    owner = "a step that was deleted" if deleted else "step 1"
+    owner = "a deleted step" if deleted else "step 1"
     with checkpointer(store) as ckpt:
-        with pytest.raises(DamagedError, match=f"borrowed: {name} of {owner}"):
+        with pytest.raises(DamagedError, match=f"{name}.* lies in the blobs of {owner}"):
             ckpt.load(2)
         assert name in {damage.what for damage in ckpt.verify(2, deep=False).damaged}
 

@@ -238,3 +238,77 @@ def test_a_region_of_a_tensor_is_read_through_the_chain(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         rows = ckpt.open(2).read("model/large", (slice(10, 20),))
         assert torch.equal(rows, weights(2)["model"]["large"][10:20])
+
+
+def uid_of(root, step):
+    with penstock.Checkpointer(root) as ckpt:
+        return ckpt._catalog.record(step).uid
+
+
+def test_damage_in_the_middle_of_a_chain_is_told_with_the_step_to_fall_back_to(tmp_path):
+    run_of(tmp_path, range(5), deltas={"every": 9})
+    damage(tmp_path, 2)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(DamagedError) as load:
+            ckpt.load(4)
+        with pytest.raises(DamagedError) as one:
+            ckpt.open(4)["model"]
+        for error in (load, one):
+            told = str(error.value)
+            assert "in the blobs of step 2, which step 4 is encoded against" in told
+            assert "its chain is step 4, step 3, step 2, step 1, step 0." in told
+            assert "Restore step 1, the newest older one that does not need it" in told
+        target = weights(9)
+        report = ckpt.restore(target, on_damage="fallback")
+        assert (report.step, report.fell_back_from) == (1, (4, 3, 2))
+        assert same(target, weights(1))
+
+
+def test_a_lost_blob_of_a_deleted_base_is_told_and_older_steps_still_restore(tmp_path):
+    run_of(tmp_path, range(4), deltas={"every": 9})
+    lost = uid_of(tmp_path, 2)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(2)
+        (blob,) = (tmp_path / "data" / lost / "blobs").iterdir()
+        blob.unlink()
+        with pytest.raises(DamagedError) as error:
+            ckpt.load(3)
+        assert "in the blobs of step 2 (deleted), which step 3 is" in str(error.value)
+        assert "Restore step 1, the newest older one" in str(error.value)
+        report = ckpt.restore(weights(9), on_damage="fallback")
+        assert (report.step, report.fell_back_from) == (1, (3,))
+
+
+def test_where_every_older_step_needs_the_damaged_one_the_error_says_so(tmp_path):
+    run_of(tmp_path, range(3))
+    damage(tmp_path, 0)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(DamagedError, match="No older step does without it"):
+            ckpt.load(2)
+        with pytest.raises(DamagedError):
+            ckpt.load(2, on_damage="fallback")
+
+
+def test_damage_of_its_own_is_told_without_reading_other_records(tmp_path):
+    run_of(tmp_path, range(3))
+    damage(tmp_path, 2)
+    store = FaultyBackend(open_backend(tmp_path))
+    with penstock.Checkpointer(store) as ckpt, pytest.raises(DamagedError, match="an older step"):
+        ckpt.load(2)
+    read = {name for operation, names in store.calls if "read" in operation for name in names}
+    assert {name for name in read if "commits/" in name} == {"commits/00000002-0.json"}
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_verify_names_the_damaged_links(tmp_path, deep):
+    run_of(tmp_path, range(4), deltas={"every": 9})
+    lost = uid_of(tmp_path, 1)
+    (blob,) = (tmp_path / "data" / lost / "blobs").iterdir()
+    blob.unlink()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        report = ckpt.verify(3, deep=deep)
+        assert not report.ok
+        assert [(link.uid, str(link)) for link in report.links] == [(lost, "step 1")]
+        assert {one.blob for one in report.damaged} == {f"data/{lost}/blobs/{blob.name}"}
+        assert ckpt.verify(1, deep=deep).links == ()
+        assert ckpt.verify(0, deep=deep).ok
