@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from penstock.core.abc import Backend
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import CheckpointerConfig, load_config
+from penstock.core.copy.compact import Compactor, CompactReport
 from penstock.core.errors import (
     ConfigError,
     PenstockError,
@@ -92,6 +93,7 @@ class Checkpointer:
         count = config.workers or min(4, os.cpu_count() or 1)
         store = open_backend(config.backend, registry=registry)
         self._config = config
+        self._registry = registry
         self._workers = Workers(count)
         self._backend = TimeLimitedBackend(store, self._workers, config.io_timeout_s)
         self._owns_backend = not isinstance(backend, Backend)
@@ -449,6 +451,50 @@ class Checkpointer:
         )
         self._events.emit(PruneEvent("pruned", report))
         return report
+
+    def compact(
+        self,
+        steps: Iterable[int] | None = None,
+        *,
+        everything: bool = False,
+        dry_run: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> CompactReport:
+        """Rewrite checkpoints that borrow blobs of others as whole ones, by a next generation.
+
+        Each has the same step, objects, metadata and codecs as before, and restores to the same
+        bits. Blobs that nothing borrows any more are freed. A crash at any moment leaves every step
+        whole. With tiers the whole checkpoints are in the last one.
+
+        Args:
+            steps: The steps; those that borrow nothing are left alone. By default those because of
+                which blobs of deleted checkpoints are kept, and those that borrow from these.
+            everything: Without `steps`, take every checkpoint that borrows.
+            dry_run: Report what would be freed, or taken, and change nothing.
+            on_progress: As for `save`; of one checkpoint after the other.
+
+        Raises:
+            CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
+            CheckpointGoneError: A step was deleted or saved anew while it was compacted.
+            DamagedError: Stored bytes are not those that were written; that step is as it was.
+            PenstockError: As for `save`. Steps before the one that failed are compacted.
+        """
+        self._check_may_save()
+        self.wait()  # two saves at once would take twice the memory
+        compactor = Compactor(
+            self._backend.inner,
+            self._catalog,
+            config=self._config,
+            registry=self._registry,
+            workers=self._workers,
+            loader=self._reader.loader,
+        )
+        chosen = compactor.choose(steps, everything=everything)
+        if dry_run:
+            return compactor.plan(chosen)
+        before = compactor.needed_bytes()
+        done = tuple(compactor.compact(record, on_progress) for record in chosen)
+        return CompactReport(done, before, compactor.needed_bytes())
 
     def close(self) -> None:
         """Wait for the pending save, then release all resources. Idempotent.

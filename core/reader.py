@@ -88,7 +88,7 @@ class Reader:
             note_own=inspector.note_own,
         )
         """The checkpoints of the run."""
-        self._loader = Loader(
+        self.loader = Loader(
             backend.inner, workers, io_timeout_s=config.io_timeout_s, on_failover=note
         )
 
@@ -181,7 +181,7 @@ class Reader:
     def _open_record(self, record: CommitRecord) -> Opened:
         allow_pickle = self._config.allow_pickle
         return Opened.open(
-            self._watched, record, self._loader, self._registry, allow_pickle=allow_pickle
+            self._watched, record, self.loader, self._registry, allow_pickle=allow_pickle
         )
 
     def _read(

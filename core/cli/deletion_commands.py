@@ -1,4 +1,4 @@
-"""The arguments and help of the commands that delete: `prune` and `delete`.
+"""The arguments and help of the commands that free room: `prune`, `delete` and `compact`.
 
 A command's own module is imported when it runs, so that `penstock --help` loads none of them.
 """
@@ -102,3 +102,46 @@ def delete(
     from penstock.core.cli.commands.delete import DeleteOptions, run  # noqa: PLC0415
 
     run(url, steps, DeleteOptions(dry_run, yes, force, tier, as_json))
+
+
+@app.command(
+    "compact",
+    short_help="Make checkpoints of a chain whole.",
+    epilog="""\b
+Examples:
+  penstock compact runs/gpt --dry-run
+  penstock compact runs/gpt
+  penstock compact runs/gpt 100 200
+""",
+)
+def compact(
+    url: Url,
+    steps: Annotated[
+        list[int] | None,
+        typer.Argument(
+            metavar="STEP",
+            parser=step_of,
+            help="Which checkpoints.",
+            show_default="those because of which data of deleted ones is kept",
+        ),
+    ] = None,
+    *,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint that needs data of others.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Rewrite checkpoints that are encoded against others as whole ones, under the same step.
+
+    They restore to the same as before, and need no other checkpoint any more; data that nothing
+    needs any more is freed. The run may take more room afterwards: --dry-run says about how much.
+    Exits with 1 if a checkpoint could not be compacted; it is then as it was.
+    """
+    from penstock.core.cli.commands.compact import CompactOptions, run  # noqa: PLC0415
+
+    if everything and steps:
+        msg = "--all takes every checkpoint of a chain; leave out the steps"
+        raise typer.BadParameter(msg)
+    if not run(url, steps or None, CompactOptions(everything, dry_run, as_json)):
+        raise typer.Exit(1)

@@ -77,6 +77,12 @@ def copy(  # noqa: PLR0913 - its options
         str | None,
         typer.Option("--rules", metavar="FILE", help="Encode anew by the [[rules]] of this file."),
     ] = None,
+    flatten: Annotated[
+        bool,
+        typer.Option(
+            "--flatten", help="Store every object whole, without data of other checkpoints."
+        ),
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another checkpoint at that step.")
     ] = False,
@@ -116,6 +122,7 @@ def copy(  # noqa: PLR0913 - its options
         overwrite=overwrite,
         bytes_per_s=None if rate is None else rate_bytes(rate),
         trust_sealed=trust,
+        flatten=flatten,
     )
     if how.encodes and (trust or rate is not None):
         option = "--trust" if trust else "--rate"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import Progress, SaveReport
     from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.restore.contents import Contents
-    from penstock.core.save.request import SaveRequest
+    from penstock.core.save.request import SaveRequest, SaveSurroundings
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
 
@@ -96,7 +96,47 @@ def copy_objects(
         DamagedError: Stored bytes are not what was written; nothing was committed.
         PenstockError: As for `Checkpointer.save`.
     """
-    generation = _generation(target, checkpoint.step, overwrite=how.overwrite)
+    return save_stored(
+        checkpoint,
+        last_place(target),
+        how,
+        generation=_generation(target, checkpoint.step, overwrite=how.overwrite),
+        surroundings=_CopyTarget(target),
+        registry=registry,
+        workers=workers,
+        on_progress=on_progress,
+    )
+
+
+def save_stored(
+    checkpoint: Checkpoint,
+    place: Backend,
+    how: Reencoding,
+    *,
+    generation: int,
+    surroundings: SaveSurroundings,
+    registry: Registry,
+    workers: Workers,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SaveReport:
+    """Save the selected objects of `checkpoint` as that generation of its step; see `copy_objects`.
+
+    Every chunk is stored whole, whatever the checkpoint borrows.
+
+    Args:
+        checkpoint: The checkpoint to read.
+        place: The place to save to.
+        how: The options; `overwrite` is not looked at.
+        generation: The generation of the new checkpoint.
+        surroundings: The run around the save.
+        registry: Finds the codecs.
+        workers: The threads that encode and hash.
+        on_progress: As for `Checkpointer.save`.
+
+    Raises:
+        LostRaceError: The step has that generation already.
+        PenstockError: As for `copy_objects`, and what `surroundings` raise.
+    """
     contents = checkpoint.contents
     reader = StoredReader(checkpoint.opened)
     table = _KeptCodecs(contents, registry) if how.keep_codecs else ChainTable(how.config, registry)
@@ -126,10 +166,10 @@ def copy_objects(
             # From the record: the providers of the copied objects need not be installed here.
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
         ),
-        destination=Destination(last_place(target)),
+        destination=Destination(place),
         staging=staging_for(request, None, config),
         workers=workers,
-        surroundings=_CopyTarget(target),
+        surroundings=surroundings,
     )
     return _followed(job, workers, on_progress)
 
@@ -149,6 +189,9 @@ class _CopyTarget:
         """Return `error` as it is, for the same reason."""
         del request, uid
         return error
+
+    def before_commit(self, request: SaveRequest) -> None:
+        """Do nothing: a copy depends on nothing at its target."""
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Delete the generations that the copy has replaced."""
@@ -232,7 +275,10 @@ def _needed(
 
 
 class _KeptCodecs(ChainTable):
-    """Chooses for every object the codecs with which it is stored, not those of the rules."""
+    """Chooses for every object the codecs with which it is stored, not those of the rules.
+
+    Lossy codecs are left out: what they have made of a tensor would not survive a second time.
+    """
 
     def __init__(self, contents: Contents, registry: Registry) -> None:
         # `ChainTable.__init__` is not called: it reads rules, and here are none.
@@ -246,9 +292,11 @@ class _KeptCodecs(ChainTable):
             chain = _chain_of(contents, located if tied is None else by_path[tied])
             number = known.get(repr(chain))
             if number is None:
-                number = known[repr(chain)] = len(self.chains)
                 links = [registry.codec_from_record(c.name, c.version, c.config) for c in chain]
-                self.chains.append(CodecChain(links))
+                exact = [codec for codec in links if codec.lossless]
+                number = known[repr(chain)] = len(self.chains) if exact else 0
+                if exact:
+                    self.chains.append(CodecChain(exact))
             self._numbers_by_path[path] = number
 
     def number(self, entry: StateObject, *, exact: bool) -> int:

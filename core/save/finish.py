@@ -31,7 +31,7 @@ from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.reporting.reports import SaveReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.concurrency.latch import Latch
     from penstock.core.concurrency.workers import Workers
@@ -70,7 +70,7 @@ class Finish:
     One thread calls `run` and `clean_up`; any thread may call the other methods.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of one save, each by name
         self,
         request: SaveRequest,
         manifest: ManifestWriter,
@@ -81,6 +81,7 @@ class Finish:
         clock: SaveClock,
         workers: Workers,
         bases: SaveBases | None = None,
+        before_commit: Callable[[SaveRequest], None] = lambda _: None,
     ) -> None:
         """Prepare to write; nothing has begun.
 
@@ -93,6 +94,7 @@ class Finish:
             clock: Gets the time at which the commit begins.
             workers: The threads that hash and encode.
             bases: What the save may refer to; None: every chunk is stored whole.
+            before_commit: Called right before the commit; raises if the save must not commit.
         """
         self.uid = secrets.token_hex(16)
         self.bytes_done = 0
@@ -103,6 +105,7 @@ class Finish:
         self._backend = destination.backend
         self._onward = destination.onward
         self._bases = bases
+        self._before_commit = before_commit
         self._capture = capture
         self._ending = ending
         self._clock = clock
@@ -201,7 +204,7 @@ class Finish:
     def forget(self) -> None:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
-        del self._manifest, self._writer, self._choices
+        del self._manifest, self._writer, self._choices, self._before_commit
         self._bases = None
         plan = replace(self.request.plan, objects=(), chunks=())
         self.request = replace(self.request, entries=(), plan=plan)
@@ -312,6 +315,7 @@ class Finish:
     def _begin_to_publish(self) -> None:
         """Begin the commit, unless the save was given up; later it cannot be given up any more."""
         self._capture.check()
+        self._before_commit(self.request)
         with self._ending.lock:
             self._raise_if_failed()
             self.commit.feed(Event.PUBLISH_STARTED)

@@ -103,6 +103,7 @@ class SaveJob:
             clock=self._clock,
             workers=workers,
             bases=bases,
+            before_commit=surroundings.before_commit,
         )
 
     @property

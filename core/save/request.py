@@ -97,6 +97,10 @@ class SaveSurroundings(Protocol):
         """Make room after the save met a full store; return the error to raise, with advice."""
         ...
 
+    def before_commit(self, request: SaveRequest) -> None:
+        """Raise if the save must not commit any more; called right before its commit record."""
+        ...
+
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Clean up behind a committed save; called again once it is durable in slower tiers."""
         ...

@@ -377,6 +377,9 @@ class Saver:
         protect = self._protected_from(request.step)
         return self._housekeeper.when_full(error, uid, protect=protect)
 
+    def before_commit(self, request: SaveRequest) -> None:
+        """See `SaveSurroundings`."""
+
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step

@@ -57,6 +57,7 @@ class CopyOptions:
         overwrite: Whether to replace another checkpoint at the same step.
         bytes_per_s: The most to copy per second; None sets no limit.
         trust_sealed: Whether to skip reading again the blobs that an interrupted copy has sealed.
+        flatten: Whether the copy borrows no blobs of other checkpoints.
     """
 
     include: Sequence[str] | None = None
@@ -66,11 +67,13 @@ class CopyOptions:
     overwrite: bool = False
     bytes_per_s: float | None = None
     trust_sealed: bool = False
+    flatten: bool = False
 
     @property
     def encodes(self) -> bool:
         """Whether the copy is a new save that encodes, not the same bytes."""
-        return any(x is not None for x in (self.include, self.exclude, self.rules))
+        chosen = any(x is not None for x in (self.include, self.exclude, self.rules))
+        return chosen or self.flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
     _print_unrecorded(waiting)
-    _print_kept(kept)
+    _print_kept(kept, backend.url)
     if metadata:
         for one in listed:
             _print_metadata(one)
@@ -157,7 +157,7 @@ def kept_for_borrowers(records: Sequence[CommitRecord]) -> list[Kept]:
     return sorted(kept, key=lambda one: (one.lender.step is None, one.lender.step, one.lender.uid))
 
 
-def _print_kept(kept: Sequence[Kept]) -> None:
+def _print_kept(kept: Sequence[Kept], url: str) -> None:
     if not kept:
         return
     steps = sorted({step for one in kept for step in one.borrowers})
@@ -166,7 +166,8 @@ def _print_kept(kept: Sequence[Kept]) -> None:
         f"{size_text(sum(one.size_bytes for one in kept))} of {len(kept)} deleted or replaced "
         f"checkpoint{'s are' if several else ' is'} kept, since step"
         f"{'s' if steps[1:] else ''} {listed_names([*map(str, steps)])} need"
-        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}",
+        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}: `penstock compact "
+        f"{visible(url)}` frees that",
         style="yellow",
     )
 

@@ -360,7 +360,9 @@ class Saver:
             )
 
         surroundings = SimpleNamespace(
-            before_write=lambda request, url: None, after_commit=after_commit
+            before_write=lambda request, url: None,
+            before_commit=lambda request: None,
+            after_commit=after_commit,
         )
         job = _Job(
             turn, _ModelClock(turn, stopped=self.stopped_clock), surroundings,

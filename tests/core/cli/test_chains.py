@@ -39,7 +39,9 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     assert [columns(row)[2] for row in rows] == ["whole", "0", "deleted 2", "whole"]
     assert columns(rows[0])[6] == columns(rows[0])[7]
     assert re.fullmatch(
-        r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it", kept
+        r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it: "
+        rf"`penstock compact \w+://{chained}` frees that",
+        kept,
     )
 
 

@@ -1,0 +1,151 @@
+"""The `penstock compact` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.concurrency.workers import Workers
+from penstock.core.config.model import load_config
+from penstock.core.copy.compact import CompactedStep, Compactor
+from penstock.core.errors import CheckpointGoneError, PenstockError
+from penstock.core.pipeline.reader import Loader
+from penstock.core.plugins.registry import default_registry
+from penstock.core.reporting.progress_bar import ProgressBar
+from penstock.core.restore.inspector import Inspector
+from penstock.core.storage.open import open_backend
+from penstock.core.units import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.format.records import CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CompactOptions:
+    """The options of a compaction.
+
+    Attributes:
+        everything: Compact all checkpoints that borrow, if no step is named.
+        dry_run: Print what would be freed, or taken, and change nothing.
+        as_json: Print one JSON document.
+    """
+
+    everything: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+
+
+def run(url: str, steps: Iterable[int] | None, how: CompactOptions) -> bool:
+    """Rewrite checkpoints of chains into whole ones, and print the result of each.
+
+    Returns:
+        Whether all of them are whole now.
+
+    Raises:
+        CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
+        PenstockError: The run cannot be read.
+    """
+    with (
+        closing(open_backend(url, must_exist=True)) as backend,
+        closing(Workers(min(4, os.cpu_count() or 1))) as workers,
+    ):
+        registry = default_registry()
+        inspector = Inspector(registry)
+        compactor = Compactor(
+            backend,
+            Catalog(backend, look=inspector.is_whole, note_own=inspector.note_own),
+            config=load_config({"backend": backend}),
+            registry=registry,
+            workers=workers,
+            loader=Loader(backend, workers),
+        )
+        chosen = compactor.choose(steps, everything=how.everything)
+        failed: dict[int, str] = {}
+        if how.dry_run:
+            report = compactor.plan(chosen)
+            done, before, after = list(report.steps), report.bytes_before, report.bytes_after
+        else:
+            before = compactor.needed_bytes()
+            done = _compact(compactor, chosen, failed, quiet=how.as_json)
+            after = compactor.needed_bytes()
+        if how.as_json:
+            print_json(
+                {
+                    "url": backend.url,
+                    "dry_run": how.dry_run,
+                    "ok": not failed,
+                    "compacted": [asdict(one) for one in done],
+                    "failed": failed,
+                    "bytes_before": before,
+                    "bytes_after": after,
+                }
+            )
+        else:
+            _print(backend, done, failed, before=before, after=after, dry_run=how.dry_run)
+    return not failed
+
+
+def _compact(
+    compactor: Compactor,
+    chosen: Sequence[CommitRecord],
+    failed: dict[int, str],
+    *,
+    quiet: bool,
+) -> list[CompactedStep]:
+    done = []
+    for record in chosen:
+        bar = ProgressBar(f"step {record.step}", every_s=None, transient=True)
+        try:
+            one = compactor.compact(record, bar)
+        except CheckpointGoneError:
+            continue  # nothing is left to compact, so nothing failed
+        except KeyboardInterrupt:
+            sys.stderr.write(
+                f"penstock: interrupted; step {record.step} is as it was, or compacted\n"
+            )
+            raise
+        except PenstockError as error:
+            failed[record.step] = str(error)
+            if not quiet:
+                text = f"step {record.step} is not compacted: {visible(str(error))}"
+                print_line(text, style="bold red")
+            continue
+        finally:
+            bar.close()
+        done.append(one)
+        if not quiet:
+            print_line(f"{_sizes(one, 'is')} in {one.seconds:.1f} s", style="green")
+    return done
+
+
+def _sizes(one: CompactedStep, verb: str) -> str:
+    after, before = size_text(one.bytes_after), size_text(one.bytes_before)
+    return f"step {one.step} {verb} whole: {after} instead of {before}"
+
+
+def _print(
+    backend: Backend,
+    done: Sequence[CompactedStep],
+    failed: dict[int, str],
+    *,
+    before: int,
+    after: int,
+    dry_run: bool,
+) -> None:
+    if not done and not failed:
+        print_line(f"nothing to compact under {visible(backend.url)}")
+        return
+    if dry_run:
+        for one in done:
+            print_line(_sizes(one, "would be"))
+    change = f"{size_text(abs(after - before))} {'freed' if after <= before else 'more'}"
+    would = "would take about" if dry_run else "takes"
+    print_line(f"the run {would} {size_text(after)} instead of {size_text(before)}: {change}")

@@ -1,0 +1,90 @@
+"""`penstock compact`, and copies that stand alone."""
+
+from __future__ import annotations
+
+import pytest
+from tests.core.cli.command import caller, tree_of
+from tests.integration.deltas.test_chains import damage, run_of
+
+import penstock
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+@pytest.fixture
+def chained(tmp_path):
+    """Steps 0 to 3 in a chain, of which 0 is deleted."""
+    root = tmp_path / "run"
+    run_of(f"posix://{root}", range(4), deltas={"every": 9})
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        ckpt.delete(0)
+    return root
+
+
+def borrowing(call, root):
+    listed = call("ls", root, "--json").json
+    return [one["step"] for one in listed["checkpoints"] if one["references"]]
+
+
+def test_compact_makes_the_borrowers_of_deleted_checkpoints_whole(call, chained):
+    done = call("compact", chained)
+    assert (done.code, done.err) == (0, "")
+    *steps, total = done.out.splitlines()
+    assert [line.split(":")[0] for line in steps] == [f"step {n} is whole" for n in (1, 2, 3)]
+    assert total.startswith("the run takes ")
+    assert not borrowing(call, chained)
+    assert call("ls", chained, "--json").json["kept"] == []
+    assert call("compact", chained).out.startswith("nothing to compact under ")
+
+
+def test_compact_of_one_step_leaves_the_others_as_they_are(call, chained):
+    assert call("compact", chained, 2).code == 0
+    assert borrowing(call, chained) == [1, 3]
+
+
+def test_a_dry_run_of_compact_changes_nothing(call, chained):
+    before = tree_of(chained)
+    done = call("compact", chained, "--dry-run")
+    assert done.code == 0
+    assert "step 3 would be whole: " in done.out
+    assert "the run would take about " in done.out
+    assert tree_of(chained) == before
+
+
+def test_compact_json_has_the_sizes(call, chained):
+    done = call("compact", chained, "--all", "--json")
+    assert done.code == 0
+    found = done.json
+    assert (found["ok"], found["dry_run"], found["failed"]) == (True, False, {})
+    assert [one["step"] for one in found["compacted"]] == [1, 2, 3]
+    assert found["bytes_after"] == sum(one["bytes_after"] for one in found["compacted"])
+
+
+def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(call, chained):
+    damage(chained, 3)
+    done = call("compact", chained)
+    assert done.code == 1
+    assert "step 3 is not compacted: " in done.out
+    assert borrowing(call, chained) == [3]
+    assert list(call("compact", chained, "--json").json["failed"]) == ["3"]
+
+
+def test_compact_of_a_missing_step_changes_nothing(call, chained):
+    before = tree_of(chained)
+    done = call("compact", chained, 1, 77)
+    assert done.code == 1
+    assert "no checkpoint of step 77" in done.err
+    assert tree_of(chained) == before
+    assert call("compact", chained, 1, "--all").code == 2
+
+
+def test_a_flat_copy_stands_alone(call, chained, tmp_path):
+    done = call("copy", chained, tmp_path / "flat", "--flatten")
+    assert done.code == 0
+    assert "step 3, the latest, is encoded anew" in done.out
+    assert borrowing(call, tmp_path / "flat") == []
+    assert call("diff", chained, tmp_path / "flat").code == 0
+    assert call("verify", tmp_path / "flat").code == 0

@@ -1,0 +1,315 @@
+"""Compaction: checkpoints of a chain become whole, whatever else happens to the run meanwhile."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.integration.atomic.crash_scenarios import DAY_S, check_no_garbage, mortal
+from tests.integration.support import holding, same
+
+import penstock
+from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend
+from penstock.core.testing.powercut import Disk, PowerCut
+
+RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
+
+
+def state_of(step):
+    """A state that moves a little with each step, with an object that no codec takes."""
+    generator = torch.Generator().manual_seed(5)
+    start, drift = (torch.randn(90, 70, generator=generator) for _ in range(2))
+    return {"model": {"w": start + 1e-6 * step * drift}, "step": step}
+
+
+def save(root, steps, *, of=state_of, **options):
+    with penstock.Checkpointer(root, rules=RULES) as ckpt:
+        for step in steps:
+            ckpt.save(of(step), step=step, mode="blocking", **options)
+
+
+def check(root, steps, *, of=state_of):
+    """Exactly these steps are there, whole, and restore to what was saved."""
+    with penstock.Checkpointer(root) as ckpt:
+        assert ckpt.steps() == [*steps]
+        for step in steps:
+            assert same(ckpt.load(step), of(step))
+            report = ckpt.verify(step)
+            assert report.ok, report.damaged
+
+
+def records(root):
+    with penstock.Checkpointer(root) as ckpt:
+        return {step: ckpt._catalog.record(step) for step in ckpt.steps()}
+
+
+def folders(root):
+    return {folder.name for folder in (root / "data").iterdir()}
+
+
+def another(step):
+    return {"model": {"w": torch.full((90, 70), float(step))}, "step": -step}
+
+
+# -- what it does ---------------------------------------------------------------------------------
+
+
+def test_a_compacted_checkpoint_borrows_nothing_and_is_the_same(tmp_path):
+    save(tmp_path, range(4), metadata={"loss": 2.5})
+    before = records(tmp_path)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        report = ckpt.compact([2])
+    (done,) = report.steps
+    after = records(tmp_path)
+    assert (done.step, done.uid, done.generation) == (2, after[2].uid, 1)
+    assert (after[2].borrowed, after[2].base) == ((), None)
+    assert after[2].metadata == {"loss": 2.5}
+    assert done.bytes_before == before[2].bytes_stored < done.bytes_after == after[2].bytes_stored
+    assert {step: after[step] for step in (0, 1, 3)} == {s: before[s] for s in (0, 1, 3)}
+    check(tmp_path, range(4))
+    # Step 3 borrows of the older generation, so its blobs stay, and nothing else of it.
+    kept = tmp_path / "data" / before[2].uid
+    assert [path.name for path in kept.iterdir()] == ["blobs"]
+
+
+def test_without_steps_the_data_of_deleted_checkpoints_is_freed(tmp_path):
+    save(tmp_path, range(5))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+        ckpt.delete(2)
+        report = ckpt.compact()
+    assert [one.step for one in report.steps] == [1, 3, 4]
+    after = records(tmp_path)
+    assert folders(tmp_path) == {record.uid for record in after.values()}
+    assert not any(record.borrowed for record in after.values())
+    assert report.bytes_after == sum(record.bytes_stored for record in after.values())
+    check(tmp_path, [1, 3, 4])
+
+
+def test_without_steps_a_run_that_keeps_nothing_deleted_is_left_alone(tmp_path):
+    save(tmp_path, range(3))
+    before = records(tmp_path)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.compact().steps == ()
+        assert records(tmp_path) == before
+        assert [one.step for one in ckpt.compact(everything=True).steps] == [1, 2]
+    check(tmp_path, range(3))
+
+
+def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
+    save(tmp_path, range(2))
+    before = records(tmp_path)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.compact([0]).steps == ()
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.compact([1, 7])
+    assert records(tmp_path) == before
+
+
+def test_a_dry_run_changes_nothing_and_says_about_what_it_would_take(tmp_path):
+    save(tmp_path, range(4))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+        before = records(tmp_path)
+        told = ckpt.compact(dry_run=True)
+        assert records(tmp_path) == before
+        done = ckpt.compact()
+    assert told.dry_run
+    assert [one.step for one in told.steps] == [one.step for one in done.steps] == [1, 2, 3]
+    assert told.bytes_before == done.bytes_before
+    assert told.bytes_after == pytest.approx(done.bytes_after, rel=0.02)
+
+
+def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
+    moments = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)) ** 9
+    rules = [{"match": "v", "codecs": ["log8"]}, *RULES]
+    with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
+        for step in range(2):
+            ckpt.save({**state_of(step), "v": moments}, step=step, mode="blocking")
+        before = ckpt.load(1)
+        assert not torch.equal(before["v"], moments)
+        ckpt.compact([1])
+        assert same(ckpt.load(1), before)
+        assert ckpt.verify(1).ok
+
+
+def test_the_next_save_goes_on_from_a_compacted_checkpoint(tmp_path):
+    save(tmp_path, range(2))
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        ckpt.save(state_of(2), step=2, mode="blocking")
+        (done,) = ckpt.compact([2]).steps
+        ckpt.save(state_of(3), step=3, mode="blocking")
+    record = records(tmp_path)[3]
+    assert (record.base.uid, record.base.age) == (done.uid, 1)
+    check(tmp_path, range(4))
+
+
+def test_a_damaged_chain_is_not_compacted(tmp_path):
+    save(tmp_path, range(3))
+    before = records(tmp_path)
+    (blob,) = (tmp_path / "data" / before[1].uid / "blobs").glob("*.enc")
+    blob.write_bytes(bytes(blob.stat().st_size))
+    with penstock.Checkpointer(tmp_path) as ckpt, pytest.raises(DamagedError):
+        ckpt.compact([2])
+    assert records(tmp_path) == before
+    assert folders(tmp_path) == {record.uid for record in before.values()}
+
+
+# -- what goes wrong meanwhile ---------------------------------------------------------------------
+
+
+def test_a_crash_before_any_effect_leaves_every_step_whole(tmp_path):
+    disk = Disk()
+    save(PowerCut(disk), range(4))
+    with penstock.Checkpointer(PowerCut(disk)) as ckpt:
+        ckpt.delete(1)
+    points, compacted = 0, set()
+    while True:
+        crashed = disk.copy()
+        dying = CrashAt(PowerCut(crashed), points + 1, operations=EFFECTS)
+        with mortal(), penstock.Checkpointer(dying) as ckpt:
+            ckpt.compact()
+        check(PowerCut(crashed), [0, 2, 3])
+        found = records(PowerCut(crashed))
+        compacted.add(sum(not record.borrowed for record in found.values()))
+        crashed.advance(2 * DAY_S)
+        with penstock.Checkpointer(PowerCut(crashed)) as ckpt:
+            ckpt.compact()
+            assert not ckpt.prune().refused
+        check(PowerCut(crashed), [0, 2, 3])
+        check_no_garbage(PowerCut(crashed), steps=3)
+        assert not any(record.borrowed for record in records(PowerCut(crashed)).values())
+        if not dying.crashed:
+            break
+        points += 1
+    assert points > 20
+    assert compacted == {1, 2, 3}  # step 0 is whole from the beginning
+
+
+def compaction(root, step, operation, match, meanwhile):
+    """Compact a step; do something while that is held at a call of the store."""
+    store = FaultyBackend(open_backend(root))
+    with penstock.Checkpointer(store) as ckpt, ThreadPoolExecutor(1) as pool:
+        with holding(store, operation, match=match) as held:
+            done = pool.submit(ckpt.compact, [step])
+            held.reached.wait()
+            with penstock.Checkpointer(root, rules=RULES) as other:
+                meanwhile(other)
+        return done.result()
+
+
+def test_a_step_that_is_deleted_meanwhile_does_not_come_back(tmp_path):
+    save(tmp_path, range(4))
+    with pytest.raises(CheckpointGoneError, match="step 3 was deleted or saved anew"):
+        compaction(tmp_path, 3, "publish", "parts/", lambda other: other.delete(3))
+    check(tmp_path, range(3))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt._catalog.prune(grace_s=0, everything=True)
+    assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
+
+
+@pytest.mark.parametrize("match", ["parts/", "commits/"])
+def test_a_step_that_is_saved_anew_meanwhile_is_not_hidden(tmp_path, match):
+    def anew(other):
+        other.delete(3)
+        other.save(another(3), step=3, mode="blocking")
+
+    save(tmp_path, range(4))
+    with pytest.raises(CheckpointGoneError):
+        compaction(tmp_path, 3, "publish", match, anew)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert same(ckpt.load(3), another(3))
+        ckpt._catalog.prune(grace_s=0)
+        assert same(ckpt.load(3), another(3))
+    assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
+
+
+@pytest.mark.parametrize("match", ["parts/", "commits/"])
+def test_an_overwrite_meanwhile_wins(tmp_path, match):
+    def overwrite(other):
+        other.save(another(3), step=3, mode="blocking", overwrite=True)
+
+    save(tmp_path, range(4))
+    with pytest.raises((CheckpointGoneError, penstock.LostRaceError)):
+        compaction(tmp_path, 3, "publish", match, overwrite)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert same(ckpt.load(3), another(3))
+        ckpt._catalog.prune(grace_s=0)
+    assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
+
+
+def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
+    save(tmp_path, range(4))
+    report = compaction(
+        tmp_path,
+        3,
+        "read",
+        "commits/00000003-1",
+        lambda other: other._catalog.prune(grace_s=0),
+    )
+    assert [one.step for one in report.steps] == [3]
+    check(tmp_path, range(4))
+
+
+def test_deleting_what_it_borrows_meanwhile_leaves_it_whole(tmp_path):
+    save(tmp_path, range(4))
+
+    def delete(other):
+        for step in range(3):
+            other.delete(step)
+
+    compaction(tmp_path, 3, "publish", "intent", delete)
+    check(tmp_path, [3])
+    assert folders(tmp_path) == {records(tmp_path)[3].uid}
+
+
+def test_a_save_that_is_encoded_against_the_older_generation_meanwhile_is_whole(tmp_path):
+    save(tmp_path, range(3))
+    store = FaultyBackend(open_backend(tmp_path))
+    with penstock.Checkpointer(store, rules=RULES) as ckpt:
+        with holding(store, "publish", match="parts/") as held:
+            handle = ckpt.save(state_of(3), step=3)
+            held.reached.wait()
+            with penstock.Checkpointer(tmp_path) as other:
+                other.compact([2])
+        handle.result()
+    assert records(tmp_path)[3].base.step == 2
+    check(tmp_path, range(4))
+
+
+def test_a_compaction_killed_at_random_moments_leaves_every_step_whole(tmp_path):
+    save(tmp_path, range(6))
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.delete(0)
+    code = (
+        "import sys, penstock\n"
+        "ckpt = penstock.Checkpointer(sys.argv[1])\n"
+        "print('ready', flush=True)\n"
+        "ckpt.compact()\n"
+    )
+    chance = random.Random(11)
+    killed = 0
+    for _ in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(chance.random() * 0.03)
+        process.send_signal(signal.SIGKILL)
+        process.stdout.close()
+        killed += process.wait() == -signal.SIGKILL
+        check(tmp_path, range(1, 6))
+    assert killed
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.compact()
+        ckpt._catalog.prune(grace_s=0)
+    check(tmp_path, range(1, 6))
+    assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
