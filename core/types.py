@@ -105,6 +105,17 @@ class ByteRange:
 
 
 @dataclass(frozen=True, slots=True)
+class WorstErrors:
+    """The worst errors of an object's elements that lossy codecs caused; infinity is possible.
+
+    `relative` is that of an element in proportion to itself, as it was saved.
+    """
+
+    absolute: float
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
 class BlobInfo:
     """What a store says of one blob or record; `modified_s` is the *store's* clock (Unix time)."""
 

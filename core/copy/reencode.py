@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.restore.contents import Contents
     from penstock.core.save.request import SaveRequest, SaveSurroundings
     from penstock.core.tree.select import Selection
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, WorstErrors
 
 STAGING_BYTES = 256 << 20
 """The memory for chunks in flight if the configuration does not name any."""
@@ -165,6 +165,7 @@ def save_stored(
             contents.record.metadata,
             # From the record: the providers of the copied objects need not be installed here.
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
+            earlier_errors=_errors(contents),
         ),
         destination=Destination(place),
         staging=staging_for(request, None, config),
@@ -272,6 +273,17 @@ def _needed(
         or not node.path
         or (not known.has(node.path) and selection.selects(node.path))
     ]
+
+
+def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
+    """Return the errors of all objects that have any, under each of their paths."""
+    records = {located.record.path: located.record for located in contents.objects()}
+    found = {}
+    for path, record in records.items():
+        stored = record if record.same_as is None else records[record.same_as]
+        if stored.errors is not None:
+            found[path] = stored.errors
+    return found
 
 
 class _KeptCodecs(ChainTable):

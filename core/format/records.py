@@ -16,7 +16,7 @@ from penstock.core.limits import MAX_INT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec
+    from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec, WorstErrors
 
 FORMAT_VERSION = 0
 """Version of every record's bytes."""
@@ -109,6 +109,8 @@ class ObjectRecord:
 
     With `derived` it has no shards either: its elements are those of that object, rounded to
     nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
+    `errors` says how far lossy codecs have moved its elements; None: not at all, or they are no
+    floats. What is tied or derived has the errors of the object that it leads to.
     """
 
     ordinal: int
@@ -120,6 +122,7 @@ class ObjectRecord:
     shards: tuple[ShardRecord, ...] = ()
     same_as: ObjectPath | None = None
     derived: ObjectPath | None = None
+    errors: WorstErrors | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from penstock.core.limits import (
     max_chunks,
 )
 from penstock.core.tree.paths import path_hash
-from penstock.core.types import Kind, Region, Role, TensorSpec
+from penstock.core.types import Kind, Region, Role, TensorSpec, WorstErrors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +57,11 @@ _FRAME_KEYS = (
 _OPTIONAL_FRAME_KEYS = ("elements", "base", "content")  # left out where no frame has any
 
 _OBJECT_KEYS = ("ordinal", "path", "type", "shape", "shards", "same_as")
-_DERIVED_KEY = "derived"  # an optional column of objects, left out where no object is derived
+# Optional columns of objects, left out where no object is derived, or has errors.
+_DERIVED_KEY, _ERRORS_KEY = _OPTIONAL_OBJECT_KEYS = ("derived", "errors")
 _TYPE_COLUMNS = 5
 _NODE_COLUMNS = 4
+_ERROR_COLUMNS = 3
 _CHECKSUM_DIGITS = 16
 _CONTENT_DIGITS = 32
 _ONE_CHUNK = 3  # frame, offset, length
@@ -99,7 +101,7 @@ class SectionDraft:
 
     def dump(self) -> bytes:
         """Return the JSON of the section."""
-        columns = {k: v for k, v in self.columns.items() if v or k != _DERIVED_KEY}
+        columns = {k: v for k, v in self.columns.items() if v or k not in _OPTIONAL_OBJECT_KEYS}
         return dump_json(
             {
                 "frames": _frame_columns(self.frames),
@@ -112,7 +114,7 @@ class SectionDraft:
 
 def new_draft() -> SectionDraft:
     """Return an empty draft."""
-    return SectionDraft([], [], {key: [] for key in (*_OBJECT_KEYS, _DERIVED_KEY)}, [])
+    return SectionDraft([], [], {key: [] for key in (*_OBJECT_KEYS, *_OPTIONAL_OBJECT_KEYS)}, [])
 
 
 def _top_level_keys(
@@ -199,7 +201,7 @@ def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> N
 
 def _object_columns(fields: Fields, name: str) -> Fields:
     where = f"{name}: objects"
-    return Fields(fields.value("objects"), where, _OBJECT_KEYS, optional=(_DERIVED_KEY,))
+    return Fields(fields.value("objects"), where, _OBJECT_KEYS, optional=_OPTIONAL_OBJECT_KEYS)
 
 
 def _check_whole(
@@ -224,6 +226,7 @@ def _are_plain(columns: Fields, types: Sequence[_Type], frames: Sequence[Frame],
     paths = columns.items("path")
     count = len(paths)
     elsewhere = _read_elsewhere(columns, count, name)
+    _read_errors(columns, count, elsewhere, name)
     numbers = check_ints(columns.value("type"), f"{name}: type", count=count, high=len(types) - 1)
     check_ints(columns.value("ordinal"), f"{name}: ordinal", count=count)
     shapes = columns.items("shape", count=count)
@@ -411,6 +414,7 @@ class _ObjectReader:
     ) -> None:
         count = len(fields.items("path"))
         self._elsewhere = _read_elsewhere(fields, count, name)
+        self._errors = _read_errors(fields, count, self._elsewhere, name)
         self._numbers = check_ints(
             fields.value("type"), f"{name}: type", count=count, high=len(types) - 1
         )
@@ -433,7 +437,8 @@ class _ObjectReader:
         there = self._elsewhere.get(position)
         if there is None:
             shards = self._shards.read(rows, spec, where)
-            return ObjectRecord(ordinal, path, kind, spec, role, form, shards)
+            errors = self._errors.get(position)
+            return ObjectRecord(ordinal, path, kind, spec, role, form, shards, errors=errors)
         if rows or there.path == path:
             refuse(where, "is tied or derived, but has shards, or is so of itself")
         same_as, derived = (None, there.path) if there.derived else (there.path, None)
@@ -462,6 +467,32 @@ def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, _Elsewh
         for number, pair in zip(numbers, pairs, strict=True):
             found[number] = _Elsewhere(_path(pair[1], where), key == _DERIVED_KEY)
     return found
+
+
+def _read_errors(
+    columns: Fields, count: int, elsewhere: dict[int, _Elsewhere], name: str
+) -> dict[int, WorstErrors]:
+    """Return the errors that lossy codecs caused, by the position of the object."""
+    if _ERRORS_KEY not in columns:
+        return {}
+    where = f"{name}: {_ERRORS_KEY}"
+    rows = [check_list(row, where, count=_ERROR_COLUMNS) for row in columns.items(_ERRORS_KEY)]
+    numbers = check_ints([row[0] for row in rows], where, high=count - 1)
+    if len(set(numbers)) != len(numbers) or not elsewhere.keys().isdisjoint(numbers):
+        refuse(where, "lists an object twice, or one that has no bytes of its own")
+    return {
+        n: WorstErrors(*(_read_error(one, where) for one in row[1:]))
+        for n, row in zip(numbers, rows, strict=True)
+    }
+
+
+def _read_error(value: object, name: str) -> float:
+    """Return an error; null stands for infinity, which JSON has not."""
+    if value is None:
+        return math.inf
+    if type(value) not in (int, float) or not 0 <= (number := cast("float", value)) < math.inf:
+        refuse(name, "an error is no number, negative or not finite")
+    return float(number)
 
 
 def _read_node(row: object, name: str) -> NodeRecord:

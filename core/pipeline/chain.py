@@ -23,7 +23,8 @@ from penstock.core.pipeline.links import (
     encode_link,
     output_bound,
 )
-from penstock.core.types import Buffer, ByteRange, flat_view
+from penstock.core.pipeline.worst_errors import worst_errors
+from penstock.core.types import Buffer, ByteRange, WorstErrors, flat_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -72,6 +73,8 @@ class EncodedFrame:
         declined: Numbers of the codecs of the chain that declined the chunk, ascending. The frame
             is decoded by the chain of the others. If all declined, nothing was written, and the
             chunk itself is to be stored.
+        errors: The worst errors of each range that `encode` was given; empty unless a lossy codec
+            took part. None for elements that are no floats.
     """
 
     length: int
@@ -79,6 +82,7 @@ class EncodedFrame:
     raw_checksum: int
     lengths: tuple[int, ...]
     declined: tuple[int, ...] = ()
+    errors: tuple[WorstErrors | None, ...] = ()
 
 
 class CodecChain:
@@ -144,12 +148,24 @@ class CodecChain:
         return taken
 
     def encode(
-        self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
+        self,
+        chunk: memoryview,
+        out: memoryview,
+        /,
+        *,
+        context: CodecContext,
+        ranges: Sequence[ByteRange] = (),
     ) -> EncodedFrame:
         """Encode `chunk` into the beginning of `out`, which has `max_encoded_size` bytes or more.
 
         A codec that declines the chunk is left out, and the next one gets the same input. So is a
         lossy codec behind another that took the chunk.
+
+        Args:
+            chunk: The raw bytes.
+            out: The memory for the frame.
+            context: The facts about the chunk.
+            ranges: Where the objects stand in the chunk whose errors are wanted.
 
         Raises:
             CodecError: A codec refused the chunk or broke its contract; `out` is undefined.
@@ -188,6 +204,7 @@ class CodecChain:
         if declined and declined[-1] == len(self.codecs) - 1:
             source = _moved(source, target)
         stored = lengths.pop()
+        errors: tuple[WorstErrors | None, ...] = ()
         if all(codec.lossless for codec in taken):
             raw_checksum = checksum(raw)
         else:
@@ -196,8 +213,14 @@ class CodecChain:
             links = [(codec, codec.version) for codec in taken]
             _decode_links(links, source, decoded, context, lengths)
             raw_checksum = checksum(decoded)
+            errors = tuple(
+                worst_errors(raw[r.start : r.stop], decoded[r.start : r.stop], context.dtype)
+                for r in ranges
+            )
         _scratch.shrink()
-        return EncodedFrame(stored, checksum(source), raw_checksum, tuple(lengths), tuple(declined))
+        return EncodedFrame(
+            stored, checksum(source), raw_checksum, tuple(lengths), tuple(declined), errors
+        )
 
     def decode(
         self,

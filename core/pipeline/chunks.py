@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from penstock.core.pipeline.staging import Block
     from penstock.core.plan.bases import StoredFrame
+    from penstock.core.types import WorstErrors
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +41,8 @@ class ChunkResult:
     Its base is a frame of an earlier checkpoint. `chain` is the number of the chain that was chosen
     while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, where it was
     taken. A chunk that is not stored, as an earlier checkpoint has it, has that frame in `shared`,
-    and nothing else.
+    and nothing else. `errors` are those of each piece of the chunk; empty unless a lossy codec
+    took part.
     """
 
     offset: int
@@ -53,6 +55,7 @@ class ChunkResult:
     chain: int | None = None
     content: int | None = None
     shared: StoredFrame | None = None
+    errors: tuple[WorstErrors | None, ...] = ()
 
 
 DERIVED = ChunkResult(0, 0, (), chain=0)

@@ -22,7 +22,7 @@ from penstock.core.pipeline.chain import checksum_blocks, content_hash
 from penstock.core.pipeline.choices import Effort
 from penstock.core.pipeline.chunks import DERIVED, ChunkResult
 from penstock.core.plan.save import RawLayout, context_of
-from penstock.core.types import PAGE_BYTES, WriteRequest, align_down, show_path
+from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -274,6 +274,9 @@ class FrameWriter:
         bases, index = self._bases, captured.index
         if bases is None or not bases.shares:
             return False
+        chain = self._choices.chain(index)
+        if chain is not None and not chain.lossless:
+            return False  # the errors that the manifest is to have arise when the chunk is encoded
         content = self._contents[index] = content_hash(captured.view)
         stored = bases.shared(index, content, self._choices.number(index))
         if stored is None:
@@ -393,6 +396,7 @@ class FrameWriter:
                 base,
                 number,
                 self._contents.get(captured.index),
+                errors=frame.errors,
             )
             self._count(captured.index, frame.length, effort)
             self._tick(chunk.length)
@@ -436,7 +440,7 @@ class FrameWriter:
         if base is not None:
             context = replace(context, base=base[1].toreadonly())
         try:
-            frame = chain.encode(captured.view, slot, context=context)
+            frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
         except CodecError as error:
             first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
             more = f" and {len(chunk.pieces) - 1} more" if len(chunk.pieces) > 1 else ""
@@ -457,6 +461,13 @@ class FrameWriter:
             self._release(item)
         if error is not None:
             raise error
+
+
+def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:
+    """Return where the pieces of a chunk stand that a lossy chain is to be judged by."""
+    if chain.lossless:
+        return []
+    return [ByteRange(p.at, p.at + p.stop - p.start) for p in chunk.pieces]
 
 
 def _seal(writer: BlobWriter, name: str, length: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
@@ -22,9 +22,10 @@ from penstock.core.format.records import (
 from penstock.core.format.section import SectionDraft, new_draft
 from penstock.core.plan.bases import PartTables, resolved
 from penstock.core.plan.save import elements_of
+from penstock.core.types import WorstErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.format.records import BaseEntry, Chain
@@ -69,7 +70,12 @@ class ManifestWriter:
     """Encodes the manifest of one save whose blobs are all written."""
 
     def __init__(
-        self, request: SaveRequest, metadata: Mapping[str, Any], *, shipper: Callable[[str], str]
+        self,
+        request: SaveRequest,
+        metadata: Mapping[str, Any],
+        *,
+        shipper: Callable[[str], str],
+        earlier_errors: Mapping[ObjectPath, WorstErrors] | None = None,
     ) -> None:
         """Prepare for `request`.
 
@@ -77,10 +83,13 @@ class ManifestWriter:
             request: The entries and the plan of the save.
             metadata: The user's metadata, for the commit record.
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
+            earlier_errors: How far the bytes of the objects are from what was once saved, where
+                they come from another checkpoint that lossy codecs wrote.
         """
         self._request = request
         self._metadata = metadata
         self._shipper = shipper
+        self._earlier = earlier_errors or {}
         self._chains = [chain_record(chain) for chain in request.chains]
 
     def encode(
@@ -121,7 +130,13 @@ class ManifestWriter:
         )
         borrowed = borrowed_from(tables.blobs, uid)
         part = encode_part(
-            build_sections(request.entries, request.plan, frames, derived=derived),
+            build_sections(
+                request.entries,
+                request.plan,
+                frames,
+                derived=derived,
+                errors=self._errors(results),
+            ),
             uid=uid,
             rank=0,
             step=request.step,
@@ -160,6 +175,18 @@ class ManifestWriter:
             frames,
             tables,
         )
+
+    def _errors(self, results: Sequence[ChunkResult]) -> dict[ObjectPath, WorstErrors]:
+        """Return the errors of each object: its own, added to those that its bytes had before."""
+        found: dict[int, list[WorstErrors | None]] = {}
+        for chunk, result in zip(self._request.plan.chunks, results, strict=True):
+            for piece, errors in zip(chunk.pieces, result.errors, strict=False):
+                found.setdefault(piece.item, []).append(errors)
+        objects = self._request.plan.objects
+        now = {objects[item].entry.path: _worst_of(errors) for item, errors in found.items()}
+        paths = {o.entry.path for o in objects} if self._earlier else now
+        every = {path: _both(self._earlier.get(path), now.get(path)) for path in paths}
+        return {path: errors for path, errors in every.items() if errors is not None}
 
     def _plugins(self, codecs: Mapping[str, int], engine: str) -> dict[str, str]:
         """Return the plugins of third parties that took part, each with its distribution."""
@@ -259,6 +286,7 @@ def build_sections(
     frames: Mapping[int, Frame],
     *,
     derived: Mapping[int, int] | None = None,
+    errors: Mapping[ObjectPath, WorstErrors] | None = None,
     section_objects: int = SECTION_OBJECTS,
 ) -> list[SectionDraft]:
     """Join the described entries with their stored frames, in order of storage.
@@ -271,6 +299,7 @@ def build_sections(
         plan: The plan of the save.
         frames: The frame of each chunk of the plan, from `frames_of`.
         derived: Numbers of derived objects of the plan, and of those they are derived from.
+        errors: The errors that lossy codecs caused, by the path of the object.
         section_objects: Most objects and nodes of a section.
 
     Raises:
@@ -283,7 +312,7 @@ def build_sections(
         masters[plan.objects[item].entry.path] = plan.objects[master].entry.path
     refs = _refs_by_entry(entries, by_item)
     drafts: list[SectionDraft] = []
-    writer = _SectionWriter(frames, masters)
+    writer = _SectionWriter(frames, masters, errors or {})
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
         if isinstance(entry, Node):
@@ -292,7 +321,7 @@ def build_sections(
             writer.add_object(ordinal, entry, refs[ordinal])
         if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
             drafts.append(writer.draft)
-            writer = _SectionWriter(frames, masters)
+            writer = _SectionWriter(frames, masters, errors or {})
     if writer.count:
         drafts.append(writer.draft)
     return drafts
@@ -343,15 +372,42 @@ def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
+def _worst_of(found: Iterable[WorstErrors | None]) -> WorstErrors | None:
+    """Return the worst absolute and the worst relative error of all; None if there are none."""
+    there = [errors for errors in found if errors is not None]
+    if not there:
+        return None
+    return WorstErrors(max(e.absolute for e in there), max(e.relative for e in there))
+
+
+def _both(before: WorstErrors | None, now: WorstErrors | None) -> WorstErrors | None:
+    """Return the worst errors of elements that were changed twice."""
+    if before is None or now is None:
+        return before or now
+    if not now.absolute:  # as of elements that were rounded before; infinity times zero is NaN
+        return before
+    # The second error is in proportion to what the first one left.
+    relative = before.relative + now.relative * (1 + before.relative)
+    return WorstErrors(before.absolute + now.absolute, relative)
+
+
+def _json(error: float) -> float | None:
+    return None if math.isinf(error) else error
+
+
 class _SectionWriter:
     def __init__(
-        self, frames: Mapping[int, Frame], masters: Mapping[ObjectPath, ObjectPath]
+        self,
+        frames: Mapping[int, Frame],
+        masters: Mapping[ObjectPath, ObjectPath],
+        errors: Mapping[ObjectPath, WorstErrors],
     ) -> None:
         self.draft = new_draft()
         self.count = 0
         self.weight = 0
         self._frames = frames
         self._masters = masters
+        self._errors = errors
         self._local: dict[int, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._types: dict[tuple[Any, ...], int] = {}
@@ -376,6 +432,8 @@ class _SectionWriter:
             if stored != spec.itemsize * math.prod(region.sizes):
                 msg = f"the plan holds {stored} bytes of {entry.path}"
                 raise SaveError(msg)
+            if found := self._errors.get(entry.path):
+                columns["errors"].append([len(columns["path"]), *map(_json, astuple(found))])
             local = self._local_refs(refs)
             whole = region.sizes == spec.shape
             shards = ((local,) if whole else (local, region.offsets, region.sizes),)

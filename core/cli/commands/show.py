@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord, ObjectRecord
     from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
+    from penstock.core.types import WorstErrors
 
 _COLUMNS = (
     Column("PATH", flexible=True),
@@ -50,6 +52,10 @@ _COLUMNS = (
     Column("ROLE", keep=1, spare=True),
 )
 _LINKS = Column("LINKS", right=True, keep=2, spare=True)
+_ERROR_COLUMNS = (
+    Column("ABS ERROR", right=True, keep=6),
+    Column("REL ERROR", right=True, keep=7),
+)
 _STATS_COLUMNS = (
     Column("MIN", right=True, keep=13),
     Column("MAX", right=True, keep=12),
@@ -181,17 +187,20 @@ def _print(
     if chain[1:]:
         print_chain(chain, None if record.base is None else record.base.age)
     print_line("")
-    columns = [*_COLUMNS, _LINKS, *(_STATS_COLUMNS if how.stats else ())]
+    columns = [*_COLUMNS, _LINKS, *(_STATS_COLUMNS if how.stats else ()), *_ERROR_COLUMNS]
     if how.as_tree:
         tree = grown((one.record.path, one) for one in shown)
         rows = [
-            _branch_row(row.branch, row.level, how)
+            _branch_row(row.branch, row.level, how) + [""] * len(_ERROR_COLUMNS)
             if row.item is None
             else _as_row(row.item, "  " * row.level + visible(show_segment(row.segment)), how)
             for row in rows_of(tree, how.depth)
         ]
     else:
         rows = [_as_row(one, visible(show_path(one.record.path)), how) for one in shown]
+    if not any(one.record.errors is not None for one in shown):
+        del columns[-len(_ERROR_COLUMNS) :]
+        rows = [row[: len(columns)] for row in rows]
     if not any(one.links for one in shown):
         columns.remove(_LINKS)
         for row in rows:
@@ -282,7 +291,14 @@ def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
         record.role.value,
         str(one.links),
         *(_stats_cells(one.stats) if how.stats else []),
+        *_error_cells(record.errors),
     ]
+
+
+def _error_cells(errors: WorstErrors | None) -> list[str]:
+    if errors is None:
+        return [""] * len(_ERROR_COLUMNS)
+    return [number_text(errors.absolute), number_text(errors.relative)]
 
 
 def _stats_cells(stats: Stats | None) -> list[str]:
@@ -310,6 +326,9 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
         "same_as": None if record.same_as is None else show_path(record.same_as),
         "derived": None if record.derived is None else show_path(record.derived),
     }
+    if record.errors is not None:
+        figures = asdict(record.errors).items()
+        found["errors"] = {name: figure if isfinite(figure) else None for name, figure in figures}
     if how.stats:
         found["stats"] = None if one.stats is None else asdict(one.stats)
     return found

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,7 @@ from penstock.core.format.zstd import compress, decompress, digest
 from penstock.core.limits import MAX_FRAME_BYTES
 from penstock.core.save.manifest import build_sections
 from penstock.core.tree.paths import path_hash
-from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec
+from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec, WorstErrors
 
 any_text = st.text(st.characters(), max_size=8)  # lone surrogates included
 paths = st.lists(any_text, max_size=4).map(tuple)
@@ -463,6 +464,49 @@ def test_a_derived_object_leads_to_another_and_has_no_shards(read):
     if section is not None:
         assert section.objects[0].derived == ("model", "x")
         assert section.objects[0].shards == ()
+
+
+@pytest.mark.parametrize("read", [read_section, check_section])
+@pytest.mark.parametrize(
+    ("errors", "complaint"),
+    [
+        ([[0, 1.0]], "list"),
+        ([7], "list"),
+        ([[99, 1.0, 1.0]], "integers"),
+        ([[0, 1.0, 1.0], [0, 2.0, 2.0]], "object twice"),
+        ([[0, -1.0, 1.0]], "negative"),
+        ([[0, 1.0, "1"]], "no number"),
+        ([[0, True, 1.0]], "no number"),
+        ([[0, 1.0, float("inf")]], "not finite"),
+        ([[0, float("nan"), 1.0]], "not finite"),
+    ],
+)
+def test_a_lie_about_errors_is_named(read, errors, complaint):
+    made = manifests.example()
+    body = load_json(made.drafts[0].dump(), "")
+    body["objects"]["errors"] = errors
+    with pytest.raises(FormatError, match=complaint):
+        read(dump_json(body), made.head(), made.head().sections[0], "x")
+
+
+@pytest.mark.parametrize("read", [read_section, check_section])
+def test_an_object_whose_bytes_stand_elsewhere_has_no_errors_of_its_own(read):
+    made = manifests.example()
+    body = load_json(made.drafts[0].dump(), "")
+    body["objects"] |= {"derived": [[0, ["model", "x"]]], "errors": [[0, 1.0, 1.0]]}
+    body["objects"]["shards"][0] = []
+    with pytest.raises(FormatError, match="no bytes of its own"):
+        read(dump_json(body), made.head(), made.head().sections[0], "x")
+
+
+def test_errors_are_read_as_they_were_written():
+    made = manifests.example()
+    draft = made.drafts[0]
+    draft.columns["errors"] += [[0, 0.5, None], [1, 0, 0.25]]
+    section = read_section(draft.dump(), made.head(), made.head().sections[0], "x")
+    assert section.objects[0].errors == WorstErrors(0.5, math.inf)
+    assert section.objects[1].errors == WorstErrors(0.0, 0.25)
+    assert all(one.errors is None for one in section.objects[2:])
 
 
 def test_unknown_fields_are_refused():

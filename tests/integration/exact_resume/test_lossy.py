@@ -1,0 +1,156 @@
+"""Lossy checkpoints say how far each object is from what was saved, and stay near to it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from tests.core.cli.command import caller
+from torch import nn
+
+import penstock
+
+RULES = [
+    {"match": "optimizer/**/exp_avg", "codecs": ["cast", "floatsplit"]},
+    {"match": "optimizer/**/exp_avg_sq", "codecs": ["log8", "zstd"]},
+]
+
+
+def trained(steps=20):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(64, 300)).square().sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def updates(state):
+    return [
+        s["exp_avg"] / (s["exp_avg_sq"].sqrt() + 1e-8) for s in state["optimizer"].state.values()
+    ]
+
+
+def errors_of(ckpt, step=1):
+    objects = ckpt.open(step).objects()
+    return {"/".join(o.path): o.errors for o in objects if o.errors is not None}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def opened(rules=RULES, **options):
+        return penstock.Checkpointer(f"posix://{tmp_path}/run", rules=rules, **options)
+
+    return opened
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_updates_of_adam_stay_near_and_all_else_is_exact(opened, mode):
+    job, other = trained(), trained(1)
+    with opened(chunk_bytes=65536) as ckpt:
+        ckpt.save(job, 1, mode=mode).result()
+        ckpt.restore(other)
+
+    for one, two in zip(job["model"].parameters(), other["model"].parameters(), strict=True):
+        assert torch.equal(one, two)
+        mine, theirs = job["optimizer"].state[one], other["optimizer"].state[two]
+        assert mine["step"] == theirs["step"]
+        assert not torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"])
+    before, after = (torch.cat([u.flatten() for u in updates(s)]) for s in (job, other))
+    assert (after - before).norm() / before.norm() < 4e-3
+
+
+def test_the_manifest_has_the_worst_errors_of_each_object(opened):
+    job = trained()
+    with opened(chunk_bytes=65536) as ckpt:  # so that the large ones have several chunks
+        ckpt.save(job, 1, mode="blocking")
+        errors = errors_of(ckpt)
+        given_back = {path: ckpt.open(1)[path] for path in errors}
+        assert ckpt.verify(1).ok
+
+    state = job["optimizer"].state
+    assert len(errors) == 2 * len(state)  # no weights, no steps
+    for name, parameter in job["model"].named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            path = f"optimizer/state/{name}/{key}"
+            saved, given, found = state[parameter][key], given_back[path], errors[path]
+            assert found.absolute == (saved - given).abs().max()
+            assert math.isclose(
+                found.relative,
+                ((saved - given).abs() / saved.abs()).nan_to_num(0).max(),
+                rel_tol=1e-6,
+            )
+            assert 0 < found.relative < 0.02
+
+
+def test_a_lossless_checkpoint_has_no_errors(opened):
+    with opened([{"match": "optimizer/**", "codecs": ["floatsplit"]}]) as ckpt:
+        ckpt.save(trained(), 1, mode="blocking")
+        assert errors_of(ckpt) == {}
+
+
+def test_what_a_lossy_codec_declines_has_no_errors(opened):
+    state = {"part": {"large": torch.full((2000,), 1e38), "small": torch.full((20,), 0.1)}}
+    rules = [{"match": "part", "codecs": [{"type": "cast", "to": "float16"}]}]
+    with opened(rules) as ckpt:  # both are in one slab, which is left as it is
+        ckpt.save(state, 1, mode="blocking")
+        assert errors_of(ckpt) == {}
+        assert torch.equal(ckpt.load(1)["part"]["small"], state["part"]["small"])
+
+
+def test_objects_of_one_slab_have_errors_of_their_own(opened):
+    state = {"part": {"exact": torch.ones(100), "near": torch.full((100,), 1 + 2**-10)}}
+    with opened([{"match": "part", "codecs": ["cast"]}]) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        errors = errors_of(ckpt)
+    assert (errors["part/exact"].absolute, errors["part/exact"].relative) == (0, 0)
+    assert errors["part/near"].absolute == 2**-10
+
+
+def test_a_frozen_tensor_has_errors_in_each_checkpoint_that_shares(opened):
+    state = {"w": torch.full((3000,), 1 + 2**-10), "other": torch.ones(3000)}
+    with opened([{"match": "w", "codecs": ["cast"]}], share=True) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state, step, mode="blocking")
+        assert errors_of(ckpt, 1) == errors_of(ckpt, 2)
+        assert errors_of(ckpt, 2)["w"].absolute == 2**-10
+
+
+def test_infinite_errors_are_stored(opened, tmp_path):
+    rules = [{"match": "w", "codecs": [{"type": "cast", "to": "float8_e4m3fn", "saturate": True}]}]
+    with opened(rules) as ckpt:
+        ckpt.save({"w": torch.tensor([torch.inf, 1.0])}, 1, mode="blocking")
+        assert errors_of(ckpt)["w"].absolute == math.inf
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+def test_a_copy_that_is_encoded_anew_keeps_the_errors(opened, tmp_path, run):
+    state = {"w": torch.full((100,), 1 + 2**-10), "x": torch.ones(100)}
+    with opened([{"match": "w", "codecs": ["cast"]}]) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        errors = errors_of(ckpt)
+    assert not run("copy", f"{tmp_path}/run", f"{tmp_path}/copy", "--codec", "zstd").code
+    with penstock.Checkpointer(f"posix://{tmp_path}/copy") as copy:
+        assert errors_of(copy) == errors
+
+
+def test_show_prints_the_errors(opened, tmp_path, run):
+    state = {"w": np.full(100, 1 + 2**-10, np.float32), "other": np.ones(3)}
+    with opened([{"match": "w", "codecs": ["cast"]}]) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+    lines = run("show", f"posix://{tmp_path}/run").out.splitlines()
+    assert "ABS ERROR" in " ".join(lines)
+    assert "0.0009766" in " ".join(lines)
+    found = json.loads(run("show", f"posix://{tmp_path}/run", "--json").out)["objects"]
+    by_path = {one["path"]: one for one in found}
+    assert by_path["w"]["errors"]["absolute"] == 2**-10
+    assert "errors" not in by_path["other"]
