@@ -163,6 +163,16 @@ def test_a_damaged_chain_is_not_compacted(tmp_path):
     assert folders(tmp_path) == {record.uid for record in before.values()}
 
 
+def test_of_a_run_in_tiers_the_last_one_gets_the_whole_checkpoint(tmp_path):
+    run = {"type": "tiered", "fast": f"posix://{tmp_path}/fast", "durable": f"posix://{tmp_path}/d"}
+    save(run, range(3))
+    with penstock.Checkpointer(run) as ckpt:
+        ckpt.compact([2])
+    check(run, range(3))
+    assert not records(tmp_path / "d")[2].borrowed
+    check(tmp_path / "d", range(3))
+
+
 # -- what goes wrong meanwhile ---------------------------------------------------------------------
 
 
@@ -194,9 +204,9 @@ def test_a_crash_before_any_effect_leaves_every_step_whole(tmp_path):
     assert compacted == {1, 2, 3}  # step 0 is whole from the beginning
 
 
-def compaction(root, step, operation, match, meanwhile):
+def compaction(root, step, operation, match, meanwhile, *, store=None):
     """Compact a step; do something while that is held at a call of the store."""
-    store = FaultyBackend(open_backend(root))
+    store = store or FaultyBackend(open_backend(root))
     with penstock.Checkpointer(store) as ckpt, ThreadPoolExecutor(1) as pool:
         with holding(store, operation, match=match) as held:
             done = pool.submit(ckpt.compact, [step])
@@ -244,6 +254,21 @@ def test_an_overwrite_meanwhile_wins(tmp_path, match):
         assert same(ckpt.load(3), another(3))
         ckpt._catalog.prune(grace_s=0)
     assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
+
+
+def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_path):
+    save(tmp_path, range(4))
+    store = FaultyBackend(open_backend(tmp_path))
+
+    def overwrite(other):
+        other.save(another(3), step=3, mode="blocking", overwrite=True)
+        store.fail("list", times=None)
+        store.fail("delete", times=None)
+
+    with pytest.raises(penstock.PenstockError):
+        compaction(tmp_path, 3, "publish", "commits/", overwrite, store=store)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert same(ckpt.load(3), another(3))
 
 
 def test_a_pruner_that_finishes_the_overwrite_does_no_harm(tmp_path):
