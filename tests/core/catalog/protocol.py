@@ -232,6 +232,7 @@ class _Finish(Finish):
         self.watchdog = Watchdog(600)
         self._backend = turn
         self._onward = None
+        self._before_commit = lambda request: None
         self._ending = ending
         self._timing = Timing()
         self._borrowed = borrowed
