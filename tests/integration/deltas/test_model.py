@@ -30,6 +30,9 @@ from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.powercut import Disk, PowerCut
 from penstock.core.testing.timing import FAST
 
+# A process without power ends all of its threads.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 # So small that 50 KB of state have slabs, and chunks of several blocks.
 OPTIONS = {"chunk_bytes": 8192, "block_bytes": 4096, "workers": 2}
 CODECS = [["delta", "zstd"], ["delta", "floatsplit"], ["delta"]]
@@ -82,7 +85,7 @@ class Chains(RuleBasedStateMachine):
         memory=st.sampled_from([None, 0]),
         share=st.booleans(),
         retention=st.sampled_from([None, None, {"keep_last": 1}, {"keep_last": 2}]),
-        tiered=st.just(False),
+        tiered=st.booleans(),
     )
     def start(self, *, codecs, every, max_chain, memory, share, retention, tiered):
         self.options = {
@@ -93,7 +96,8 @@ class Chains(RuleBasedStateMachine):
             ],
             "deltas": {"every": every, "max_chain": max_chain, "memory_bytes": memory},
             "share": share,
-            "retention": retention,
+            # With tiers it waits for the drain, and nothing tells when it is over.
+            "retention": None if tiered else retention,
         }
         self.disks = [Disk(), Disk()] if tiered else [Disk()]
         self.run = {}
@@ -198,6 +202,8 @@ class Chains(RuleBasedStateMachine):
         if age_s:
             with self.another() as other:  # its own last save is sacred to each process
                 assert not other.prune(everything=True).refused
+                # What only an orphan in another tier referenced goes with the second.
+                other.prune(everything=True)
             for disk in self.disks:
                 store = PowerCut(disk)
                 check_no_garbage(store, steps=len(survey_records(store).records))
@@ -386,9 +392,10 @@ class Chains(RuleBasedStateMachine):
             for disk in self.disks:
                 disk.advance(2 * DAY_S)
             with self.another() as other:
-                other.prune(everything=True)
+                for _ in self.disks:
+                    other.prune(everything=True)
             left = [blob.name for disk in self.disks for blob in disk.listed("")]
-            assert not left
+            assert {*left} <= {"tier/root.json"}
         finally:
             self.close()
 
@@ -411,7 +418,7 @@ def hasty(waits):
 
 
 def test_chains_hold_what_a_dict_says_whatever_dies():
-    explore(10, 15)
+    explore(8, 15)
 
 
 @pytest.mark.slow
