@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.cores import CoreMeter
+from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.plan.choice import Choice, CodecChooser, Encoding, cores_left
 from penstock.core.plan.save import context_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from penstock.core.abc import CodecContext
-    from penstock.core.concurrency.workers import BusyClock, Workers
+    from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import Captured, ChunkResult
     from penstock.core.plan.save import SavePlan
@@ -41,7 +42,6 @@ _LARGE_BYTES = 1 << 20
 _SAMPLES = (_SMALL_BYTES, _SMALL_BYTES, _LARGE_BYTES)
 _MOST_FASTER = 2.0  # than a sample on the whole: differences of two times are noisy
 _UNMEASURED = Choice(None, "raw: all of it was needed to measure the store")
-_STORE_BOUND = 0.3  # of the time of encoders: waiting for longer, they waited for the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +62,19 @@ class AutoChains:
 
 
 class Effort:
-    """The times of a worker with one chunk, from now on.
+    """The processor's time that a worker takes to encode one chunk, from now on.
 
     Attributes:
-        core_s: The processor's time that encoding took.
-        wall_s: How long encoding took.
+        core_s: The time in seconds, once encoding has ended.
     """
 
     def __init__(self) -> None:
-        self.core_s = self.wall_s = 0.0
-        self._core_began = time.thread_time()
-        self._began = time.monotonic()
+        self.core_s = 0.0
+        self._began = time.thread_time()
 
     def end_encoding(self) -> None:
         """Count the time until now as that of encoding."""
-        self.core_s = time.thread_time() - self._core_began
-        self.wall_s = time.monotonic() - self._began
-
-    def waited_s(self) -> float:
-        """Return the time since then, in which the worker handed the frame on."""
-        return time.monotonic() - self._began - self.wall_s
+        self.core_s = time.thread_time() - self._began
 
 
 @dataclass(slots=True)
@@ -89,7 +82,7 @@ class _Sums:
     raw_bytes: int = 0
     stored_bytes: int = 0
     core_s: float = 0.0
-    wall_s: float = 0.0
+    clock: BusyClock = field(default_factory=BusyClock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +102,9 @@ class _Class:
 
 
 class ChainChoices:
-    """Chooses the chains of one save. One thread calls all methods but `note_encoded`.
+    """Chooses the chains of one save.
+
+    Workers call `begin_encoding` and `end_encoding`, one thread all other methods.
 
     Until the bandwidth of the store is known chunks are written raw, in rounds: a round that was
     over too soon to tell is followed by one of twice the size. So a fast store gets all of a small
@@ -162,7 +157,6 @@ class ChainChoices:
         self._numbers: dict[int, int] = {}
         self._lock = threading.Lock()  # guards all below, which workers add to
         self._encoded: dict[tuple[str, int], _Sums] = defaultdict(_Sums)
-        self._waited_s = 0.0
 
     def number(self, index: int) -> int:
         """Return the number of the chain of the chunk `index`; 0 while none is chosen."""
@@ -224,24 +218,33 @@ class ChainChoices:
         self._probing = False
         self._chooser.note_raw(self._store, size_bytes, seconds)
 
-    def note_encoded(self, index: int, stored_bytes: int, effort: Effort) -> None:
-        """Note that a worker has encoded and handed on a chunk.
+    def begin_encoding(self, index: int) -> Effort:
+        """Note that a worker begins to encode a chunk; see `end_encoding`."""
+        if self.is_open(index):
+            with self._lock:
+                clock = self._encoded[self._key(index)].clock
+            clock.start()
+        return Effort()
+
+    def end_encoding(self, index: int, stored_bytes: int, effort: Effort) -> None:
+        """Note that a worker has encoded a chunk, and handed its frame on to the store.
 
         Args:
             index: The number of the chunk.
             stored_bytes: The length of its frame.
-            effort: The times of the worker.
+            effort: From `begin_encoding`.
         """
-        waited_s = effort.waited_s()
-        chunk = self._plan.chunks[index]
-        key = (self._auto.classes[chunk.chain], self.number(index))
+        if not self.is_open(index):
+            return
         with self._lock:
-            sums = self._encoded[key]
-            sums.raw_bytes += chunk.length
+            sums = self._encoded[self._key(index)]
+            sums.raw_bytes += self._plan.chunks[index].length
             sums.stored_bytes += stored_bytes
             sums.core_s += effort.core_s
-            sums.wall_s += effort.wall_s
-            self._waited_s += waited_s
+        sums.clock.stop()
+
+    def _key(self, index: int) -> tuple[str, int]:
+        return self._auto.classes[self._plan.chunks[index].chain], self.number(index)
 
     def max_encoded_size(self) -> int:
         """Return the memory that any frame of the save may need."""
@@ -254,31 +257,23 @@ class ChainChoices:
         found = ((self._chains[number], longest) for number, longest in lengths.items())
         return max((chain.max_encoded_size(n) for chain, n in found if chain), default=0)
 
-    def finish(self, raw: tuple[int, BusyClock], encoded: tuple[int, BusyClock]) -> None:
+    def finish(self, raw_bytes: int, raw_s: float) -> None:
         """Remember for the next saves what this one measured.
 
         Args:
-            raw: How many raw bytes the store took, and the clock of these writes.
-            encoded: The same of encoded bytes.
+            raw_bytes: The raw bytes that the store took.
+            raw_s: The seconds in which such writes were in flight.
         """
         codecs = {number: codec for codec, number in self._auto.candidates.items()}
-        encode_s = 0.0
         for (name, number), sums in self._encoded.items():
-            encode_s += sums.wall_s
-            if sums.raw_bytes < _LEAST_BYTES:
-                continue
-            self._chooser.note_encoding(
-                name,
-                codecs[number],
-                Encoding(
+            if sums.raw_bytes >= _LEAST_BYTES:
+                encoding = Encoding(
                     sums.raw_bytes / max(sums.stored_bytes, 1),
                     sums.raw_bytes / max(sums.core_s, 1e-9),
-                    self._workers.count * sums.raw_bytes / max(sums.wall_s, 1e-9),
-                ),
-            )
-        self._chooser.note_raw(self._store, raw[0], raw[1].elapsed())
-        if self._waited_s > _STORE_BOUND * (self._waited_s + encode_s):
-            self._chooser.note_encoded(self._store, encoded[0], encoded[1].elapsed())
+                    sums.raw_bytes / max(sums.clock.seconds, 1e-9),
+                )
+                self._chooser.note_encoding(name, codecs[number], encoding)
+        self._chooser.note_raw(self._store, raw_bytes, raw_s)
         choices = {
             name: one.choice or _UNMEASURED
             for name, one in self._classes.items()
@@ -326,7 +321,9 @@ class ChainChoices:
     def _start_samples(self, item: Captured) -> dict[str, Future[Encoding]]:
         samples = self._samples(item)
         return {
-            codec: self._workers.submit(_sampler(self._chains[number], samples))
+            codec: self._workers.submit(
+                _sampler(self._chains[number], samples, workers=self._workers.count)
+            )
             for codec, number in self._auto.candidates.items()
         }
 
@@ -350,7 +347,9 @@ class ChainChoices:
         return found
 
 
-def _sampler(chain: CodecChain | None, samples: Sequence[_Sample]) -> Callable[[], Encoding]:
+def _sampler(
+    chain: CodecChain | None, samples: Sequence[_Sample], *, workers: int
+) -> Callable[[], Encoding]:
     assert chain is not None
 
     def task() -> Encoding:
@@ -358,6 +357,7 @@ def _sampler(chain: CodecChain | None, samples: Sequence[_Sample]) -> Callable[[
         out = memoryview(bytearray(chain.max_encoded_size(max(sizes))))
         times: list[float] = []
         stored = 0
+        wall_began = time.monotonic()
         try:
             for sample in samples:
                 began = time.thread_time()
@@ -366,7 +366,10 @@ def _sampler(chain: CodecChain | None, samples: Sequence[_Sample]) -> Callable[[
         except CodecError as error:
             log.debug("a sample could not be encoded, so the codec is not chosen: %s", error)
             return Encoding(1.0, 1.0)
-        return Encoding(sum(sizes) / max(stored, 1), _speed(sizes, times))
+        speed = _speed(sizes, times)
+        # On a machine that others keep busy a worker has only a part of a core.
+        share = min(1.0, sum(times) / max(time.monotonic() - wall_began, 1e-9))
+        return Encoding(sum(sizes) / max(stored, 1), speed, workers * speed * share, is_sample=True)
 
     return task
 

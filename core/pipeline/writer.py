@@ -19,7 +19,6 @@ from penstock.core.concurrency.workers import BusyClock
 from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum_blocks, content_hash
-from penstock.core.pipeline.choices import Effort
 from penstock.core.pipeline.chunks import DERIVED, ChunkResult
 from penstock.core.plan.save import RawLayout, context_of
 from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
@@ -136,7 +135,6 @@ class FrameWriter:
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
         self._raw_clock = BusyClock(self.write_clock)
-        self._enc_clock = BusyClock(self.write_clock)
         self._raw_written = 0
 
     def put(self, captured: list[Captured]) -> None:
@@ -220,8 +218,7 @@ class FrameWriter:
         for seal in seals:
             seal.result()
             self._tick(0)
-        encoded = 0 if self._enc is None else blobs[-1][1]
-        self._choices.finish((self._raw_written, self._raw_clock), (encoded, self._enc_clock))
+        self._choices.finish(self._raw_written, self._raw_clock.elapsed())
         return blobs
 
     def abort(self) -> None:
@@ -326,7 +323,7 @@ class FrameWriter:
                     self._backend,
                     self._enc_name,
                     size_hint=raw_bytes,  # it gets no larger unless codecs make chunks larger
-                    clock=self._enc_clock,
+                    clock=self.write_clock,
                     tick=self._tick,
                 )
             return self._enc
@@ -376,12 +373,12 @@ class FrameWriter:
                         return
                     stream = self._encoded_blob()
                     slot = self._slot()
-                    effort = Effort()
+                    effort = self._choices.begin_encoding(captured.index)
                     frame, base = self._encoded(chain, captured, slot, chunk)
                     effort.end_encoding()
                     if len(frame.declined) == len(chain.codecs):
                         self._store_raw(stream, captured, number, frame.declined)
-                        self._count(captured.index, chunk.length, effort)
+                        self._choices.end_encoding(captured.index, chunk.length, effort)
                         return
                 finally:
                     self._release(captured)
@@ -398,14 +395,10 @@ class FrameWriter:
                 self._contents.get(captured.index),
                 errors=frame.errors,
             )
-            self._count(captured.index, frame.length, effort)
+            self._choices.end_encoding(captured.index, frame.length, effort)
             self._tick(chunk.length)
 
         return task
-
-    def _count(self, index: int, stored_bytes: int, effort: Effort) -> None:
-        if self._choices.is_open(index):
-            self._choices.note_encoded(index, stored_bytes, effort)
 
     def _slot(self) -> memoryview:
         """This thread's memory for one encoded frame."""

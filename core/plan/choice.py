@@ -3,7 +3,7 @@
 A class is a role and a dtype: `optimizer float32`. A save takes as long as the slower one of two:
 encoding, and writing what encoding gives. So a codec is worth
 
-    min(cores x speed of one core, speed of all workers, bandwidth of the store x ratio)
+    min(cores x speed of one core, speed achieved, bandwidth of the store x ratio)
 
 of raw bytes per second, and storing the bytes as they are is worth the bandwidth of the store.
 """
@@ -44,27 +44,29 @@ class Encoding:
     Attributes:
         ratio: Raw bytes for each stored byte.
         core_bytes_per_s: Raw bytes per second of the processor's time.
-        pool_bytes_per_s: Raw bytes per second of all workers together, as long as they wait for
-            nothing but each other, other threads and the interpreter. Infinite if not known.
+        achieved_bytes_per_s: Raw bytes per second from the first chunk that was taken to the last
+            frame that was handed to the store, whatever workers had to wait for. Of samples, what
+            the workers' share of the cores would allow.
+        is_sample: Whether samples showed it: then nothing was achieved yet.
     """
 
     ratio: float
     core_bytes_per_s: float
-    pool_bytes_per_s: float = math.inf
+    achieved_bytes_per_s: float = math.inf
+    is_sample: bool = False
 
     def speed(self, cores: float) -> float:
         """Return raw bytes per second that `cores` encode."""
-        return min(cores * self.core_bytes_per_s, self.pool_bytes_per_s)
+        return min(cores * self.core_bytes_per_s, self.achieved_bytes_per_s)
 
     def merged(self, other: Encoding) -> Encoding:
         """Return the mean of an older one and `other`, a newer one."""
         return Encoding(
             (self.ratio + other.ratio) / 2,
             (self.core_bytes_per_s + other.core_bytes_per_s) / 2,
-            # The first one of a class comes from a sample, which tells nothing of the pool.
-            other.pool_bytes_per_s
-            if math.isinf(self.pool_bytes_per_s)
-            else (self.pool_bytes_per_s + other.pool_bytes_per_s) / 2,
+            other.achieved_bytes_per_s
+            if self.is_sample
+            else (self.achieved_bytes_per_s + other.achieved_bytes_per_s) / 2,
         )
 
 
@@ -91,12 +93,6 @@ class Choice:
 class _Figure(Generic[T]):
     value: T
     save: int  # the number of the save that measured it
-
-
-@dataclass(slots=True)
-class _StoreFigures:
-    raw: _Figure[float] | None = None
-    encoded: _Figure[float] | None = None
 
 
 def cores_left(cores: float, busy: float, workers: int) -> float:
@@ -127,7 +123,7 @@ class CodecChooser:
         self._save = 0
         self._alone: str | None = None
         self._chosen: dict[str, str | None] = {}
-        self._stores: dict[str, _StoreFigures] = {}
+        self._stores: dict[str, _Figure[float]] = {}
         self._encodings: dict[str, dict[str, _Figure[Encoding]]] = {}
 
     def begin_save(self) -> None:
@@ -136,7 +132,7 @@ class CodecChooser:
 
     def needs_bandwidth(self, store: str) -> bool:
         """Whether some bytes should be written raw to `store` first, to measure it."""
-        return not self._is_valid(self._store(store).raw)
+        return not self._is_valid(self._stores.get(store))
 
     def needs_samples(self, name: str) -> bool:
         """Whether samples of the class `name` should be encoded before the choice."""
@@ -145,15 +141,14 @@ class CodecChooser:
 
     def note_raw(self, store: str, size_bytes: int, seconds: float) -> None:
         """Note that so many raw bytes took so long to write."""
-        self._store(store).raw = self._merged(self._store(store).raw, size_bytes, seconds)
-
-    def note_encoded(self, store: str, size_bytes: int, seconds: float) -> None:
-        """Note that so many encoded bytes took so long to write, while encoders waited for it.
-
-        Encoded frames are written in smaller requests than raw ones, so that a store with many
-        connections may take fewer of them per second.
-        """
-        self._store(store).encoded = self._merged(self._store(store).encoded, size_bytes, seconds)
+        if size_bytes < _LEAST_MEASURED_BYTES or seconds <= 0:
+            return
+        old, now = self._stores.get(store), size_bytes / seconds
+        # A later figure of the same save includes the bytes of the earlier one.
+        if old is not None and self._is_valid(old) and old.save != self._save:
+            weight = min(1.0, size_bytes / _FULL_WEIGHT_BYTES) / 2
+            now = old.value + weight * (now - old.value)
+        self._stores[store] = _Figure(now, self._save)
 
     def note_sample(self, name: str, codec: str, encoding: Encoding) -> None:
         """Note what samples of the class `name` showed."""
@@ -199,11 +194,10 @@ class CodecChooser:
             store: The URL of the store.
             cores: The cores that encoding may use, from `cores_left`.
         """
-        known = self._store(store)
-        if known.raw is None:
+        known = self._stores.get(store)
+        if known is None:
             return Choice(None, "raw: the bandwidth of the store is not known yet")
-        raw = known.raw.value
-        encoded = known.encoded.value if known.encoded and self._is_valid(known.encoded) else raw
+        raw = known.value
         found = {
             codec: figure.value
             for codec, figure in self._encodings.get(name, {}).items()
@@ -213,39 +207,22 @@ class CodecChooser:
         if not found:
             why = f"raw: no codec makes it smaller; {takes}"
             return Choice(None, why, None, cores, raw)
-        worth = {c: min(e.speed(cores), encoded * e.ratio) for c, e in found.items()}
+        worth = {c: min(e.speed(cores), raw * e.ratio) for c, e in found.items()}
         alike = [c for c in worth if worth[c] >= _ALIKE * max(worth.values())]
         codec = max(alike, key=lambda c: found[c].core_bytes_per_s)
         best = found[codec]
         said = f"{codec}: {_in_words(best, cores)}"
-        if encoded < _ALIKE * raw:
-            takes += f" raw, {encoded / _GB:.2f} GB/s encoded"
         if worth[codec] < _LEAST_GAIN * raw:
             return Choice(None, f"raw: {takes}; {said}", best, cores, raw)
         return Choice(codec, f"{said}; {takes}", best, cores, raw)
 
-    def _store(self, url: str) -> _StoreFigures:
-        return self._stores.setdefault(url, _StoreFigures())
-
     def _is_valid(self, figure: _Figure[T] | None) -> bool:
         return figure is not None and self._save - figure.save < _VALID_SAVES
-
-    def _merged(
-        self, old: _Figure[float] | None, size_bytes: int, seconds: float
-    ) -> _Figure[float] | None:
-        if size_bytes < _LEAST_MEASURED_BYTES or seconds <= 0:
-            return old
-        now = size_bytes / seconds
-        # A later figure of the same save includes the bytes of the earlier one.
-        if old is None or not self._is_valid(old) or old.save == self._save:
-            return _Figure(now, self._save)
-        weight = min(1.0, size_bytes / _FULL_WEIGHT_BYTES) / 2
-        return _Figure(old.value + weight * (now - old.value), self._save)
 
 
 def _in_words(encoding: Encoding, cores: float) -> str:
     """Return `1.51x at 1.70 GB/s x 2 cores`."""
     speed = f"{encoding.core_bytes_per_s / _GB:.2f} GB/s x {cores:.3g} cores"
-    if encoding.pool_bytes_per_s < cores * encoding.core_bytes_per_s:
-        speed = f"{encoding.pool_bytes_per_s / _GB:.2f} GB/s of all workers"
+    if encoding.achieved_bytes_per_s < cores * encoding.core_bytes_per_s:
+        speed = f"{encoding.achieved_bytes_per_s / _GB:.2f} GB/s achieved"
     return f"{encoding.ratio:.2f}x at {speed}"
