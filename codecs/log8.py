@@ -5,9 +5,9 @@ must not become zero: an update is divided by their root.
 
 A block of 256 elements is stored as the smallest and the largest of its numbers that are not zero,
 and each element as one of 255 equal steps of the logarithm between these. The code 0 is zero alone.
-The logarithm is a fixed-point number: the exponent's bits, and 12 bits that a table gives for the
-upper half of the mantissa. The table is made of integer square roots, and all else is integer
-arithmetic as well, so a frame decodes to the same bits on every machine.
+The logarithm is a fixed-point number: the exponent's bits, and the middle of one of 4096 cells that
+a table gives for the upper bits of the mantissa. The table is made of integer square roots, and all
+else is integer arithmetic as well, so a frame decodes to the same bits on every machine.
 
 A frame is, for n elements (as float32) in b = ceil(n / 256) blocks:
 
@@ -15,9 +15,12 @@ A frame is, for n elements (as float32) in b = ceil(n / 256) blocks:
     4 b bytes   bits of its largest number
     n bytes     codes
 
-With log(bits) the exponent's bits and then those of the table, and exp its inverse, an element of
-code q > 0 has the bits exp(min(log(low) + (q - 1) step, log(high))), but at least low and at most
-high, where step = max(1, ceil((log(high) - log(low)) / 254)).
+An element of code q > 0 has the logarithm log(low) + (q - 1) step, and becomes low or high if its
+cell is theirs or beyond, else the number in the middle of the cell. With R = log(high) - log(low),
+step is max(1, ceil(R / 254)), but 2049 where that is 2048.
+
+What was once rounded is not changed by a second pass: of the steps, the nearest to the middle of a
+cell is the one that led there, or lies in the cell as well.
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ _STEPS = 254
 _BATCH = 256  # blocks that are worked on at once, so that they stay in the cache
 _INFINITY = 0x7F80_0000
 _MANTISSA = 0x7F_FFFF
-_TABLE_BITS = 12
-_SHIFT = 23 - _TABLE_BITS
+_CELL_BITS = 12
+_SHIFT = 23 - _CELL_BITS
+_MIDDLE = (1 << _SHIFT - 1) - 1
+_FINE_BITS = 14  # of a mantissa: so fine that each cell has some of them
 _PRECISION = 96  # fractional bits with which the table is computed
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -72,7 +77,8 @@ _memory = _BatchMemory()
 class Log8Codec(Codec):
     """Stores positive floats in 8 bits, with about the same relative error for each of a block.
 
-    Zero stays zero, and nothing else becomes zero. A chunk that holds a negative number (-0.0 is
+    Denormal numbers are kept less exactly. Zero stays zero, and nothing else becomes zero. What was
+    rounded once is not changed by a second pass. A chunk that holds a negative number (-0.0 is
     one), an infinity or NaN is declined, and so stored as it is: what has such is no second moment.
     """
 
@@ -151,45 +157,55 @@ def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Words, Words]:
-    """Return the logarithm by the top bits of a mantissa, and the mantissa by those of it.
+    """Return the logarithm by the top bits of a mantissa, and the mantissa by the cell of that.
 
     Both as 23 bits. An entry belongs to the middle of the numbers that share it.
     """
     one = 1 << _PRECISION
     root = 2 * one
-    for _ in range(_TABLE_BITS + 1):
+    for _ in range(_CELL_BITS + 1):
         root = isqrt(root * one)
-    power, mantissas = root, []
-    for _ in range(1 << _TABLE_BITS):
+    power, edge, mantissas, edges = root, root * root >> _PRECISION, [], []
+    for _ in range(1 << _CELL_BITS):
         mantissas.append((power - one) >> (_PRECISION - 23))
+        edges.append((edge - one) >> (_PRECISION - 23))
         power = power * root * root >> 2 * _PRECISION
-    back = np.array(mantissas, np.uint32)
-    middles = (np.arange(1 << _TABLE_BITS) << _SHIFT) + (1 << _SHIFT - 1)
-    logarithms = np.minimum(np.searchsorted(back, middles), (1 << _TABLE_BITS) - 1) << _SHIFT
-    return logarithms.astype(np.uint32), back
+        edge = edge * root * root >> 2 * _PRECISION
+    fine = 23 - _FINE_BITS
+    middles = (np.arange(1 << _FINE_BITS) << fine) + (1 << fine - 1)
+    cells = np.searchsorted(np.array(edges), middles, side="right")
+    return (
+        ((cells << _SHIFT) + _MIDDLE).astype(np.uint32),
+        np.array(mantissas, np.uint32),
+    )
 
 
-def _through(table: Words, numbers: Words, indices: NDArray[np.intp], out: Words) -> None:
-    """Replace the mantissas of `numbers` by what the table has for them."""
+def _through(
+    table: Words, shift: int, numbers: Words, indices: NDArray[np.intp], out: Words
+) -> None:
+    """Replace the mantissas of `numbers` by what the table has for them; spoils `numbers`."""
     np.bitwise_and(numbers, np.uint32(_MANTISSA), out=out)
-    np.right_shift(out, np.uint32(_SHIFT), out=out)
+    np.right_shift(out, np.uint32(shift), out=out)
     np.copyto(indices, out)
     np.take(table, indices, out=out, mode="clip")  # "raise", the default, copies once more
-    # What is left of the mantissa in `numbers` would stand in the way of that of the table.
     np.right_shift(numbers, np.uint32(23), out=numbers)
     np.left_shift(numbers, np.uint32(23), out=numbers)
     np.bitwise_or(out, numbers, out=out)
+
+
+def _logarithms(bits: Words, indices: NDArray[np.intp], out: Words) -> None:
+    _through(_tables()[0], 23 - _FINE_BITS, bits, indices, out)
 
 
 def _scale(lows: Words, highs: Words) -> tuple[Words, Words, Words]:
     """Return the logarithms of the ends of the blocks, and the steps between codes."""
     ends = []
     for bits in (lows, highs):
-        logarithms = np.empty_like(bits)
-        _through(_tables()[0], bits.copy(), np.empty(len(bits), np.intp), logarithms)
-        ends.append(logarithms)
-    rounded_up = (ends[1] - ends[0] + np.uint32(_STEPS - 1)) // np.uint32(_STEPS)
-    return ends[0], ends[1], np.maximum(rounded_up, np.uint32(1))
+        ends.append(np.empty(len(bits), np.uint32))
+        _logarithms(bits.copy(), np.empty(len(bits), np.intp), ends[-1])
+    steps = np.maximum((ends[1] - ends[0] + np.uint32(_STEPS - 1)) // np.uint32(_STEPS), 1)
+    # With half of 2048 the middle of a cell would lie as near to the next step.
+    return ends[0], ends[1], (steps + (steps == 1 << _SHIFT)).astype(np.uint32)
 
 
 def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) -> None:
@@ -201,12 +217,14 @@ def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) ->
     np.copyto(lows, np.minimum(less.min(axis=1), highs - np.minimum(highs, 1)))
     np.add(lows, np.minimum(highs, 1), out=lows)
     zero = bits == 0
-    first, _, steps = _scale(lows, highs)
-    _through(_tables()[0], bits, _memory.indices[:count], less)
+    first, last, steps = _scale(lows, highs)
+    _logarithms(bits, _memory.indices[:count], less)
+    top = less == last[:, None]
     np.subtract(less, first[:, None], out=less)
     np.copyto(floats, less)
     np.multiply(floats, np.float32(1) / steps.astype(np.float32)[:, None], out=floats)
     np.rint(floats, out=floats)
+    np.copyto(floats, -(-(last - first).astype(np.int64) // steps)[:, None], where=top)
     np.minimum(floats, np.float32(_STEPS), out=floats)
     np.add(floats, np.float32(1), out=floats)
     np.copyto(whole, floats, casting="unsafe")
@@ -225,8 +243,10 @@ def _decode(codes: NDArray[np.uint8], lows: Words, highs: Words, bits: Words) ->
     first, last, steps = _scale(lows, highs)
     np.multiply(less, steps[:, None], out=less)
     np.add(less, (first - steps)[:, None], out=less)
+    high = less >= (last - np.uint32(_MIDDLE))[:, None]
+    low = less <= (first + np.uint32(_MIDDLE + 1))[:, None]
     np.minimum(less, last[:, None], out=less)
-    _through(_tables()[1], less, _memory.indices[:count], bits)
-    np.maximum(bits, lows[:, None], out=bits)
-    np.minimum(bits, highs[:, None], out=bits)
+    _through(_tables()[1], _SHIFT, less, _memory.indices[:count], bits)
+    np.copyto(bits, highs[:, None], where=high)
+    np.copyto(bits, lows[:, None], where=low)
     np.copyto(bits, 0, where=zero)
