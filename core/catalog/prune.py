@@ -169,17 +169,27 @@ class _How:
 
 def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
     """Prune each tier by its own records and clock; data that any tier references stays in all."""
-    survey = survey_run(backend)
-    if survey.unreadable:
-        return _refused(survey, dry_run=how.dry_run)
-    how = replace(how, keep=how.keep | survey.references, latest=survey.latest)
-    reports = [_prune_one(tier.backend, how) for tier in backend.tiers]
+    reports: list[PruneReport] = []
+    taken: set[str] = set()
+    while True:
+        survey = survey_run(backend)
+        if survey.unreadable:
+            reports.append(_refused(survey, dry_run=how.dry_run))
+            break
+        here = replace(how, keep=how.keep | survey.references, latest=survey.latest)
+        found = [_prune_one(tier.backend, here) for tier in backend.tiers]
+        reports += found
+        # What an attempt referenced that is gone now may go from all tiers as well.
+        new = {uid for report in found for uid in report.uids} - taken
+        if how.dry_run or not new:
+            break
+        taken |= new
     return PruneReport(
         uids=tuple(sorted({uid for report in reports for uid in report.uids})),
         names=sum(report.names for report in reports),
         size_bytes=sum(report.size_bytes for report in reports),
         superseded=tuple(dict.fromkeys(n for report in reports for n in report.superseded)),
-        refused=tuple(why for report in reports for why in report.refused),
+        refused=tuple(dict.fromkeys(why for report in reports for why in report.refused)),
         unrecorded=tuple(sorted({uid for report in reports for uid in report.unrecorded})),
         dry_run=how.dry_run,
     )

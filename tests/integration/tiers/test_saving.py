@@ -12,6 +12,8 @@ from tests.integration.tiers.places import Places
 import penstock
 from penstock import NotDrainedError, SaveSkippedError, StorageError
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.format.commit_record import encode_intent
+from penstock.core.format.records import IntentRecord, intent_name
 from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.testing.timing import FAST, ShiftedClock, current_timing
 from penstock.core.testing.wrapper import WrapperBackend
@@ -302,6 +304,22 @@ def test_prune_looks_at_each_tier_by_itself(places):
         assert set(report.uids) == {"d" * 32, uid}
         assert same(ckpt.load(1), make_state(1))
     assert list(places.fast.list("data/")) == []
+
+
+def test_what_only_orphans_of_one_tier_referenced_goes_from_all_at_once(places):
+    with places.open() as ckpt:
+        ckpt.save(make_state(2), 2).result(30)
+    uids = [digit * 32 for digit in "def"]
+    for place, uid, lender in zip((places.fast, places.durable), uids, uids[1:], strict=False):
+        then = "2026-01-31T23:59:59Z"
+        intent = IntentRecord(uid, 1, references=(lender,), started=then, refreshed=then)
+        place.publish(intent_name(uid), encode_intent(intent))
+    for backend in (places.fast, places.durable):
+        backend.publish(f"data/{uids[2]}/blobs/00000-0.enc", b"lent")
+    with places.open(grace_s=1e-6) as ckpt:
+        time.sleep(0.01)  # until the data is older than that
+        assert set(ckpt.prune().uids) == {*uids}
+        assert same(ckpt.load(2), make_state(2))
 
 
 def test_a_partial_copy_is_never_listed(places):
