@@ -358,7 +358,7 @@ class _Session:
 
     def _rescue(self, read: _Read) -> bool:
         """Read the damaged ranges of a frame and its bases from other tiers, if any has them."""
-        rescued: list[tuple[str, str]] = []
+        rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
         for tier in self._backend.tiers:
             # All, where none is damaged as it is stored: then one of them does not decode.
             for link in [link for link in read.links if _damage(link)] or read.links:
@@ -367,9 +367,9 @@ class _Session:
                 except StorageError:
                     continue
                 link.error = None
-                rescued.append((link.job.blob, tier.name))
+                rescued[id(link)] = link.job.blob, tier.name
             if not any(link.error for link in read.links) and self._check(read) is None:
-                self._stats.rescued += rescued
+                self._stats.rescued += rescued.values()
                 return True
         return False
 

@@ -24,7 +24,7 @@ from penstock.core.plan.save import RawLayout, context_of
 from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend, BlobWriter
@@ -127,7 +127,6 @@ class FrameWriter:
         self._layout = RawLayout()
         self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
-        self._lock = threading.Lock()  # guards the making of `_enc`
         self._contents: dict[int, int] = {}
         self._slots = threading.local()
         self._slot_bytes = choices.max_encoded_size()
@@ -170,6 +169,7 @@ class FrameWriter:
             raw = self._unshared(raw)
             if raw:
                 self._start_raw(raw)
+            encoded = deque(self._unshared(encoded))
             if encoded:
                 self._start_encoded(encoded)
         except BaseException:
@@ -235,10 +235,16 @@ class FrameWriter:
         if self._enc is not None:
             self._enc.abort()
 
-    def _unshared(self, captured: list[Captured]) -> list[Captured]:
-        """Return the raw chunks that are not stored yet, and release the others."""
+    def _unshared(self, waiting: Collection[Captured]) -> list[Captured]:
+        """Return the chunks that are not stored yet, and release the others.
+
+        After an error all chunks are released, and `waiting`, if it is a deque, is empty.
+        """
+        captured = list(waiting)
         if self._bases is None or not self._bases.shares:
             return captured
+        if isinstance(waiting, deque):
+            waiting.clear()
         try:
             # Before a chunk gets its place in the blob: one that is stored already gets none.
             share = max(1, -(-len(captured) // self._workers.count))
@@ -279,6 +285,8 @@ class FrameWriter:
         if stored is None:
             return False
         self.results[index] = ChunkResult(0, 0, (), chain=0, shared=stored)
+        if chain is not None and chain.needs_base:
+            bases.keep(index, captured.view)
         self._tick(captured.view.nbytes)
         return True
 
@@ -308,25 +316,21 @@ class FrameWriter:
 
     def _start_encoded(self, captured: deque[Captured]) -> None:
         """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
+        if self._enc is None:
+            # By this thread: a store that hangs in it would keep a worker from all later saves.
+            raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
+            self._enc = EncodedBlob(
+                self._backend,
+                self._enc_name,
+                size_hint=raw_bytes,  # the blob gets no larger unless codecs make chunks larger
+                clock=self.write_clock,
+                tick=self._tick,
+            )
         batch = _Batch([], [])
         self._batches.append(batch)
         while captured:
             batch.futures.append(self._workers.submit(self._encoder(captured[0])))
             captured.popleft()
-
-    def _encoded_blob(self) -> EncodedBlob:
-        """Return the blob of encoded frames, made for the first of them."""
-        with self._lock:
-            if self._enc is None:
-                raw_bytes = sum(k.length for k in self._plan.chunks if k.chain)
-                self._enc = EncodedBlob(
-                    self._backend,
-                    self._enc_name,
-                    size_hint=raw_bytes,  # it gets no larger unless codecs make chunks larger
-                    clock=self.write_clock,
-                    tick=self._tick,
-                )
-            return self._enc
 
     def _raw_bytes(self) -> int:
         """Return the length of the `.raw` blob if all raw chunks are written."""
@@ -361,17 +365,13 @@ class FrameWriter:
     def _encoder(self, captured: Captured) -> Callable[[], None]:
         chunk = self._plan.chunks[captured.index]
         number = self._choices.number(captured.index)
-        chain = self._choices.chain(captured.index)
+        chain, stream = self._choices.chain(captured.index), self._enc
         assert chain is not None
+        assert stream is not None
 
         def task() -> None:
             with self.encode_clock:
                 try:
-                    if self._is_shared(captured):
-                        if chain.needs_base and self._bases is not None:
-                            self._bases.keep(captured.index, captured.view)
-                        return
-                    stream = self._encoded_blob()
                     slot = self._slot()
                     effort = self._choices.begin_encoding(captured.index)
                     frame, base = self._encoded(chain, captured, slot, chunk)
