@@ -299,12 +299,14 @@ def garbage(root: Path, ckpt: Checkpointer) -> list[str]:
     """Files and empty folders that no commit record explains."""
     survey = survey_run(ckpt._backend)  # noqa: SLF001 - there is no public list of what is needed
     uids = survey.named
-    lent = survey.used - uids  # of deleted checkpoints that later ones are encoded against
+    # Of deleted checkpoints that later ones are encoded against. A deletion that is killed behind
+    # the record leaves the manifest as well, until the last borrower goes.
+    lent = survey.used - uids
     left = []
     for folder, folders, files in os.walk(root):
         names = Path(folder).relative_to(root).parts
         ours = names[:1] == ("commits",) or (len(names) > 1 and names[1] in uids)
-        ours = ours or (names[2:] == ("blobs",) and names[1] in lent)
+        ours = ours or (len(names) > 1 and names[1] in lent)
         left += ["/".join([*names, file]) for file in files if not ours or file.startswith("~")]
         if not folders and not files and len(names) > 1:
             left.append("/".join(names) + "/")
