@@ -922,7 +922,9 @@ def test_records_are_made_of_what_is_selected_only(monkeypatch):
     with checkpointer(memory()) as ckpt:
         ckpt.save(state, 1, mode="blocking")
         monkeypatch.setattr(
-            ObjectRecord, "__init__", lambda self, *args: made.append(args[1]) or make(self, *args)
+            ObjectRecord,
+            "__init__",
+            lambda self, *args, **more: made.append(args[1]) or make(self, *args, **more),
         )
         ckpt.restore(state, include=["m/0007", "m/2999"])
         assert set(made) == {("m", "0007"), ("m", "2999")}
