@@ -46,7 +46,6 @@ class _DeltaMemory(threading.local):
 
     def __init__(self) -> None:
         self.one = np.empty(_BLOCK_ELEMENTS, np.uint64)
-        self.two = np.empty(_BLOCK_ELEMENTS, np.uint64)
 
 
 _scratch = _DeltaMemory()

@@ -24,7 +24,7 @@ from penstock.core.plan.save import RawLayout, context_of
 from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend, BlobWriter
@@ -169,7 +169,8 @@ class FrameWriter:
             raw = self._unshared(raw)
             if raw:
                 self._start_raw(raw)
-            encoded = deque(self._unshared(encoded))
+            waiting, encoded = list(encoded), deque()  # released by `_unshared`, if it fails
+            encoded = deque(self._unshared(waiting))
             if encoded:
                 self._start_encoded(encoded)
         except BaseException:
@@ -235,16 +236,10 @@ class FrameWriter:
         if self._enc is not None:
             self._enc.abort()
 
-    def _unshared(self, waiting: Collection[Captured]) -> list[Captured]:
-        """Return the chunks that are not stored yet, and release the others.
-
-        After an error all chunks are released, and `waiting`, if it is a deque, is empty.
-        """
-        captured = list(waiting)
+    def _unshared(self, captured: list[Captured]) -> list[Captured]:
+        """Return the chunks that are not stored yet, and release the others; after an error all."""
         if self._bases is None or not self._bases.shares:
             return captured
-        if isinstance(waiting, deque):
-            waiting.clear()
         try:
             # Before a chunk gets its place in the blob: one that is stored already gets none.
             share = max(1, -(-len(captured) // self._workers.count))
