@@ -166,6 +166,7 @@ def save_stored(
             # From the record: the providers of the copied objects need not be installed here.
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
             earlier_errors=_errors(contents),
+            earlier_choices=contents.choices() if how.keep_codecs else (),
         ),
         destination=Destination(place),
         staging=staging_for(request, None, config),

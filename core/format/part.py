@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.commit_record import read_blobs
@@ -11,6 +11,7 @@ from penstock.core.format.records import (
     FORMAT_VERSION,
     BlobRecord,
     Chain,
+    ChoiceRecord,
     CodecRecord,
     PartEntry,
     PartHead,
@@ -52,6 +53,7 @@ _HEAD_KEYS = (
     "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "hashes",
     "sections",
 )  # fmt: skip
+_CHOICES_KEY = "choices"  # left out where no rule chose codecs by measurement
 _SECTION_COLUMNS = 7
 
 
@@ -65,7 +67,7 @@ class EncodedPart:
     objects: int
 
 
-def encode_part(
+def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     sections: Iterable[SectionDraft],
     *,
     uid: str,
@@ -74,6 +76,7 @@ def encode_part(
     block_bytes: int,
     blobs: Sequence[BlobRecord],
     chains: Sequence[Chain],
+    choices: Sequence[ChoiceRecord] = (),
     world_size: int = 1,
 ) -> EncodedPart:
     """Encode a part, and check that every reader takes it.
@@ -86,6 +89,7 @@ def encode_part(
         block_bytes: Distance between checksum cuts in raw frames, a multiple of 4096.
         blobs: Table that `Frame.blob` indexes; lengths as sealed.
         chains: Table that `Frame.chain` indexes; the first is the empty chain.
+        choices: How codecs were chosen, by class of objects.
         world_size: Number of ranks.
 
     Raises:
@@ -116,6 +120,8 @@ def encode_part(
         "hashes": _row(replace(hash_info, objects=objects)),
         "sections": [_row(replace(i, offset=i.offset + len(hash_frame))) for i in infos],
     }
+    if choices:
+        body[_CHOICES_KEY] = [astuple(choice) for choice in choices]
     head = compress(dump_json(body) + b"\n")
     data = b"".join((head, hash_frame, *frames))
     entry = PartEntry(part_name(uid, rank), len(data), len(head), digest(head))
@@ -180,7 +186,7 @@ def read_head(
     body = load_json(decompress(data, name), name)
     if type(body) is not dict or body.get("penstock") != FORMAT_VERSION:
         refuse(name, f"is not a part of format version {FORMAT_VERSION}")
-    fields = Fields(body, name, _HEAD_KEYS)
+    fields = Fields(body, name, _HEAD_KEYS, optional=(_CHOICES_KEY,))
     if fields.value("uid") != uid or not is_uid(uid):
         refuse(name, f"is of save {fields.value('uid')!r} instead of {uid}")
     if (fields.integer("rank"), fields.integer("world_size")) != (rank, world_size):
@@ -203,6 +209,7 @@ def read_head(
         chains=tuple(_chains(fields.items("chains"), name)),
         hashes=hashes,
         sections=sections,
+        choices=_choices(fields, name),
     )
 
 
@@ -322,3 +329,19 @@ def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
                 )
             )
         yield tuple(chain)
+
+
+def _choices(fields: Fields, name: str) -> tuple[ChoiceRecord, ...]:
+    if _CHOICES_KEY not in fields:
+        return ()
+    where, keys = f"{name}: {_CHOICES_KEY}", ("objects", "codec", "why")
+    found: dict[str, ChoiceRecord] = {}
+    for row in fields.items(_CHOICES_KEY):
+        columns = check_list(row, where, count=len(keys))
+        one = Fields(dict(zip(keys, columns, strict=True)), where, keys)
+        raw = one.value("codec") is None
+        codec = None if raw else one.text("codec", limit=MAX_CODEC_NAME_CHARS)
+        choice = ChoiceRecord(one.text("objects"), codec, one.text("why"))
+        if found.setdefault(choice.objects, choice) is not choice:
+            refuse(where, f"lists a class twice: {choice.objects!r}")
+    return tuple(found.values())

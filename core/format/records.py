@@ -44,6 +44,21 @@ Chain = tuple[CodecRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceRecord:
+    """What a rule with `codecs = "auto"` chose for one class of objects, in one save.
+
+    Attributes:
+        objects: The class: role and dtype, `"optimizer float32"`.
+        codec: The codec; None: raw.
+        why: The reason, in words.
+    """
+
+    objects: str
+    codec: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """The stored form of one chunk, as it lies in a blob.
 
@@ -177,7 +192,10 @@ class SectionInfo:
 
 @dataclass(frozen=True, slots=True)
 class PartHead:
-    """The head of a part: its tables, and where its sections are. `hashes` holds path hashes."""
+    """The head of a part: its tables, and where its sections are. `hashes` holds path hashes.
+
+    `choices` says of each class of objects how its codec was chosen; empty without such a rule.
+    """
 
     uid: str
     rank: int
@@ -188,6 +206,7 @@ class PartHead:
     chains: tuple[Chain, ...]
     hashes: SectionInfo
     sections: tuple[SectionInfo, ...]
+    choices: tuple[ChoiceRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

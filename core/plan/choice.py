@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.core.types import Role
+
 CANDIDATES: tuple[tuple[str, dict[str, int]], ...] = (
     ("floatsplit", {}),
     ("lz4", {}),
@@ -105,6 +107,11 @@ def cores_left(cores: float, busy: float, workers: int) -> float:
         workers: The threads that encode.
     """
     return min(max(cores - busy, _LEAST_CORES), workers)
+
+
+def class_of(role: Role, dtype: str) -> str:
+    """Return the class of an object, as codecs are chosen for it."""
+    return f"{role.value} {dtype}"
 
 
 class CodecChooser:

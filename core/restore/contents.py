@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.core.errors import PenstockError
     from penstock.core.format.index import PathHashes
     from penstock.core.format.records import (
+        ChoiceRecord,
         CodecRecord,
         CommitRecord,
         Frame,
@@ -104,6 +105,14 @@ class Contents:
                 lambda data: decode_section(data, info, head),
             )
         return self._sections[key]
+
+    def choices(self) -> tuple[ChoiceRecord, ...]:
+        """Return how codecs were chosen, once for each class of objects: as the first rank did."""
+        found: dict[str, ChoiceRecord] = {}
+        for part in range(len(self.record.parts)):
+            for choice in self.head(part).choices:
+                found.setdefault(choice.objects, choice)
+        return tuple(found.values())
 
     def objects(self) -> list[Located]:
         """Return every object, in the order in which the tree was described."""

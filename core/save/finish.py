@@ -297,6 +297,7 @@ class Finish:
                     engine=self._backend.name,
                     created=self._timing.clock.now_iso(),
                     base=base,
+                    choices=self._choices.report(results),
                 )
         except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (

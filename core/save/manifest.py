@@ -13,6 +13,7 @@ from penstock.core.format.index import encode_index
 from penstock.core.format.part import encode_part
 from penstock.core.format.records import (
     BlobRecord,
+    ChoiceRecord,
     CodecRecord,
     CommitRecord,
     Frame,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.plan.bases import StoredFrame
     from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.reporting.reports import CodecChoice
     from penstock.core.save.request import SaveRequest
     from penstock.core.types import ObjectPath
 
@@ -76,6 +78,7 @@ class ManifestWriter:
         *,
         shipper: Callable[[str], str],
         earlier_errors: Mapping[ObjectPath, WorstErrors] | None = None,
+        earlier_choices: Sequence[ChoiceRecord] = (),
     ) -> None:
         """Prepare for `request`.
 
@@ -85,11 +88,13 @@ class ManifestWriter:
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
             earlier_errors: How far the bytes of the objects are from what was once saved, where
                 they come from another checkpoint that lossy codecs wrote.
+            earlier_choices: How the codecs that the save takes over were chosen.
         """
         self._request = request
         self._metadata = metadata
         self._shipper = shipper
         self._earlier = earlier_errors or {}
+        self._earlier_choices = earlier_choices
         self._chains = [chain_record(chain) for chain in request.chains]
 
     def encode(
@@ -102,6 +107,7 @@ class ManifestWriter:
         engine: str,
         created: str,
         base: BaseEntry | None = None,
+        choices: Sequence[CodecChoice] = (),
     ) -> EncodedManifest:
         """Encode part, index and commit record.
 
@@ -113,6 +119,7 @@ class ManifestWriter:
             engine: Name of the backend that wrote the blobs.
             created: The time of the commit, in the form of records.
             base: The earlier checkpoint that frames are encoded against.
+            choices: How codecs were chosen while the save ran, by class of objects.
 
         Raises:
             FormatError: No reader would take the manifest.
@@ -143,6 +150,10 @@ class ManifestWriter:
             block_bytes=request.block_bytes,
             blobs=tables.blobs,
             chains=tables.chains,
+            choices=[
+                *self._earlier_choices,
+                *(ChoiceRecord(one.objects, one.codec, one.why) for one in choices),
+            ],
         )
         index = encode_index(uid, [part.hashes])
         codecs = {c.name: c.version for chain in tables.chains for c in chain}

@@ -34,7 +34,7 @@ from penstock.core.limits import (
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.pipeline.choices import AutoChains
 from penstock.core.pipeline.staging import Staging, default_budget
-from penstock.core.plan.choice import CANDIDATES, CodecChooser
+from penstock.core.plan.choice import CANDIDATES, CodecChooser, class_of
 from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.save.request import SaveRequest
@@ -198,7 +198,7 @@ class ChainTable:
                 )
 
     def _class_number(self, entry: StateObject) -> int:
-        name = f"{entry.role.value} {entry.spec.dtype}"
+        name = class_of(entry.role, entry.spec.dtype)
         number = self._number_of_class.get(name)
         if number is None:
             number = self._number_of_class[name] = len(self.chains)

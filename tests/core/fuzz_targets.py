@@ -75,6 +75,7 @@ class Stored:
         rules = [
             {"match": "encoded/**", "codecs": ["zstd"]},
             {"match": "chained", "codecs": ["lz4", "zstd"]},
+            {"match": "array", "codecs": "auto"},
         ]
         self.ckpt = Checkpointer(
             self.store, chunk_bytes=16384, block_bytes=4096, workers=1, rules=rules

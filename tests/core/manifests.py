@@ -10,6 +10,7 @@ from penstock.core.format.index import encode_index
 from penstock.core.format.part import decode_head, decode_section, encode_part
 from penstock.core.format.records import (
     BlobRecord,
+    ChoiceRecord,
     CodecRecord,
     CommitRecord,
     blob_name,
@@ -26,6 +27,10 @@ CHAINS = [
     (),
     (CodecRecord("zstd", 1, {"level": 3}),),
     (CodecRecord("floatsplit", 1, {}), CodecRecord("zstd", 2, {})),
+]
+CHOICES = [
+    ChoiceRecord("optimizer float32", "floatsplit", "floatsplit: 1.20x"),
+    ChoiceRecord("other uint8", None, "raw: no codec makes it smaller"),
 ]
 
 
@@ -103,6 +108,7 @@ class Manifest:
                 BlobRecord(blob_name(UID, 0, 0, "enc"), encoded_bytes),
             ],
             chains=CHAINS,
+            choices=CHOICES,
         )
         self.index = encode_index(UID, [self.part.hashes])
         self.record = commit_record(index=self.index.entry, parts=(self.part.entry,))

@@ -24,6 +24,7 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.tree import Branch, grown, rows_of
+from penstock.core.plan.choice import class_of
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.rounding import Rounding
 from penstock.core.storage.open import open_backend
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.core.cli.output.chain import Link
-    from penstock.core.format.records import CommitRecord, ObjectRecord
+    from penstock.core.format.records import ChoiceRecord, CommitRecord, ObjectRecord
     from penstock.core.plan.restore import Located
     from penstock.core.restore.contents import Contents
     from penstock.core.types import WorstErrors
@@ -143,6 +144,8 @@ def run(
             replace(describe(one, contents), rounding=checkpoint.rounding([one])) for one in chosen
         ]
         chain = chain_of(backend, contents, chosen)
+        classes = {class_of(one.record.role, one.record.spec.dtype) for one in chosen}
+        choices = [choice for choice in contents.choices() if choice.objects in classes]
         if how.stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
     record = contents.record
@@ -150,10 +153,16 @@ def run(
         head = {"step": record.step, **record_json(record)}
         objects = [_as_json(one, how) for one in shown]
         print_json(
-            {"checkpoint": head, "chain": [link.as_json() for link in chain], "objects": objects}
+            {
+                "checkpoint": head,
+                "chain": [link.as_json() for link in chain],
+                "choices": [asdict(choice) for choice in choices],
+                "objects": objects,
+            }
         )
     else:
         _print(record, chain, shown, how)
+        _print_choices(choices)
 
 
 def describe(located: Located, contents: Contents) -> Shown:
@@ -234,6 +243,12 @@ def _print_rounding(shown: list[Shown]) -> None:
             f"whether {visible(', '.join(unknown))} is lossy is not known: it is not installed",
             style="yellow",
         )
+
+
+def _print_choices(choices: Sequence[ChoiceRecord]) -> None:
+    """Print why the objects have the codecs that were chosen for them by measurement."""
+    for choice in choices:
+        print_line(f"chosen for {visible(choice.objects)}: {visible(choice.why)}")
 
 
 def _codecs_text(one: Shown) -> str:

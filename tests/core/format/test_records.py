@@ -124,6 +124,7 @@ def test_what_was_described_comes_back(case, section_objects, pages):
     assert all(len(s.objects) + len(s.nodes) <= section_objects for s in sections)
     assert made.head().block_bytes == block_bytes
     assert made.head().chains == tuple(manifests.CHAINS)
+    assert made.head().choices == tuple(manifests.CHOICES)
 
 
 @given(described(), st.integers(1, 4))
@@ -507,6 +508,28 @@ def test_errors_are_read_as_they_were_written():
     assert section.objects[0].errors == WorstErrors(0.5, math.inf)
     assert section.objects[1].errors == WorstErrors(0.0, 0.25)
     assert all(one.errors is None for one in section.objects[2:])
+
+
+@pytest.mark.parametrize(
+    ("choices", "complaint"),
+    [
+        ([["other uint8", None]], "list"),
+        ([7], "list"),
+        ([[7, None, "raw"]], "objects is not a string"),
+        ([["other uint8", 7, "raw"]], "codec is not a string"),
+        ([["other uint8", "zstd" * 100, "raw"]], "codec is not a string"),
+        ([["other uint8", None, None]], "why is not a string"),
+        ([["other uint8", None, "raw"], ["other uint8", "zstd", "zstd"]], "a class twice"),
+    ],
+)
+def test_a_lie_about_choices_is_named(choices, complaint):
+    made = manifests.example()
+    head = load_json(decompress(made.part.data[: made.part.entry.head_length], ""), "")
+    raw = compress(dump_json(head | {"choices": choices}))
+    length = made.part.entry.length - made.part.entry.head_length + len(raw)
+    entry = replace(made.part.entry, length=length, head_length=len(raw), head_sha256=digest(raw))
+    with pytest.raises(FormatError, match=complaint):
+        read_head(raw, entry, uid=manifests.UID, rank=0, world_size=1)
 
 
 def test_unknown_fields_are_refused():

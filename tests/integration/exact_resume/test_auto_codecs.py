@@ -193,13 +193,43 @@ def test_show_and_copy_know_what_was_chosen(tmp_path, capsys, monkeypatch):
     with checkpointer(slow(penstock_posix(tmp_path / "run"))) as ckpt:
         report = ckpt.save(state, step=1, mode="blocking").result()
     call = caller(capsys, monkeypatch)
-    shown = {o["path"]: o for o in call("show", tmp_path / "run", "--json").json["objects"]}
+    found = call("show", tmp_path / "run", "--json").json
+    shown = {o["path"]: o for o in found["objects"]}
     assert shown["w"]["codecs"] == [by_class(report)["other float32"].codec]
+    assert found["choices"] == [
+        {"objects": one.objects, "codec": one.codec, "why": one.why} for one in report.codecs
+    ]
+    told = [f"chosen for {one.objects}: {one.why}" for one in report.codecs]
+    assert call("show", tmp_path / "run").out.splitlines()[-2:] == told
+    some = call("show", tmp_path / "run", "--include", "epoch")
+    assert [line for line in some.out.splitlines() if "chosen for" in line] == told[1:]
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rules]]\nmatch = "**"\ncodecs = "auto"\n')
     assert call("copy", tmp_path / "run", tmp_path / "copy", "--rules", rules).code == 0
     with penstock.Checkpointer(tmp_path / "copy") as ckpt:
         assert is_same(ckpt.load(1), state)
+
+
+def test_the_reason_goes_along_with_the_codecs(tmp_path, capsys, monkeypatch):
+    run, call = tmp_path / "run", caller(capsys, monkeypatch)
+    state = {**squeezable(), "still": torch.arange(MIB)}
+    rules = [{"match": "still", "codecs": ["zstd"]}, AUTO]
+    with checkpointer(slow(penstock_posix(run)), share=True, rules=rules) as ckpt:
+        ckpt.save(state, step=1, mode="blocking")
+        report = ckpt.save(state, step=2, mode="blocking").result()
+        ckpt.delete(1)
+    chosen = {one.objects: one.why for one in report.codecs}
+
+    def reasons(url):
+        return {c["objects"]: c["why"] for c in call("show", url, "--json").json["choices"]}
+
+    assert call("copy", run, tmp_path / "whole").code == 0
+    assert call("copy", run, tmp_path / "part", "--include", "w").code == 0
+    assert reasons(tmp_path / "whole") == chosen
+    assert reasons(tmp_path / "part") == {"other float32": chosen["other float32"]}
+    with penstock.Checkpointer(run) as ckpt:
+        assert [one.step for one in ckpt.compact().steps] == [2]
+    assert reasons(run) == chosen
 
 
 def penstock_posix(path):
