@@ -100,7 +100,7 @@ def show(
     segment), `**` (any number), `?`, `[..]`; a bare prefix takes all that is below it.
 
     STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
-    `penstock ls` counts the gaps, too.
+    `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
     """
     from penstock.core.cli.commands.show import ShowOptions, run  # noqa: PLC0415
 

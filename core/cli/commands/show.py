@@ -24,6 +24,7 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.tree import Branch, grown, rows_of
+from penstock.core.format.records import blob_uid
 from penstock.core.plan.choice import class_of
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.rounding import Rounding
@@ -52,6 +53,7 @@ _COLUMNS = (
     Column("CODECS", keep=4, spare=True),
     Column("ROLE", keep=1, spare=True),
 )
+_BORROWED = Column("BORROWED", right=True, keep=3, spare=True)
 _LINKS = Column("LINKS", right=True, keep=2, spare=True)
 _ERROR_COLUMNS = (
     Column("ABS ERROR", right=True, keep=6),
@@ -98,7 +100,10 @@ class Shown:
     Attributes:
         record: The object's record in the manifest.
         codecs: The codecs of its frames, in the order of encoding.
-        bytes_stored: Its stored bytes; of a slab, which holds several objects, its share.
+        bytes_stored: Its bytes in the blobs of the checkpoint itself; of a slab, which holds
+            several objects, its share.
+        bytes_borrowed: Likewise its bytes in the blobs of other saves: frames that it shares, and
+            those that its own ones are encoded against.
         links: How many frames of other chunks its deepest frame needs, one below the other.
         stats: Statistics of its values, if they were asked for and can be computed.
         rounding: Its codecs that are lossy, and those of which that is unknown.
@@ -107,6 +112,7 @@ class Shown:
     record: ObjectRecord
     codecs: tuple[str, ...]
     bytes_stored: int
+    bytes_borrowed: int = 0
     links: int = 0
     stats: Stats | None = None
     rounding: Rounding = field(default_factory=Rounding)
@@ -176,12 +182,15 @@ def describe(located: Located, contents: Contents) -> Shown:
         for chunk in shard.chunks:
             used[chunk.frame] += chunk.stop - chunk.start
             codecs |= dict.fromkeys(link.name for link in head.chains[frames[chunk.frame].chain])
-    stored = sum(
-        round(frames[number].length * size / frames[number].raw_length)
-        for number, size in used.items()
-        if size
-    )
-    return Shown(located.record, tuple(codecs), stored, depth_of(located))
+    stored = borrowed = 0
+    for number, size in used.items():
+        for link in frames[number].links():
+            share = round(link.length * size / link.raw_length)
+            if blob_uid(head.blobs[link.blob].name) == head.uid:
+                stored += share
+            else:
+                borrowed += share
+    return Shown(located.record, tuple(codecs), stored, borrowed, depth_of(located))
 
 
 def _print(
@@ -196,7 +205,13 @@ def _print(
     if chain[1:]:
         print_chain(chain, None if record.base is None else record.base.age)
     print_line("")
-    columns = [*_COLUMNS, _LINKS, *(_STATS_COLUMNS if how.stats else ()), *_ERROR_COLUMNS]
+    columns = [
+        *_COLUMNS,
+        _BORROWED,
+        _LINKS,
+        *(_STATS_COLUMNS if how.stats else ()),
+        *_ERROR_COLUMNS,
+    ]
     if how.as_tree:
         tree = grown((one.record.path, one) for one in shown)
         rows = [
@@ -210,10 +225,15 @@ def _print(
     if not any(one.record.errors is not None for one in shown):
         del columns[-len(_ERROR_COLUMNS) :]
         rows = [row[: len(columns)] for row in rows]
-    if not any(one.links for one in shown):
-        columns.remove(_LINKS)
-        for row in rows:
-            del row[len(_COLUMNS)]
+    for column, used in (
+        (_LINKS, any(one.links for one in shown)),
+        (_BORROWED, any(one.bytes_borrowed for one in shown)),
+    ):
+        if not used:
+            at = columns.index(column)
+            del columns[at]
+            for row in rows:
+                del row[at]
     print_table(columns, rows)
     _print_sum(record, shown)
     _print_rounding(shown)
@@ -222,9 +242,12 @@ def _print(
 def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
     raw = sum(one.nbytes for one in shown)
     stored = sum(one.bytes_stored for one in shown)
+    borrowed = sum(one.bytes_borrowed for one in shown)
     print_line(
         f"\n{len(shown)} of {record.objects} objects, {size_text(raw)}, "
-        f"{size_text(stored)} stored ({ratio_text(raw, stored)}){_with_gaps(record, shown)}"
+        f"{size_text(stored)} stored ({ratio_text(raw, stored)})"
+        + (f", {size_text(borrowed)} borrowed" if borrowed else "")
+        + _with_gaps(record, shown)
     )
 
 
@@ -284,6 +307,7 @@ def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str
         ratio_text(raw, stored),
         "",
         "",
+        size_text(sum(s.bytes_borrowed for s in below)),
         str(max(s.links for s in below)),
         *([""] * len(_STATS_COLUMNS) if how.stats else []),
     ]
@@ -304,6 +328,7 @@ def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:
         ratio_text(one.nbytes, one.bytes_stored),
         _codecs_text(one),
         record.role.value,
+        size_text(one.bytes_borrowed),
         str(one.links),
         *(_stats_cells(one.stats) if how.stats else []),
         *_error_cells(record.errors),
@@ -335,6 +360,7 @@ def _as_json(one: Shown, how: ShowOptions) -> dict[str, Any]:
         "shape": list(record.spec.shape),
         "bytes_raw": one.nbytes,
         "bytes_stored": one.bytes_stored,
+        "bytes_borrowed": one.bytes_borrowed,
         "codecs": list(one.codecs),
         "links": one.links,
         "lossless": one.rounding.lossless,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from tests.core.cli.command import caller
 from tests.integration.deltas.test_chains import run_of
 
@@ -100,6 +101,32 @@ def test_show_prints_the_chain_above_the_objects(call, chained):
     names = [columns(line)[0] for line in links[:4]]
     assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]
     assert any(columns(line)[-1] == "LINKS" for line in links)
+
+
+def test_show_tells_stored_bytes_from_borrowed_ones(call, chained):
+    found = call("show", chained, "--step", 3, "--json").json
+    objects, (own, *others) = found["objects"], found["chain"]
+    rounded = 64 * len(objects) * len(others)  # the gaps in slabs are nobody's
+    assert sum(o["bytes_stored"] for o in objects) == pytest.approx(own["bytes_read"], abs=rounded)
+    borrowed = sum(link["bytes_read"] for link in others)
+    assert sum(o["bytes_borrowed"] for o in objects) == pytest.approx(borrowed, abs=rounded)
+
+
+def test_what_is_shared_is_borrowed_and_not_stored(call, tmp_path):
+    root, still = tmp_path / "run", torch.randn(300_000)
+    with penstock.Checkpointer(f"posix://{root}", share=True) as ckpt:
+        for step in (1, 2):
+            state = {"still": {"a": still}, "moves": torch.randn(300_000)}
+            ckpt.save(state, step=step, mode="blocking")
+    found = call("show", root, "--step", 2, "--json").json
+    sizes = {o["path"]: (o["bytes_stored"], o["bytes_borrowed"]) for o in found["objects"]}
+    assert sizes == {"still/a": (0, 1_200_000), "moves": (1_200_000, 0)}
+    done = call("show", root, "--step", 2, "--tree")
+    title, folder, *_ = done.out.splitlines()[-6:]
+    assert columns(title)[-1] == "BORROWED"
+    assert columns(folder)[-1] == "1.1 MiB"
+    assert "1.1 MiB stored (2.00x), 1.1 MiB borrowed" in done.out.splitlines()[-1]
+    assert "BORROWED" not in call("show", root, "--step", 1).out
 
 
 def test_show_of_a_whole_checkpoint_prints_no_chain(call, chained):

@@ -26,10 +26,11 @@ def call(capsys, monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     root = tmp_path / "run"
-    rules = [{"match": "w", "codecs": ["zstd"]}]
+    rules = [{"match": "w", "codecs": ["zstd"]}, {"match": "b", "codecs": "auto"}]
     with penstock.Checkpointer(f"posix://{root}", rules=rules) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save({"w": torch.ones(5000)}, step=step, mode="blocking", metadata={"loss": 1.0})
+            state = {"w": torch.ones(5000), "b": torch.ones(5)}
+            ckpt.save(state, step=step, mode="blocking", metadata={"loss": 1.0})
     return root
 
 
