@@ -421,10 +421,7 @@ class Contents:
 
     def _made_chain(self, records: Sequence[CodecRecord]) -> CodecChain:
         try:
-            return CodecChain(
-                [self._registry.codec_from_record(r.name, r.version, r.config) for r in records],
-                versions=[record.version for record in records],
-            )
+            return decoding_chain(records, self._registry)
         except PluginError as error:
             plugins = (f"codec {record.name}" for record in records)
             shipped = dict.fromkeys(filter(None, map(self.record.plugins.get, plugins)))
@@ -432,22 +429,10 @@ class Contents:
             return AbsentChain(f"{error}{by}")
 
     def _check_encoded(self, part: int, frame: Frame, absent: set[str] | None) -> None:
-        """Check that a frame is no longer than its codecs can make it.
-
-        Memory is allocated for a frame before it is read, so a damaged length must not ask for
-        more than that.
-        """
         chain = self._chain(part, frame.chain, absent)
         if isinstance(chain, AbsentChain):
             return  # no codec gives a bound, so the blob's size is the only one
-        bound = chain.max_encoded_size(frame.raw_length)
-        if frame.length > bound:
-            name = self.head(part).blobs[frame.blob].name
-            msg = (
-                f"the frame at {name}:{frame.offset} is recorded with {frame.length} bytes, but "
-                f"its codecs make at most {bound} of {frame.raw_length}"
-            )
-            raise FormatError(msg, [name])
+        check_length(frame, chain, self.head(part).blobs[frame.blob].name)
 
     def _index(self, backend: Backend) -> IndexReader:
         index = self.record.index
@@ -496,6 +481,36 @@ class Contents:
         error = FormatError(f"{name} on {self._backend.url} is missing", [name])
         catalog = Catalog(self._backend)
         return catalog.gone_or_damaged(self.record.step, self.record.uid, error)
+
+
+def decoding_chain(records: Sequence[CodecRecord], registry: Registry) -> CodecChain:
+    """Return the codecs of a stored chain; each learns the version that wrote the frames.
+
+    Raises:
+        PluginError: A codec is missing, or refuses its options or that version.
+    """
+    return CodecChain(
+        [registry.codec_from_record(r.name, r.version, r.config) for r in records],
+        versions=[record.version for record in records],
+    )
+
+
+def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
+    """Check that an encoded frame is no longer than its codecs can make it.
+
+    Memory is allocated for a frame before it is read, so a damaged length must not ask for more
+    than that.
+
+    Raises:
+        FormatError: The frame is longer.
+    """
+    bound = chain.max_encoded_size(frame.raw_length)
+    if frame.length > bound:
+        msg = (
+            f"the frame at {blob}:{frame.offset} is recorded with {frame.length} bytes, but its "
+            f"codecs make at most {bound} of {frame.raw_length}"
+        )
+        raise FormatError(msg, [blob])
 
 
 def check_ties(records: Sequence[ObjectRecord]) -> None:

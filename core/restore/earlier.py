@@ -5,17 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.core.errors import FormatError
-from penstock.core.pipeline.chain import CodecChain
 from penstock.core.pipeline.reader import FrameReader
 from penstock.core.plan.bases import stored_frames
 from penstock.core.plan.restore import FrameJob
-from penstock.core.restore.contents import Contents
+from penstock.core.restore.contents import Contents, check_length, decoding_chain
 from penstock.core.types import ByteRange, ReadRequest
 
 if TYPE_CHECKING:
     from penstock.core.abc import Backend, CodecContext
     from penstock.core.format.records import Chain, CommitRecord
+    from penstock.core.pipeline.chain import CodecChain
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plugins.registry import Registry
 
@@ -65,11 +64,8 @@ class EarlierReader:
     def _job(self, stored: StoredFrame, context: CodecContext) -> FrameJob[CodecChain]:
         frame, blob = stored.frame, stored.blob.name
         chain = self._chain(stored.chain) if stored.chain else None
-        # Memory is allocated for the frame before it is read, so a damaged length must not ask for
-        # more than its codecs can have made.
-        if chain is not None and frame.length > chain.max_encoded_size(frame.raw_length):
-            msg = f"the frame at {blob}:{frame.offset} has {frame.length} bytes, too many"
-            raise FormatError(msg, [blob])
+        if chain is not None:
+            check_length(frame, chain, blob)
         whole = (ByteRange(0, frame.length),)
         return FrameJob(frame, blob, stored.block_bytes, chain, context, whole)
 
@@ -77,8 +73,5 @@ class EarlierReader:
         key = repr(records)
         with self._lock:
             if key not in self._chains:
-                codecs = [
-                    self._registry.codec_from_record(r.name, r.version, r.config) for r in records
-                ]
-                self._chains[key] = CodecChain(codecs)
+                self._chains[key] = decoding_chain(records, self._registry)
             return self._chains[key]

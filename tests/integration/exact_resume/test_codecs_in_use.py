@@ -316,6 +316,17 @@ def test_a_codec_reads_what_its_older_version_wrote(tmp_path, codecs):
             assert ckpt.info(step).codecs["grown"] == step
 
 
+def test_a_base_is_decoded_by_the_version_that_wrote_it(tmp_path, caplog):
+    weights = torch.randn(9000, generator=torch.Generator().manual_seed(1))
+    for step, codec in enumerate((First, Second), start=1):
+        with with_codec(tmp_path, codec, codecs=("delta", "grown")) as ckpt:
+            ckpt.save({"w": weights + 1e-6 * step}, step, mode="blocking")
+            assert torch.equal(ckpt.load(step)["w"], weights + 1e-6 * step)
+    with with_codec(tmp_path, Second) as ckpt:
+        assert ckpt.info(2).references == (ckpt.info(1).uid,)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("codec", "step", "why"),
     [
