@@ -42,7 +42,7 @@ _MEMORY_SHARE = 4  # a state above a quarter of the memory is not kept unless th
 
 
 class KeptChunks:
-    """The chunks of the newest checkpoint of this process, in host memory; for one save at a time.
+    """The newest checkpoint of this process: its frames, and chunks; for one save at a time.
 
     While a save runs, its chunks replace those of the checkpoint before, one by one, so that there
     is memory for one state. A save that fails leaves a mixture, so a chunk serves as a base only if
@@ -92,10 +92,9 @@ class KeptChunks:
         self._uid, self._frames, self._shared = uid, frames, shared
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Drop the bytes of all chunks; the frames stay known."""
         with self._lock:
             self._views = {}
-        self._uid, self._frames, self._shared = "", {}, SharedFrames()
 
 
 class SaveBases:
