@@ -92,6 +92,9 @@ def stored_frames(
 ) -> dict[ChunkKey, StoredFrame]:
     """Return all frames of a checkpoint by the keys of their chunks.
 
+    Equal chunks may share a frame, which then has the key of each of them; of slabs, which the
+    manifest does not tell apart, it has none.
+
     Args:
         objects: All objects of the checkpoint; tied ones have no frames.
         heads: The heads of the parts, by number.
@@ -118,12 +121,23 @@ def stored_frames(
                     )
                 )
     return {
-        tuple(sorted(pieces[place], key=lambda piece: piece.at)): resolved(
-            frame, head.blobs, head.chains, head.block_bytes
-        )
+        key: stored
         for place, frame in frames.items()
         for head in [heads[place[0]]]
+        for stored in [resolved(frame, head.blobs, head.chains, head.block_bytes)]
+        for key in _keys_of(pieces[place], frame.raw_length)
     }
+
+
+def _keys_of(pieces: Iterable[PieceKey], length: int) -> Iterator[ChunkKey]:
+    slab: list[PieceKey] = []
+    for piece in pieces:
+        if piece.stop - piece.start == length:
+            yield (piece,)
+        else:
+            slab.append(piece)
+    if slab:
+        yield tuple(sorted(slab, key=lambda piece: piece.at))
 
 
 def resolved(

@@ -182,6 +182,27 @@ def test_a_derived_weight_and_its_shared_master_take_nothing(tmp_path):
     check(tmp_path, {0: state, 1: state})
 
 
+def test_what_the_newest_checkpoint_has_is_remembered_and_not_read_again(tmp_path):
+    store = FaultyBackend(open_backend(tmp_path))
+    with opened(store) as ckpt:
+        for step in range(3):
+            ckpt.save(layers(step), step=step, mode="blocking")
+    assert not [names for call, names in store.calls if call == "read" and "parts/" in names[0]]
+    assert borrowed(tmp_path, 2) == [0]
+
+
+def test_a_frame_of_two_objects_is_a_base_for_both(tmp_path):
+    made = torch.Generator().manual_seed(1)
+    weight = torch.randn(200, 300, generator=made)
+    options = {"rules": rules("delta", "floatsplit"), "chunk_bytes": 1 << 20}
+    states = [{"a": weight, "b": weight.clone()}] * 2
+    states.append({"a": weight + 1e-6, "b": weight + 2e-6})
+    reports = [save(tmp_path, state, step, **options) for step, state in enumerate(states)]
+    assert reports[1].bytes_stored == 0
+    assert reports[2].bytes_stored < 0.7 * reports[2].bytes_raw
+    check(tmp_path, dict(enumerate(states)))
+
+
 # -- whose data is kept alive ----------------------------------------------------------------------
 
 
