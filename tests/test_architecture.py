@@ -60,6 +60,13 @@ def test_a_rules_test_exists_and_guards_its_module(rule, module, test):
         assert module in files, f"{rule}: that test guards {sorted(files)}"
 
 
+def test_every_guard_stands_once_in_its_module():
+    for section in tomllib.loads((ROOT / "tools" / "guards.toml").read_text()).values():
+        for guard in section if isinstance(section, list) else ():
+            count = (ROOT / guard["file"]).read_text().count(guard["old"])
+            assert count == 1, f"{guard['name']}: {guard['file']} has it {count} times"
+
+
 def test_the_glossary_explains_a_word_once_and_in_order():
     for section in (ROOT / "docs" / "glossary.md").read_text().split("\n## ")[1:]:
         words = re.findall(r"^\*\*([^*]+)\*\*", section, re.MULTILINE)
