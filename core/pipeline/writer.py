@@ -212,7 +212,9 @@ class FrameWriter:
             seals.append(self._workers.submit(lambda: _seal(raw, self._raw_name, length)))
             blobs.append((self._raw_name, length))
         try:
-            if self._enc is not None:
+            if self._enc is not None and self._enc.is_empty:  # all that was encoded is shared
+                self._enc.abort()
+            elif self._enc is not None:
                 blobs.append((self._enc_name, self._enc.seal()))
         finally:
             wait(seals)  # `abort` must not run while a seal is in flight
@@ -273,9 +275,9 @@ class FrameWriter:
         if bases is None or not bases.shares:
             return False
         chain = self._choices.chain(index)
-        if chain is not None and not chain.lossless:
-            return False  # the errors that the manifest is to have arise when the chunk is encoded
         content = self._contents[index] = content_hash(captured.view)
+        if chain is not None and not chain.lossless:
+            return False  # see `_is_encoded_alike`: its errors arise when the chunk is encoded
         stored = bases.shared(index, content, self._choices.number(index))
         if stored is None:
             return False
@@ -371,6 +373,8 @@ class FrameWriter:
                     effort = self._choices.begin_encoding(captured.index)
                     frame, base = self._encoded(chain, captured, slot, chunk)
                     effort.end_encoding()
+                    if not chain.lossless and self._is_encoded_alike(captured.index, chain, frame):
+                        return
                     if len(frame.declined) == len(chain.codecs):
                         self._store_raw(stream, captured, number, frame.declined)
                         self._choices.end_encoding(captured.index, chunk.length, effort)
@@ -394,6 +398,21 @@ class FrameWriter:
             self._tick(chunk.length)
 
         return task
+
+    def _is_encoded_alike(self, index: int, chain: CodecChain, frame: EncodedFrame) -> bool:
+        """Return whether what a lossy chain made of a chunk is stored already, and note it then."""
+        bases, content = self._bases, self._contents.get(index)
+        if bases is None or content is None:
+            return False
+        stored = bases.shared(index, content, self._choices.number(index))
+        # Equal chunks: but a frame by other codecs gives back other values.
+        if stored is None or len(stored.chain) != len(chain.codecs) - len(frame.declined):
+            return False
+        if stored.chain and stored.frame.raw_checksum != frame.raw_checksum:
+            return False
+        self.results[index] = ChunkResult(0, 0, (), chain=0, shared=stored, errors=frame.errors)
+        self._tick(self._plan.chunks[index].length)
+        return True
 
     def _slot(self) -> memoryview:
         """This thread's memory for one encoded frame."""
@@ -490,6 +509,12 @@ class EncodedBlob:
         self._current = 0
         self._base = 0
         self._filled = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was appended."""
+        with self._lock:
+            return self._base + self._filled == 0
 
     def append(self, frame: memoryview) -> int:
         """Copy `frame` behind the frames before it and return its offset."""

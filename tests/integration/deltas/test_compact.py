@@ -51,6 +51,10 @@ def records(root):
         return {step: ckpt._catalog.record(step) for step in ckpt.steps()}
 
 
+def errors_at(ckpt, step):
+    return {one.path: one.errors for one in ckpt.open(step).objects()}
+
+
 def folders(root):
     return {folder.name for folder in (root / "data").iterdir()}
 
@@ -134,10 +138,12 @@ def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
     with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
         for step in range(2):
             ckpt.save({**state_of(step), "v": moments}, step=step, mode="blocking")
-        before = ckpt.load(1)
+        before, errors = ckpt.load(1), errors_at(ckpt, 1)
         assert not torch.equal(before["v"], moments)
-        ckpt.compact([1])
+        assert [one.step for one in ckpt.compact([1]).steps] == [1]
         assert same(ckpt.load(1), before)
+        assert errors_at(ckpt, 1) == errors
+        assert errors["v",].absolute > 0
         assert ckpt.verify(1).ok
 
 

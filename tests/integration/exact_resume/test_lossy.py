@@ -119,6 +119,7 @@ def test_a_frozen_tensor_has_errors_in_each_checkpoint_that_shares(opened):
             ckpt.save(state, step, mode="blocking")
         assert errors_of(ckpt, 1) == errors_of(ckpt, 2)
         assert errors_of(ckpt, 2)["w"].absolute == 2**-10
+        assert ckpt.info(2).bytes_stored == 0
 
 
 def test_infinite_errors_are_stored(opened, tmp_path):

@@ -115,6 +115,97 @@ def test_without_the_option_everything_is_stored_again(tmp_path):
     assert borrowed(tmp_path, 2) == []
 
 
+LOSSY = [["cast"], ["cast", "floatsplit"], ["log8"], ["log8", "zstd"]]
+
+
+def positive(step):
+    """Layers that `log8` takes: it declines negative numbers."""
+    state = layers(step)["model"]
+    return {"model": {path: tensor.abs() for path, tensor in state.items()}}
+
+
+def rounded(*codecs):
+    return [{"match": "model/*.weight", "codecs": list(codecs)}]
+
+
+def errors_at(root, step):
+    with penstock.Checkpointer(root) as ckpt:
+        return {one.path: one.errors for one in ckpt.open(step).objects()}
+
+
+@pytest.mark.parametrize("codecs", LOSSY)
+@pytest.mark.parametrize("one_process", [True, False])
+def test_what_stands_still_is_rounded_but_stored_once(tmp_path, codecs, one_process):
+    options = {"rules": rounded(*codecs)}
+    if one_process:
+        first, second = saved(tmp_path / "run", range(2), states=positive, **options)
+    else:
+        first, second = (save(tmp_path / "run", positive(n), n, **options) for n in range(2))
+    assert second.bytes_stored <= 0.12 * first.bytes_stored
+    alone = save(tmp_path / "alone", positive(1), 1, share=False, **options)
+    assert alone.bytes_stored > 5 * second.bytes_stored
+    assert errors_at(tmp_path / "run", 1) == errors_at(tmp_path / "alone", 1)
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        with penstock.Checkpointer(tmp_path / "alone") as other:
+            assert same(ckpt.load(1), other.load(1))
+        assert ckpt.verify(1).ok
+
+
+@pytest.mark.parametrize("codecs", LOSSY)
+def test_a_state_of_rounded_tensors_that_stands_still_takes_nothing(tmp_path, codecs):
+    saved(tmp_path / "run", [0], states=positive, rules=rounded(*codecs))
+    report = save(tmp_path / "run", positive(0), 1, rules=rounded(*codecs))
+    assert (report.bytes_stored, report.blobs) == (0, 0)
+    assert borrowed(tmp_path / "run", 1) == [0]
+
+
+def test_a_chunk_that_a_lossy_codec_declines_is_stored_once(tmp_path):
+    saved(tmp_path / "run", [0], rules=rounded("log8", "floatsplit"))  # which has negative numbers
+    report = save(tmp_path / "run", layers(0), 1, rules=rounded("log8", "floatsplit"))
+    assert report.bytes_stored == 0
+    check(tmp_path / "run", {n: layers(0) for n in range(2)})
+
+
+CHANGED = [
+    (["cast"], []),
+    ([], ["cast"]),
+    (["floatsplit"], ["cast", "floatsplit"]),
+    (["cast", "floatsplit"], ["floatsplit"]),
+    (["cast"], [{"type": "cast", "to": "float16"}]),
+    (["cast"], ["log8"]),
+]
+
+
+@pytest.mark.parametrize(("before", "now"), CHANGED, ids=str)
+def test_another_chain_than_the_stored_one_is_given_what_it_asks_for(tmp_path, before, now):
+    saved(tmp_path / "run", [0], states=positive, rules=rounded(*before))
+    save(tmp_path / "run", positive(0), 1, rules=rounded(*now))
+    save(tmp_path / "alone", positive(0), 1, share=False, rules=rounded(*now))
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        with penstock.Checkpointer(tmp_path / "alone") as other:
+            expected = other.load(1)
+        assert same(ckpt.load(1), expected)
+        assert not same(ckpt.load(0), expected)
+    assert errors_at(tmp_path / "run", 1) == errors_at(tmp_path / "alone", 1)
+
+
+def test_as_many_codecs_may_still_be_others(tmp_path):
+    """`floatsplit` took the chunk of the first save; in the second it declines what is left."""
+    codes = torch.randint(0, 120, (400, 300), generator=torch.Generator().manual_seed(1))
+    signs = 1 - 2 * torch.randint(0, 2, codes.shape, generator=torch.Generator().manual_seed(2))
+    numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * signs
+    state = {"w": numbers * (1 + 2**-10)}
+    split, narrow = "floatsplit", {"type": "cast", "to": "float8_e4m3fn"}
+    for step, codecs in enumerate([[split], [narrow, split]]):
+        save(tmp_path, state, step, rules=[{"match": "w", "codecs": codecs}])
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        heads = [ckpt.open(step).contents.head(0) for step in range(2)]
+        chains = [[codec.name for codec in head.chains[-1]] for head in heads]
+        assert chains == [["floatsplit"], ["cast"]]
+        assert torch.equal(ckpt.load(0)["w"], state["w"])
+        assert torch.equal(ckpt.load(1)["w"], numbers)
+
+
 def test_one_bit_is_a_difference(tmp_path):
     state = layers(0)
     saved(tmp_path, [0])
