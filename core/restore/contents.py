@@ -354,10 +354,14 @@ class Contents:
 
     def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
         """Return the objects, followed by those that some of them get their bytes from."""
-        known = {o.record.path for o in objects}
-        tied = {o.record.same_as for o in objects if o.record.same_as is not None}
-        derived = {o.record.derived for o in objects if o.record.derived is not None}
-        return [*objects, *filter(None, map(self.find, sorted((tied | derived) - known)))]
+        found, known = list(objects), {o.record.path for o in objects}
+        for _ in range(2):  # the owner of a tied object may be derived itself
+            origins = {path for o in objects for path in (o.record.same_as, o.record.derived)}
+            needed = {path for path in origins - known if path is not None}
+            objects = [*filter(None, map(self.find, sorted(needed)))]
+            found += objects
+            known |= needed
+        return found
 
     def _read_sections(
         self, part: int, selection: Selection | None, *, keep: bool = True

@@ -220,6 +220,18 @@ def test_a_tie_to_a_derived_weight_is_kept():
     assert same(found, state["model"])
 
 
+def test_a_tie_to_a_derived_weight_is_restored_alone():
+    state = mixed()
+    state["model"]["head"] = state["model"]["a.weight"]
+    backend, _ = saved(state)
+    with checkpointer(backend) as ckpt:
+        found = ckpt.load(1, include="model/head")
+        assert same(found, {"model": {"head": state["model"]["head"]}})
+    target, report = restored(backend, state, include="model/head")
+    assert same(target["model"]["head"], state["model"]["head"])
+    assert report.restored == ("model/head",)
+
+
 def test_damage_of_a_master_is_damage_of_the_weight(tmp_path):
     state = mixed()
     run = Run(tmp_path / "run")
