@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.survey import is_whole
+from penstock.core.catalog.survey import has_files, is_whole, sizes_of
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.errors import DamagedError, PenstockError
 from penstock.core.format.blocks import frame_blocks
@@ -27,7 +27,7 @@ from penstock.core.save.manifest import chain_record
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, CodecContext
     from penstock.core.config.model import Deltas
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chain import CodecChain
@@ -146,6 +146,7 @@ class SaveBases:
         self._record: CommitRecord | None = None
         self._frames: Mapping[ChunkKey, StoredFrame] = {}
         self._shared = SharedFrames()
+        self._sizes: Mapping[str, int] = {}
         self._in_memory = False
         self._encodes = False
         self._memory = _ChunkMemory()
@@ -177,13 +178,21 @@ class SaveBases:
     def confirm(self) -> None:
         """Give the base up if its record is gone. To be called once the intent is published.
 
-        A deletion that begins later finds the intent, and leaves the data of the base alone.
+        A deletion that begins later finds the intent, and leaves the data of the base alone. What
+        the base has lost by other means is referred to by no later save: it could not be read.
         """
         record, backend = self._record, self._backend
         if record is None or backend is None:
             return
         try:
             if is_whole(backend, record):
+                self._sizes = sizes_of(backend, record)
+                if not has_files(record, self._sizes):
+                    log.warning(
+                        "step %d has lost some of its files, or they have other lengths: this save "
+                        "does not refer to them, and `penstock verify` names them",
+                        record.step,
+                    )
                 return
             log.info("step %d was deleted meanwhile: this save refers to none", record.step)
         except PenstockError as error:
@@ -203,15 +212,18 @@ class SaveBases:
     def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
         """See `ChunkBases`."""
         chunk = self._plan.chunks[index]
-        stored = self._shared.find(
-            content, context_of(self._plan, chunk), elements_of(chunk), self._chains[chain]
-        )
+        context = context_of(self._plan, chunk)
+        stored = self._shared.find(content, context, elements_of(chunk), self._chains[chain])
         if stored is None or not self._may_list(stored):
             return None
         # A checkpoint that is to be whole refers to whole frames only.
         if stored.base is not None and not self._encodes:
             return None
-        return stored if stored.depth <= self._deltas.max_chain else None
+        if stored.depth > self._deltas.max_chain:
+            return None
+        # Damage of a frame that one process after the other refers to would be in all checkpoints
+        # for ever, though each has the bytes to write it anew.
+        return stored if self._in_memory or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
         """See `ChunkBases`."""
@@ -228,15 +240,8 @@ class SaveBases:
         # something else, and faulty memory changes by itself.
         if view is not None and _is_chunk_of(stored, view):
             return stored, view
-        backend = self._backend
-        assert backend is not None
-        out = self._memory.take(chunk.length)
-        try:
-            self._earlier.read(backend, stored, context_of(self._plan, chunk), out)
-        except PenstockError as error:
-            self._warn(error)
-            return None
-        return stored, out
+        out = self._read(stored, context_of(self._plan, chunk))
+        return None if out is None else (stored, out)
 
     def keep(self, index: int, view: memoryview) -> None:
         """See `ChunkBases`."""
@@ -254,6 +259,18 @@ class SaveBases:
 
     # ------------------------------------------------------------------------------------------
 
+    def _read(self, stored: StoredFrame, context: CodecContext) -> memoryview | None:
+        """Return the chunk of a frame from the store; None, and give the base up, if it fails."""
+        backend = self._backend
+        assert backend is not None
+        out = self._memory.take(context.raw_length)
+        try:
+            self._earlier.read(backend, stored, context, out)
+        except PenstockError as error:
+            self._warn(error)
+            return None
+        return out
+
     def _has_memory(self) -> bool:
         need = sum(self._plan.chunks[number].length for number in self._keys)
         limit = self._deltas.memory_bytes
@@ -266,8 +283,12 @@ class SaveBases:
         return 1 + (record.base.age if record.base is not None else 0)
 
     def _may_list(self, stored: StoredFrame) -> bool:
-        """Return whether the part can list a frame: raw ones are cut as the part says."""
-        return all(link.chain or link.block_bytes == self._block_bytes for link in stored.links())
+        """Return whether the part can list a frame: raw ones are cut as it says, none is lost."""
+        return all(
+            (link.chain or link.block_bytes == self._block_bytes)
+            and self._sizes.get(link.blob.name) == link.blob.length
+            for link in stored.links()
+        )
 
     def _warn(self, error: PenstockError) -> None:
         record = self._record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -401,6 +402,27 @@ def test_a_checkpoint_that_is_deleted_meanwhile_keeps_its_data_or_is_not_needed(
     check(tmp_path, {1: layers(1)})
 
 
+@pytest.mark.parametrize("codecs", [[], ["delta", "floatsplit"]])
+def test_a_checkpoint_that_is_about_to_lose_its_data_is_not_referred_to(tmp_path, codecs):
+    store, slow = (FaultyBackend(open_backend(tmp_path)) for _ in range(2))
+    with (
+        opened(store, rules=rules(*codecs)) as ckpt,
+        penstock.Checkpointer(slow) as other,
+        holding(slow, "delete", match="data/") as deleting,
+    ):
+        ckpt.save(layers(0), step=0, mode="blocking")
+        with holding(store, "publish", match="intent") as held:
+            handle = ckpt.save(layers(1), step=1)
+            held.reached.wait()
+            thread = threading.Thread(target=other.delete, args=[0])
+            thread.start()
+            deleting.reached.wait()
+        handle.result()
+    thread.join()
+    assert borrowed(tmp_path, 1) == []
+    check(tmp_path, {1: layers(1)})
+
+
 @pytest.mark.parametrize("codecs", [[], ["floatsplit"]])
 def test_damage_of_a_shared_frame_is_found_in_every_checkpoint_and_named(tmp_path, codecs):
     saved(tmp_path, range(2), rules=rules(*codecs))
@@ -428,6 +450,51 @@ def test_a_lost_blob_of_an_earlier_save_is_damage(tmp_path):
         assert not ckpt.verify(1, deep=False).ok
         with pytest.raises(DamagedError):
             ckpt.load(1)
+
+
+@pytest.mark.parametrize("codecs", [[], ["zstd"], ["delta", "floatsplit"]])
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("one_process", [True, False])
+def test_what_has_lost_its_blob_is_referred_to_no_further(tmp_path, codecs, cut, one_process):
+    options = {"rules": rules(*codecs)}
+    with opened(tmp_path, **options) as ckpt:
+        ckpt.save(layers(0), step=0, mode="blocking")
+        for blob in tmp_path.glob("data/*/blobs/*"):
+            os.truncate(blob, 5000) if cut else blob.unlink()
+        if one_process:
+            ckpt.save(layers(1), step=1, mode="blocking")
+    save(tmp_path, layers(2), 2, **options)
+    check(tmp_path, {n: layers(n) for n in ([1] if one_process else []) + [2]})
+
+
+@pytest.mark.parametrize("codecs", [[], ["zstd"]])
+def test_damage_is_not_carried_on_by_the_next_process(tmp_path, codecs):
+    options = {"rules": rules(*codecs)}
+    saved(tmp_path, range(2), **options)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        place = place_of(ckpt.open(1), "model/3.weight")
+    blob = tmp_path / place.blob
+    data = bytearray(blob.read_bytes())
+    data[place.offset + place.length // 2] ^= 8
+    blob.write_bytes(data)
+    save(tmp_path, layers(2), 2, **options)
+    check(tmp_path, {2: layers(2)})
+
+
+def test_a_process_reads_what_it_refers_to_once(tmp_path):
+    def reads(save_of):
+        before = len(store.calls)
+        save_of()
+        return {name for what, names in store.calls[before:] if what == "read" for name in names}
+
+    saved(tmp_path, [0])
+    store = FaultyBackend(open_backend(tmp_path))
+    with opened(store) as ckpt:
+        first = reads(lambda: ckpt.save(layers(1), step=1, mode="blocking"))
+        second = reads(lambda: ckpt.save(layers(2), step=2, mode="blocking"))
+    assert any(name.endswith(".raw") for name in first)
+    assert second
+    assert all(name.startswith("commits/") for name in second)
 
 
 def test_a_damaged_manifest_is_not_shared_with(tmp_path, caplog):
