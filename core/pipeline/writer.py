@@ -6,73 +6,39 @@ Batches move, not frames: under a busy training loop every return to Python wait
 from __future__ import annotations
 
 import logging
-import mmap
-import threading
 import time
 from collections import deque
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.workers import BusyClock
-from penstock.core.errors import CodecError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.pipeline.chain import checksum_blocks, content_hash
+from penstock.core.pipeline.chain import checksum_blocks
 from penstock.core.pipeline.chunks import DERIVED, ChunkResult
-from penstock.core.plan.save import RawLayout, context_of
-from penstock.core.types import PAGE_BYTES, ByteRange, WriteRequest, align_down, show_path
+from penstock.core.pipeline.encoded_blob import EncodedBlob
+from penstock.core.pipeline.encoder import ChunkEncoder
+from penstock.core.pipeline.sharing import ChunkSharing
+from penstock.core.plan.save import RawLayout
+from penstock.core.types import WriteRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.concurrency.workers import Workers
-    from penstock.core.pipeline.chain import CodecChain, EncodedFrame
     from penstock.core.pipeline.choices import ChainChoices
-    from penstock.core.pipeline.chunks import Captured
-    from penstock.core.plan.bases import StoredFrame
-    from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.pipeline.chunks import Captured, ChunkBases
+    from penstock.core.plan.save import SavePlan
 
 log = logging.getLogger("penstock")
 
+T = TypeVar("T")
+
 BATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
-_GROUP_BYTES = 8 << 20  # encoded frames go out in writes of half of this at least
-_GROUPS = 3
-
-
-class ChunkBases(Protocol):
-    """The earlier contents of chunks, for codecs that encode a chunk against them. Thread-safe.
-
-    Attributes:
-        shares: Whether chunks with the content of a stored one are not stored again.
-    """
-
-    shares: bool
-
-    def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
-        """Return a stored frame with the content of a chunk, if there is one.
-
-        Args:
-            index: The number of the chunk.
-            content: The `content_hash` of its bytes.
-            chain: The number of the chain that would encode it.
-        """
-        ...
-
-    def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
-        """Return the frame and the bytes of the base of a chunk; None: encode it whole.
-
-        The bytes stay as they are until this thread calls `keep` for the chunk, or `base_of` for
-        another one.
-        """
-        ...
-
-    def keep(self, index: int, view: memoryview) -> None:
-        """Note the bytes of a chunk that was encoded: the base for the next save."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -111,12 +77,14 @@ class FrameWriter:
             blob_prefix: Name of both blobs, less their endings.
             release: Called once for every chunk, as soon as its memory is no longer needed.
             tick: Called with the bytes written whenever the store made progress.
-            bases: The earlier contents of the chunks whose chains need them.
+            bases: What earlier saves have stored of the chunks; None: all are stored whole.
         """
         self._backend = backend
         self._plan = plan
-        self._bases = bases
         self._choices = choices
+        self._encoder = ChunkEncoder(plan, choices, bases)
+        shares = bases is not None and bases.shares
+        self._sharing = ChunkSharing(choices, bases) if bases is not None and shares else None
         self._block_bytes = block_bytes
         self._workers = workers
         self._release = release
@@ -127,59 +95,11 @@ class FrameWriter:
         self._layout = RawLayout()
         self._enc: EncodedBlob | None = None
         self._batches: deque[_Batch] = deque()
-        self._contents: dict[int, int] = {}
-        self._slots = threading.local()
-        self._slot_bytes = choices.max_encoded_size()
         self.results: list[ChunkResult | None] = [None] * len(plan.chunks)
         self.write_clock = BusyClock()
         self.encode_clock = BusyClock()
         self._raw_clock = BusyClock(self.write_clock)
         self._raw_written = 0
-
-    def put(self, captured: list[Captured]) -> None:
-        """Take chunks over, in plan order; return while they are in flight.
-
-        Raises:
-            PenstockError: An earlier chunk failed.
-        """
-        rest = []
-        for one in captured:
-            if one.derived:
-                self.results[one.index] = DERIVED
-                self._tick(self._plan.chunks[one.index].length)
-            else:
-                rest.append(one)
-        try:
-            while rest:
-                chosen, rest = self._choices.take(rest)
-                if chosen:
-                    self._start(chosen)
-                else:
-                    self._choices.decide(self._settle_raw)
-        except BaseException:
-            for item in rest:
-                self._release(item)
-            raise
-
-    def _start(self, captured: list[Captured]) -> None:
-        """Put chunks whose chains are known in flight."""
-        raw = [c for c in captured if self._choices.chain(c.index) is None]
-        encoded = deque(c for c in captured if self._choices.chain(c.index))
-        try:
-            raw = self._unshared(raw)
-            if raw:
-                self._start_raw(raw)
-            waiting, encoded = list(encoded), deque()  # released by `_unshared`, if it fails
-            encoded = deque(self._unshared(waiting))
-            if encoded:
-                self._start_encoded(encoded)
-        except BaseException:
-            for item in encoded:  # chunks that no worker has taken
-                self._release(item)
-            raise
-        while len(self._batches) > _BATCHES_IN_FLIGHT:
-            self._settle(self._batches[0])
-            self._batches.popleft()
 
     @property
     def blob_names(self) -> tuple[str, str]:
@@ -190,6 +110,29 @@ class FrameWriter:
     def idle(self) -> bool:
         """Whether nothing is in flight."""
         return not self._batches
+
+    def put(self, captured: list[Captured]) -> None:
+        """Take chunks over, in plan order; return while they are in flight.
+
+        Raises:
+            PenstockError: An earlier chunk failed.
+        """
+        rest = []
+        for one in captured:
+            if one.derived:
+                self._set_result(one.index, DERIVED)
+            else:
+                rest.append(one)
+        try:
+            while rest:
+                chosen, rest = self._choices.take(rest)
+                if chosen:
+                    self._start(chosen)
+                else:
+                    self._choices.decide(self._settle_raw)
+        except BaseException:
+            self._release_all(rest)
+            raise
 
     def settle_oldest(self) -> None:
         """Wait for one batch, if any."""
@@ -230,62 +173,47 @@ class FrameWriter:
             for future in batch.futures:
                 future.exception()
         for batch in self._batches:
-            for captured in batch.captured:
-                self._release(captured)
+            self._release_all(batch.captured)
         self._batches.clear()
         if self._raw is not None:
             self._raw.abort()
         if self._enc is not None:
             self._enc.abort()
 
+    def _start(self, captured: list[Captured]) -> None:
+        """Put chunks whose chains are known in flight."""
+        # Before a chunk gets its place in a blob: one that is stored already gets none.
+        captured = self._unshared(captured)
+        raw = [c for c in captured if self._choices.chain(c.index) is None]
+        encoded = deque(c for c in captured if self._choices.chain(c.index))
+        try:
+            if raw:
+                self._start_raw(raw)
+            if encoded:
+                self._start_encoded(encoded)
+        except BaseException:
+            self._release_all(encoded)  # chunks that no worker has taken
+            raise
+        while len(self._batches) > _BATCHES_IN_FLIGHT:
+            self.settle_oldest()
+
     def _unshared(self, captured: list[Captured]) -> list[Captured]:
         """Return the chunks that are not stored yet, and release the others; after an error all."""
-        if self._bases is None or not self._bases.shares:
+        if self._sharing is None:
             return captured
+        futures: list[Future[None]] = []
         try:
-            # Before a chunk gets its place in the blob: one that is stored already gets none.
-            share = max(1, -(-len(captured) // self._workers.count))
-            finders = [
-                self._workers.submit(self._finder(captured[at : at + share]))
-                for at in range(0, len(captured), share)
-            ]
-            wait(finders)
-            for finder in finders:
-                finder.result()
+            for some in self._shares(captured):
+                task = partial(self._look_up, self._sharing, some)
+                futures.append(self._workers.submit(task))
+            for future in futures:
+                future.result()
         except BaseException:
-            for item in captured:
-                self._release(item)
+            wait(futures)
+            self._release_all(captured)
             raise
-        for item in captured:
-            if self.results[item.index] is not None:
-                self._release(item)
-        return [item for item in captured if self.results[item.index] is None]
-
-    def _finder(self, captured: list[Captured]) -> Callable[[], None]:
-        def task() -> None:
-            with self.encode_clock:
-                for item in captured:
-                    self._is_shared(item)
-
-        return task
-
-    def _is_shared(self, captured: Captured) -> bool:
-        """Hash a chunk; return whether it is stored already, and note its frame then."""
-        bases, index = self._bases, captured.index
-        if bases is None or not bases.shares:
-            return False
-        chain = self._choices.chain(index)
-        content = self._contents[index] = content_hash(captured.view)
-        if chain is not None and not chain.lossless:
-            return False  # see `_is_encoded_alike`: its errors arise when the chunk is encoded
-        stored = bases.shared(index, content, self._choices.number(index))
-        if stored is None:
-            return False
-        self.results[index] = ChunkResult(0, 0, (), chain=0, shared=stored)
-        if chain is not None and chain.needs_base:
-            bases.keep(index, captured.view)
-        self._tick(captured.view.nbytes)
-        return True
+        self._release_all(c for c in captured if self.results[c.index] is not None)
+        return [c for c in captured if self.results[c.index] is None]
 
     def _start_raw(self, captured: list[Captured]) -> None:
         batch = _Batch(captured, [])
@@ -307,9 +235,8 @@ class FrameWriter:
         self._raw_written += total
         batch.futures.append(write)
         write.add_done_callback(done)
-        share = -(-len(places) // self._workers.count)
-        for at in range(0, len(places), share):
-            batch.futures.append(self._workers.submit(self._hasher(places[at : at + share])))
+        for some in self._shares(places):
+            batch.futures.append(self._workers.submit(partial(self._hash, some)))
 
     def _start_encoded(self, captured: deque[Captured]) -> None:
         """Hand each chunk to a worker, which releases it, and take it out of `captured`."""
@@ -326,8 +253,110 @@ class FrameWriter:
         batch = _Batch([], [])
         self._batches.append(batch)
         while captured:
-            batch.futures.append(self._workers.submit(self._encoder(captured[0])))
+            task = partial(self._encode, captured[0], self._enc)
+            batch.futures.append(self._workers.submit(task))
             captured.popleft()
+
+    def _settle(self, batch: _Batch) -> None:
+        """Wait for all of a batch, then release it; raise its first error."""
+        error: BaseException | None = None
+        for future in batch.futures:
+            error = error or future.exception()
+        captured, batch.captured = batch.captured, []
+        self._release_all(captured)
+        if error is not None:
+            raise error
+
+    def _settle_raw(self) -> tuple[int, float]:
+        while self._batches:
+            self.settle_oldest()
+        return self._raw_written, self._raw_clock.elapsed()
+
+    # -- tasks of the workers --------------------------------------------------------------------
+
+    def _look_up(self, sharing: ChunkSharing, captured: Iterable[Captured]) -> None:
+        """Note the results of chunks that are stored already."""
+        with self.encode_clock:
+            for item in captured:
+                result = sharing.find(item)
+                if result is not None:
+                    self._set_result(item.index, result)
+
+    def _hash(self, places: Iterable[tuple[Captured, int]]) -> None:
+        """Compute the checksums of raw chunks, which the store is writing."""
+        with self.encode_clock:
+            for item, offset in places:
+                self.results[item.index] = self._raw_result(item, offset)
+
+    def _encode(self, captured: Captured, blob: EncodedBlob) -> None:
+        """Encode and append one chunk, and release it as soon as its memory is not needed."""
+        index = captured.index
+        result: ChunkResult | None = None
+        with self.encode_clock:
+            try:
+                effort = self._choices.begin_encoding(index)
+                encoded = self._encoder.encode(captured)
+                effort.end_encoding()
+                frame, data = encoded.frame, encoded.data
+                if self._sharing is not None:
+                    result = self._sharing.find_encoded(index, frame)
+                if (
+                    result is None and data is None
+                ):  # the chunk becomes a raw frame among the encoded ones
+                    offset = blob.append(captured.view)
+                    result = self._raw_result(captured, offset, declined=frame.declined)
+            finally:
+                self._release(captured)
+        if result is None:
+            assert data is not None
+            result = ChunkResult(
+                blob.append(data),
+                frame.length,
+                (frame.checksum,),
+                frame.raw_checksum,
+                frame.lengths,
+                frame.declined,
+                encoded.base,
+                self._choices.number(index),
+                self._content(index),
+                errors=frame.errors,
+            )
+        self._choices.end_encoding(index, frame.length, effort)
+        self._set_result(index, result)
+
+    def _raw_result(
+        self, captured: Captured, offset: int, *, declined: tuple[int, ...] = ()
+    ) -> ChunkResult:
+        index, view = captured.index, captured.view
+        blocks = frame_blocks(offset, view.nbytes, self._block_bytes)
+        return ChunkResult(
+            offset,
+            view.nbytes,
+            tuple(checksum_blocks(view, blocks)),
+            declined=declined,
+            chain=self._choices.number(index),
+            content=self._content(index),
+        )
+
+    # --------------------------------------------------------------------------------------------
+
+    def _set_result(self, index: int, result: ChunkResult) -> None:
+        """Note how a chunk is stored, once nothing is left to do for it."""
+        self.results[index] = result
+        self._tick(self._plan.chunks[index].length)
+
+    def _content(self, index: int) -> int | None:
+        return None if self._sharing is None else self._sharing.content(index)
+
+    def _release_all(self, captured: Iterable[Captured]) -> None:
+        for item in captured:
+            self._release(item)
+
+    def _shares(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Yield a share of `items` for each worker."""
+        size = max(1, -(-len(items) // self._workers.count))
+        for at in range(0, len(items), size):
+            yield items[at : at + size]
 
     def _raw_bytes(self) -> int:
         """Return the length of the `.raw` blob if all raw chunks are written."""
@@ -337,250 +366,8 @@ class FrameWriter:
                 layout.place(chunk)
         return layout.end
 
-    def _settle_raw(self) -> tuple[int, float]:
-        while self._batches:
-            self.settle_oldest()
-        return self._raw_written, self._raw_clock.elapsed()
-
-    def _hasher(self, places: list[tuple[Captured, int]]) -> Callable[[], None]:
-        def task() -> None:
-            with self.encode_clock:
-                for item, offset in places:
-                    length = item.view.nbytes
-                    ranges = frame_blocks(offset, length, self._block_bytes)
-                    sums = checksum_blocks(item.view, ranges)
-                    self.results[item.index] = ChunkResult(
-                        offset,
-                        length,
-                        tuple(sums),
-                        chain=self._choices.number(item.index),
-                        content=self._contents.get(item.index),
-                    )
-
-        return task
-
-    def _encoder(self, captured: Captured) -> Callable[[], None]:
-        chunk = self._plan.chunks[captured.index]
-        number = self._choices.number(captured.index)
-        chain, stream = self._choices.chain(captured.index), self._enc
-        assert chain is not None
-        assert stream is not None
-
-        def task() -> None:
-            with self.encode_clock:
-                try:
-                    slot = self._slot()
-                    effort = self._choices.begin_encoding(captured.index)
-                    frame, base = self._encoded(chain, captured, slot, chunk)
-                    effort.end_encoding()
-                    if not chain.lossless and self._is_encoded_alike(captured.index, chain, frame):
-                        return
-                    if len(frame.declined) == len(chain.codecs):
-                        self._store_raw(stream, captured, number, frame.declined)
-                        self._choices.end_encoding(captured.index, chunk.length, effort)
-                        return
-                finally:
-                    self._release(captured)
-            offset = stream.append(slot[: frame.length])
-            self.results[captured.index] = ChunkResult(
-                offset,
-                frame.length,
-                (frame.checksum,),
-                frame.raw_checksum,
-                frame.lengths,
-                frame.declined,
-                base,
-                number,
-                self._contents.get(captured.index),
-                errors=frame.errors,
-            )
-            self._choices.end_encoding(captured.index, frame.length, effort)
-            self._tick(chunk.length)
-
-        return task
-
-    def _is_encoded_alike(self, index: int, chain: CodecChain, frame: EncodedFrame) -> bool:
-        """Return whether what a lossy chain made of a chunk is stored already, and note it then."""
-        bases, content = self._bases, self._contents.get(index)
-        if bases is None or content is None:
-            return False
-        stored = bases.shared(index, content, self._choices.number(index))
-        # Equal chunks: but a frame by other codecs gives back other values.
-        if stored is None or len(stored.chain) != len(chain.codecs) - len(frame.declined):
-            return False
-        if stored.chain and stored.frame.raw_checksum != frame.raw_checksum:
-            return False
-        self.results[index] = ChunkResult(0, 0, (), chain=0, shared=stored, errors=frame.errors)
-        self._tick(self._plan.chunks[index].length)
-        return True
-
-    def _slot(self) -> memoryview:
-        """This thread's memory for one encoded frame."""
-        slot: memoryview | None = getattr(self._slots, "view", None)
-        if slot is None:
-            slot = self._slots.view = memoryview(mmap.mmap(-1, max(self._slot_bytes, 1)))
-        return slot
-
-    def _store_raw(
-        self, stream: EncodedBlob, captured: Captured, number: int, declined: tuple[int, ...]
-    ) -> None:
-        """Append a chunk that every codec declined, as a raw frame among the encoded ones."""
-        view = captured.view
-        offset = stream.append(view)
-        sums = checksum_blocks(view, frame_blocks(offset, view.nbytes, self._block_bytes))
-        self.results[captured.index] = ChunkResult(
-            offset,
-            view.nbytes,
-            tuple(sums),
-            declined=declined,
-            chain=number,
-            content=self._contents.get(captured.index),
-        )
-        self._tick(view.nbytes)
-
-    def _encoded(
-        self, chain: CodecChain, captured: Captured, slot: memoryview, chunk: Chunk
-    ) -> tuple[EncodedFrame, StoredFrame | None]:
-        context = context_of(self._plan, chunk)
-        bases = self._bases if chain.needs_base else None
-        base = None if bases is None else bases.base_of(captured.index)
-        if base is not None:
-            context = replace(context, base=base[1].toreadonly())
-        try:
-            frame = chain.encode(captured.view, slot, context=context, ranges=_ranges(chain, chunk))
-        except CodecError as error:
-            first = show_path(self._plan.objects[chunk.pieces[0].item].entry.path)
-            more = f" and {len(chunk.pieces) - 1} more" if len(chunk.pieces) > 1 else ""
-            msg = f"{first}{more}: {error}"
-            raise CodecError(msg) from (error.__cause__ or error)
-        if bases is not None:
-            bases.keep(captured.index, captured.view)
-        taken = base is not None and 0 not in frame.declined
-        return frame, base[0] if base is not None and taken else None
-
-    def _settle(self, batch: _Batch) -> None:
-        """Wait for all of a batch, then release it; raise its first error."""
-        error: BaseException | None = None
-        for future in batch.futures:
-            error = error or future.exception()
-        captured, batch.captured = batch.captured, []
-        for item in captured:
-            self._release(item)
-        if error is not None:
-            raise error
-
-
-def _ranges(chain: CodecChain, chunk: Chunk) -> list[ByteRange]:
-    """Return where the pieces of a chunk stand that a lossy chain is to be judged by."""
-    if chain.lossless:
-        return []
-    return [ByteRange(p.at, p.at + p.stop - p.start) for p in chunk.pieces]
-
 
 def _seal(writer: BlobWriter, name: str, length: int) -> None:
     began = time.monotonic()
     writer.seal(length)
     log.debug("sealed %s: %d bytes in %.3f s", name, length, time.monotonic() - began)
-
-
-class EncodedBlob:
-    """An `.enc` blob: frames appended when ready, written in groups cut at page boundaries.
-
-    Any worker may append.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        name: str,
-        *,
-        size_hint: int,
-        clock: BusyClock,
-        tick: Callable[[int], None],
-    ) -> None:
-        self._backend = backend
-        self._name = name
-        self._writer = backend.create(name, size_hint=size_hint)
-        self._clock = clock
-        self._tick = tick
-        self._lock = threading.Lock()  # guards everything below; appending is serial
-        self._groups = [memoryview(mmap.mmap(-1, _GROUP_BYTES)) for _ in range(_GROUPS)]
-        self._flights: list[Future[None] | None] = [None] * _GROUPS
-        self._current = 0
-        self._base = 0
-        self._filled = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was appended."""
-        with self._lock:
-            return self._base + self._filled == 0
-
-    def append(self, frame: memoryview) -> int:
-        """Copy `frame` behind the frames before it and return its offset."""
-        with self._lock:
-            offset = self._base + self._filled
-            at = 0
-            while at < frame.nbytes:
-                count = min(frame.nbytes - at, _GROUP_BYTES - self._filled)
-                copy_bytes(self._groups[self._current][self._filled :], frame[at : at + count])
-                self._filled += count
-                at += count
-                if self._filled == _GROUP_BYTES:
-                    self._rotate()
-            if self._filled >= _GROUP_BYTES // 2:
-                self._rotate()
-            return offset
-
-    def seal(self) -> int:
-        """Write the rest, make the blob durable, and return its length."""
-        with self._lock:
-            length = self._base + self._filled
-            if self._filled:
-                self._submit(self._filled)
-            for flight in self._flights:
-                if flight is not None:
-                    flight.result()
-            began = time.monotonic()
-            self._writer.seal(length)
-            seconds = time.monotonic() - began
-            self._tick(0)
-        log.debug("sealed %s: %d bytes in %.3f s", self._name, length, seconds)
-        return length
-
-    def abort(self) -> None:
-        """Wait until nothing is in flight, then give the blob up."""
-        for flight in self._flights:
-            if flight is not None:
-                flight.exception()
-        self._writer.abort()
-
-    def _rotate(self) -> None:
-        """Submit whole pages; the rest of the last page opens the next group.
-
-        No two writes touch one page, as direct I/O needs.
-        """
-        whole = align_down(self._filled, PAGE_BYTES)
-        full, rest = self._current, self._filled - whole
-        self._submit(whole)
-        self._current = (full + 1) % _GROUPS
-        flight = self._flights[self._current]
-        if flight is not None:
-            flight.result()
-            self._flights[self._current] = None
-        copy_bytes(self._groups[self._current], self._groups[full][whole : whole + rest])
-        self._base += whole
-        self._filled = rest
-
-    def _submit(self, length: int) -> None:
-        request = WriteRequest(self._base, (self._groups[self._current][:length],))
-        flight = self._backend.submit_write(self._writer, [request])
-        self._clock.start()
-
-        def done(future: Future[None]) -> None:
-            self._clock.stop()
-            if future.exception() is None:
-                self._tick(0)
-
-        flight.add_done_callback(done)
-        self._flights[self._current] = flight
