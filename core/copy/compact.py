@@ -24,6 +24,7 @@ from penstock.core.format.records import commit_name
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.contents import Contents
 from penstock.core.restore.fill import Opened
+from penstock.core.save.request import SaveSurroundings
 from penstock.core.tree.select import Selection
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from penstock.core.catalog.catalog import Catalog
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plugins.registry import Registry
@@ -226,22 +226,12 @@ class Compactor:
         return sum(lengths.values())
 
 
-class _Compaction:
-    """The run around the save of a compacted checkpoint; see `SaveSurroundings`."""
+class _Compaction(SaveSurroundings):
+    """Deletes nothing to make room; commits only in place of what was compacted."""
 
     def __init__(self, catalog: Catalog, record: CommitRecord) -> None:
         self._catalog = catalog
         self._record = record
-
-    def before_write(self, request: SaveRequest, url: str) -> None:
-        """Do nothing: a compaction deletes no other checkpoints to make room."""
-
-    def when_full(
-        self, request: SaveRequest, uid: str, error: StorageFullError
-    ) -> StorageFullError:
-        """Return `error` as it is, for the same reason."""
-        del request, uid
-        return error
 
     def before_commit(self, request: SaveRequest) -> None:
         """Check that the newest generation of the step is the one that is being compacted."""
@@ -253,9 +243,6 @@ class _Compaction:
         except (CheckpointNotFoundError, DamagedError) as error:
             raise _gone(record) from error
         raise _gone(record)
-
-    def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
-        """Do nothing: `Compactor` deletes the older generation."""
 
 
 def _gone(record: CommitRecord) -> CheckpointGoneError:

@@ -23,7 +23,7 @@ from penstock.core.restore.stored_source import StoredReader, StoredSource
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.prepare import ChainTable, plan_state, staging_for
-from penstock.core.save.request import Destination
+from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.tree.describe import Description
 from penstock.core.tree.stored_tree import PathTree
 from penstock.core.types import Region, show_path
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.errors import StorageFullError
     from penstock.core.format.records import Chain, NodeRecord
     from penstock.core.plan.restore import Located
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Progress, SaveReport
     from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.restore.contents import Contents
-    from penstock.core.save.request import SaveRequest, SaveSurroundings
+    from penstock.core.save.request import SaveRequest
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath, WorstErrors
 
@@ -176,24 +175,11 @@ def save_stored(
     return _followed(job, workers, on_progress)
 
 
-class _CopyTarget:
-    """The run that a copy is saved to; see `SaveSurroundings`."""
+class _CopyTarget(SaveSurroundings):
+    """Deletes nothing for a copy but the generations that it replaces."""
 
     def __init__(self, target: Backend) -> None:
         self._target = target
-
-    def before_write(self, request: SaveRequest, url: str) -> None:
-        """Do nothing: a copy never deletes other checkpoints."""
-
-    def when_full(
-        self, request: SaveRequest, uid: str, error: StorageFullError
-    ) -> StorageFullError:
-        """Return `error` as it is, for the same reason."""
-        del request, uid
-        return error
-
-    def before_commit(self, request: SaveRequest) -> None:
-        """Do nothing: a copy depends on nothing at its target."""
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Delete the generations that the copy has replaced."""

@@ -80,8 +80,8 @@ class Finish:
         ending: Ending,
         clock: SaveClock,
         workers: Workers,
-        bases: SaveBases | None = None,
-        before_commit: Callable[[SaveRequest], None] = lambda _: None,
+        bases: SaveBases | None,
+        before_commit: Callable[[SaveRequest], None],
     ) -> None:
         """Prepare to write; nothing has begun.
 

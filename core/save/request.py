@@ -80,8 +80,8 @@ class EarlierCheckpoints(Protocol):
         ...
 
 
-class SaveSurroundings(Protocol):
-    """The run around a save, as far as the save thread calls it.
+class SaveSurroundings:
+    """The run around a save, as far as the save thread calls it: here one that stays as it is.
 
     The methods may call the user's `on_event`, so the save marks its thread as one that runs
     callbacks meanwhile.
@@ -89,21 +89,19 @@ class SaveSurroundings(Protocol):
 
     def before_write(self, request: SaveRequest, url: str) -> None:
         """Make room at `url` before the save writes anything there."""
-        ...
 
     def when_full(
         self, request: SaveRequest, uid: str, error: StorageFullError
     ) -> StorageFullError:
         """Make room after the save met a full store; return the error to raise, with advice."""
-        ...
+        del request, uid
+        return error
 
     def before_commit(self, request: SaveRequest) -> None:
         """Raise if the save must not commit any more; called right before its commit record."""
-        ...
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Clean up behind a committed save; called again once it is durable in slower tiers."""
-        ...
 
 
 class Onward(Protocol):

@@ -28,7 +28,7 @@ from penstock.core.save.prepare import (
     plan_state,
     staging_for,
 )
-from penstock.core.save.request import Destination
+from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.tree.describe import describe_tree, warn_of_forms
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
@@ -66,7 +66,7 @@ class _SaveCall:
     called: float
 
 
-class Saver:
+class Saver(SaveSurroundings):
     """Saves to one run, one save at a time.
 
     The thread that trains uses it. A save thread calls the methods of `SaveSurroundings`.
@@ -376,9 +376,6 @@ class Saver:
             return error
         protect = self._protected_from(request.step)
         return self._housekeeper.when_full(error, uid, protect=protect)
-
-    def before_commit(self, request: SaveRequest) -> None:
-        """See `SaveSurroundings`."""
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""

@@ -233,6 +233,7 @@ class _Finish(Finish):
         self._backend = turn
         self._onward = None
         self._before_commit = lambda request: None
+        self._choices = SimpleNamespace(report=lambda results: ())
         self._ending = ending
         self._timing = Timing()
         self._borrowed = borrowed
