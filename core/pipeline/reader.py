@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.copy_bytes import copy_bytes
@@ -36,7 +37,7 @@ from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend
@@ -50,6 +51,7 @@ log = logging.getLogger("penstock")
 _SCRATCH_BYTES = 64 << 20
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
+_TOGETHER_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ class Loader:
         *,
         io_timeout_s: float | None = None,
         on_failover: Callable[[str, str], None] = lambda *_: None,
+        together_bytes: int = _TOGETHER_BYTES,
     ) -> None:
         """Make the loader of a backend.
 
@@ -121,7 +124,9 @@ class Loader:
             workers: The threads that verify and place.
             io_timeout_s: How long a `run` may go without progress; None: for ever.
             on_failover: Called with a blob that is damaged, and the tier whose copy was read.
+            together_bytes: A frame that takes more with its bases is read link by link.
         """
+        self._together_bytes = together_bytes
         self._on_failover = on_failover
         self._io_timeout_s = io_timeout_s
         self._backend = backend
@@ -164,6 +169,7 @@ class Loader:
             reader=self._reader,
             decode=decode,
             progress=progress,
+            together_bytes=self._together_bytes,
         )
         # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
         # between handing memory to the store and taking note of it.
@@ -206,7 +212,9 @@ class _Session:
         reader: FrameReader,
         decode: bool,
         progress: Callable[[int], None] | None,
+        together_bytes: int,
     ) -> None:
+        self._together_bytes = together_bytes
         self._stats = LoadStats()
         self._cancelled = False
         self._watchdog = watchdog
@@ -255,6 +263,9 @@ class _Session:
 
     def _add(self, job: FrameJob[CodecChain], span: ByteRange) -> None:
         """Put one range of a frame into the batch, and submit the batch when it is full."""
+        if job.bases and sum(link.frame.length for link in job.links) > self._together_bytes:
+            self._load_by_links(job)
+            return
         read = self._placed(job, span)
         for base in job.bases:  # of an encoded frame alone, which is one range
             read.bases += [self._placed(base, whole) for whole in base.ranges]
@@ -285,20 +296,49 @@ class _Session:
             return _Read(job, ReadRequest(job.blob, offset, block.view), span, block, direct=False)
         if self._flights or self._batch:
             return None
-        try:
-            view = memoryview(mmap.mmap(-1, span.length))  # `span` is larger than all of scratch
-        except (OSError, OverflowError, ValueError) as error:
-            msg = (
-                f"{span.length} bytes of {job.blob} are recorded as one piece, and this process "
-                f"cannot get so much memory at once: {error}"
-            )
-            raise RestoreError(msg) from error
+        view = _own_memory(job, span)  # `span` is larger than all of scratch
         return _Read(job, ReadRequest(job.blob, offset, view), span, None, direct=False)
 
-    def _submit(self) -> None:
+    def _load_by_links(self, job: FrameJob[CodecChain]) -> None:
+        """Read, verify and place a frame whose bases take too much memory to be read together."""
+        self._submit()
+        while self._flights:
+            self._settle_oldest()
+        try:
+            with noting_origin(lambda: _whose(job)):
+                stored = map(self._stored, reversed(job.links))
+                self._reader.finish_links(job, stored, decode=self._decode)
+        except DamagedError as error:
+            self._stats.damaged += [(name, str(error), error.damaged[0]) for name in job.label]
+
+    def _stored(self, link: FrameJob[CodecChain]) -> memoryview:
+        """Read and verify all stored bytes of a frame.
+
+        Raises:
+            DamagedError: They are damaged in every tier.
+        """
+        self._raise_if_cancelled()
+        (span,) = link.ranges
+        request = ReadRequest(link.blob, link.frame.offset, _own_memory(link, span))
+        read = _Read(link, request, span, None, direct=True)
+        self._read_singly([read])
+        detail = _damage(read)
+        if detail is not None and not self._rescue(read, lambda: _damage(read)):
+            self._stats.missing_blob |= isinstance(read.error, BlobNotFoundError)
+            raise DamagedError(detail, [link.blob])
+        self._watchdog.moved()
+        self._stats.bytes_read += span.length
+        if self._progress is not None:
+            self._progress(span.length)
+        return request.target
+
+    def _raise_if_cancelled(self) -> None:
         if self._cancelled:
             msg = "given up: the caller was interrupted"
             raise RestoreError(msg)
+
+    def _submit(self) -> None:
+        self._raise_if_cancelled()
         if self._batch:
             requests = [link.request for read in self._batch for link in read.links]
             self._flights.append(_Flight(self._batch, self._backend.submit_read(requests)))
@@ -340,7 +380,7 @@ class _Session:
         wait(flight.checks)
         while flight.checks:
             for read, detail in flight.checks.pop(0).result():
-                if not self._rescue(read):
+                if not self._rescue(read, partial(self._check, read)):
                     blobs = [link.job.blob for link in read.links]
                     blob = next((name for name in blobs if name in detail), blobs[0])
                     self._stats.damaged += [(name, detail, blob) for name in read.job.label]
@@ -356,8 +396,11 @@ class _Session:
             except (BlobNotFoundError, BlobTruncatedError) as error:
                 link.error = error
 
-    def _rescue(self, read: _Read) -> bool:
-        """Read the damaged ranges of a frame and its bases from other tiers, if any has them."""
+    def _rescue(self, read: _Read, check: Callable[[], str | None]) -> bool:
+        """Read the damaged ranges of a frame and its bases from other tiers, if any has them.
+
+        `check` returns the damage of what was read then, in words.
+        """
         rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
         for tier in self._backend.tiers:
             # All, where none is damaged as it is stored: then one of them does not decode.
@@ -368,7 +411,7 @@ class _Session:
                     continue
                 link.error = None
                 rescued[id(link)] = link.job.blob, tier.name
-            if not any(link.error for link in read.links) and self._check(read) is None:
+            if not any(link.error for link in read.links) and check() is None:
                 self._stats.rescued += rescued.values()
                 return True
         return False
@@ -395,6 +438,17 @@ class _Session:
                 decode=self._decode,
                 bases=[base.request.target for base in read.bases],
             )
+
+
+def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
+    try:
+        return memoryview(mmap.mmap(-1, span.length))
+    except (OSError, OverflowError, ValueError) as error:
+        msg = (
+            f"{span.length} bytes of {job.blob} are recorded as one piece, and this process "
+            f"cannot get so much memory at once: {error}"
+        )
+        raise RestoreError(msg) from error
 
 
 def _damage(read: _Read) -> str | None:
@@ -468,30 +522,53 @@ class FrameReader:
             _place(job.uses, data, base=span.start)
         return None
 
+    def finish_links(
+        self, job: FrameJob[CodecChain], stored: Iterator[memoryview], *, decode: bool
+    ) -> None:
+        """Decode an encoded frame link by link, and copy it to its sinks.
+
+        Args:
+            job: The frame, and its sinks.
+            stored: As for `decode_chunk`, verified.
+            decode: Off, only `stored` is run through.
+
+        Raises:
+            DamagedError: A link does not decode, or `stored` raised it.
+        """
+        if not decode:
+            deque(stored, maxlen=0)
+            return
+        out, is_target = self._out(job)
+        self.decode_chunk(job, stored, out)
+        if not is_target:
+            _place(job.uses, out, base=0)
+
     def decode_chunk(
-        self, job: FrameJob[CodecChain], stored: Sequence[memoryview], out: memoryview
+        self, job: FrameJob[CodecChain], stored: Iterator[memoryview], out: memoryview
     ) -> None:
         """Verify and decode one chunk into `out`.
 
         Args:
             job: The frame, with contexts.
-            stored: All stored bytes of each of `job.links`.
+            stored: Yields all stored bytes of each of `job.links`, the lowest first. Those of two
+                links are held at once.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:
             DamagedError: The stored bytes are not those that were written, or do not decode.
         """
-        data, *bases = stored
-        pairs = list(zip(job.links, stored, strict=True))
-        damages = (stored_damage(link, ByteRange(0, held.nbytes), held) for link, held in pairs)
-        detail = next(filter(None, damages), None)
-        if detail is None and job.chain is None:
-            copy_bytes(out, data)
-        elif detail is None:
-            base, detail = self._base(list(zip(job.bases, bases, strict=True)))
-            detail = detail or _decode_frame(job, data, out, base)
-        if detail is not None:
-            raise DamagedError(detail, [job.blob])
+        chunk: memoryview | None = None
+        for number, link in enumerate(reversed(job.links)):
+            data = next(stored)
+            detail = stored_damage(link, ByteRange(0, data.nbytes), data)
+            if detail is None and link is not job:
+                chunk, detail = self._base_chunk(number, link, data, chunk)
+            elif detail is None and job.chain is None:
+                copy_bytes(out, data)
+            elif detail is None:
+                detail = _decode_frame(job, data, out, chunk)
+            if detail is not None:
+                raise DamagedError(detail, [link.blob])
 
     def _decode(
         self,
@@ -502,33 +579,40 @@ class FrameReader:
         base, detail = self._base(stored)
         if detail is not None:
             return detail
+        out, is_target = self._out(job)
+        detail = _decode_frame(job, data, out, base)
+        if detail is None and not is_target:
+            _place(job.uses, out, base=0)
+        return detail
+
+    def _out(self, job: FrameJob[CodecChain]) -> tuple[memoryview, bool]:
+        """Return memory for the chunk, and whether it is that of the only sink."""
         use = job.uses[0]
         whole = len(job.uses) == 1 and use.at == 0 and use.length == job.frame.raw_length
         target = use.sink.view() if whole and use.sink is not None else None
         if target is not None:
-            out = target[use.start : use.start + use.length]
-        else:
-            out = self._output(0, job.frame.raw_length)
-        detail = _decode_frame(job, data, out, base)
-        if detail is None and target is None:
-            _place(job.uses, out, base=0)
-        return detail
+            return target[use.start : use.start + use.length], True
+        return self._output(0, job.frame.raw_length), False
 
     def _base(
         self, stored: Sequence[tuple[FrameJob[CodecChain], memoryview]]
     ) -> tuple[memoryview | None, str | None]:
         """Decode a chain of bases, the nearest first; return its chunk, or the damage in words."""
         chunk: memoryview | None = None
+        detail: str | None = None
         for number, (job, data) in enumerate(reversed(stored)):
-            if job.chain is None:
-                chunk = data
-                continue
-            out = self._output(1 + number % 2, job.frame.raw_length)
-            detail = _decode_frame(job, data, out, chunk)
-            if detail is not None:
-                return None, detail
-            chunk = out
-        return (None if chunk is None else chunk.toreadonly()), None
+            if detail is None:
+                chunk, detail = self._base_chunk(number, job, data, chunk)
+        return chunk, detail
+
+    def _base_chunk(
+        self, number: int, job: FrameJob[CodecChain], data: memoryview, below: memoryview | None
+    ) -> tuple[memoryview, str | None]:
+        """Decode the base with this number, counted from the lowest; return it, or the damage."""
+        if job.chain is None:
+            return data.toreadonly(), None
+        out = self._output(1 + number % 2, job.frame.raw_length)
+        return out.toreadonly(), _decode_frame(job, data, out, below)
 
     def _output(self, which: int, length: int) -> memoryview:
         """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""

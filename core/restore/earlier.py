@@ -12,11 +12,16 @@ from penstock.core.restore.contents import Contents, check_length, decoding_chai
 from penstock.core.types import ByteRange, ReadRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from penstock.core.abc import Backend, CodecContext
     from penstock.core.format.records import Chain, CommitRecord
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plugins.registry import Registry
+
+
+_TOGETHER_BYTES = 64 << 20  # of a chain; each worker reads one
 
 
 class EarlierReader:
@@ -52,14 +57,7 @@ class EarlierReader:
         """
         job, *bases = (self._job(link, context) for link in stored.links())
         job.bases = tuple(bases)
-        memory = [memoryview(bytearray(link.frame.length)) for link in job.links]
-        backend.read(
-            [
-                ReadRequest(link.blob, link.frame.offset, view)
-                for link, view in zip(job.links, memory, strict=True)
-            ]
-        )
-        self._frames.decode_chunk(job, memory, out)
+        self._frames.decode_chunk(job, _stored_bytes(backend, job.links), out)
 
     def _job(self, stored: StoredFrame, context: CodecContext) -> FrameJob[CodecChain]:
         frame, blob = stored.frame, stored.blob.name
@@ -75,3 +73,21 @@ class EarlierReader:
             if key not in self._chains:
                 self._chains[key] = decoding_chain(records, self._registry)
             return self._chains[key]
+
+
+def _stored_bytes(backend: Backend, links: Sequence[FrameJob[CodecChain]]) -> Iterator[memoryview]:
+    """Yield the stored bytes of frames, the last first; reads as many together as may be."""
+    left = list(links)
+    while left:
+        batch = [left.pop()]
+        while left and sum(one.frame.length for one in (*batch, left[-1])) <= _TOGETHER_BYTES:
+            batch.append(left.pop())
+        memory = [memoryview(bytearray(one.frame.length)) for one in batch]
+        backend.read(
+            [
+                ReadRequest(one.blob, one.frame.offset, view)
+                for one, view in zip(batch, memory, strict=True)
+            ]
+        )
+        while memory:
+            yield memory.pop(0)

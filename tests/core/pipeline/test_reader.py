@@ -9,21 +9,27 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.codecs.delta import DeltaCodec
 from penstock.codecs.zstd import ZstdCodec
-from penstock.core.abc import ByteSink, CodecContext
+from penstock.core.abc import ByteSink, CodecContext, Tier
 from penstock.core.concurrency.timing import Timing
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import StorageError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.format.records import Frame
+from penstock.core.format.records import BlobRecord, CodecRecord, Frame
 from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.reader import Loader
 from penstock.core.pipeline.staging import Staging
+from penstock.core.plan.bases import StoredFrame
 from penstock.core.plan.restore import ChunkUse, FrameJob
+from penstock.core.plugins.registry import default_registry
+from penstock.core.restore.earlier import EarlierReader
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tree.paths import parse_path
@@ -86,6 +92,31 @@ class Store:
         )
         return self.job(frame, name), data
 
+    def chained(self, length, links):
+        """A frame and its bases, each in a blob of its own, the lowest raw; and the bytes."""
+        delta, data = CodecChain([DeltaCodec(DeltaCodec.Config())]), self._chance.randbytes(length)
+        context = CodecContext("uint8", 1, (length,), 0, length)
+        bases = []
+        for number in range(links):
+            if not bases:
+                self.write("link-0", data)
+                sums = checksum_blocks(memoryview(data), frame_blocks(0, length, BLOCK))
+                frame = Frame(0, 0, length, length, 0, tuple(sums))
+            else:
+                below, data = data, data[: number * 7] + bytes([number]) + data[number * 7 + 1 :]
+                out = memoryview(bytearray(delta.max_encoded_size(length)))
+                seen = replace(context, base=memoryview(below))
+                made = delta.encode(memoryview(data), out, context=seen)
+                self.write(f"link-{number}", out[: made.length])
+                frame = Frame(
+                    0, 0, made.length, length, 1, (made.checksum,), made.raw_checksum, made.lengths
+                )
+            job = self.job(frame, f"link-{number}")
+            job.chain = delta if frame.chain else None
+            bases.insert(0, job)
+        bases[0].bases = tuple(bases[1:])
+        return bases[0], data
+
     def job(self, frame, name, *, ranges=None, uses=(), label=("object",)):
         encoded = frame.chain != 0
         context = CodecContext("uint8", 1, (frame.raw_length,), 0, frame.raw_length)
@@ -98,7 +129,7 @@ class Store:
 def using(job, *uses, ranges=None, label=("object",)):
     return FrameJob(
         job.frame, job.blob, job.block_bytes, job.chain, job.context, ranges or job.ranges,
-        list(uses), list(map(parse_path, label)),
+        list(uses), list(map(parse_path, label)), job.bases,
     )  # fmt: skip
 
 
@@ -394,6 +425,109 @@ def test_runs_do_not_wait_for_each_others_scratch(store, workers):
     assert not second.damaged
     assert [sink.data for sink in sinks] == [data, other]
     faulty.close()
+
+
+# -- long chains ----------------------------------------------------------------------------------
+
+LENGTH, LINKS = 20_000, 5
+
+
+@pytest.fixture
+def by_links(store, workers):
+    """A loader to which every chain is too large to be read together."""
+    return Loader(store.backend, workers, together_bytes=LENGTH)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_chain_that_is_read_link_by_link_decodes_to_the_same(direct, store, by_links, loader):
+    job, data = store.chained(LENGTH, LINKS)
+    (other, more), sinks = store.raw(9000), [Sink(LENGTH, direct=direct) for _ in range(2)]
+    for sink, reader in zip(sinks, (by_links, loader), strict=True):
+        beside, seen = Sink(9000, direct=True), []
+        jobs = [
+            using(other, ChunkUse(beside, 0, 0, 9000)),
+            using(job, ChunkUse(sink, 0, 0, LENGTH)),
+        ]
+        stats = reader.run([*jobs, jobs[0]], progress=seen.append)
+        assert not stats.damaged
+        assert sink.data == data
+        assert beside.data == more
+        assert stats.bytes_read == sum(seen) == 2 * 9000 + sum(o.frame.length for o in job.links)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("link", range(LINKS))
+@pytest.mark.parametrize("lost", [True, False])
+def test_damage_of_any_link_is_found_when_they_are_read_one_by_one(
+    lost, link, decode, store, by_links
+):
+    job, _ = store.chained(LENGTH, LINKS)
+    if lost:
+        store.backend.delete([f"link-{link}"])
+    else:
+        store.corrupt(f"link-{link}", 5000)
+    stats = by_links.run([using(job, ChunkUse(None, 0, 0, LENGTH))], decode=decode)
+    ((name, detail, blob),) = stats.damaged
+    assert (name, blob, stats.missing_blob) == ("object", f"link-{link}", lost)
+    assert blob in detail
+
+
+def test_links_that_are_damaged_in_different_tiers_still_make_a_chunk(store, workers):
+    other = Store()
+    job, data = store.chained(LENGTH, LINKS)
+    other.chained(LENGTH, LINKS)
+    store.corrupt("link-2", 5000)
+    other.corrupt("link-3", 5000)
+    store.backend.delete(["link-0"])
+
+    class TwoTiers(WrapperBackend):
+        @property
+        def tiers(self):
+            return (Tier("fast", store.backend), Tier("slow", other.backend))
+
+    told = []
+    loader = Loader(
+        TwoTiers(store.backend),
+        workers,
+        together_bytes=LENGTH,
+        on_failover=lambda *what: told.append(what),
+    )
+    sink = Sink(LENGTH, direct=True)
+    assert not loader.run([using(job, ChunkUse(sink, 0, 0, LENGTH))]).damaged
+    assert sink.data == data
+    assert told == [("link-0", "slow"), ("link-2", "slow")]
+
+
+def peak_bytes(call):
+    """How far the resident memory rises while `call` runs."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def resident(key):
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if key in one)
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak")
+def test_a_long_chain_of_large_chunks_takes_the_memory_of_a_few(store, loader):
+    length, links = 8 << 20, 40
+    job, data = store.chained(length, links)
+    sink = Sink(length, direct=False)
+    assert peak_bytes(lambda: loader.run([using(job, ChunkUse(sink, 0, 0, length))])) < 9 * length
+    assert sink.data == data
+
+    stored = None
+    for link in reversed(job.links):
+        chain = (CodecRecord("delta", 1, {}),) if link.frame.chain else ()
+        blob = BlobRecord(link.blob, link.frame.length)
+        stored = StoredFrame(link.frame, blob, chain, BLOCK, stored)
+    out = memoryview(bytearray(length))
+    earlier = EarlierReader(default_registry())
+    assert peak_bytes(lambda: earlier.read(store.backend, stored, job.context, out)) < 14 * length
+    assert out == data
 
 
 def test_nothing_to_read_is_nothing_read(loader):
