@@ -120,7 +120,8 @@ def save_stored(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` as that generation of its step; see `copy_objects`.
 
-    Every chunk is stored whole, whatever the checkpoint borrows.
+    Every chunk is stored whole, whatever the checkpoint borrows; of equal ones the first, if the
+    checkpoint was saved with `share`.
 
     Args:
         checkpoint: The checkpoint to read.
@@ -150,7 +151,8 @@ def save_stored(
         step=checkpoint.step,
         generation=generation,
         mode="blocking",
-        share=True,  # what is derived stays so, if its master is copied as well, and losslessly
+        share=_is_shared(contents),
+        derive=True,  # what is derived stays so, if its master is copied as well, and losslessly
     )
     reader.read_together(request.plan)
     budget = how.config.staging_bytes
@@ -271,6 +273,12 @@ def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
         if stored.errors is not None:
             found[path] = stored.errors
     return found
+
+
+def _is_shared(contents: Contents) -> bool:
+    """Return whether the save of a checkpoint looked for chunks that were stored already."""
+    sections = {id(located.frames): located.frames for located in contents.objects()}
+    return any(f.content is not None for frames in sections.values() for f in frames)
 
 
 class _KeptCodecs(ChainTable):

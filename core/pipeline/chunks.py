@@ -41,7 +41,8 @@ class ChunkResult:
     Its base is a frame of an earlier checkpoint. `chain` is the number of the chain that was chosen
     while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, where it was
     taken. A chunk that is not stored, as an earlier checkpoint has it, has that frame in `shared`,
-    and nothing else. `errors` are those of each piece of the chunk; empty unless a lossy codec
+    and nothing else; so has one that equals another of this save, by its number in `same_as`.
+    `errors` are those of each piece of the chunk; empty unless a lossy codec
     took part.
     """
 
@@ -56,6 +57,7 @@ class ChunkResult:
     content: int | None = None
     shared: StoredFrame | None = None
     errors: tuple[WorstErrors | None, ...] = ()
+    same_as: int | None = None
 
 
 DERIVED = ChunkResult(0, 0, (), chain=0)
@@ -63,13 +65,7 @@ DERIVED = ChunkResult(0, 0, (), chain=0)
 
 
 class ChunkBases(Protocol):
-    """What earlier saves have stored of the chunks of a save. Thread-safe.
-
-    Attributes:
-        shares: Whether chunks with the content of a stored one are not stored again.
-    """
-
-    shares: bool
+    """What earlier saves have stored of the chunks of a save. Thread-safe."""
 
     def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
         """Return a stored frame with the content of a chunk, if there is one.

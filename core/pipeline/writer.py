@@ -64,6 +64,7 @@ class FrameWriter:
         blob_prefix: str,
         release: Callable[[Captured], None],
         tick: Callable[[int], None],
+        share: bool = False,
         bases: ChunkBases | None = None,
     ) -> None:
         """Prepare to write; nothing has begun.
@@ -77,14 +78,14 @@ class FrameWriter:
             blob_prefix: Name of both blobs, less their endings.
             release: Called once for every chunk, as soon as its memory is no longer needed.
             tick: Called with the bytes written whenever the store made progress.
-            bases: What earlier saves have stored of the chunks; None: all are stored whole.
+            share: Whether chunks whose bytes are stored already are not stored again.
+            bases: What earlier saves have stored of the chunks; None: nothing.
         """
         self._backend = backend
         self._plan = plan
         self._choices = choices
         self._encoder = ChunkEncoder(plan, choices, bases)
-        shares = bases is not None and bases.shares
-        self._sharing = ChunkSharing(choices, bases) if bases is not None and shares else None
+        self._sharing = ChunkSharing(plan, choices, bases) if share else None
         self._block_bytes = block_bytes
         self._workers = workers
         self._release = release

@@ -16,13 +16,32 @@ if TYPE_CHECKING:
 _RAW, _DECLINED = ("raw",), ("declined",)
 
 
-class _ContentKey(NamedTuple):
-    """Content and length of a chunk, and what a reader tells the codecs of its frame."""
+class ContentKey(NamedTuple):
+    """Content and length of a chunk, and what a reader tells the codecs of its frame.
+
+    Where these are equal, one frame is decoded to both chunks, if it has the codecs of both.
+    """
 
     content: int
     length: int
     context: tuple[object, ...]
     elements: tuple[str, int] | None
+
+
+def content_key(
+    content: int, context: CodecContext, elements: tuple[str, int] | None, *, is_raw: bool
+) -> ContentKey:
+    """Return the key of a chunk that is to be stored raw, or goes to codecs.
+
+    Args:
+        content: The hash of the bytes of the chunk.
+        context: The context of the codecs for the chunk.
+        elements: The elements of the chunk as its frame would record them.
+        is_raw: Whether it goes to no codec, so that nothing but its bytes counts.
+    """
+    if is_raw:
+        return ContentKey(content, context.raw_length, _RAW, None)
+    return ContentKey(content, context.raw_length, _described(context), elements)
 
 
 class SharedFrames:
@@ -36,12 +55,12 @@ class SharedFrames:
         """Take the frames, each with the context that codecs get for its chunk."""
         known = list(frames)
         worth = _worthwhile([stored for _, stored in known])
-        self._frames: dict[_ContentKey, StoredFrame] = {}
+        self._frames: dict[ContentKey, StoredFrame] = {}
         for context, stored in known:
             content = stored.frame.content
             if content is not None and worth.issuperset(_uids(stored)):
                 where = _where(context, stored)
-                key = _ContentKey(content, context.raw_length, where, stored.frame.elements)
+                key = ContentKey(content, context.raw_length, where, stored.frame.elements)
                 self._frames[key] = stored
 
     def __len__(self) -> int:
@@ -59,16 +78,14 @@ class SharedFrames:
             chain: The codecs that would encode the chunk. Those of the frame are the same, but for
                 codecs that declined.
         """
-        length = context.raw_length
+        stored = self._frames.get(content_key(content, context, elements, is_raw=not chain))
         if not chain:
-            return self._frames.get(_ContentKey(content, length, _RAW, None))
-        key = _ContentKey(content, length, _described(context), elements)
-        stored = self._frames.get(key)
+            return stored
         if stored is not None:
             links = iter(chain)
             if all(link in links for link in stored.chain):
                 return stored
-        return self._frames.get(_ContentKey(content, length, _DECLINED, None))
+        return self._frames.get(ContentKey(content, context.raw_length, _DECLINED, None))
 
 
 def with_contexts(

@@ -131,7 +131,7 @@ class SaveBases:
         self._earlier = earlier
         self._deltas = deltas
         self._block_bytes = block_bytes
-        self.shares = share
+        self._shares = share
         self._chains = [chain_record(chain) for chain in chains]
         needing = [
             number
@@ -153,18 +153,18 @@ class SaveBases:
 
     def choose(self, backend: Backend) -> Collection[str]:
         """Choose the base; return the uids that the intent of the save has to reference."""
-        if not self._keys and not self.shares:
+        if not self._keys and not self._shares:
             return ()
         try:
             record = Catalog(backend).newest()
             encodes = record is not None and self._age_above(record) < self._deltas.every
-            if record is None or not (encodes or self.shares):
+            if record is None or not (encodes or self._shares):
                 return ()
             known = self._kept.frames_of(record.uid)
             self._in_memory = known is not None
             if known is None:
                 frames = self._earlier.frames(backend, record)
-                known = frames, SharedFrames(with_contexts(frames) if self.shares else ())
+                known = frames, SharedFrames(with_contexts(frames) if self._shares else ())
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
             return ()
@@ -250,12 +250,12 @@ class SaveBases:
 
     def committed(self, uid: str, frames: Mapping[int, StoredFrame]) -> None:
         """Note that the save has committed; `frames` are those of its chunks, by number."""
-        if not self._keys and not self.shares:
+        if not self._keys and not self._shares:
             return
         known = {key: frames[n] for n, key in self._keys.items() if n in frames}
         chunks = self._plan.chunks
         contexts = ((context_of(self._plan, chunks[n]), stored) for n, stored in frames.items())
-        self._kept.committed(uid, known, SharedFrames(contexts if self.shares else ()))
+        self._kept.committed(uid, known, SharedFrames(contexts if self._shares else ()))
 
     # ------------------------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ class Finish:
             blob_prefix=f"data/{self.uid}/blobs/00000-0",
             release=capture.release,
             tick=self._tick,
+            share=request.share,
             bases=bases,
         )
 

@@ -268,7 +268,7 @@ def frames_of(
         place: Returns a frame of another save with the numbers that it has in the part's tables.
         derived: Numbers of derived objects of the plan.
     """
-    return {
+    frames = {
         number: Frame(
             blobs["enc" if given_chain(chunk, result) else "raw"],
             result.offset,
@@ -287,8 +287,10 @@ def frames_of(
         for number, (chunk, result, chain) in enumerate(
             zip(plan.chunks, results, chains, strict=True)
         )
-        if chunk.pieces[0].item not in derived
+        if chunk.pieces[0].item not in derived and result.same_as is None
     }
+    twins = {n: result.same_as for n, result in enumerate(results) if result.same_as is not None}
+    return frames | {number: frames[first] for number, first in twins.items()}
 
 
 def build_sections(

@@ -264,8 +264,9 @@ def plan_state(
     generation: int,
     mode: str,
     share: bool,
+    derive: bool,
 ) -> SaveRequest:
-    """Plan the save of a described tree; with `share`, look for objects that may be derived.
+    """Plan the save of a described tree; with `derive`, look for objects that may be derived.
 
     Raises:
         PluginError: A source cannot say its version.
@@ -288,10 +289,8 @@ def plan_state(
         chain = table.number(entry, exact=single)
         planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
         objects.append(planned)
-    masters = find_masters(objects, is_exact=table.is_exact) if share else None
-    plan = plan_save(
-        objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=config.share
-    )
+    masters = find_masters(objects, is_exact=table.is_exact) if derive else None
+    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=share)
     return SaveRequest(
         step=step,
         generation=generation,
@@ -305,6 +304,7 @@ def plan_state(
         staging_bytes=_staging_need(plan, blocking=mode == "blocking"),
         pin=any(o.entry.source.device.startswith("cuda") for o in objects),
         promised=promised,
+        share=share,
         block_bytes=config.block_bytes,
         grace_s=config.grace_s,
         io_timeout_s=config.io_timeout_s,

@@ -35,6 +35,7 @@ class SaveRequest:
         staging_bytes: The most memory that capturing all of it takes.
         pin: Whether something is copied from a CUDA device.
         promised: Whether something is deferred only because the user asked for it.
+        share: Whether chunks whose bytes are stored already are not stored again.
         block_bytes: Distance of the checksums in raw frames.
         grace_s: The grace time of the intent, in seconds.
         io_timeout_s: The save is given up when the store makes no progress for so many seconds.
@@ -52,6 +53,7 @@ class SaveRequest:
     staging_bytes: int
     pin: bool
     promised: bool
+    share: bool
     block_bytes: int
     grace_s: float
     io_timeout_s: float

@@ -278,7 +278,7 @@ class Saver(SaveSurroundings):
             kept=self._kept,
             earlier=self._earlier,
             deltas=self._config.deltas,
-            share=self._config.share,
+            share=request.share,
             block_bytes=request.block_bytes,
         )
 
@@ -326,6 +326,7 @@ class Saver(SaveSurroundings):
             generation=generation,
             mode=mode,
             share=self._config.share,
+            derive=self._config.share,
         )
         if self._config.rules:
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]

@@ -295,6 +295,101 @@ def test_a_frame_of_two_objects_is_a_base_for_both(tmp_path):
     check(tmp_path, dict(enumerate(states)))
 
 
+# -- equal chunks of one save ----------------------------------------------------------------------
+
+
+def twins():
+    """One weight under two names and in a third shape, zeros, and a slab under two keys."""
+    made = torch.Generator().manual_seed(8)
+    weight, small = torch.randn(400, 300, generator=made), torch.randn(50, generator=made)
+    return {
+        "model": {"embed": weight, "bias": small},
+        "head": {"weight": weight.clone(), "bias": small.clone()},
+        "moments": torch.zeros(400, 300),
+        "turned": weight.clone().view(300, 400),
+    }
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+@pytest.mark.parametrize("codecs", CODECS)
+def test_equal_chunks_of_one_save_are_stored_once(tmp_path, codecs, mode):
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    options = {"rules": rules(*codecs), "mode": mode}
+    report = save(shared, twins(), 0, **options)
+    without = save(alone, twins(), 0, share=False, **options)
+    # Of the four weights one is stored with codecs for each shape, else one for all.
+    assert report.bytes_stored < (0.7 if codecs else 0.35) * without.bytes_stored
+    assert report.bytes_raw == without.bytes_raw
+    target = {k: torch.ones_like(v) for k, v in twins().items() if isinstance(v, torch.Tensor)}
+    with penstock.Checkpointer(shared) as ckpt:
+        ckpt.restore(target, include=list(target))
+    assert same(target, {k: twins()[k] for k in target})
+    check(shared, {0: twins()})
+    assert save(shared, twins(), 1, **options).bytes_stored == 0
+    check(shared, {0: twins(), 1: twins()})
+
+
+def test_equal_chunks_of_other_codecs_are_stored_by_these(tmp_path):
+    weight = twins()["turned"].sign()
+    state = {name: weight.clone() for name in ("raw", "zstd", "lz4", "again")}
+    by_name = [{"match": name, "codecs": [name]} for name in ("zstd", "lz4")]
+    save(tmp_path, state, 0, rules=[*by_name, {"match": "again", "codecs": ["lz4"]}])
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        contents = ckpt.open(0).contents
+        chains = {
+            "/".join(o.record.path): {
+                link.name
+                for ref in o.record.shards[0].chunks
+                for link in contents.head(0).chains[o.frames[ref.frame].chain]
+            }
+            for o in contents.objects()
+        }
+    assert chains == {"raw": set(), "zstd": {"zstd"}, "lz4": {"lz4"}, "again": {"lz4"}}
+    check(tmp_path, {0: state})
+
+
+def test_chunks_of_one_save_that_differ_in_one_bit_are_both_stored(tmp_path):
+    state = twins()
+    state["head"]["weight"].view(torch.int32)[50, 7] ^= 1
+    save(tmp_path, state, 0)
+    check(tmp_path, {0: state})
+
+
+def test_each_equal_chunk_is_a_base_of_its_own(tmp_path):
+    def nearly(step):
+        return {
+            name: tensor + 1e-6 * step * number
+            for number, (name, tensor) in enumerate(
+                {"a": twins()["turned"], "b": twins()["turned"], "c": twins()["turned"]}.items()
+            )
+        }
+
+    options = {"rules": rules("delta", "floatsplit"), "chunk_bytes": 1 << 20}
+    reports = saved(tmp_path, range(3), states=nearly, **options)
+    assert reports[1].bytes_stored < 0.7 * reports[1].bytes_raw
+    check(tmp_path, {n: nearly(n) for n in range(3)})
+
+
+def test_damage_of_a_chunk_that_two_objects_have_names_both(tmp_path):
+    state = {"a": twins()["turned"], "b": twins()["turned"]}
+    save(tmp_path, state, 0, chunk_bytes=1 << 20)
+    (blob,) = tmp_path.glob("data/*/blobs/*")
+    with blob.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"nonsense")
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert {damage.what for damage in ckpt.verify(0).damaged} == {"a", "b"}
+
+
+def test_a_compacted_checkpoint_has_equal_chunks_once_as_well(tmp_path):
+    first, _ = saved(tmp_path, range(2), states=lambda _: twins())
+    with opened(tmp_path, share=False) as ckpt:  # the checkpoint was saved with it
+        (step,) = ckpt.compact([1]).steps
+    assert step.bytes_after <= first.bytes_stored + 65536  # a few pages between frames
+    check(tmp_path, {0: twins(), 1: twins()})
+    assert save(tmp_path, twins(), 2).bytes_stored == 0
+
+
 # -- whose data is kept alive ----------------------------------------------------------------------
 
 
