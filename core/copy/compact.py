@@ -127,15 +127,20 @@ class Compactor:
         if steps is not None:
             found = [self._catalog.record(step) for step in sorted(set(steps))]
             return [record for record in found if record.borrowed]
-        borrowing = [record for record in self._records() if record.borrowed]
+        records = self._records()
+        borrowing = {record.uid: record for record in records if record.borrowed}
         if everything:
-            return borrowing
-        going = set(lent_by_deleted(self._records()))
-        chosen: list[CommitRecord] = []
-        while more := [r for r in borrowing if r not in chosen and going & {*r.references}]:
-            chosen += more
-            going.update(record.uid for record in more)
-        return sorted(chosen, key=lambda record: record.step)
+            return list(borrowing.values())
+        going = set(lent_by_deleted(records))
+        chosen: dict[str, CommitRecord] = {}
+        while more := {
+            uid: record
+            for uid, record in borrowing.items()
+            if uid not in chosen and not going.isdisjoint(record.references)
+        }:
+            chosen |= more
+            going |= more.keys()
+        return sorted(chosen.values(), key=lambda record: record.step)
 
     def plan(self, chosen: Collection[CommitRecord]) -> CompactReport:
         """Return what compacting these checkpoints would free, or take; changes nothing.
