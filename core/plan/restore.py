@@ -10,6 +10,7 @@ from penstock.core.abc.codec import CodecContext
 from penstock.core.errors import FormatError
 from penstock.core.format.blocks import blocks_covering, blocks_span, merge_ranges
 from penstock.core.plan.regions import region_runs
+from penstock.core.plan.save import slab_context
 from penstock.core.types import ByteRange, show_path
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _complete(job: FrameJob[Any]) -> int:
     """Set the ranges that hold all uses of a frame; return how many of their bytes are needed."""
     frame = job.frame
     if frame.chain:  # an encoded frame decodes only as a whole
-        context = job.context or _slab_context(frame)
+        context = job.context or slab_context(frame.raw_length, frame.elements)
         for link in job.links:
             # A frame and its base have the same place in the same object, so one context.
             link.context = context
@@ -239,9 +240,3 @@ def _overlaps(
 def _context(record: ObjectRecord, shard: ShardRecord, ref: ChunkRef, frame: Frame) -> CodecContext:
     spec = record.spec
     return CodecContext(spec.dtype, spec.itemsize, shard.region.sizes, ref.start, frame.raw_length)
-
-
-def _slab_context(frame: Frame) -> CodecContext:
-    dtype, itemsize = frame.elements or ("uint8", 1)
-    count = frame.raw_length // itemsize
-    return CodecContext(dtype, itemsize, (count,), 0, frame.raw_length)

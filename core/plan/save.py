@@ -119,13 +119,22 @@ def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
     """Return what codecs are told of a chunk; a reader of the manifest finds the same."""
     piece, *others = chunk.pieces
     if others:
-        count = chunk.length // chunk.itemsize
-        return CodecContext(chunk.dtype, chunk.itemsize, (count,), 0, chunk.length)
-    # One piece is all of the chunk, and a reader finds its shape in the object's record. A slab of
-    # several objects is encoded as one row of elements.
+        return slab_context(chunk.length, (chunk.dtype, chunk.itemsize))
+    # One piece is all of the chunk, and a reader finds its shape in the object's record.
     entry = plan.objects[piece.item].entry
     dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
     return CodecContext(dtype, itemsize, entry.region.sizes, piece.start, chunk.length)
+
+
+def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
+    """Return what codecs are told of a slab of several objects: it is one row of elements.
+
+    Args:
+        length: Raw bytes of the slab.
+        elements: Dtype and bytes of an element, as its frame records them; None: bytes.
+    """
+    dtype, itemsize = elements or ("uint8", 1)
+    return CodecContext(dtype, itemsize, (length // itemsize,), 0, length)
 
 
 def elements_of(chunk: Chunk) -> tuple[str, int] | None:

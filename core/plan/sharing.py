@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.format.records import blob_uid
+from penstock.core.plan.save import slab_context
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -100,8 +101,7 @@ def with_contexts(
                 context = CodecContext(piece.dtype, piece.itemsize, sizes, piece.start, length)
                 break
         else:
-            dtype, itemsize = stored.frame.elements or ("uint8", 1)
-            context = CodecContext(dtype, itemsize, (length // itemsize,), 0, length)
+            context = slab_context(length, stored.frame.elements)
         yield context, stored
 
 
