@@ -2,7 +2,8 @@
 
 Here: the stored frame (`layout`), the decision how a chunk is split (`sampling`), the split of
 elements into planes (`planes`, and `fused` where numba is installed), the prediction of elements by
-row and column means (`prediction`), and the coding of one plane (`entropy`).
+row and column means (`prediction`), and the coding of one plane (`entropy`, and `huffman` where
+numba is installed).
 """
 
 from penstock.codecs.floatsplit.codec import FloatsplitCodec, FloatsplitConfig

@@ -22,6 +22,8 @@ else:
     from backports import zstd
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -98,10 +100,9 @@ def encode_plane(
             return method, length
         method = Method.ZSTD
     if method is Method.ZSTD:
-        frame = _compress(plane)
-        if len(frame) < size:
-            out[: len(frame)] = np.frombuffer(frame, np.uint8)
-            return method, len(frame)
+        length = _compress_into(plane, out)
+        if length is not None:
+            return method, length
     if method is Method.PACKED:
         length = packed_size(size, unused)
         pack(plane, unused, out[:length], scratch)
@@ -169,6 +170,30 @@ def _decompress(source: Bytes, out: Bytes) -> None:
     _contexts.decompressor = None  # not used again after a failure
     decode_frame(decompressor, source.data, out.data)
     _contexts.decompressor = decompressor
+
+
+def _compress_into(plane: Bytes, out: Bytes) -> int | None:
+    """Write a zstd frame into the beginning of `out`; None: it would not be smaller."""
+    coder = _pair_coder()
+    if coder is not None:
+        length = coder(plane, out)
+        if length:
+            return length
+    frame = _compress(plane)
+    if len(frame) >= plane.size:
+        return None
+    out[: len(frame)] = np.frombuffer(frame, np.uint8)
+    return len(frame)
+
+
+@cache
+def _pair_coder() -> Callable[[Bytes, Bytes], int] | None:
+    """Return the faster way to write a frame, if numba is installed."""
+    try:
+        from penstock.codecs.floatsplit import huffman  # noqa: PLC0415 - numba is an extra
+    except ImportError:
+        return None
+    return huffman.store_codes
 
 
 def _compress(plane: Bytes) -> bytes:

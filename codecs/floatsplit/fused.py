@@ -43,24 +43,25 @@ _EIGHT, _SIXTEEN, _REACH = np.uint16(8), np.uint32(16), np.uint16(1 << 13)
 _NONE: Words = np.empty(0, np.uint16)
 
 
-def _given(element: Any) -> Any:
+def given(element: Any) -> Any:
     """Return the type of arrays that are read; frames and chunks begin at any address."""
     return types.Array(element, 1, "C", readonly=True, aligned=False)
 
 
-def _filled(element: Any) -> Any:
+def filled(element: Any) -> Any:
+    """Return the type of arrays that are written."""
     return types.Array(element, 1, "C", aligned=False)
 
 
 _KIND = types.int64
 _U1, _U2, _U4 = types.uint8, types.uint16, types.uint32
-_GRID = (_given(_U2), _given(_U2), types.int64)  # terms of rows and columns, and the first cell
+_GRID = (given(_U2), given(_U2), types.int64)  # terms of rows and columns, and the first cell
 
 
 _inlined: Callable[[Function], Function] = numba.njit(nogil=True, inline="always")
 
 
-def _compiled(*signature: Any) -> Callable[[Function], Function]:
+def compiled(*signature: Any) -> Callable[[Function], Function]:
     """Compile a function for one signature, and keep it on disk where that is possible."""
 
     def compiled(function: Function) -> Function:
@@ -94,7 +95,7 @@ def _split_row_2(block: Any, kind: Any, row: Any, columns: Any, first: Any, seco
     return bad == 0
 
 
-@_compiled(_given(_U2), _KIND, *_GRID, _filled(_U1), _filled(_U1))
+@compiled(given(_U2), _KIND, *_GRID, filled(_U1), filled(_U1))
 def _split_2(
     block: Any, kind: Any, rows: Any, columns: Any, cell: Any, first: Any, second: Any
 ) -> Any:
@@ -135,7 +136,7 @@ def _split_row_4(
     return bad == 0
 
 
-@_compiled(_given(_U4), _KIND, *_GRID, _filled(_U1), _filled(_U1), _filled(_U2))
+@compiled(given(_U4), _KIND, *_GRID, filled(_U1), filled(_U1), filled(_U2))
 def _split_4(
     block: Any, kind: Any, rows: Any, columns: Any, cell: Any, first: Any, second: Any, low: Any
 ) -> Any:
@@ -172,7 +173,7 @@ def _join_row_2(first: Any, second: Any, kind: Any, row: Any, columns: Any, bloc
             block[i] = d
 
 
-@_compiled(_given(_U1), _given(_U1), _KIND, *_GRID, _filled(_U2))
+@compiled(given(_U1), given(_U1), _KIND, *_GRID, filled(_U2))
 def _join_2(
     first: Any, second: Any, kind: Any, rows: Any, columns: Any, cell: Any, block: Any
 ) -> Any:
@@ -209,7 +210,7 @@ def _join_row_4(
             block[i] = (np.uint32(d) << _SIXTEEN) | np.uint32(low[i])
 
 
-@_compiled(_given(_U1), _given(_U1), _given(_U2), _KIND, *_GRID, _filled(_U4))
+@compiled(given(_U1), given(_U1), given(_U2), _KIND, *_GRID, filled(_U4))
 def _join_4(
     first: Any, second: Any, low: Any, kind: Any, rows: Any, columns: Any, cell: Any, block: Any
 ) -> Any:

@@ -1,4 +1,7 @@
-"""Fuzz targets for the decoders: golden frames that were changed, without any checksum before."""
+"""Fuzz targets for codecs.
+
+Decoders get golden frames that were changed, without any checksum before; `huffman` codes planes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from tests.codecs import huffman_planes
 from tests.codecs.golden_cases import CASES
 from tests.core.forging import INTEGERS, Choices
 
@@ -93,4 +97,4 @@ def decode(name, data):
     return name, outcome
 
 
-TARGETS = {name: partial(decode, name) for name in CODECS}
+TARGETS = {name: partial(decode, name) for name in CODECS} | {"huffman": huffman_planes.code}
