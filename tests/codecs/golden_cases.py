@@ -122,6 +122,32 @@ def integers(itemsize: int, elements: int) -> bytes:
     return small.astype(f"<i{itemsize}").tobytes()
 
 
+def powers(elements: int) -> bytes:
+    """Return numbers of two bytes, the upper one with few values, the lower one zero."""
+    upper = _LEADING_ZEROS[noise("powers", elements)].astype(np.uint16)
+    return (upper << np.uint16(8)).astype("<u2").tobytes()
+
+
+def moments(itemsize: int, rows: int, columns: int, kind: str) -> bytes:
+    """Return floats whose top 16 bits are near the sum of a term of the row and one of the column.
+
+    Args:
+        itemsize: 2 or 4; the bits below the top are zero.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        kind: `"near"`; `"far"`: but for one zero; `"signed"`: with signs.
+    """
+    size = rows * columns
+    bits = noise(f"moments {itemsize} {kind}", 3 * size + rows + columns).astype(np.uint16)
+    terms = (bits[3 * size :][:rows, None] + bits[-columns:]).reshape(-1) * np.uint16(16)
+    tops = np.uint16(0x2000) + terms + bits[:size] + (bits[size : 2 * size] >> np.uint16(1))
+    if kind == "far":
+        tops[size // 2] = 0
+    if kind == "signed":
+        tops |= (bits[2 * size : 3 * size] & np.uint16(1)) << np.uint16(15)
+    return (tops.astype(f"<u{itemsize}") << (8 * itemsize - 16)).astype(f"<u{itemsize}").tobytes()
+
+
 def cases() -> dict[str, Case]:
     """Return all cases by name."""
     found: dict[str, Case] = {}
@@ -166,6 +192,14 @@ def _of_floatsplit() -> dict[str, Case]:
         )
     for dtype, size in INTEGERS.items():
         found[f"floatsplit-{dtype}"] = Case(own, lambda s=size: integers(s, 2001), dtype, size)
+    for dtype, size in (("bfloat16", 2), ("float32", 4)):
+        for kind in ("near", "far", "signed"):
+            found[f"floatsplit-{dtype}-{kind}"] = Case(
+                own, lambda s=size, k=kind: moments(s, 160, 161, k), dtype, size, (160, 161)
+            )
+    found["floatsplit-uint32-sparse"] = Case(own, lambda: sparse(4, 40_000), "uint32", 4)
+    # A plane of two blocks of zstd, in one Huffman code.
+    found["floatsplit-uint16-codes"] = Case(own, lambda: powers(140_000), "uint16", 2)
     both = (("floatsplit", {}), ("zstd", {"level": 3}))
     found["floatsplit-zstd-taken"] = Case(
         both, lambda: floats("float32", 40, 64), "float32", 4, (40, 64)

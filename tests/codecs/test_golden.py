@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.codecs.golden_cases import CASES
 
+from penstock.codecs.floatsplit import codec as floatsplit
+from penstock.codecs.floatsplit import planes
+from penstock.codecs.floatsplit.entropy import Method
+from penstock.codecs.floatsplit.layout import read_head
+from penstock.codecs.floatsplit.planes import Halves
 from penstock.core.pipeline.chain import CodecChain, checksum
 from penstock.core.plugins.registry import Registry
 from penstock.core.testing.golden import read_golden, rewriting
@@ -53,7 +59,12 @@ def test_every_case_has_a_frame_of_the_version_of_today(case):
 @pytest.mark.parametrize(
     "path", sorted(GOLDEN.glob("*/*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
-def test_a_golden_frame_decodes_to_its_chunk(path):
+@pytest.mark.parametrize("loops", ["numba", "numpy"])
+def test_a_golden_frame_decodes_to_its_chunk(path, loops, monkeypatch):
+    if loops == "numpy":
+        monkeypatch.setattr(floatsplit, "_splitter", lambda: planes)
+    else:
+        pytest.importorskip("numba", reason="numba, of the extra `fast`, is missing")
     raw, context = CASES[path.stem].chunk()
     record = json.loads(path.read_text())
     registry = Registry()
@@ -70,6 +81,28 @@ def test_a_golden_frame_decodes_to_its_chunk(path):
     )
     assert checksum(out) == record["raw_checksum"]
     assert not chain.lossless or out == raw
+
+
+def test_golden_frames_of_floatsplit_have_every_kind_and_method():
+    found = set()
+    for path in GOLDEN.glob("floatsplit-*/*.json"):
+        if [link[0] for link in json.loads(path.read_text())["chain"]] == ["floatsplit"]:
+            raw, _ = CASES[path.stem].chunk()
+            frame = np.frombuffer(read_golden(path.with_suffix(".frame")), np.uint8)
+            layout, at = read_head(frame, len(raw))
+            count = len(layout.bounds(len(raw) // layout.itemsize))
+            ways = frame[at + count :][: 4 * count * len(layout.widths())].tobytes()
+            methods = {Method(top >> 4) for top in ways[3::4]}
+            kinds = {Halves(kind) for kind in frame[at : at + count]}
+            found |= {(layout.itemsize, layout.prediction is not None, kind) for kind in kinds}
+            found |= {(layout.itemsize, layout.apart)} | methods
+    predicted = {Halves.NEAR, Halves.UNSIGNED, Halves.SIGNED}
+    assert found >= set(Method)
+    for size in (2, 4):
+        assert {(size, True, kind) for kind in predicted} <= found
+    for size in (2, 4, 8):
+        assert {(size, False, kind) for kind in set(Halves) - {Halves.NEAR}} <= found
+    assert {(4, True), (4, False), (8, True), (8, False)} <= found
 
 
 def test_no_golden_frame_is_left_out():
