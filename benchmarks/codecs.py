@@ -30,7 +30,7 @@ import typer
 from matplotlib import pyplot as plt
 from tables import insert, markdown_table
 
-from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig, planes
+from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig, entropy, planes
 from penstock.codecs.floatsplit import codec as floatsplit
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import DECLINED, Codec, CodecContext
@@ -111,6 +111,7 @@ class Penstock(Contender):
     def _choose(self) -> None:
         if isinstance(self.codec, FloatsplitCodec):
             floatsplit._splitter = SPLITTER if self.fused else lambda: planes  # noqa: SLF001
+            entropy._pair_coder = PAIR_CODER if self.fused else lambda: None  # noqa: SLF001
 
 
 class Zipnn(Contender):
@@ -170,6 +171,7 @@ class Blosc(Contender):
 
 
 SPLITTER = floatsplit._splitter  # noqa: SLF001
+PAIR_CODER = entropy._pair_coder  # noqa: SLF001
 
 
 def main(
