@@ -165,6 +165,10 @@ class Timing:
     """While a store is slow with one piece, a copy reports this often that it is alive, so that it
     keeps its lease."""
 
+    deletion_s: float = 60.0
+    """A copy that finds data without a record waits this long for the end of a deletion that may be
+    under way. Names that are deleted together take far less."""
+
     process_start_s: float = 120.0
     """The copy process has this long for its imports, on a slow shared file system; then threads
     of the training process copy."""

@@ -5,6 +5,12 @@ of either: an earlier copy has brought them, or a checkpoint there needs them as
 may be kept is decided after the intent of the copy names all these uids: from then on no deletion
 takes what a record there needs, and what no record needs is trusted only as far as a lease says
 that it is durable. What the target lacks is brought under a lease of the uid that it belongs to.
+
+Blobs that no record needs, and beside which no copy has left a lease, are orphans of a deletion: it
+was killed, or has left them because another tier needs them, or is under way. Deletions that begin
+once the intent is published spare them, and the copy waits for the others to end
+(`Timing.deletion_s`). Then orphans beside an index are known to be durable, and are kept if they
+are what the checkpoint needs; the others are brought anew.
 """
 
 from __future__ import annotations
@@ -14,7 +20,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from penstock.core.catalog.survey import Survey, survey_run
 from penstock.core.copy.lease import Lease
 from penstock.core.errors import BusyError
-from penstock.core.format.records import blob_uid, data_prefix, lease_name
+from penstock.core.format.records import (
+    blob_uid,
+    data_prefix,
+    index_name,
+    intent_name,
+    lease_name,
+)
 from penstock.core.suggest import listed
 
 if TYPE_CHECKING:
@@ -54,10 +66,18 @@ class BlobSites:
         self._grace_s = grace_s
         self.own = Lease(target, record.uid, timing)
         self._untouched: set[str] = set()  # uids of which this copy has changed no blob
+        self._unsure: set[str] = set()  # uids of which other blobs than the leases list may be torn
         self._leases = {record.uid: self.own}
 
     def settle(
-        self, blobs: Sequence[CheckedBlob], *, read: Read, trust_sealed: bool, repair: bool
+        self,
+        blobs: Sequence[CheckedBlob],
+        *,
+        read: Read,
+        check_source: Callable[[], None],
+        await_deletions: Callable[[], None],
+        trust_sealed: bool,
+        repair: bool,
     ) -> set[str]:
         """Return the names of the blobs to keep, and delete those that have to be brought anew.
 
@@ -66,11 +86,14 @@ class BlobSites:
         Args:
             blobs: All blobs of the checkpoint.
             read: Reads blobs at the place, and returns the names of the damaged ones.
+            check_source: Called before orphans are deleted, which may be all that exists; raises
+                unless the source is good.
+            await_deletions: Waits for the end of all deletions that began before the intent.
             trust_sealed: Whether blobs with the right length are kept without being read.
             repair: Whether damaged blobs are replaced although others need them.
 
         Raises:
-            BusyError: The place has blobs that may be about to be deleted, that another copy is
+            BusyError: The place has blobs that belong to a save under way, that another copy is
                 bringing, or that others need and that are not what is to be copied.
         """
         wanted: dict[str, list[CheckedBlob]] = {
@@ -78,22 +101,39 @@ class BlobSites:
         }
         for blob in blobs:
             wanted[blob_uid(blob.name) or ""].append(blob)
+        sites = self._look(wanted)
+        orphaned = [site for site in sites if site.is_orphaned and not (repair and site.is_own)]
+        for site in orphaned:
+            self._refuse_foreign(site)
+        if orphaned:
+            await_deletions()
+            sites = self._look(wanted)
+        kept: set[str] = set()
+        for found in sites:
+            site = found
+            good = self._good(site, read, trust_sealed=trust_sealed, repair=repair)
+            if not site.is_used or len(good) < len(site.wanted):
+                site = self._under_lease(site)
+                if site is not found:
+                    good = self._good(site, read, trust_sealed=trust_sealed, repair=repair)
+                good |= self._sealed(site, good, read, trust_sealed=trust_sealed)
+                self._delete_stale(site, good, check_source, repair=repair)
+            kept |= good
+        return kept
+
+    def _look(self, wanted: Mapping[str, Sequence[CheckedBlob]]) -> list[_Site]:
         there = {uid: self._target.list(data_prefix(uid)) for uid in wanted}
         # Reading all records takes long at a large target; most checkpoints borrow nothing.
         is_blank = not self._record.references and not any(map(_sizes, there.values()))
         survey = Survey() if is_blank else survey_run(self._target)
-        kept: set[str] = set()
-        for uid, some in sorted(wanted.items()):
-            site = _Site(uid, some, there[uid], survey, own_uid=self._record.uid)
-            good = self._good(site, read, trust_sealed=trust_sealed, repair=repair)
-            if not site.is_used or len(good) < len(some):
-                before, site = site, self._under_lease(site, repair=repair)
-                if site is not before:
-                    good = self._good(site, read, trust_sealed=trust_sealed, repair=repair)
-                good |= self._sealed(site, good, read, trust_sealed=trust_sealed)
-                self._delete_stale(site, good, repair=repair)
-            kept |= good
-        return kept
+        return [self._site(uid, there[uid], survey, wanted[uid]) for uid in sorted(wanted)]
+
+    def _site(
+        self, uid: str, there: Sequence[BlobInfo], survey: Survey, wanted: Sequence[CheckedBlob]
+    ) -> _Site:
+        lease, own_uid = self._leases.get(uid), self._record.uid
+        of_copy = None if lease is None else lease.found
+        return _Site(uid, wanted, there, survey, own_uid=own_uid, of_copy=of_copy)
 
     def _good(self, site: _Site, read: Read, *, trust_sealed: bool, repair: bool) -> set[str]:
         """Return the names of wanted blobs that the place has because a record there needs them."""
@@ -101,14 +141,14 @@ class BlobSites:
         good = {blob.name for blob in found}
         # What others need is not read again if it is borrowed: each save of a long chain would have
         # all of it read. Own blobs are: a forged record may have the uid of another.
-        if repair or (site.is_own and not trust_sealed):
+        if repair or site.is_orphaned or (site.is_own and not trust_sealed):
             good -= read(found)
         return good
 
-    def _under_lease(self, site: _Site, *, repair: bool) -> _Site:
+    def _under_lease(self, site: _Site) -> _Site:
         """Hold the lease of a uid; return what the place has of that uid by then."""
         if not site.is_own:
-            self._refuse_orphans(site, has_lease=site.has_lease)
+            self._refuse_foreign(site)
             lease = Lease(self._target, site.uid, self._timing)
             # In the first record of the lease: what it does not list counts as torn. Deletions that
             # leave a save in flight alone as the last one to need these blobs may come at any time.
@@ -116,35 +156,42 @@ class BlobSites:
             self._leases[site.uid] = lease
             # Looked at once more: the copy that held the lease before may have committed since.
             there = self._target.list(data_prefix(site.uid))
-            survey = survey_run(self._target)
-            site = _Site(site.uid, site.wanted, there, survey, own_uid=self._record.uid)
-        if not (repair and site.is_own):
-            self._refuse_orphans(site, has_lease=self._leases[site.uid].found)
+            site = self._site(site.uid, there, survey_run(self._target), site.wanted)
+            self._refuse_foreign(site)
         return site
 
-    def _refuse_orphans(self, site: _Site, *, has_lease: bool) -> None:
-        """Refuse blobs that no record needs and no copy has left: they may be about to go."""
-        if site.sizes and not (site.is_used or has_lease):
+    def _refuse_foreign(self, site: _Site) -> None:
+        """Refuse blobs that no record needs and no copy has left, unless nothing needs them."""
+        if site.is_foreign:
             self._untouched.add(site.uid)
-            raise self._busy(site.sizes, "which no copy has brought, and no checkpoint there needs")
+            raise self._busy(site.sizes, "which a save that is under way may need")
 
     def _sealed(self, site: _Site, good: set[str], read: Read, *, trust_sealed: bool) -> set[str]:
         """Return the names of wanted blobs that an earlier copy has sealed."""
         if not site.is_used and self._is_old(site):
             return set()
         sealed = site.right_length(self._leases[site.uid].sealed - good)
-        spoiled = set() if trust_sealed else read(sealed)
+        spoiled = set() if trust_sealed and not site.is_orphaned else read(sealed)
         return {blob.name for blob in sealed} - spoiled
 
-    def _delete_stale(self, site: _Site, good: set[str], *, repair: bool) -> None:
+    def _delete_stale(
+        self, site: _Site, good: set[str], check_source: Callable[[], None], *, repair: bool
+    ) -> None:
         """Delete the blobs to bring anew, which must be nobody else's."""
         lease, present = self._leases[site.uid], set(site.sizes)
         stale = present & {blob.name for blob in site.wanted} - good
-        if stale & site.trusted and not repair:
+        if site.is_used and stale & site.trusted and not repair:
             why = "which other checkpoints there need, and which is damaged there"
             raise self._busy(stale & site.trusted, why)
         if site.is_own and not site.is_used:
             stale = present - good
+        if site.is_orphaned:
+            if stale and site.has_intent and not site.is_own:
+                raise self._busy(stale, "which a save that is under way may need")
+            if stale and not repair:
+                check_source()
+            if not site.has_index:
+                self._unsure.add(site.uid)
         lease.keep(good | ((present & (site.trusted | lease.sealed)) - stale))
         if stale:
             lease.check()  # behind the request before, which may have been held up for long
@@ -191,9 +238,10 @@ class BlobSites:
 
         Such a lease is that of a copy that was to bring the checkpoint of that uid itself, or to
         borrow of it: it may have left more than blobs, and no copy touches that without a lease.
+        Likewise the lease over orphans: without it all of them would count as durable.
         """
         for uid, lease in reversed(self._leases.items()):
-            if lease.found and uid != self._record.uid:
+            if uid != self._record.uid and (lease.found or uid in self._unsure):
                 lease.release()
             else:
                 lease.remove()
@@ -220,8 +268,13 @@ class _Site:
         sizes: Their sizes by name.
         is_own: Whether it is the uid of the checkpoint itself.
         is_used: Whether a record of the place needs data of the uid.
-        has_lease: Whether a copy has left a lease, or holds one.
-        trusted: The names of the blobs that are durable because a record needs them.
+        has_intent: Whether its intent is there.
+        has_index: Whether its index is there.
+        is_orphaned: Whether there are blobs that no record needs, and that no copy has left.
+        is_foreign: Whether a save or another copy under way may need these. Of the own uid the copy
+            makes sure of that before it publishes its intent.
+        trusted: The names of the blobs that are durable because a record needs them, or, of
+            orphans, because the index was published after them.
     """
 
     def __init__(
@@ -232,22 +285,47 @@ class _Site:
         survey: Survey,
         *,
         own_uid: str,
+        of_copy: bool | None,
     ) -> None:
+        """Sort out what is there.
+
+        Args:
+            uid: The uid.
+            wanted: The blobs of it that the checkpoint needs.
+            there: What the place lists of it.
+            survey: The records of the place.
+            own_uid: The uid of the checkpoint.
+            of_copy: Whether a copy had left a lease before this one took it; None before that.
+        """
         self.uid = uid
         self.wanted = wanted
         self.blobs = [info for info in there if blob_uid(info.name) == uid]
         self.sizes = _sizes(there)
         self.is_own = uid == own_uid
         self.is_used = uid in survey.used
-        self.has_lease = any(info.name == lease_name(uid) for info in there)
+        names = {info.name for info in there}
+        has_lease = lease_name(uid) in names
+        if of_copy is None:
+            of_copy = has_lease
+        self.has_intent = intent_name(uid) in names
+        self.has_index = index_name(uid) in names
+        self.is_orphaned = bool(self.sizes) and not (self.is_used or of_copy)
+        others = (intent for other, intent in survey.intents.items() if other != own_uid)
+        self.is_foreign = (
+            self.is_orphaned
+            and not (self.is_own or self.has_index)
+            and (self.has_intent or any(uid in intent.references for intent in others))
+        )
         self.trusted: frozenset[str] = frozenset()
         if self.is_used:
             self.trusted = frozenset(self.sizes)
             # Beside a lease there may be a part of a blob, which a killed copy has left. Without
             # one all blobs came with a checkpoint that was committed there.
-            if self.has_lease and uid not in survey.named:
+            if has_lease and uid not in survey.named:
                 records = survey.records.values()
                 self.trusted &= {blob.name for record in records for blob in record.borrowed}
+        elif self.is_orphaned and self.has_index:
+            self.trusted = frozenset(self.sizes)
 
     def right_length(self, names: Collection[str]) -> list[CheckedBlob]:
         """Return the wanted blobs among `names` that the place has with their lengths."""

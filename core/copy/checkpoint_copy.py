@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.catalog.survey import places_of, read_commit, sizes_of, survey_records
+from penstock.core.catalog.survey import places_of, sizes_of, survey_run
 from penstock.core.concurrency.watchdog import call_with_deadline
 from penstock.core.copy.blob_sites import BlobSites
 from penstock.core.copy.copy_source import CopySource
@@ -29,6 +30,9 @@ from penstock.core.copy.verify import (
 from penstock.core.errors import (
     BlobExistsError,
     BusyError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    DamagedError,
     FormatError,
     SaveAbortedError,
     StepExistsError,
@@ -148,6 +152,8 @@ class CheckpointCopy:
             clock=workers.timing.clock,
         )
         self._wrote = False  # whether the target may have data of this copy or an earlier one
+        self._left: set[str] = set()  # what a deletion of this checkpoint has left at the target
+        self._waited = False  # for deletions under way
         self._read: set[str] = set()  # blobs that were read at the target
         self._spoiled: set[str] = set()  # blobs of an earlier copy that are damaged or missing
         self._on_progress: Callable[[int], None] | None = None
@@ -245,12 +251,16 @@ class CheckpointCopy:
     def _copy(self, blobs: Sequence[CheckedBlob]) -> Collection[str]:
         """Copy from the intent to the commit record; return the blobs that were kept."""
         self._wrote = self._builds_on
-        self._check_data(has_lease=self._builds_on)
+        self._left = self._check_data(has_lease=self._builds_on)
         self._publish_intent()
+        if self._left:
+            self._await_deletions()
         kept = self._sites.settle(
             blobs,
             repair=self._repair,
             read=self._damaged_at_target,
+            check_source=lambda: self._check_source(on_look=self._look),
+            await_deletions=self._await_deletions,
             trust_sealed=self._trust_sealed,
         )
         if unread := self._unread_bytes(blobs, kept):
@@ -284,10 +294,10 @@ class CheckpointCopy:
             StepExistsError: Another checkpoint is at that step, and is not to be replaced.
         """
         record, url = self._record, self._run_target.url
-        names = Catalog(self._run_target).entries().get(record.step, [])
-        if not names:
+        try:
+            newest = Catalog(self._run_target).record(record.step)
+        except CheckpointNotFoundError:
             return None
-        newest = read_commit(self._run_target, names[-1])
         if newest.uid == record.uid:
             check_same_manifest(self._run_target, newest, record)
             there = confirmed(self._target, newest, first=self._check_source)
@@ -303,8 +313,8 @@ class CheckpointCopy:
     def _makes_way(self, uid: str) -> bool:
         return self._replace if isinstance(self._replace, bool) else uid in self._replace
 
-    def _check_source(self) -> None:
-        verify_blobs(self._source, self._record, workers=self._workers)
+    def _check_source(self, *, on_look: Callable[[], None] = lambda: None) -> None:
+        verify_blobs(self._source, self._record, workers=self._workers, on_look=on_look)
 
     # -- data of this uid at the target -----------------------------------------------------------
 
@@ -320,15 +330,18 @@ class CheckpointCopy:
         name = lease_name(self._record.uid)
         return any(info.name == name for info in self._target.list(name))
 
-    def _check_data(self, *, has_lease: bool) -> None:
+    def _check_data(self, *, has_lease: bool) -> set[str]:
         """Raise unless all data of this uid at the target was left by an earlier copy.
 
         Otherwise a user who can write the source could give a checkpoint the uid of another one of
-        the target, or of a save in flight there, and have a copy destroy that data. Blobs alone,
-        which a checkpoint there borrows, are no data of a copy: `BlobSites` spares them.
+        the target, or of a save in flight there, and have a copy destroy that data. What a deletion
+        of this checkpoint has left is replaced, but for blobs that others borrow: `BlobSites`.
 
         Args:
             has_lease: Whether an earlier copy left a lease.
+
+        Returns:
+            The names that a deletion has left; none if there is a lease.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
@@ -336,12 +349,37 @@ class CheckpointCopy:
         """
         uid = self._record.uid
         own = {lease_name(uid), mark_name(uid), staying_name(uid)}
+        left: set[str] = set()
         for place in self._places:
             names = {info.name for info in place.list(data_prefix(uid))} - own
             if names:
                 check_uid_is_free(place, self._record)
-            if names and place is self._target and not (has_lease or _are_lent(place, uid, names)):
-                raise self._not_of_a_copy(min(names))
+            if names and place is self._target and not has_lease:
+                left = self._left_of(names)
+        return left
+
+    def _left_of(self, names: set[str]) -> set[str]:
+        """Return what a deletion has left, or is about to take, of data at the target.
+
+        A save under way has an intent, and no index before its last moment. A deletion deletes the
+        intent first; if it was killed before, there is the very manifest that is to be copied.
+
+        Raises:
+            BusyError: The data may be that of a save under way, or be needed by one.
+        """
+        record, target = self._record, self._target
+        uid, has_index = record.uid, record.index.name in names
+        if intent_name(uid) in names:
+            if has_index and _has_manifest(target, record):
+                return names
+        else:
+            survey = survey_run(target)
+            intents = survey.intents.values()
+            if uid in survey.used:
+                return names if any(blob_uid(name) is None for name in names) else set()
+            if has_index or not any(uid in intent.references for intent in intents):
+                return names
+        raise self._not_of_a_copy(min(names))
 
     def _not_of_a_copy(self, name: str) -> BusyError:
         msg = (
@@ -354,20 +392,39 @@ class CheckpointCopy:
 
     def _publish_intent(self) -> None:
         self._wrote = True
+        name = intent_name(self._record.uid)
         try:
             self._publisher.publish_intent(
-                references=self._record.references, exclusive=not self._builds_on
+                references=self._record.references, exclusive=self._is_new(name)
             )
         except BlobExistsError as error:
             self._wrote = False
-            raise self._not_of_a_copy(intent_name(self._record.uid)) from error
+            raise self._not_of_a_copy(name) from error
 
     def _publish(self, name: str, data: bytes) -> None:
-        """Publish a part or the index; replace that of an earlier copy only."""
+        """Publish a part or the index; replace that of an earlier copy, or deletion, only."""
         try:
-            self._target.publish(name, data, exclusive=not self._builds_on)
+            self._target.publish(name, data, exclusive=self._is_new(name))
         except BlobExistsError as error:
             raise self._not_of_a_copy(name) from error
+
+    def _is_new(self, name: str) -> bool:
+        return not self._builds_on and name not in self._left
+
+    def _await_deletions(self) -> None:
+        """Wait, once, until deletions are over that may not have seen the intent of this copy."""
+        if self._waited:
+            return
+        try:
+            self._mover.pause(self._workers.timing.deletion_s)
+        except BaseException:
+            if not self._builds_on:  # the next copy would take for an earlier copy's what is there
+                with suppress(StorageError, BusyError):
+                    self._lease.check()
+                    self._target.delete([intent_name(self._record.uid)])
+                    self._wrote = False
+            raise
+        self._waited = True
 
     # -- what an earlier copy left ----------------------------------------------------------------
 
@@ -388,6 +445,10 @@ class CheckpointCopy:
     def _moved(self, size_bytes: int) -> None:
         if self._on_progress is not None:
             self._on_progress(size_bytes)
+
+    def _look(self) -> None:
+        self._mover.check()
+        self._alive()
 
     def _alive(self) -> None:
         self._publisher.refresh_intent()
@@ -457,8 +518,11 @@ class CheckpointCopy:
             )
 
 
-def _are_lent(place: Backend, uid: str, names: Collection[str]) -> bool:
-    """Return whether all that a place has of a uid are blobs, which a checkpoint there borrows."""
-    if not all(blob_uid(name) == uid for name in names):
+def _has_manifest(place: Backend, record: CommitRecord) -> bool:
+    """Return whether a place has part and index of a checkpoint, as its record names them."""
+    try:
+        for _ in CopySource(place, record).records():
+            pass
+    except (DamagedError, CheckpointGoneError):
         return False
-    return any(uid in r.references for r in survey_records(place).records.values())
+    return True

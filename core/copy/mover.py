@@ -236,6 +236,19 @@ class BlobMover:
             msg = "the copy was given up; copy again to continue from where it ended"
             raise SaveAbortedError(msg)
 
+    def pause(self, seconds: float) -> None:
+        """Let time pass between two calls of `run`.
+
+        Raises:
+            SaveAbortedError: The move was cancelled.
+        """
+        deadline = Deadline(seconds)
+        self.check()
+        while not deadline.is_over():
+            self._calls.moved(0)  # no progress, but no stuck store either
+            self._cancelled.wait(min(deadline.left_s(), self._timing.copy_alive_s))
+            self._check_alive()
+
     def run(self, transfers: Iterable[BlobTransfer]) -> None:
         """Move all blobs; on return nothing is in flight, and unsealed blobs are aborted.
 

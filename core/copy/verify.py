@@ -73,6 +73,8 @@ def confirmed(
         retract(target, record)  # if it was deleted at this moment
         return is_whole(target, record)
     first()
+    if not is_whole(target, record):
+        return False  # its data was not lost: a deletion, which had begun, was taking it
     log.warning("%s on %s has lost its data, and is deleted there", name, target.url)
     delete_records(target, [name], uids={name: record.uid})
     return False
@@ -150,7 +152,8 @@ def retract(target: Backend, record: CommitRecord) -> None:
         StorageError: The target does not answer.
     """
     intent = intent_name(record.uid)
-    if is_whole(target, record) and not is_listed(target, intent):
+    # In this order: a deletion that begins in between deletes the record first.
+    if not is_listed(target, intent) and is_whole(target, record):
         name = commit_name(record.step, record.generation)
         delete_records(target, [name], uids={name: record.uid})
 

@@ -19,6 +19,7 @@ FAST = Timing(
     tier_reopen_s=0.0,
     drain_retry_first_s=0.01,
     drain_retry_most_s=0.05,
+    deletion_s=0.05,
 )
 """Polls often and retries soon. Deadlines keep their defaults, so that no test fails on a slow
 machine."""

@@ -436,11 +436,15 @@ class Deleter:
 class _Mover:
     """In place of the mover of blobs: each blob appears when it is sealed."""
 
-    def __init__(self, copy):
+    def __init__(self, copy, turn):
         self._copy = copy
+        self._turn = turn
 
     def check(self):
         pass
+
+    def pause(self, seconds):
+        self._turn.ask("awaits", self._turn.ask("deletions"))
 
     def run(self, transfers):
         for transfer in transfers:
@@ -474,7 +478,8 @@ class Copier:
                 MemoryBackend(MemoryConfig()), turn, record,
                 workers=SimpleNamespace(timing=Timing(clock=clock)), grace_s=4.0,
             )  # fmt: skip
-            copy._mover = _Mover(copy)
+            copy._mover = _Mover(copy, turn)
+            copy._check_source = lambda **_: None
             names = (part_name(self.uid, 0), index_name(self.uid))
             blobs = [f"data/{uid}/blobs/0.raw" for uid in (self.uid, *self.borrows)]
             copy._contents = SimpleNamespace(
@@ -631,6 +636,8 @@ class Search:
                 continue
             if scenario.alone and looking and number not in looking:
                 continue
+            if operation[0] == "awaits" and {*operation[1]} & self._deletions(state):
+                continue
             yield from self._steps(state, number, actor, operation)
             if state.crashes:
                 dead = actor._replace(dead=True)
@@ -643,6 +650,17 @@ class Search:
             yield "a record lands late", state._replace(store=store, flying=rest)
         if state.now < scenario.ticks:
             yield from self._tick(state, looking)
+
+    def _deletions(self, state):
+        """The numbers of the actors that are deleting now."""
+        return {
+            number
+            for number, actor in enumerate(state.actors)
+            if isinstance(self._scenario.actors[number], Deleter | Pruner)
+            and actor.history
+            and not actor.dead
+            and self._peek(number, actor)[0] is not None
+        }
 
     def _tick(self, state, looking):
         nap = self._scenario.nap
@@ -661,6 +679,13 @@ class Search:
             left = actor.left if actor.left is not None else frozenset(operation[1:])
             for name in sorted(left)[: None if self._scenario.scattered else 1]:
                 yield f"{number} deletes {name}", self._delete(state, number, actor, name, left)
+            return
+        if operation[0] in {"deletions", "awaits"}:
+            begun = tuple(sorted(self._deletions(state)))
+            yield (
+                f"{number} {operation[0]} {begun}",
+                self._answered(state, number, begun, state.store),
+            )
             return
         answer, store = self._apply(state, operation)
         word = f"{number} {' '.join(map(str, operation[:2]))}"

@@ -82,6 +82,12 @@ SCENARIOS = {
     "a copy, the last borrower is deleted, and a reader": Scenario(
         (Copier(A, 3, (OLD,)), Deleter(2), Reader(3)), LENT
     ),
+    "a copy of the base, which a killed deletion has left": Scenario(
+        (Copier(OLD, 1), Deleter(1)), ONE, crashes=1
+    ),
+    "a copy, and a killed deletion of the last borrower": Scenario(
+        (Copier(A, 3, (OLD,)), Deleter(2)), LENT, crashes=1
+    ),
     "two copies of one blob": Scenario((Copier(A, 2, (OLD,)), Copier(B, 3, (OLD,)))),
     "a copy of the base, and the last borrower is deleted": Scenario(
         (Copier(OLD, 1), Deleter(2)), LENT, faults=1

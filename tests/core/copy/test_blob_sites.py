@@ -3,9 +3,10 @@
 import json
 import threading
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import pytest
-from tests.core.borrowing import borrow, files_of
+from tests.core.borrowing import TIME, borrow, files_of
 from tests.integration.support import ENCODED, checkpointer, holding, make_state, memory, same
 
 from penstock.backends.posix import PosixBackend, PosixConfig
@@ -15,14 +16,16 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.verify import confirmed
 from penstock.core.errors import BusyError, DamagedError, SaveAbortedError
-from penstock.core.format.commit_record import decode_intent
+from penstock.core.format.commit_record import decode_intent, encode_intent
 from penstock.core.format.records import (
+    IntentRecord,
     commit_name,
     data_prefix,
     intent_name,
     lease_name,
 )
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
+from penstock.core.testing.timing import FAST
 from penstock.core.testing.wrapper import WrapperBackend
 
 DELTA, LATER = "d" * 32, "e" * 32
@@ -31,7 +34,7 @@ STATE = make_state(3)
 
 @pytest.fixture(scope="module")
 def workers():
-    with closing(Workers(2)) as threads:
+    with closing(Workers(2, FAST)) as threads:
         yield threads
 
 
@@ -223,15 +226,106 @@ def test_a_base_that_is_deleted_during_a_copy_keeps_what_the_copy_needs(chain, w
     whole_at(target, 3)
 
 
-def test_blobs_that_nothing_there_needs_may_be_about_to_go_and_are_not_trusted(chain, workers):
+@pytest.mark.parametrize("doomed", [(1,), (2,), (3,), (2, 1), (3, 2, 1)], ids=str)
+@pytest.mark.parametrize("after", [False, True])
+def test_what_a_killed_deletion_has_left_holds_up_no_copy(chain, workers, doomed, after):
+    for at in range(1, 30):
+        target = memory()
+        for step in (1, 2, 3):
+            copy_of(chain, target, workers, step).run()
+        crash = CrashAt(target, at, after=after, operations=EFFECTS)
+        with suppress(SimulatedCrashError):
+            for step in doomed:
+                Catalog(crash).delete(step)
+        for step in (1, 2, 3):
+            copy_of(chain, target, workers, step).run()
+        whole_at(target, 1, 2, 3)
+        if not crash.crashed:
+            break
+    assert at > 3
+
+
+@pytest.mark.parametrize("what", ["good", "other bytes", "cut off"])
+def test_blobs_of_which_nobody_knows_whether_they_are_durable_are_brought_anew(
+    chain, workers, what
+):
+    target = memory()
+    name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
+    data = chain.read_record(name, limit_bytes=1 << 30)
+    left = {"good": data, "other bytes": bytes(len(data)), "cut off": data[:-1]}
+    target.publish(name, left[what])
+    faulty = FaultyBackend(target)
+    copy_of(chain, faulty, workers, 2).run()
+    assert name in written(faulty)
+    whole_at(target, 2)
+    # The others of that uid are durable no more than this was.
+    assert [i.name for i in target.list("data/") if "copy.json" in i.name] == [
+        lease_name(base_of(chain))
+    ]
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_a_copy_waits_for_the_end_of_a_deletion_that_is_under_way(chain, workers, of):
+    """Else it would keep, or bring, blobs that are deleted behind its commit."""
+    target = memory()
+    copy_of(chain, target, workers, 1).run()
+    faulty = FaultyBackend(target)
+    with holding(faulty, "delete", match="00000-0.raw") as held:
+        thread = threading.Thread(target=Catalog(faulty).delete, args=[1])
+        thread.start()
+        assert held.reached.wait(30)
+
+        def end_deletion(size_bytes):
+            if not size_bytes:  # while the copy waits
+                held.until.set()
+                thread.join()
+
+        copy_of(chain, target, workers, of).run(on_progress=end_deletion)
+        held.until.set()
+        thread.join()
+    whole_at(target, of)
+
+
+def test_a_copy_that_is_given_up_while_it_waits_leaves_no_trace(chain, workers):
+    """A trace would make a copy's, for the next copy, what a deletion is about to take."""
     target = memory()
     name = f"{data_prefix(base_of(chain))}blobs/00000-0.raw"
     target.publish(name, chain.read_record(name, limit_bytes=1 << 30))
-    before = target.read_record(name, limit_bytes=1 << 30)
-    with pytest.raises(BusyError, match="no checkpoint there needs"):
-        copy_of(chain, target, workers, 2).run()
+    with closing(Workers(2, replace(FAST, deletion_s=1000.0))) as patient:
+        copy = copy_of(chain, target, patient, 1)
+        with pytest.raises(SaveAbortedError):
+            copy.run(on_progress=lambda _: copy.cancel())
+    assert [info.name for info in target.list("")] == [name]
+    copy_of(chain, target, workers, 1).run()
+    whole_at(target, 1)
+
+
+def test_orphans_that_may_be_all_that_exists_are_kept_if_the_source_is_damaged(workers):
+    source, target = made_chain(), memory()
+    name = f"{data_prefix(base_of(source))}blobs/00000-0.raw"
+    data = source.read_record(name, limit_bytes=1 << 30)
+    target.publish(name, data)
+    source.delete([name])
+    source.publish(name, bytes(len(data)))
+    with pytest.raises(DamagedError):
+        copy_of(source, target, workers, 2).run()
+    assert target.read_record(name, limit_bytes=1 << 30) == data
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_blobs_that_a_save_under_way_may_need_are_left_alone(chain, workers, whose):
+    target, base = memory(), base_of(chain)
+    name = f"{data_prefix(base)}blobs/00000-0.raw"
+    target.publish(name, b"of a save")
+    saver = base if whose == "its own" else "a" * 32
+    references = () if whose == "its own" else (base,)
+    intent = IntentRecord(saver, 9, references, "host", 1, TIME, TIME)
+    target.publish(intent_name(saver), encode_intent(intent))
+    for step in (1, 2):
+        with pytest.raises(BusyError):
+            copy_of(chain, target, workers, step).run()
+    assert target.read_record(name, limit_bytes=100) == b"of a save"
     assert Catalog(target).steps() == []
-    assert target.read_record(name, limit_bytes=1 << 30) == before
 
 
 @pytest.mark.parametrize("lent", ["cut off", "other bytes"])

@@ -728,14 +728,14 @@ def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers)
     assert contents(own) == data
 
 
-@pytest.mark.parametrize("comes_as", ["blobs/x", "intent.json", "index"])
+@pytest.mark.parametrize("comes_as", ["intent.json", "index"])
 def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers, comes_as):
     uid = Catalog(saved).record(STEP).uid
     name = f"{data_prefix(uid)}{comes_as}"
 
     class Meanwhile(WrapperBackend):
         def publish(self, published, data, /, *, exclusive=False):
-            before = {"index": "/parts/", "intent.json": "/intent.json"}.get(comes_as, "/copy.json")
+            before = {"index": "/parts/", "intent.json": "/copy.json"}[comes_as]
             if before in published:
                 self.inner.publish(name, b"of a save")
             super().publish(published, data, exclusive=exclusive)

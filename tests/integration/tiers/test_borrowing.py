@@ -9,7 +9,8 @@ from tests.integration.tiers.places import Folders, Places
 from penstock import Checkpointer
 from penstock.core.abc import Tier
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.survey import has_data
+from penstock.core.catalog.survey import has_data, survey_records
+from penstock.core.format.records import mark_name
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.timing import FAST
 from penstock.core.tiers.whereabouts import is_marked, mark
@@ -67,6 +68,25 @@ def test_a_drain_brings_what_a_checkpoint_borrows(places, first_gone):
     whole_at(places.durable, *([] if first_gone else [1]), 2, 3)
     assert files_of(places.durable, base.uid) >= {"blobs/00000-0.raw"}
     assert not any(is_marked(places.fast, record.uid) for record in [base])
+
+
+@pytest.mark.parametrize("in_tiers", [True, False])
+def test_what_a_deletion_leaves_in_a_tier_holds_up_no_drain(places, in_tiers):
+    """Blobs that only a faster tier needs stay behind it, where no record needs them."""
+    base, _, _ = saved_chain(places.fast)
+    later = Catalog(places.fast).record(3)
+    places.fast.delete([mark_name(later.uid)])
+    drain(places)
+    whole_at(places.durable, 1, 2)
+    with places.open() if in_tiers else checkpointer(places.other()) as ckpt:
+        for step in (2, 1):
+            ckpt.delete(step)
+    if in_tiers:
+        assert files_of(places.durable, base.uid) == {"blobs/00000-0.raw"}
+    for record in survey_records(places.fast).records.values():
+        mark(places.fast, record.uid, record.step)
+    drain(places)
+    whole_at(places.durable, *([] if in_tiers else [1, 2]), 3)
 
 
 def test_an_eviction_spares_what_others_borrow_and_frees_it_with_the_last(places):
