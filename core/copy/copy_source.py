@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.chains import find_lenders, records_down
 from penstock.core.copy.mover import CheckedBlob, Checks
 from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.records import blob_uid
 from penstock.core.format.zstd import digest
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.contents import Contents
@@ -107,8 +109,8 @@ class CopySource:
         at = ", ".join(f"{r.start}-{r.stop}" for r in ranges[:_SHOWN_RANGES])
         msg = (
             f"step {self.record.step} on {self._backend.url} is damaged, and was not copied: bytes "
-            f"{at} of {blob} do not match their checksum; they belong to {listed(objects)}. "
-            "`penstock verify` lists all damage; copy another step."
+            f"{at} of {blob}{self._lender(blob)} do not match their checksum; they belong to "
+            f"{listed(objects)}. `penstock verify` lists all damage; copy another step."
         )
         return DamagedError(msg, objects or [blob])
 
@@ -117,6 +119,14 @@ class CopySource:
         return Catalog(self._backend).gone_or_damaged(self.record.step, self.record.uid, error)
 
     # ------------------------------------------------------------------------------------------
+
+    def _lender(self, blob: str) -> str:
+        """Return the words that name the save a borrowed blob belongs to; empty for an own one."""
+        uid = blob_uid(blob)
+        if uid is None or uid == self.record.uid:
+            return ""
+        older = records_down(Catalog(self._backend), self.record.step)
+        return f" (which it borrows of {find_lenders(older, {uid})[uid]})"
 
     def _objects_in(self, blob: str, ranges: Sequence[ByteRange]) -> list[str]:
         found: dict[str, None] = {}
@@ -172,11 +182,11 @@ def _touched(
 ) -> Iterator[str]:
     for record in section.objects:
         for ref in (ref for shard in record.shards for ref in shard.chunks):
-            frame = section.frames[ref.frame]
-            if head.blobs[frame.blob].name != blob:
-                continue
-            start, stop = frame.offset, frame.offset + frame.length
-            if not frame.chain:  # else each byte of the frame may change the whole chunk
-                start, stop = start + ref.at, start + ref.at + ref.stop - ref.start
-            if any(r.start < stop and start < r.stop for r in ranges):
-                yield show_path(record.path)
+            for frame in section.frames[ref.frame].links():
+                if head.blobs[frame.blob].name != blob:
+                    continue
+                start, stop = frame.offset, frame.offset + frame.length
+                if not frame.chain:  # else each byte of the frame may change the whole chunk
+                    start, stop = start + ref.at, start + ref.at + ref.stop - ref.start
+                if any(r.start < stop and start < r.stop for r in ranges):
+                    yield show_path(record.path)

@@ -87,8 +87,10 @@ class Copied:
         uid: The uid at the target; None if the copy failed.
         generation: The generation at the target.
         objects: The number of objects in the copy.
-        bytes_stored: The bytes of the copy's blobs.
-        bytes_kept: The bytes of blobs that an earlier, interrupted copy had brought there.
+        bytes_stored: The bytes of the copy's own blobs.
+        bytes_copied: The bytes of blobs that were written, those that it borrows included.
+        bytes_kept: The bytes of blobs that the target had already: an interrupted copy brought
+            them, or another checkpoint there needs them as well.
         seconds: The duration of the copy.
         error: The reason of a failure.
         rounded_by: Of a copy that was encoded anew, the lossy codecs of what was copied: the copy
@@ -102,6 +104,7 @@ class Copied:
     generation: int | None = None
     objects: int = 0
     bytes_stored: int = 0
+    bytes_copied: int = 0
     bytes_kept: int = 0
     seconds: float = 0.0
     error: str | None = None
@@ -282,6 +285,7 @@ class _Copier:
             generation=report.generation,
             objects=record.objects,
             bytes_stored=record.bytes_stored,
+            bytes_copied=report.bytes_copied,
             bytes_kept=report.bytes_kept,
             seconds=report.seconds,
         )
@@ -355,6 +359,7 @@ class _Copier:
             generation=report.generation,
             objects=report.objects,
             bytes_stored=report.bytes_stored,
+            bytes_copied=report.bytes_stored,
             seconds=report.seconds["total"],
         )
 
@@ -367,10 +372,12 @@ def _print(copied: Copied, *, latest: bool) -> None:
     if copied.state == "there":
         print_line(f"{name} is there already", style="green")
         return
+    # Of all blobs that it needs: those that it borrows are brought as well, or are there already.
+    needed = copied.bytes_copied + copied.bytes_kept
     kept = f", of which {size_text(copied.bytes_kept)} were there" if copied.bytes_kept else ""
     what = "copied" if copied.verbatim else "encoded anew"
     print_line(
-        f"{name} is {what}: {copied.objects} objects, {size_text(copied.bytes_stored)}{kept} "
+        f"{name} is {what}: {copied.objects} objects, {size_text(needed)}{kept} "
         f"in {copied.seconds:.1f} s",
         style="green",
     )

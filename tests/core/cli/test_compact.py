@@ -7,6 +7,7 @@ from tests.core.cli.command import caller, tree_of
 from tests.integration.deltas.test_chains import damage, run_of
 
 import penstock
+from penstock.core.units import size_text
 
 
 @pytest.fixture
@@ -88,3 +89,31 @@ def test_a_flat_copy_stands_alone(call, chained, tmp_path):
     assert borrowing(call, tmp_path / "flat") == []
     assert call("diff", chained, tmp_path / "flat").code == 0
     assert call("verify", tmp_path / "flat").code == 0
+
+
+def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chained, tmp_path):
+    alone = tmp_path / "alone"
+    first, second, third = call("ls", chained, "--json").json["checkpoints"]
+    (one,) = call("copy", chained, alone, "--step", 1, "--json").json["copies"]
+    assert one["bytes_stored"] == first["bytes_stored"]
+    assert (one["bytes_copied"], one["bytes_kept"]) == (
+        first["bytes_stored"] + first["bytes_borrowed"],
+        0,
+    )
+    (two,) = call("copy", chained, alone, "--step", 2, "--json").json["copies"]
+    assert (two["bytes_copied"], two["bytes_kept"]) == (
+        second["bytes_stored"],
+        second["bytes_borrowed"],
+    )
+    done = call("copy", chained, alone, "--step", 3)
+    kept = third["bytes_borrowed"]
+    needed = size_text(third["bytes_stored"] + kept)
+    assert f"objects, {needed}, of which {size_text(kept)} were there" in done.out
+
+
+def test_a_copy_names_the_objects_and_the_link_of_a_damaged_chain(call, chained, tmp_path):
+    damage(chained, 1)
+    done = call("copy", chained, tmp_path / "copy", "--step", 3)
+    assert done.code == 1
+    assert "(which it borrows of step 1) do not match their checksum" in done.err
+    assert "; they belong to model/" in done.err
