@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.survey import survey_records, survey_run, uids_named
-from penstock.core.cli.output.render import print_json, print_line, visible
+from penstock.core.cli.commands.ls import free_by_compacting
+from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.cli.prompt import ask
 from penstock.core.errors import ConfigError
 from penstock.core.format.records import data_prefix, parse_commit_name
@@ -105,7 +106,20 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
                 # With the uids that the user was asked about: a save may have replaced one since.
                 catalog.delete(step, named[step])
             freed = before - data_bytes(backend, uids)
-        _print(backend.url, doomed, left, freed, dry_run=how.dry_run, as_json=how.as_json)
+        borrowers = _borrowers(backend, {u for one in doomed for u in one.uids}, chosen)
+        if how.as_json:
+            print_json(
+                {
+                    "url": backend.url,
+                    "dry_run": how.dry_run,
+                    "deleted": [asdict(one) for one in doomed],
+                    "bytes_freed": freed,
+                    "remaining": left,
+                }
+            )
+        else:
+            _print(doomed, left, freed, dry_run=how.dry_run)
+            _print_kept(doomed, freed, borrowers, url)
 
 
 def _tier(backend: Backend, name: str) -> Backend:
@@ -166,33 +180,36 @@ def _named(steps: Sequence[int]) -> str:
     return f"step {listed}" if len(steps) == 1 else f"steps {listed}"
 
 
+def _borrowers(backend: Backend, uids: Collection[str], chosen: Collection[int]) -> list[int]:
+    """Return the other steps that borrow blobs of these saves, ascending."""
+    records = survey_records(backend).records.values()
+    found = {r.step for r in records if not {*r.references}.isdisjoint(uids)}
+    return sorted(found.difference(chosen))
+
+
 def _print(
-    url: str,
-    doomed: Sequence[DeletedStep],
-    left: Sequence[int],
-    freed: int,
-    *,
-    dry_run: bool,
-    as_json: bool,
+    doomed: Sequence[DeletedStep], left: Sequence[int], freed: int, *, dry_run: bool
 ) -> None:
-    if as_json:
-        print_json(
-            {
-                "url": url,
-                "dry_run": dry_run,
-                "deleted": [asdict(one) for one in doomed],
-                "bytes_freed": freed,
-                "remaining": list(left),
-            }
-        )
-        return
     verb = "would be deleted" if dry_run else "deleted"
     for one in doomed:
         several = f", {one.generations} generations" if one.generations > 1 else ""
         print_line(f"step {one.step} {verb}: {size_text(one.size_bytes)}{several}")
     print_line(f"{size_text(freed)} {'would be ' if dry_run else ''}freed; {_left(left)}")
-    kept = sum(one.size_bytes for one in doomed) - freed
-    if kept > 0 or any(len(one.uids) < one.generations for one in doomed):
+
+
+def _print_kept(
+    doomed: Sequence[DeletedStep], freed: int, borrowers: Sequence[int], url: str
+) -> None:
+    """Say why less was freed than the deleted steps had, and what frees the rest."""
+    if borrowers:
+        need = "needs" if len(borrowers) == 1 else "need"
+        print_wrapped(
+            f"{_named(borrowers)} {need} the data that stays; {free_by_compacting(url)}",
+            style="yellow",
+        )
+    elif sum(one.size_bytes for one in doomed) > freed or any(
+        len(one.uids) < one.generations for one in doomed
+    ):
         print_line(
             "data that something else may need stays; `penstock prune` takes what is left over"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from contextlib import closing
@@ -114,7 +115,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
     _print_unrecorded(waiting)
-    _print_kept(kept, backend.url)
+    _print_kept(kept, url)
     if metadata:
         for one in listed:
             _print_metadata(one)
@@ -166,9 +167,18 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
         f"{size_text(sum(one.size_bytes for one in kept))} of {len(kept)} deleted or replaced "
         f"checkpoint{'s are' if several else ' is'} kept, since step"
         f"{'s' if steps[1:] else ''} {listed_names([*map(str, steps)])} need"
-        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}: `penstock compact "
-        f"{visible(url)}` frees that",
+        f"{'' if steps[1:] else 's'} {'them' if several else 'it'}; {free_by_compacting(url)}",
         style="yellow",
+    )
+
+
+def free_by_compacting(url: str) -> str:
+    """Return the words that say how to free what is kept; `url` is as the user gave it."""
+    # Not "frees that": whole checkpoints may take more than what is kept for them, most of all
+    # where `share` has stored something once for many steps.
+    return (
+        f"`penstock compact {visible(shlex.quote(url))} --dry-run` says what the run would take "
+        "without that"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 import torch
@@ -40,10 +41,32 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     assert [columns(row)[2] for row in rows] == ["whole", "0", "deleted 2", "whole"]
     assert columns(rows[0])[6] == columns(rows[0])[7]
     assert re.fullmatch(
-        r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it: "
-        rf"`penstock compact \w+://{chained}` frees that",
+        r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it; "
+        rf"`penstock compact {chained} --dry-run` says what the run would take without that",
         kept,
     )
+
+
+def test_advice_to_compact_names_the_run_as_the_user_did(call, tmp_path):
+    """The URL that a backend calls itself is no argument: `tiered(posix:///a, posix:///b)`."""
+    url = f"tiered://?fast=posix://{tmp_path}/fast&durable=posix://{tmp_path}/durable"
+    run_of(url, range(3), deltas={"every": 9})
+    deleted = call("delete", url, 0, "--yes").out.splitlines()[-1]
+    assert deleted.startswith("steps 1, 2 need the data that stays; `penstock compact ")
+    for line in (deleted, call("ls", url).out.splitlines()[-1]):
+        command, *arguments = shlex.split(line.split("`")[1])
+        assert command == "penstock"
+        assert call(*arguments).out.startswith("step 1 would be whole")
+
+
+def test_delete_names_who_needs_the_data_that_stays(call, tmp_path):
+    root = tmp_path / "run"
+    run_of(f"posix://{root}", range(4), deltas={"every": 3})
+    for more in ("--dry-run", "--yes"):
+        *_, last = call("delete", root, 0, 1, more).out.splitlines()
+        assert last.startswith("step 2 needs the data that stays; ")
+    *_, last = call("delete", root, 2, "--yes").out.splitlines()
+    assert last.endswith("freed; 1 checkpoint is left")
 
 
 def test_ls_json_has_base_and_kept_data(call, chained):
