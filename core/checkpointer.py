@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core.abc import Backend
@@ -29,10 +30,10 @@ from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
 from penstock.core.tree.describe import obstacle_of_ranks
-from penstock.core.types import valid_step
+from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -474,12 +475,17 @@ class Checkpointer:
             on_progress: As for `save`; of one checkpoint after the other.
 
         Raises:
+            ConfigError: `steps` are no steps, or are given together with `everything`.
             CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
             CheckpointGoneError: A step was deleted or saved anew while it was compacted.
             DamagedError: Stored bytes are not those that were written; that step is as it was.
             PenstockError: As for `save`. Steps before the one that failed are compacted.
         """
         self._check_may_save()
+        chosen_steps = None if steps is None else _valid_steps(steps)
+        if chosen_steps is not None and everything:
+            msg = "compact takes either steps or everything=True, not both"
+            raise ConfigError(msg)
         self.wait()  # two saves at once would take twice the memory
         compactor = Compactor(
             self._backend.inner,
@@ -489,7 +495,7 @@ class Checkpointer:
             workers=self._workers,
             loader=self._reader.loader,
         )
-        chosen = compactor.choose(steps, everything=everything)
+        chosen = compactor.choose(chosen_steps, everything=everything)
         if dry_run:
             return compactor.plan(chosen)
         before = compactor.needed_bytes()
@@ -610,6 +616,18 @@ class Checkpointer:
         if self._job is not None:
             self._job.released.wait()
         self._backend.inner.close()
+
+
+def _valid_steps(steps: object) -> list[int]:
+    """Return `steps` as integers.
+
+    Raises:
+        ConfigError: They are no collection of steps.
+    """
+    if isinstance(steps, str) or not isinstance(steps, Iterable):
+        msg = f"steps must be a list such as [100, 200], not {show_value(steps)}"
+        raise ConfigError(msg)
+    return [valid_step(step) for step in cast("Iterable[object]", steps)]
 
 
 def _for_another_process(

@@ -107,6 +107,7 @@ class CodecChain:
         if not codecs:
             msg = "a codec chain needs at least one codec"
             raise CodecError(msg)
+        _check_base_is_exact(codecs)
         for before, codec in pairwise(codecs):
             if before.lossless and not codec.lossless:
                 msg = (
@@ -331,3 +332,19 @@ def _decode_links(
         into = into[: seen.raw_length]
         decode_link(codec, source, into, seen)
         source = into.toreadonly()
+
+
+def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
+    """Refuse a lossy codec beside one that needs a base: either order is wrong.
+
+    Raises:
+        CodecError: Says so, where the checks of the order would say to put either one first.
+    """
+    based = next((codec.name for codec in codecs if codec.needs_base), None)
+    lossy = next((codec.name for codec in codecs if not codec.lossless), None)
+    if based is not None and lossy is not None and based != lossy:
+        msg = (
+            f"codec {lossy} is lossy, and codec {based} compares with the very bytes of an earlier "
+            f"checkpoint, so no rule can have both: leave out {lossy} or {based}"
+        )
+        raise CodecError(msg)

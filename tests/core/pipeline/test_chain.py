@@ -9,6 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.codecs.cast import CastCodec, CastConfig
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
 from penstock.codecs.zstd import ZstdCodec, ZstdConfig
 from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, PluginConfig
@@ -393,6 +394,13 @@ def test_a_codec_that_needs_a_base_stands_first():
     for before in (_Recording(), _Against()):
         with pytest.raises(CodecError, match="cannot stand behind recording: put recording first"):
             CodecChain([before, _Against()])
+
+
+def test_a_lossy_codec_and_one_that_needs_a_base_are_refused_whatever_their_order():
+    cast, against = CastCodec(CastConfig()), _Against()
+    for codecs in ([cast, against], [against, cast], [cast, _zstd(), against]):
+        with pytest.raises(CodecError, match="no rule can have both: leave out cast or recording"):
+            CodecChain(codecs)
 
 
 @pytest.mark.parametrize("declines", [False, True])

@@ -15,7 +15,12 @@ from tests.integration.atomic.crash_scenarios import DAY_S, check_no_garbage, mo
 from tests.integration.support import holding, same
 
 import penstock
-from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
+from penstock.core.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+)
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend
 from penstock.core.testing.powercut import Disk, PowerCut
@@ -115,6 +120,11 @@ def test_a_whole_step_is_left_alone_and_a_missing_one_is_an_error(tmp_path):
         assert ckpt.compact([0]).steps == ()
         with pytest.raises(CheckpointNotFoundError):
             ckpt.compact([1, 7])
+        for wrong in (1, "latest", [1, "0"], [-1]):
+            with pytest.raises(ConfigError, match="step"):
+                ckpt.compact(wrong)
+        with pytest.raises(ConfigError, match="not both"):
+            ckpt.compact([1], everything=True)
     assert records(tmp_path) == before
 
 
