@@ -7,14 +7,16 @@ stored and the decoded bytes of encoded ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import threading
 from collections import deque
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.copy_bytes import copy_bytes
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SCRATCH_BYTES = 64 << 20
+_SCRATCH_BATCHES = 4  # some are read while others are decoded
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
 _TOGETHER_BYTES = 256 << 20
@@ -91,11 +94,23 @@ class _Read:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A batch under way: its memory is in use until the future and all checks are done."""
+    """A batch under way: its memory is in use until the future and all checks are done.
 
+    Attributes:
+        number: How many batches were submitted before.
+        reads: What it reads.
+        future: Ends with the reading; None: it has ended, and checks have begun.
+        checks: They verify, decode and place what was read.
+    """
+
+    number: int
     reads: list[_Read]
     future: Future[None] | None
     checks: list[Future[list[tuple[_Read, str]]]] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        """Return whether all was read and checked."""
+        return self.future is None and all(check.done() for check in self.checks)
 
     def outlast(self) -> None:
         """Wait until nothing uses the memory."""
@@ -116,6 +131,7 @@ class Loader:
         io_timeout_s: float | None = None,
         on_failover: Callable[[str, str], None] = lambda *_: None,
         together_bytes: int = _TOGETHER_BYTES,
+        scratch_bytes: int = _SCRATCH_BYTES,
     ) -> None:
         """Make the loader of a backend.
 
@@ -125,8 +141,11 @@ class Loader:
             io_timeout_s: How long a `run` may go without progress; None: for ever.
             on_failover: Called with a blob that is damaged, and the tier whose copy was read.
             together_bytes: A frame that takes more with its bases is read link by link.
+            scratch_bytes: Memory for frames that are decoded, and for parts of raw ones. Chunks
+                with long chains may take as much again for each worker.
         """
         self._together_bytes = together_bytes
+        self._scratch_bytes = scratch_bytes
         self._on_failover = on_failover
         self._io_timeout_s = io_timeout_s
         self._backend = backend
@@ -158,7 +177,7 @@ class Loader:
             StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
                 was to be filled may still change when the store answers.
         """
-        scratch = self._borrow()
+        scratch = self._borrow(self._needed_bytes(jobs))
         timing = self._workers.timing
         watchdog = Watchdog(self._io_timeout_s, timing.clock)
         session = _Session(
@@ -188,15 +207,28 @@ class Loader:
         self._idle.append(scratch)  # not after an error, when a stuck store may still fill it
         return stats
 
-    def _borrow(self) -> Staging:
+    def _borrow(self, size_bytes: int) -> Staging:
         """Return scratch memory for one run; two runs that share it could wait for each other."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
             self._reader = FrameReader()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return Staging(_SCRATCH_BYTES)
+        with contextlib.suppress(IndexError):
+            scratch = self._idle.pop()
+            if scratch.budget_bytes >= size_bytes:
+                return scratch
+        scratch = Staging(size_bytes)
+        scratch.expect(size_bytes, pin=False)  # one arena, so that frames of any size find room
+        return scratch
+
+    def _needed_bytes(self, jobs: Sequence[FrameJob[CodecChain]]) -> int:
+        """Return the scratch memory that keeps all workers busy.
+
+        Each decodes a chunk from all frames of its chain, while those of two more are read.
+        """
+        chains = (job for job in jobs if job.chain is not None)
+        largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
+        least, workers = self._scratch_bytes, self._workers.count
+        return min(max((workers + 2) * largest, least), (workers + 1) * least)
 
 
 class _Session:
@@ -224,9 +256,12 @@ class _Session:
         self._reader = reader
         self._decode = decode
         self._progress = progress
-        self._flights: deque[_Flight] = deque()
+        self._flights: list[_Flight] = []
+        self._submitted = 0
+        self._damaged: list[tuple[int, list[tuple[str, str, str]]]] = []
         self._batch: list[_Read] = []
         self._size = 0
+        self._staged = 0  # bytes of the batch that take scratch memory
 
     def run(self, jobs: Sequence[FrameJob[CodecChain]]) -> LoadStats:
         """Read everything; on return, and after an error, nothing is in flight."""
@@ -237,7 +272,7 @@ class _Session:
                     self._add(job, span)
             self._submit()
             while self._flights:
-                self._settle_oldest()
+                self._advance()
         except PenstockError:
             raise
         except BaseException as error:  # never Ctrl-C, which only the main thread gets
@@ -246,6 +281,8 @@ class _Session:
         finally:
             for flight in self._flights:
                 flight.outlast()
+        for _, found in sorted(self._damaged, key=itemgetter(0)):  # in the order of jobs
+            self._stats.damaged += found
         return self._stats
 
     def cancel(self) -> None:
@@ -272,16 +309,20 @@ class _Session:
         self._batch.append(read)
         size = sum(link.span.length for link in read.links)
         self._size += size
+        self._staged += sum(link.span.length for link in read.links if link.block is not None)
         self._stats.bytes_read += size
-        if self._size >= BATCH_BYTES or len(self._batch) >= _BATCH_FRAMES:
+        if (
+            self._size >= BATCH_BYTES
+            or self._staged >= self._scratch.budget_bytes // _SCRATCH_BATCHES
+            or len(self._batch) >= _BATCH_FRAMES
+        ):
             self._submit()
 
     def _placed(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read:
         while (read := self._prepare(job, span)) is None:
-            # Scratch is full. This thread alone frees it, so it settles a batch instead of
-            # waiting.
+            # Scratch is full, and this thread alone frees it, when a batch is over.
             self._submit()
-            self._settle_oldest()
+            self._advance()
         return read
 
     def _prepare(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read | None:
@@ -303,13 +344,14 @@ class _Session:
         """Read, verify and place a frame whose bases take too much memory to be read together."""
         self._submit()
         while self._flights:
-            self._settle_oldest()
+            self._advance()
         try:
             with noting_origin(lambda: _whose(job)):
                 stored = map(self._stored, reversed(job.links))
                 self._reader.finish_links(job, stored, decode=self._decode)
         except DamagedError as error:
-            self._stats.damaged += [(name, str(error), error.damaged[0]) for name in job.label]
+            found = [(name, str(error), error.damaged[0]) for name in job.label]
+            self._damaged.append((self._submitted, found))
 
     def _stored(self, link: FrameJob[CodecChain]) -> memoryview:
         """Read and verify all stored bytes of a frame.
@@ -341,26 +383,37 @@ class _Session:
         self._raise_if_cancelled()
         if self._batch:
             requests = [link.request for read in self._batch for link in read.links]
-            self._flights.append(_Flight(self._batch, self._backend.submit_read(requests)))
-            self._batch, self._size = [], 0
-        while len(self._flights) >= _BATCHES_IN_FLIGHT:
-            self._settle_oldest()
+            future = self._backend.submit_read(requests)
+            self._flights.append(_Flight(self._submitted, self._batch, future))
+            self._submitted += 1
+            self._batch, self._size, self._staged = [], 0, 0
+        while sum(flight.future is not None for flight in self._flights) >= _BATCHES_IN_FLIGHT:
+            self._advance()
+        while len(self._flights) > 2 * _BATCHES_IN_FLIGHT:
+            self._advance()
 
-    def _settle_oldest(self) -> None:
-        if self._flights:
-            flight = self._flights[0]
-            self._settle(flight)
-            self._flights.popleft()
-            self._watchdog.moved()
-            links = [link for read in flight.reads for link in read.links]
-            for link in links:
-                if link.block is not None:
-                    self._scratch.release(link.block)
-            if self._progress is not None:
-                self._progress(sum(link.span.length for link in links))
+    def _advance(self) -> None:
+        """Wait until some batch is read or checked, and take each of those one step further."""
+        self._await_change()
+        for flight in list(self._flights):
+            if flight.future is not None and flight.future.done():
+                self._check_batch(flight)
+            elif flight.is_over():
+                self._retire(flight)
+                self._flights.remove(flight)
 
-    def _settle(self, flight: _Flight) -> None:
-        """Wait for a batch, verify and place it."""
+    def _await_change(self) -> None:
+        reading = [flight.future for flight in self._flights if flight.future is not None]
+        checking = [flight for flight in self._flights if flight.future is None]
+        while not any(future.done() for future in reading):
+            if any(flight.is_over() for flight in checking):
+                return
+            checks = [check for flight in checking for check in flight.checks if not check.done()]
+            futures: list[Future[Any]] = [*reading, *checks]
+            wait(futures, None, FIRST_COMPLETED)
+
+    def _check_batch(self, flight: _Flight) -> None:
+        """Let the workers verify and place a batch that was read."""
         assert flight.future is not None
         error = flight.future.exception()
         flight.future = None
@@ -377,16 +430,25 @@ class _Session:
         for at in range(0, len(flight.reads), share):
             check = self._checker(flight.reads[at : at + share])
             flight.checks.append(self._workers.submit(check))
-        wait(flight.checks)
+
+    def _retire(self, flight: _Flight) -> None:
+        """Take note of what the checks of a batch found, and free its memory."""
         while flight.checks:
             for read, detail in flight.checks.pop(0).result():
                 if not self._rescue(read, partial(self._check, read)):
                     blobs = [link.job.blob for link in read.links]
                     blob = next((name for name in blobs if name in detail), blobs[0])
-                    self._stats.damaged += [(name, detail, blob) for name in read.job.label]
-        links = (link for read in flight.reads for link in read.links)
+                    found = [(name, detail, blob) for name in read.job.label]
+                    self._damaged.append((flight.number, found))
+        links = [link for read in flight.reads for link in read.links]
         if any(isinstance(link.error, BlobNotFoundError) for link in links):
             self._stats.missing_blob = True
+        self._watchdog.moved()
+        for link in links:
+            if link.block is not None:
+                self._scratch.release(link.block)
+        if self._progress is not None:
+            self._progress(sum(link.span.length for link in links))
 
     def _read_singly(self, reads: list[_Read]) -> None:
         """Read each frame of a failed batch alone, to find those that are missing or cut off."""

@@ -25,7 +25,6 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
 from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.reader import Loader
-from penstock.core.pipeline.staging import Staging
 from penstock.core.plan.bases import StoredFrame
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
@@ -264,9 +263,8 @@ def test_a_blob_that_is_only_cut_is_not_missing(store, loader):
     assert not stats.missing_blob
 
 
-def test_every_frame_arrives_however_little_scratch_there_is(store, loader):
-    scratch = Staging(8192)
-    loader._idle.append(scratch)
+def test_every_frame_arrives_however_little_scratch_there_is(store, workers):
+    loader = Loader(store.backend, workers, scratch_bytes=8192)
     jobs, sinks = [], []
     for number, length in enumerate([100, 5000, 8000, 4096, 100_000, 8192, 1, 20_000, 300]):
         kind = [store.raw, store.encoded][number % 2]
@@ -276,7 +274,32 @@ def test_every_frame_arrives_however_little_scratch_there_is(store, loader):
         sinks.append((sink, data))
     assert not loader.run(jobs).damaged
     assert all(sink.data == data for sink, data in sinks)
-    assert scratch.used_bytes == 0
+    assert loader._idle[0].used_bytes == 0
+
+
+class Together(ZstdCodec):
+    """Decodes a frame only while another thread decodes one, too."""
+
+    def __init__(self):
+        super().__init__(ZstdCodec.Config())
+        self._both = threading.Barrier(2)
+
+    def decode(self, frame, out, /, *, context):
+        self._both.wait(30)
+        super().decode(frame, out, context=context)
+
+
+def test_all_workers_decode_however_much_of_the_scratch_a_frame_takes(store, workers):
+    store.chain = CodecChain([Together()])
+    loader = Loader(store.backend, workers, scratch_bytes=16 << 10)
+    made = [store.encoded(20_000, name=f"b{number}") for number in range(4)]
+    sinks = [Sink(20_000, direct=True) for _ in made]
+    jobs = [
+        using(job, ChunkUse(sink, 0, 0, 20_000)) for (job, _), sink in zip(made, sinks, strict=True)
+    ]
+    assert min(job.frame.length for job in jobs) > 8 << 10  # two are more than the scratch
+    assert not loader.run(jobs).damaged
+    assert all(sink.data == data for (_, data), sink in zip(made, sinks, strict=True))
 
 
 def test_progress_adds_up_to_what_was_read(store, loader):
@@ -410,8 +433,7 @@ def test_ctrl_c_does_not_wait_for_ever_for_a_stuck_store(store):
 
 def test_runs_do_not_wait_for_each_others_scratch(store, workers):
     faulty = FaultyBackend(store.backend)
-    loader = Loader(faulty, workers)
-    loader._idle.append(Staging(8192))
+    loader = Loader(faulty, workers, scratch_bytes=8192)
     (held, data), (free, other) = store.raw(8000, name="held"), store.raw(8000, name="free")
     go_on = threading.Event()
     blocked = faulty.block("read", go_on, match="held")
@@ -528,6 +550,34 @@ def test_a_long_chain_of_large_chunks_takes_the_memory_of_a_few(store, loader):
     earlier = EarlierReader(default_registry())
     assert peak_bytes(lambda: earlier.read(store.backend, stored, job.context, out)) < 14 * length
     assert out == data
+
+
+def test_a_batch_is_waited_for_though_a_later_one_is_done(store, workers):
+    faulty = FaultyBackend(store.backend)
+    loader = Loader(faulty, workers, scratch_bytes=24 << 10)  # the batches have one frame each
+    (held, data), (free, other) = store.raw(8000, name="held"), store.raw(8000, name="free")
+    go_on = threading.Event()
+    faulty.block("read", go_on, match="held")
+    sinks = [Sink(8000, direct=False), Announcing(8000, go_on)]
+    jobs = [
+        using(job, ChunkUse(sink, 0, 0, 8000))
+        for job, sink in zip([held, free], sinks, strict=True)
+    ]
+    assert not loader.run(jobs).damaged
+    assert [sink.data for sink in sinks] == [data, other]
+    faulty.close()
+
+
+class Announcing(Sink):
+    """Sets an event when it has its bytes."""
+
+    def __init__(self, nbytes, event):
+        super().__init__(nbytes, direct=False)
+        self._event = event
+
+    def copy_in(self, start, data, /):
+        super().copy_in(start, data)
+        self._event.set()
 
 
 def test_nothing_to_read_is_nothing_read(loader):
