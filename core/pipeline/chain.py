@@ -23,6 +23,7 @@ from penstock.core.pipeline.links import (
     encode_link,
     output_bound,
 )
+from penstock.core.pipeline.staging import map_memory
 from penstock.core.pipeline.worst_errors import worst_errors
 from penstock.core.types import Buffer, ByteRange, WorstErrors, flat_view
 
@@ -294,7 +295,10 @@ class _Scratch(threading.local):
 
     def take(self, which: int, size: int) -> memoryview:
         if self._buffers[which].nbytes < size:
-            self._buffers[which] = memoryview(bytearray(size))
+            try:
+                self._buffers[which] = memoryview(map_memory(size))
+            except OSError as error:
+                raise MemoryError(str(error)) from error
         return self._buffers[which]
 
     def shrink(self) -> None:

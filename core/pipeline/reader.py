@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import threading
 from collections import deque
@@ -34,7 +33,7 @@ from penstock.core.errors import (
 from penstock.core.foreign import noting_origin, said
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum, mismatches
-from penstock.core.pipeline.staging import Staging
+from penstock.core.pipeline.staging import Staging, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
@@ -504,7 +503,7 @@ class _Session:
 
 def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
     try:
-        return memoryview(mmap.mmap(-1, span.length))
+        return memoryview(map_memory(span.length))
     except (OSError, OverflowError, ValueError) as error:
         msg = (
             f"{span.length} bytes of {job.blob} are recorded as one piece, and this process "
@@ -680,7 +679,7 @@ class FrameReader:
         """Return memory for a decoded chunk, or for one of two bases, which this thread reuses."""
         views = self._outputs.views
         if views[which].nbytes < length:
-            views[which] = memoryview(mmap.mmap(-1, length))
+            views[which] = memoryview(map_memory(length))
         return views[which][:length]
 
 

@@ -1,7 +1,8 @@
 """Allocates staging memory: arenas that are mapped once and reused, under a byte budget.
 
-Arenas are shared mappings of a memfd, so that a fork costs no copy-on-write faults (a private
-mapping falls to a tenth of its copying speed after one) and another process could take over.
+Arenas are of huge pages where the system has them: a disk that gets its data in pieces of 4 KiB
+moves half as much (0.8 to 1.3 GB/s instead of 1.8 to 2.2). A forked child has zeros in their place,
+so a fork costs no copy-on-write faults, after which memory copies at a tenth of its speed.
 Fresh memory copies at a tenth of the speed of touched memory, hence the reuse.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
-import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,6 +23,8 @@ from penstock.core.types import PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_MADV_WIPEONFORK = 18  # of Linux; the module `mmap` has no name for it
 
 
 @dataclass(eq=False, slots=True)
@@ -176,13 +178,21 @@ class Staging:
         return None
 
 
+def map_memory(size: int) -> mmap.mmap:
+    """Map memory of zeros, of huge pages where the system has them; a forked child has zeros there.
+
+    Raises:
+        OSError, OverflowError, ValueError: The process cannot get so much memory.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+        with contextlib.suppress(OSError):  # a kernel without it: slower, and no less right
+            memory.madvise(advice)
+    return memory
+
+
 def _map_arena(size: int) -> Arena:
-    fd = os.memfd_create("penstock-staging")
-    try:
-        os.ftruncate(fd, size)
-        memory = mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
+    memory = map_memory(size)
     view = memoryview(memory)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     return Arena(memory, view, address, size, free=[(0, size)])

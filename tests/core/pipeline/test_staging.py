@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def test_what_is_written_into_a_block_is_seen_through_its_view_only():
     first.view[:] = b"a" * 5000
     second.view[:] = b"b" * 5000
     assert bytes(first.view) == b"a" * 5000
+
+
+def test_a_forked_child_has_no_part_in_an_arena():
+    staging = Staging(1 << 20)
+    block = staging.acquire(1 << 20, 0)
+    block.view[:] = b"\x07" * block.view.nbytes
+    child = os.fork()
+    if child == 0:
+        seen = any(block.view)
+        block.view[:] = b"\x01" * block.view.nbytes
+        os._exit(int(seen))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert bytes(block.view) == b"\x07" * block.view.nbytes
 
 
 def test_a_release_wakes_who_waits_for_room():
