@@ -9,22 +9,18 @@ compiled, or cannot write to a folder of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numba  # pyright: ignore[reportMissingImports]  # an extra
 import numpy as np
-from numba import types  # pyright: ignore[reportMissingImports]
+from numba import types  # pyright: ignore[reportMissingImports]  # an extra
 
+from penstock.codecs.compiled import compiled, filled, given, inlined
 from penstock.codecs.floatsplit import planes as plain
 from penstock.codecs.floatsplit.planes import Halves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.codecs.floatsplit.planes import Elements, Scratch, Words
+    from penstock.codecs.floatsplit.planes import Bytes, Elements, Scratch, Words
     from penstock.codecs.floatsplit.prediction import Grid
-
-    Function: TypeAlias = Callable[..., Any]
 
 
 # A kind of split as numbers, so that the loops have no branches; the columns are those of `Halves`.
@@ -40,41 +36,18 @@ _UNSIGNED = np.array([0, 0x8000, 0, 0], np.uint16)
 _NEAR = np.array([0, 0, 0, 0xC000], np.uint16)
 _KEPT = np.array([0xFFFF, 0x7FFF, 0xFFFF, 0xFFFF], np.uint16)
 _EIGHT, _SIXTEEN, _REACH = np.uint16(8), np.uint32(16), np.uint16(1 << 13)
+_ONE_BYTE, _THREE_BYTES = np.uint32(8), np.uint32(24)
+_PAIRS, _FOURS = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
+_EIGHTS, _ONES = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
 _NONE: Words = np.empty(0, np.uint16)
 
 
-def given(element: Any) -> Any:
-    """Return the type of arrays that are read; frames and chunks begin at any address."""
-    return types.Array(element, 1, "C", readonly=True, aligned=False)
-
-
-def filled(element: Any) -> Any:
-    """Return the type of arrays that are written."""
-    return types.Array(element, 1, "C", aligned=False)
-
-
 _KIND = types.int64
-_U1, _U2, _U4 = types.uint8, types.uint16, types.uint32
+_U1, _U2, _U4, _U8 = types.uint8, types.uint16, types.uint32, types.uint64
 _GRID = (given(_U2), given(_U2), types.int64)  # terms of rows and columns, and the first cell
 
 
-_inlined: Callable[[Function], Function] = numba.njit(nogil=True, inline="always")
-
-
-def compiled(*signature: Any) -> Callable[[Function], Function]:
-    """Compile a function for one signature, and keep it on disk where that is possible."""
-
-    def compiled(function: Function) -> Function:
-        try:
-            made: Function = numba.njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # there is no folder that numba may write to
-            made = numba.njit(signature, nogil=True)(function)
-        return made
-
-    return compiled
-
-
-@_inlined
+@inlined
 def _split_row_2(block: Any, kind: Any, row: Any, columns: Any, first: Any, second: Any) -> Any:
     shift, keep, sign = _SHIFT[kind], _LOW[kind], _SIGN[kind]
     unsigned, near = _UNSIGNED[kind], _NEAR[kind]
@@ -95,7 +68,7 @@ def _split_row_2(block: Any, kind: Any, row: Any, columns: Any, first: Any, seco
     return bad == 0
 
 
-@compiled(given(_U2), _KIND, *_GRID, filled(_U1), filled(_U1))
+@compiled((given(_U2), _KIND, *_GRID, filled(_U1), filled(_U1)))
 def _split_2(
     block: Any, kind: Any, rows: Any, columns: Any, cell: Any, first: Any, second: Any
 ) -> Any:
@@ -111,7 +84,7 @@ def _split_2(
     return fits
 
 
-@_inlined
+@inlined
 def _split_row_4(
     block: Any, kind: Any, row: Any, columns: Any, first: Any, second: Any, low: Any
 ) -> Any:
@@ -136,7 +109,7 @@ def _split_row_4(
     return bad == 0
 
 
-@compiled(given(_U4), _KIND, *_GRID, filled(_U1), filled(_U1), filled(_U2))
+@compiled((given(_U4), _KIND, *_GRID, filled(_U1), filled(_U1), filled(_U2)))
 def _split_4(
     block: Any, kind: Any, rows: Any, columns: Any, cell: Any, first: Any, second: Any, low: Any
 ) -> Any:
@@ -154,7 +127,7 @@ def _split_4(
     return fits
 
 
-@_inlined
+@inlined
 def _join_row_2(first: Any, second: Any, kind: Any, row: Any, columns: Any, block: Any) -> Any:
     shift, keep, sign, extended = _SHIFT[kind], _LOW[kind], _SIGN[kind], _EXTENDED[kind]
     kept = _KEPT[kind]
@@ -173,7 +146,7 @@ def _join_row_2(first: Any, second: Any, kind: Any, row: Any, columns: Any, bloc
             block[i] = d
 
 
-@compiled(given(_U1), given(_U1), _KIND, *_GRID, filled(_U2))
+@compiled((given(_U1), given(_U1), _KIND, *_GRID, filled(_U2)))
 def _join_2(
     first: Any, second: Any, kind: Any, rows: Any, columns: Any, cell: Any, block: Any
 ) -> Any:
@@ -189,7 +162,7 @@ def _join_2(
         i = j
 
 
-@_inlined
+@inlined
 def _join_row_4(
     first: Any, second: Any, low: Any, kind: Any, row: Any, columns: Any, block: Any
 ) -> Any:
@@ -210,7 +183,7 @@ def _join_row_4(
             block[i] = (np.uint32(d) << _SIXTEEN) | np.uint32(low[i])
 
 
-@compiled(given(_U1), given(_U1), given(_U2), _KIND, *_GRID, filled(_U4))
+@compiled((given(_U1), given(_U1), given(_U2), _KIND, *_GRID, filled(_U4)))
 def _join_4(
     first: Any, second: Any, low: Any, kind: Any, rows: Any, columns: Any, cell: Any, block: Any
 ) -> Any:
@@ -228,6 +201,50 @@ def _join_4(
         i = j
 
 
+@compiled((given(_U4), *(filled(_U1) for _ in range(4))))
+def _split_bytes_4(block: Any, first: Any, second: Any, third: Any, fourth: Any) -> None:
+    for i in range(block.size):
+        first[i] = block[i] >> _THREE_BYTES
+        second[i] = block[i] >> _SIXTEEN
+        third[i] = block[i] >> _ONE_BYTE
+        fourth[i] = block[i]
+
+
+@compiled((*(given(_U1) for _ in range(4)), filled(_U4)))
+def _join_bytes_4(first: Any, second: Any, third: Any, fourth: Any, block: Any) -> None:
+    for i in range(block.size):
+        high = (np.uint32(first[i]) << _THREE_BYTES) | (np.uint32(second[i]) << _SIXTEEN)
+        block[i] = high | (np.uint32(third[i]) << _ONE_BYTE) | np.uint32(fourth[i])
+
+
+@compiled((given(_U8),))
+def _count_bits(words: Any) -> Any:
+    total = np.uint64(0)
+    for i in range(words.size):
+        word = words[i]
+        word -= (word >> np.uint64(1)) & _PAIRS
+        word = (word & _FOURS) + ((word >> np.uint64(2)) & _FOURS)
+        word = (word + (word >> np.uint64(4))) & _EIGHTS
+        total += (word * _ONES) >> np.uint64(56)
+    return total
+
+
+@compiled((given(_U1), given(_U1), filled(_U1)))
+def _scatter(used: Any, values: Any, plane: Any) -> None:
+    taken, whole = np.uint32(0), plane.size // 8
+    for number in range(whole):
+        byte = np.uint32(used[number])
+        if byte:
+            for i in range(8):
+                bit = (byte >> np.uint32(7 - i)) & np.uint32(1)
+                plane[8 * number + i] = values[taken] * np.uint8(bit)
+                taken += bit
+    for i in range(8 * whole, plane.size):
+        bit = (np.uint32(used[whole]) >> np.uint32(7 - i % 8)) & np.uint32(1)
+        plane[i] = values[taken] * np.uint8(bit)
+        taken += bit
+
+
 def split_block(
     block: Elements,
     planes: list[Elements],
@@ -241,6 +258,9 @@ def split_block(
         return bool(_split_2(block, int(kind), *place, *planes))
     if block.itemsize == 4 and len(planes) == 3:  # noqa: PLR2004 - and the 16 bits below
         return bool(_split_4(block, int(kind), *place, *planes))
+    if block.itemsize == 4 and kind is Halves.INTEGER:  # noqa: PLR2004
+        _split_bytes_4(block, *planes)
+        return True
     return plain.split_block(block, planes, kind, grid, scratch)
 
 
@@ -257,8 +277,27 @@ def join_block(
         _join_2(*planes, int(kind), *place, block)
     elif block.itemsize == 4 and len(planes) == 3:  # noqa: PLR2004
         _join_4(*planes, int(kind), *place, block)
+    elif block.itemsize == 4 and kind is Halves.INTEGER:  # noqa: PLR2004
+        _join_bytes_4(*planes, block)
     else:
         plain.join_block(planes, kind, grid, block, scratch)
+
+
+def count_bits(used: Bytes) -> int:
+    """Return how many bits are set; `used` has a multiple of 8 bytes."""
+    return int(_count_bits(used.view(np.uint64)))
+
+
+def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
+    """Write `values` to those bytes of `plane` whose bits are set in `used`, and zero elsewhere.
+
+    Args:
+        used: One bit for each byte, the highest of a byte first.
+        values: One for each bit that is set, and one more.
+        plane: Receives the bytes.
+    """
+    plane.fill(0)
+    _scatter(used, values, plane)
 
 
 def _place(kind: Halves, grid: Grid | None) -> tuple[Words, Words, int]:

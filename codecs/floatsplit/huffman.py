@@ -18,7 +18,7 @@ import numba  # pyright: ignore[reportMissingImports]  # an extra
 import numpy as np
 from numba import types  # pyright: ignore[reportMissingImports]
 
-from penstock.codecs.floatsplit.fused import compiled, filled, given
+from penstock.codecs.compiled import compiled, filled, given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -315,10 +315,10 @@ _BYTE_WORDS = types.Array(types.uint64, 1, "A", readonly=True, aligned=False)
 _OUT_WORDS = types.Array(types.uint64, 1, "A", aligned=False)
 
 
-@compiled(
+@compiled((
     given(types.uint8), _BYTE_WORDS, filled(types.uint8), _OUT_WORDS,
     filled(types.uint32), filled(types.uint64),
-)  # fmt: skip
+))  # fmt: skip
 def _store(plane: Any, words: Any, out: Any, out_words: Any, counted: Any, pairs: Any) -> Any:
     counts, bits = np.zeros(256, np.int64), np.zeros(256, np.int64)
     _count(plane, words, counted, counts)

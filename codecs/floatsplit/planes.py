@@ -233,3 +233,20 @@ def unpack(packed: Bytes, unused: int, plane: Bytes, scratch: Bytes) -> None:
         np.bitwise_or(last, scratch[:size], out=last)
         np.bitwise_and(packed[part], used, out=plane[part])
     plane[parts * size :] = packed[(parts - 1) * size :]
+
+
+def count_bits(used: Bytes) -> int:
+    """Return how many bits are set; `used` has a multiple of 8 bytes."""
+    return int(np.count_nonzero(np.unpackbits(used)))
+
+
+def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
+    """Write `values` to those bytes of `plane` whose bits are set in `used`, and zero elsewhere.
+
+    Args:
+        used: One bit for each byte, the highest of a byte first.
+        values: One for each bit that is set, and one more.
+        plane: Receives the bytes.
+    """
+    plane.fill(0)
+    plane[np.unpackbits(used)[: plane.size].view(np.bool_)] = values[:-1]

@@ -105,8 +105,33 @@ def test_numbers_that_are_mostly_zero_take_less_than_a_bit_for_each_byte(dtype):
     assert ratio(raw, context_of(dtype, itemsize, raw)) > 12
 
 
+@pytest.fixture(params=["planes", "fused"])
+def sparse_way(request, monkeypatch):
+    """Decodes sparse planes by numpy, and by numba."""
+    if request.param == "planes":
+        monkeypatch.setattr(entropy, "_sparse", lambda: planes)
+    else:
+        pytest.importorskip("numba", reason="numba, of the extra `fast`, is missing")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.39])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 40_003])
+@pytest.mark.usefixtures("sparse_way")
+def test_bytes_of_a_sparse_plane_come_back_in_their_places(share, size):
+    rng = np.random.default_rng(size)
+    plane = rng.integers(1, 256, 4096 + size).astype(np.uint8)
+    plane[rng.random(plane.size) >= share] = 0
+    out = np.empty_like(plane)
+    method, length = entropy.encode_plane(plane, Method.SPARSE, 0, out, plane)
+    assert method is Method.SPARSE
+    back = np.full_like(plane, 0xAA)
+    decode_plane(out[:length], method, 0, back, plane)
+    assert np.array_equal(back, plane)
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 1001])
 @pytest.mark.parametrize("used", [0, 1, 3])
+@pytest.mark.usefixtures("sparse_way")
 def test_a_sparse_plane_comes_back(size, used):
     plane = np.zeros(4096 + size, np.uint8)
     plane[-used or plane.size :] = 9
@@ -119,6 +144,7 @@ def test_a_sparse_plane_comes_back(size, used):
 
 
 @pytest.mark.parametrize("damage", ["short", "length", "map", "more"])
+@pytest.mark.usefixtures("sparse_way")
 def test_a_damaged_sparse_plane_is_refused(damage):
     plane = np.zeros(1001, np.uint8)
     plane[5] = 1 if damage != "more" else 0

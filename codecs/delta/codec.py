@@ -1,18 +1,14 @@
-"""The `delta` codec: stores elements as their differences from an earlier checkpoint.
-
-Bits of elements are compared as integers. Neighbouring floats have neighbouring bits, so a small
-step of training gives small differences; zigzag coding makes those of both signs small unsigned
-numbers, which the next codec of the chain stores in a few bits.
-"""
+"""The codec: the frame, and a sample that decides how elements are compared."""
 
 from __future__ import annotations
 
-import threading
-from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
+from penstock.codecs.delta import comparison
+from penstock.codecs.delta.comparison import Comparison
 from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, Declined, PluginConfig
 from penstock.core.errors import CodecError
 from penstock.core.types import flat_view
@@ -20,35 +16,33 @@ from penstock.core.types import flat_view
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Words = NDArray[np.unsignedinteger]
+    from penstock.codecs.delta.comparison import Words
 
-_BLOCK_ELEMENTS = 64 << 10  # stays in the L2 cache with its scratch memory
 _RUNS, _RUN = 64, 256  # a sample: so many runs of so many elements
 _LEAST_SAVED = 0.1  # of the bits that the elements take by themselves
 _WORDS = (1, 2, 4, 8)
-
-
-class Comparison(IntEnum):
-    """How elements are compared with those of the base."""
-
-    SUBTRACT = 0
-    """As integers, the difference in zigzag order: 0, -1, 1, -2, ..."""
-    XOR = 1
-    """Bit by bit."""
 
 
 class DeltaConfig(PluginConfig):
     """The `delta` codec has no options; `deltas` of the configuration says how long chains get."""
 
 
-class _DeltaMemory(threading.local):
-    """Memory of one thread, for one block."""
+class _Comparer(Protocol):
+    """The two functions that `comparison` has, and `fused`."""
 
-    def __init__(self) -> None:
-        self.one = np.empty(_BLOCK_ELEMENTS, np.uint64)
+    def compare(self, new: Words, old: Words, how: Comparison, out: Words) -> None: ...
+
+    def apply(self, differences: Words, old: Words, how: Comparison, out: Words) -> None: ...
 
 
-_scratch = _DeltaMemory()
+@cache
+def _comparer() -> _Comparer:
+    """Return the faster of two equal ways."""
+    try:
+        from penstock.codecs.delta import fused  # noqa: PLC0415 - numba is an extra
+    except ImportError:
+        return comparison
+    return fused
 
 
 class DeltaCodec(Codec):
@@ -93,9 +87,7 @@ class DeltaCodec(Codec):
             msg = f"delta: {chunk.nbytes} bytes need {chunk.nbytes + size} bytes, not {out.nbytes}"
             raise CodecError(msg)
         target = _words(flat_view(out)[: chunk.nbytes + size], size)
-        for at in range(0, new.size, _BLOCK_ELEMENTS):
-            stop = at + _BLOCK_ELEMENTS
-            _compare(new[at:stop], old[at:stop], how, target[at : min(stop, new.size)])
+        _comparer().compare(new, old, how, target[:-1])
         target[new.size] = how
         return chunk.nbytes + size
 
@@ -117,9 +109,7 @@ class DeltaCodec(Codec):
         except ValueError:
             msg = f"delta: elements were compared in an unknown way, {int(source[-1])}"
             raise CodecError(msg) from None
-        for at in range(0, target.size, _BLOCK_ELEMENTS):
-            stop = min(at + _BLOCK_ELEMENTS, target.size)
-            _apply(source[at:stop], old[at:stop], how, target[at:stop])
+        _comparer().apply(source[:-1], old, how, target)
 
 
 def _word_size(context: CodecContext) -> int:
@@ -132,33 +122,6 @@ def _words(view: memoryview, size: int) -> Words:
     return np.frombuffer(flat_view(view), f"<u{size}")
 
 
-def _compare(new: Words, old: Words, how: Comparison, out: Words) -> None:
-    """Write the differences of `new` from `old` into `out`."""
-    if how is Comparison.XOR:
-        np.bitwise_xor(new, old, out=out)
-        return
-    bits = 8 * new.itemsize
-    sign = _scratch.one.view(new.dtype)[: new.size]
-    np.subtract(new, old, out=out)
-    # Zigzag: all bits move up by one and are inverted below a negative sign.
-    np.right_shift(out.view(f"<i{new.itemsize}"), bits - 1, out=sign.view(f"<i{new.itemsize}"))
-    np.left_shift(out, 1, out=out)
-    np.bitwise_xor(out, sign, out=out)
-
-
-def _apply(difference: Words, old: Words, how: Comparison, out: Words) -> None:
-    """Write into `out` the elements that differ so from `old`."""
-    if how is Comparison.XOR:
-        np.bitwise_xor(difference, old, out=out)
-        return
-    sign = _scratch.one.view(old.dtype)[: old.size]
-    np.bitwise_and(difference, 1, out=sign)
-    np.negative(sign, out=sign)
-    np.right_shift(difference, 1, out=out)
-    np.bitwise_xor(out, sign, out=out)
-    np.add(out, old, out=out)
-
-
 def _chosen(new: Words, old: Words) -> Comparison | None:
     """Return the comparison whose result takes the fewest bits in a sample; None: none pays."""
     at = _sampled(new.size)
@@ -167,9 +130,7 @@ def _chosen(new: Words, old: Words) -> Comparison | None:
     taken = {}
     for how in Comparison:
         found = np.empty_like(some)
-        for start in range(0, some.size, _BLOCK_ELEMENTS):
-            stop = start + _BLOCK_ELEMENTS
-            _compare(some[start:stop], before[start:stop], how, found[start:stop])
+        _comparer().compare(some, before, how, found)
         taken[how] = _bits(found)
     best = min(taken, key=lambda how: taken[how])
     return best if taken[best] < (1 - _LEAST_SAVED) * itself else None
