@@ -173,6 +173,37 @@ class RestoreError(PenstockError):
     """A restore failed. If it had begun to change the selected objects, a note lists them."""
 
 
+# -- several ranks ------------------------------------------------------------------------------
+
+
+class RankError(SaveError, RestoreError):
+    """A rank failed, died or stood still, so no rank has saved, or restored, this checkpoint.
+
+    Raised on every rank that did not fail itself.
+
+    Attributes:
+        rank: The number of the rank that is the cause.
+        host: The name of its host; empty if it has never said so.
+        cause: Its own words, or how it was found to stand still.
+    """
+
+    def __init__(self, message: str, rank: int = -1, host: str = "", cause: str = "") -> None:
+        super().__init__(message, rank, host, cause)
+        self.rank = rank
+        self.host = host
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CoordinationError(SaveError, RestoreError):
+    """The place by which the ranks agree cannot be reached; whatever was asked may have happened.
+
+    Without torchrun the store of a job lives in the process of rank 0, and ends with it.
+    """
+
+
 class CodecError(PenstockError):
     """A codec refused its input, or broke its contract."""
 

@@ -7,6 +7,12 @@ another one. Conformance suites ship in `penstock.core.testing`. Everything may 
 
 from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
+from penstock.core.abc.coordination import (
+    COORDINATION_VALUE_BYTES,
+    Coordination,
+    check_coordination_key,
+    check_coordination_value,
+)
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
 from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey, PendingCopy
 from penstock.core.abc.plugin import (
@@ -45,6 +51,7 @@ from penstock.core.floats.formats import FLOAT_DTYPES
 
 __all__ = [
     "API_VERSION",
+    "COORDINATION_VALUE_BYTES",
     "DECLINED",
     "FLOAT_DTYPES",
     "ROOT_NAME",
@@ -55,6 +62,7 @@ __all__ = [
     "Codec",
     "CodecContext",
     "CodecOutput",
+    "Coordination",
     "Deadline",
     "Declined",
     "DelegatingBackend",
@@ -78,6 +86,8 @@ __all__ = [
     "call_all_with_deadline",
     "cast_advice",
     "check_blob_name",
+    "check_coordination_key",
+    "check_coordination_value",
     "convert_floats",
     "copy_bytes",
     "current_timing",

@@ -1,0 +1,197 @@
+"""Coordination by the store of a torch.distributed job.
+
+A clone of the job's own store: a wait on one client of a TCPStore holds up all other calls of that
+client, and those of training must not wait for ours. No process group: creating one is collective,
+and a rank that died breaks it for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import (
+    Coordination,
+    check_blob_name,
+    check_coordination_key,
+    check_coordination_value,
+)
+from penstock.core.concurrency.pool import Pool
+from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.errors import ConfigError, CoordinationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+# A round trip for each key is quicker for a few keys: it needs no second one.
+_FEW = 8
+_FIRST_POLL_S = 0.002
+# All ranks that wait together ask the server this often, whatever their number: it has one thread.
+_POLLS_PER_S = 20_000
+_LEAST_POLL_S = 0.05
+# The n-th instance of each rank is one job's, since all ranks run the same program.
+_count = itertools.count()
+
+
+def job_prefix() -> str:
+    """Return a prefix that the same call on every rank of a job returns, and no earlier one.
+
+    Holds the number of restarts by torchrun, and how many prefixes this process has taken: ranks
+    that sleep through a restart must not meet the ranks after it. All ranks have to take theirs in
+    the same order.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"penstock/{restarts}/{next(_count)}"
+
+
+class TorchCoordination(Coordination):
+    """Values are keys of a c10d store (TCPStore, HashStore, or a PrefixStore of one).
+
+    Without torchrun the server of a TCPStore lives in the process of rank 0. So that process has to
+    outlast the last decision: rank 0 closes last, once it has posted the result and the others
+    have had the time to read it. It holds a reference to the store until then. If the process
+    dies, all ranks get a CoordinationError, and look at the root instead.
+    """
+
+    def __init__(
+        self, store: Any = None, *, prefix: str = "", world_size: int = 1, call_s: float = 10.0
+    ) -> None:
+        """Clone the store; nothing is sent.
+
+        Args:
+            store: The store; None takes the one of the default process group.
+            prefix: Names the job within the store; empty takes `job_prefix()`.
+            world_size: The ranks that use the server, which says how often each may poll.
+            call_s: The most seconds for one call.
+
+        Raises:
+            ConfigError: There is no default process group, or its store cannot be used.
+        """
+        prefix = prefix or job_prefix()
+        check_blob_name(prefix)
+        try:
+            from torch.distributed import PrefixStore  # noqa: PLC0415 - takes seconds, see above
+        except ImportError as error:
+            msg = "this torch has no torch.distributed: agree by records of the root instead"
+            raise ConfigError(msg) from error
+        original = _default_store() if store is None else store
+        try:
+            self._store = PrefixStore(prefix, original.clone())
+            able = self._store.has_extended_api()
+        except (AttributeError, RuntimeError, NotImplementedError) as error:
+            msg = f"a {type(original).__name__} cannot be cloned ({error}): use a TCPStore"
+            raise ConfigError(msg) from error
+        if not able:
+            msg = f"a {type(original).__name__} cannot read many keys at once: use a TCPStore"
+            raise ConfigError(msg)
+        self._original = original  # the server may live in this object
+        self._prefix = prefix
+        self._call_s = call_s
+        self._most_poll_s = max(_LEAST_POLL_S, world_size / _POLLS_PER_S)
+        # One thread: a client does one call at a time anyway. Not counted as stuck, so that behind
+        # a call that hangs no further thread hangs, too.
+        self._pool = Pool(1, "penstock-ranks")
+        self._closed = False
+
+    def post(self, key: str, value: bytes, /) -> None:
+        """Post as the contract says."""
+        check_coordination_value(key, value)
+        data = bytes(value)
+        self._call(lambda: self._set(key, data))
+
+    def read(self, keys: Sequence[str], /) -> list[bytes | None]:
+        """Read as the contract says; many keys in two round trips (14 us for each on loopback)."""
+        for key in keys:
+            check_coordination_key(key)
+        wanted = list(keys)
+        return self._call(lambda: self._read(wanted))
+
+    def decide(self, key: str, value: bytes, /) -> bytes:
+        """Decide as the contract says, by the store's compare-and-set."""
+        check_coordination_value(key, value)
+        data = bytes(value)
+        return self._call(lambda: bytes(self._store.compare_set(key, "", data)))
+
+    def wait(self, key: str, timeout_s: float, /) -> bool:
+        """Wait as the contract says: asks again and again, the more ranks the less often.
+
+        Not by the store's own `wait`: the client could not do anything else meanwhile, and each
+        time-out prints a warning of the C++ library.
+        """
+        deadline = Deadline(timeout_s)
+        pause_s = _FIRST_POLL_S
+        while True:
+            if self.read([key])[0] is not None:
+                return True
+            if deadline.is_over():
+                return False
+            time.sleep(min(pause_s, deadline.left_s()))
+            pause_s = min(1.5 * pause_s, self._most_poll_s)
+
+    def close(self) -> None:
+        """Close as the contract says; a call that hangs is left behind."""
+        self._closed = True
+        self._pool.shutdown(wait=False)
+
+    def _set(self, key: str, data: bytes) -> None:
+        self._store.set(key, data)
+        # A TCPStore does not wait for an answer to `set`; this does, and so proves the post.
+        self._store.check([key])
+
+    def _read(self, keys: list[str]) -> list[bytes | None]:
+        if len(keys) <= _FEW:
+            found = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        else:
+            # `multi_get` waits for keys that are missing, and `check` tells only whether all are
+            # there. Appending nothing makes them empty, atomically: it never harms a value.
+            for key in keys:
+                self._store.append(key, "")
+            found = self._store.multi_get(keys)
+        return [bytes(value) or None for value in found]
+
+    def _call(self, call: Callable[[], T]) -> T:
+        if self._closed:
+            msg = "this rank's coordination is closed"
+            raise CoordinationError(msg)
+        try:
+            future = self._pool.submit(call)
+        except RuntimeError as error:
+            msg = "this rank's coordination was closed meanwhile"
+            raise CoordinationError(msg) from error
+        if wait([future], self._call_s).not_done:
+            future.cancel()
+            msg = (
+                f"the store of the job ({self._prefix}) did not answer in {self._call_s:g} s; is "
+                "the process that hosts it alive? Without torchrun that is rank 0's."
+            )
+            raise CoordinationError(msg)
+        try:
+            return future.result()
+        except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
+            msg = f"the store of the job ({self._prefix}): {error}"
+            raise CoordinationError(msg) from error
+
+
+def _default_store() -> Any:
+    try:
+        from torch.distributed import (  # noqa: PLC0415 - takes seconds
+            distributed_c10d,
+            is_initialized,
+        )
+    except ImportError as error:
+        msg = "this torch has no torch.distributed: agree by records of the root instead"
+        raise ConfigError(msg) from error
+    if not is_initialized():
+        msg = (
+            "several ranks can only save together after torch.distributed.init_process_group(...): "
+            "call it first, or pass a store"
+        )
+        raise ConfigError(msg)
+    # Private, but torch's own `new_group` and other libraries take the store this way.
+    return distributed_c10d._get_default_store()  # noqa: SLF001

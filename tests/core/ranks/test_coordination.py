@@ -1,0 +1,210 @@
+"""Every implementation keeps the promises of the contract, and the suite notices broken ones."""
+
+import inspect
+import itertools
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.posix import PosixBackend
+from penstock.core.abc import COORDINATION_VALUE_BYTES
+from penstock.core.errors import CapabilityError, ConfigError, CoordinationError, StorageError
+from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
+from penstock.core.ranks.records import RecordCoordination
+from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
+from penstock.core.testing import coordination as suite
+from penstock.core.testing.coordination import COORDINATION_CHECKS, check_coordination
+from penstock.core.testing.wrapper import WrapperBackend
+from penstock.core.types import Capabilities
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def tcp_store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def on_boards():
+    boards = {}
+    return lambda job, rank: MemoryCoordination(boards.setdefault(job, MemoryBoard()))
+
+
+def on_records(backend):
+    return lambda job, rank: RecordCoordination(backend, f"ranks/{job}")
+
+
+def on_store(store):
+    number = next(NUMBERS)
+    return lambda job, rank: TorchCoordination(store, prefix=f"{number}/{job}")
+
+
+@pytest.fixture(params=["memory", "records in memory", "records in files", "tcp", "hash"])
+def open_member(request, tmp_path):
+    if request.param == "memory":
+        yield on_boards()
+    elif request.param == "records in memory":
+        yield on_records(MemoryBackend(MemoryConfig()))
+    elif request.param == "records in files":
+        with_files = PosixBackend(PosixBackend.Config(path=str(tmp_path)))
+        yield on_records(with_files)
+        with_files.close()
+    elif request.param == "tcp":
+        yield on_store(request.getfixturevalue("tcp_store"))
+    else:
+        yield on_store(dist.HashStore())
+
+
+@pytest.mark.parametrize("check", COORDINATION_CHECKS, ids=lambda check: check.__name__)
+def test_coordination_conforms(check, open_member):
+    check(open_member)
+
+
+def test_no_check_is_forgotten():
+    written = {
+        function
+        for name, function in inspect.getmembers(suite, inspect.isfunction)
+        if list(inspect.signature(function).parameters) == ["open_member"]
+    }
+    assert written - {suite.check_coordination} == set(COORDINATION_CHECKS)
+
+
+# -- what the suite notices ------------------------------------------------------------------------
+
+
+class LastWins(MemoryCoordination):
+    def decide(self, key, value):
+        self.post(key, value)
+        return value
+
+
+class OwnAnswer(MemoryCoordination):
+    def decide(self, key, value):
+        super().decide(key, value)
+        return value
+
+
+class Touching(MemoryCoordination):
+    def read(self, keys):
+        for key in keys:
+            self._board.decide(key, b"\x00")
+        return [None if value == b"\x00" else value for value in super().read(keys)]
+
+
+class OneAtATime(MemoryCoordination):
+    def __init__(self, board):
+        super().__init__(board)
+        self._lock = threading.Lock()
+
+    def post(self, key, value):
+        with self._lock:
+            super().post(key, value)
+
+    def wait(self, key, timeout_s):
+        with self._lock:
+            return super().wait(key, min(timeout_s, 0.2))
+
+
+class Unordered(MemoryCoordination):
+    def read(self, keys):
+        return super().read(sorted(keys))
+
+
+class Shared(MemoryCoordination):
+    BOARD = MemoryBoard()
+
+    def __init__(self, board):
+        super().__init__(self.BOARD)
+
+
+class Unchecked(MemoryCoordination):
+    def post(self, key, value):
+        self._board.post(key, value)
+
+
+@pytest.mark.parametrize(
+    "broken", [LastWins, OwnAnswer, Touching, OneAtATime, Unordered, Shared, Unchecked]
+)
+def test_the_suite_notices(broken):
+    boards = {}
+    with pytest.raises(AssertionError, match=r"\w"):
+        check_coordination(lambda job, rank: broken(boards.setdefault(job, MemoryBoard())))
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+class Undecided(WrapperBackend):
+    @property
+    def capabilities(self):
+        return Capabilities(exclusive_publish=False)
+
+
+class Hanging(WrapperBackend):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.answer = threading.Event()
+
+    def publish(self, name, data, *, exclusive=False):
+        self.answer.wait(30)
+        self.inner.publish(name, data, exclusive=exclusive)
+
+
+class Answerless(WrapperBackend):
+    def publish(self, name, data, *, exclusive=False):
+        self.inner.publish(name, data, exclusive=exclusive)
+        raise StorageError("no answer")
+
+
+def test_records_need_a_store_that_decides():
+    with pytest.raises(CapabilityError, match="torch.distributed"):
+        RecordCoordination(Undecided(MemoryBackend(MemoryConfig())), "ranks/job")
+
+
+def test_a_store_that_hangs_is_left_behind_after_the_time_of_a_call():
+    backend = Hanging(MemoryBackend(MemoryConfig()))
+    with RecordCoordination(backend, "ranks/job", call_s=0.05) as member:
+        with pytest.raises(CoordinationError, match="did not answer in 0.05 s"):
+            member.decide("end", b"commit")
+        assert member.read(["end"]) == [None]
+        backend.answer.set()
+
+
+def test_a_decision_whose_answer_was_lost_is_learned_by_asking_again():
+    backend = MemoryBackend(MemoryConfig())
+    with RecordCoordination(Answerless(backend), "ranks/job") as member:
+        with pytest.raises(CoordinationError, match="no answer"):
+            member.decide("end", b"commit")
+    with RecordCoordination(backend, "ranks/job") as member:
+        assert member.decide("end", b"abort") == b"commit"
+
+
+# -- the store of torch ----------------------------------------------------------------------------
+
+
+def test_a_store_that_cannot_read_many_keys_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="use a TCPStore"):
+        TorchCoordination(dist.FileStore(str(tmp_path / "store"), 1), prefix="job")
+
+
+def test_without_a_group_or_a_store_it_is_refused():
+    with pytest.raises(ConfigError, match="init_process_group"):
+        TorchCoordination()
+
+
+def test_prefixes_differ_from_restart_to_restart_and_from_instance_to_instance(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    first, second = job_prefix(), job_prefix()
+    assert first.startswith("penstock/3/")
+    assert first != second
+
+
+def test_a_register_may_be_empty_in_the_store_and_still_be_free(tcp_store):
+    with TorchCoordination(tcp_store, prefix=f"{next(NUMBERS)}/touched") as member:
+        keys = [f"end/{n}" for n in range(100)]
+        member.read(keys)  # appends nothing to each, so that they can be read together
+        assert not member.wait(keys[0], 0.0)
+        assert member.decide(keys[0], b"x" * COORDINATION_VALUE_BYTES)[:2] == b"xx"
+        assert member.decide(keys[0], b"y")[:2] == b"xx"
