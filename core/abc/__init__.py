@@ -1,8 +1,10 @@
 """The three contracts: `StateProvider`, `Codec`, `Backend`, and the records that cross them.
 
-Here: what plugins promise and what core promises them, with slow but correct defaults. Not here:
-any code that calls a plugin. Each contract carries an API version; the registry refuses a class of
-another one. Conformance suites ship in `penstock.core.testing`. Everything may import this package.
+Here: what plugins promise and what core promises them, with slow but correct defaults; and
+`Coordination`, the contract by which ranks agree, which is passed in and never looked up. Not here:
+any code that calls a plugin. Each contract of plugins carries an API version; the registry refuses
+a class of another one. Conformance suites ship in `penstock.core.testing`. Everything may import
+this package.
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, Tier, check_blob_name

@@ -1,9 +1,13 @@
 """The states of a save as one table, sans-IO.
 
 The engine feeds events and carries out the actions that come back. The table keeps three promises:
-nothing of a uid is deleted by its saver once it has sealed, unless it has lost for good; nothing
-is published after the intent was found gone or could not be refreshed for half the grace time;
-COMMITTED is reached only by the store's own "yes" or by reading a record that is ours.
+nothing of a uid is deleted by its saver once it has sealed, unless it has lost for good or the
+ranks have decided to abort; nothing is published after the intent was found gone or could not be
+refreshed for half the grace time; COMMITTED is reached only by the store's own "yes", the word of
+the rank that got it, or by reading a record that is ours.
+
+Where many ranks save together, each has such a table of its own, and its round
+(`core/ranks/save_round.py`) feeds it. The last four events are for that alone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ class State(StrEnum):
     WRITING = "writing"
     SEALED = "sealed"
     PUBLISHING = "publishing"
+    AWAITING = "awaiting"  # the same, on the ranks that do not publish
     COMMITTED = "committed"
     UNKNOWN = "unknown"
     ABORTED = "aborted"
@@ -44,6 +49,10 @@ class Event(StrEnum):
         "the name was refused as taken, and the record is another's: ours cannot land any more"
     )
     RECORD_ABSENT = "record absent"  # or unreadable: proves nothing
+    COMMIT_DECIDED = "the ranks decided to commit"  # fed on all ranks but the one that publishes
+    ABORT_DECIDED = "the ranks decided to abort"
+    DECISION_UNKNOWN = "what the ranks decided cannot be learned"
+    NEVER_PUBLISHED = "the rank that publishes has not, and never will"
 
 
 class Action(StrEnum):
@@ -51,6 +60,7 @@ class Action(StrEnum):
 
     PREPARE = "publish part and index, look at the intent, then feed PUBLISH_STARTED"
     PUBLISH = "publish the commit record, once"
+    AWAIT = "wait for the result of the rank that publishes"
     RESOLVE = "read the commit record and feed what it is"
     DONE = "report success"
     FAIL_MAY_DELETE = "report failure; own data may be deleted"
@@ -78,6 +88,19 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.SEALED, _E.ABORT): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_KEEP),
+    # An abort that has won the register can never be followed by a publish, which needs the
+    # register to say commit. So each rank may delete its data at once, though it has sealed.
+    (_S.WRITING, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.SEALED, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.SEALED, _E.COMMIT_DECIDED): (_S.AWAITING, _A.AWAIT),
+    (_S.SEALED, _E.DECISION_UNKNOWN): (_S.UNKNOWN, _A.RESOLVE),
+    (_S.AWAITING, _E.NEVER_PUBLISHED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
+    (_S.AWAITING, _E.PUBLISH_OK): (_S.COMMITTED, _A.DONE),
+    (_S.AWAITING, _E.PUBLISH_ANSWER_LOST): (_S.UNKNOWN, _A.RESOLVE),
+    (_S.AWAITING, _E.FAILED): (_S.UNKNOWN, _A.RESOLVE),
+    (_S.AWAITING, _E.ABORT): (_S.AWAITING, _A.NONE),
+    (_S.AWAITING, _E.INTENT_GONE): (_S.AWAITING, _A.NONE),
+    (_S.AWAITING, _E.GRACE_HALF_PASSED): (_S.AWAITING, _A.NONE),
     (_S.PUBLISHING, _E.PUBLISH_OK): (_S.COMMITTED, _A.DONE),
     (_S.PUBLISHING, _E.PUBLISH_LOST): (_S.UNKNOWN, _A.RESOLVE),
     (_S.PUBLISHING, _E.PUBLISH_ANSWER_LOST): (_S.UNKNOWN, _A.RESOLVE),
@@ -100,6 +123,7 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.COMMITTED, _E.INTENT_GONE): (_S.COMMITTED, _A.NONE),
     (_S.COMMITTED, _E.GRACE_HALF_PASSED): (_S.COMMITTED, _A.NONE),
     (_S.ABORTED, _E.FAILED): (_S.ABORTED, _A.NONE),
+    (_S.ABORTED, _E.ABORT_DECIDED): (_S.ABORTED, _A.NONE),
     (_S.ABORTED, _E.ABORT): (_S.ABORTED, _A.NONE),
     (_S.ABORTED, _E.INTENT_GONE): (_S.ABORTED, _A.NONE),
     (_S.ABORTED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.NONE),
@@ -125,7 +149,8 @@ class Commit:
     def may_delete_own_data(self) -> bool:
         """Whether the saver may delete what it wrote.
 
-        Only if it failed before it had sealed, or another saver has won for good.
+        Only if it failed before it had sealed, another saver has won for good, or the ranks have
+        decided that nobody publishes.
         """
         return self._may_delete
 

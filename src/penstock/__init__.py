@@ -111,6 +111,7 @@ __all__ = [
     "Progress",
     "ProgressBar",
     "PruneEvent",
+    "RankError",
     "Region",
     "RestoreError",
     "RestoreEvent",

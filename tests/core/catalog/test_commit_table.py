@@ -65,12 +65,39 @@ def test_every_state_can_be_reached():
     assert {commit.state for _, _, commit in HISTORIES} | {State.WRITING} == set(State)
 
 
-def test_nothing_is_deleted_once_a_rank_has_sealed_unless_another_saver_has_won_for_good():
+def test_nothing_is_deleted_once_a_rank_has_sealed_unless_nobody_can_publish_it_any_more():
     for events, actions, commit in HISTORIES:
         if Event.SEALED in events:
             lost = Event.RECORD_IS_OTHER_FOR_GOOD in events
-            assert commit.may_delete_own_data == lost, events
-            assert Action.FAIL_MAY_DELETE not in actions, events
+            aborted = bool({Event.ABORT_DECIDED, Event.NEVER_PUBLISHED} & set(events))
+            assert not commit.may_delete_own_data or lost or aborted, events
+            assert Action.FAIL_MAY_DELETE not in actions or aborted, events
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [Event.SEALED, Event.ABORT_DECIDED],
+        [Event.SEALED, Event.COMMIT_DECIDED, Event.NEVER_PUBLISHED],
+        [Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_LOST, Event.RECORD_IS_OTHER_FOR_GOOD],
+    ],
+)
+def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more(history):
+    assert replay(history).may_delete_own_data
+
+
+def test_an_abort_that_was_decided_cannot_follow_a_publish_nor_be_followed_by_one():
+    for events, actions, _ in HISTORIES:
+        if (Event.ABORT_DECIDED, Action.FAIL_MAY_DELETE) in zip(events, actions, strict=True):
+            assert Action.PUBLISH not in actions, events
+            assert Event.COMMIT_DECIDED not in events, events
+
+
+def test_an_unknown_decision_deletes_nothing_and_reads_the_record():
+    commit = replay([Event.SEALED])
+    assert commit.feed(Event.DECISION_UNKNOWN) is Action.RESOLVE
+    assert commit.feed(Event.RECORD_ABSENT) is Action.FAIL_UNKNOWN
+    assert not commit.may_delete_own_data
 
 
 def test_own_data_may_be_deleted_when_a_save_fails_before_it_has_sealed():
@@ -111,6 +138,13 @@ def test_committed_and_aborted_are_final():
 def test_once_publishing_a_save_never_counts_as_failed_without_looking():
     for event in Event:
         state, action = TABLE.get((State.PUBLISHING, event), (State.PUBLISHING, Action.NONE))
+        assert state is not State.ABORTED
+        assert action in {Action.NONE, Action.DONE, Action.RESOLVE}
+
+
+def test_what_waits_for_the_publish_of_another_rank_never_counts_as_failed_without_looking():
+    for event in set(Event) - {Event.NEVER_PUBLISHED}:
+        state, action = TABLE.get((State.AWAITING, event), (State.AWAITING, Action.NONE))
         assert state is not State.ABORTED
         assert action in {Action.NONE, Action.DONE, Action.RESOLVE}
 

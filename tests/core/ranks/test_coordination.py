@@ -159,14 +159,14 @@ class Answerless(WrapperBackend):
 
 
 def test_records_need_a_store_that_decides():
-    with pytest.raises(CapabilityError, match="torch.distributed"):
+    with pytest.raises(CapabilityError, match=r"torch\.distributed"):
         RecordCoordination(Undecided(MemoryBackend(MemoryConfig())), "ranks/job")
 
 
 def test_a_store_that_hangs_is_left_behind_after_the_time_of_a_call():
     backend = Hanging(MemoryBackend(MemoryConfig()))
     with RecordCoordination(backend, "ranks/job", call_s=0.05) as member:
-        with pytest.raises(CoordinationError, match="did not answer in 0.05 s"):
+        with pytest.raises(CoordinationError, match=r"did not answer in 0\.05 s"):
             member.decide("end", b"commit")
         assert member.read(["end"]) == [None]
         backend.answer.set()
@@ -174,9 +174,11 @@ def test_a_store_that_hangs_is_left_behind_after_the_time_of_a_call():
 
 def test_a_decision_whose_answer_was_lost_is_learned_by_asking_again():
     backend = MemoryBackend(MemoryConfig())
-    with RecordCoordination(Answerless(backend), "ranks/job") as member:
-        with pytest.raises(CoordinationError, match="no answer"):
-            member.decide("end", b"commit")
+    with (
+        RecordCoordination(Answerless(backend), "ranks/job") as member,
+        pytest.raises(CoordinationError, match="no answer"),
+    ):
+        member.decide("end", b"commit")
     with RecordCoordination(backend, "ranks/job") as member:
         assert member.decide("end", b"abort") == b"commit"
 
@@ -192,6 +194,23 @@ def test_a_store_that_cannot_read_many_keys_is_refused(tmp_path):
 def test_without_a_group_or_a_store_it_is_refused():
     with pytest.raises(ConfigError, match="init_process_group"):
         TorchCoordination()
+
+
+def test_without_an_argument_it_takes_the_store_of_the_default_group():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        numbers = itertools.count(int(job_prefix().rpartition("/")[2]) + 1)
+        with TorchCoordination() as first, TorchCoordination() as second:
+            assert [first._prefix, second._prefix] == [
+                f"penstock/0/{next(numbers)}",
+                f"penstock/0/{next(numbers)}",
+            ]
+            first.post("slots/00000", b"x")
+            assert first.read(["slots/00000"]) == [b"x"]
+            assert second.read(["slots/00000"]) == [None]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_prefixes_differ_from_restart_to_restart_and_from_instance_to_instance(monkeypatch):

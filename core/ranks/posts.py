@@ -1,0 +1,271 @@
+"""What ranks post and decide, as bytes: small, versioned, and read strictly. Sans-IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from penstock.core.errors import FormatError
+from penstock.core.format.strict_json import Fields, dump_json, load_json, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+POST_BYTES = 512
+"""The most bytes of a post of a known structure, and of a decision."""
+
+NEW_STRUCTURE_BYTES = 16 << 10
+"""The most bytes of a post of a structure that rank 0 does not know."""
+
+_CAUSE_BYTES = 300
+_HOST_BYTES = 100
+_VERSION = 0
+
+Kind: TypeAlias = Literal["save", "restore"]
+
+
+class At(StrEnum):
+    """How far a rank is in its round, as it tells the others."""
+
+    HERE = "here"  # waits for the word of rank 0
+    WORKING = "working"
+    SEALED = "sealed"  # what it has to contribute is durable
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPost:
+    """The state of one rank: posted when it changes, and at each beat.
+
+    Attributes:
+        round: The number of the round, the same on all ranks.
+        kind: What the round does.
+        at: How far the rank is.
+        moves: Counts progress. A beat with the same number says that the process lives, not that
+            it gets on.
+        host: The name of the machine.
+        done: Bytes done, for messages.
+        total: Bytes to do.
+        part: With `SEALED`: what rank 0 needs to know of the part, such as its length and digests.
+    """
+
+    round: int
+    kind: Kind
+    at: At
+    moves: int = 0
+    host: str = ""
+    done: int = 0
+    total: int = 0
+    part: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GoPost:
+    """The word of rank 0 on a round: go, with all that has to be alike; or stop, with a reason.
+
+    Attributes:
+        kind: What the round does.
+        terms: What is decided for all: step, generation, uid, tier, and the like.
+        stop: Why nothing is done; empty: go.
+    """
+
+    kind: Kind
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    stop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The value of a round's register: commit, or abort with its cause.
+
+    Attributes:
+        commit: Whether the round was decided to commit.
+        rank: The rank that is the cause of an abort; -1 else.
+        host: Its host, as far as it is known.
+        cause: The cause.
+    """
+
+    commit: bool
+    rank: int = -1
+    host: str = ""
+    cause: str = ""
+
+
+class Result(StrEnum):
+    """What became of the publish after the decision to commit."""
+
+    COMMITTED = "committed"
+    NEVER = "never"  # it was not published, and never will be
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPost:
+    """What rank 0 tells of its publish.
+
+    Attributes:
+        result: What became of it.
+        cause: Why, if it is not committed.
+    """
+
+    result: Result
+    cause: str = ""
+
+
+def slot_key(rank: int) -> str:
+    """Return the key of a rank's slot, which it posts anew in each round and at each beat."""
+    return f"slots/{rank:05d}"
+
+
+def go_key(number: int) -> str:
+    """Return the key of rank 0's word on a round."""
+    return f"rounds/{number}/go"
+
+
+def end_key(number: int) -> str:
+    """Return the key of the register of a round."""
+    return f"rounds/{number}/end"
+
+
+def result_key(number: int) -> str:
+    """Return the key of the result of a round."""
+    return f"rounds/{number}/result"
+
+
+def encode_slot(post: SlotPost) -> bytes:
+    """Return the bytes of a slot.
+
+    Raises:
+        FormatError: The part is larger than a post may be.
+    """
+    fields = {
+        "round": post.round,
+        "kind": post.kind,
+        "at": post.at,
+        "moves": post.moves,
+        "host": cut_bytes(post.host, _HOST_BYTES),
+        "done": post.done,
+        "total": post.total,
+        "part": dict(post.part),
+    }
+    return _bounded("a rank's slot", fields, NEW_STRUCTURE_BYTES)
+
+
+def decode_slot(data: bytes) -> SlotPost:
+    """Read a slot.
+
+    Raises:
+        FormatError: The bytes are no slot, or one of another version of Penstock.
+    """
+    name = "a rank's slot"
+    keys = ["round", "kind", "at", "moves", "host", "done", "total", "part"]
+    read = _fields(data, name, keys)
+    return SlotPost(
+        round=read.integer("round"),
+        kind=_kind(read, name),
+        at=At(_one_of(read, name, "at", list(At))),
+        moves=read.integer("moves"),
+        host=read.text("host"),
+        done=read.integer("done"),
+        total=read.integer("total"),
+        part=read.mapping("part"),
+    )
+
+
+def encode_go(post: GoPost) -> bytes:
+    """Return the bytes of rank 0's word.
+
+    Raises:
+        FormatError: The terms are larger than a post may be.
+    """
+    fields = {"kind": post.kind, "terms": dict(post.terms), "stop": cut_bytes(post.stop)}
+    return _bounded("the word of rank 0", fields, NEW_STRUCTURE_BYTES)
+
+
+def decode_go(data: bytes) -> GoPost:
+    """Read rank 0's word.
+
+    Raises:
+        FormatError: As with `decode_slot`.
+    """
+    name = "the word of rank 0"
+    read = _fields(data, name, ["kind", "terms", "stop"])
+    return GoPost(kind=_kind(read, name), terms=read.mapping("terms"), stop=read.text("stop"))
+
+
+def encode_verdict(verdict: Verdict) -> bytes:
+    """Return the bytes of a decision, at most 512."""
+    fields = {
+        "commit": verdict.commit,
+        "rank": verdict.rank,
+        "host": cut_bytes(verdict.host, _HOST_BYTES),
+        "cause": cut_bytes(verdict.cause),
+    }
+    return _bounded("a decision", fields, POST_BYTES)
+
+
+def decode_verdict(data: bytes) -> Verdict:
+    """Read a decision.
+
+    Raises:
+        FormatError: As with `decode_slot`.
+    """
+    name = "a decision"
+    read = _fields(data, name, ["commit", "rank", "host", "cause"])
+    commit = read.value("commit")
+    if type(commit) is not bool:
+        refuse(name, "commit is neither true nor false")
+    return Verdict(commit, read.integer("rank", low=-1), read.text("host"), read.text("cause"))
+
+
+def encode_result(post: ResultPost) -> bytes:
+    """Return the bytes of a result, at most 512."""
+    fields = {"result": post.result, "cause": cut_bytes(post.cause)}
+    return _bounded("a result", fields, POST_BYTES)
+
+
+def decode_result(data: bytes) -> ResultPost:
+    """Read a result.
+
+    Raises:
+        FormatError: As with `decode_slot`.
+    """
+    name = "a result"
+    read = _fields(data, name, ["result", "cause"])
+    return ResultPost(Result(_one_of(read, name, "result", list(Result))), read.text("cause"))
+
+
+def cut_bytes(text: str, limit: int = _CAUSE_BYTES) -> str:
+    """Return the beginning of `text` that takes at most `limit` bytes within JSON."""
+    if len(dump_json(text)) - 2 <= limit:
+        return text
+    shown = text[:limit]
+    while len(dump_json(f"{shown}...")) - 2 > limit:
+        shown = shown[:-1]
+    return f"{shown}..."
+
+
+def _bounded(name: str, fields: Mapping[str, Any], limit: int) -> bytes:
+    data = dump_json({"v": _VERSION, **fields})
+    if len(data) > limit:
+        msg = f"{name} has {len(data)} bytes, more than the {limit} that ranks post"
+        raise FormatError(msg)
+    return data
+
+
+def _fields(data: bytes, name: str, keys: list[str]) -> Fields:
+    read = Fields(load_json(data, name), name, ["v", *keys])
+    if read.value("v") != _VERSION:
+        refuse(name, f"version {read.value('v')!r} of another Penstock; use one version everywhere")
+    return read
+
+
+def _kind(read: Fields, name: str) -> Kind:
+    return "save" if _one_of(read, name, "kind", ["save", "restore"]) == "save" else "restore"
+
+
+def _one_of(read: Fields, name: str, key: str, allowed: list[Any]) -> str:
+    value = read.text(key)
+    if value not in allowed:
+        refuse(name, f"{key} is not one of {', '.join(map(str, allowed))}")
+    return value

@@ -1,0 +1,53 @@
+"""How long others have stood still, in the time in which this rank has looked. Sans-IO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class CountedLooks:
+    """Counts the time in which this rank looked at the others.
+
+    Time between two looks counts up to a limit: a rank that was stopped itself (`SIGSTOP`, a
+    debugger, a machine that slept) has not seen the others, so its absence is no silence of theirs.
+
+    Args:
+        most_s: The most seconds that count between two looks.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self.counted_s = 0.0
+        self._most_s = most_s
+        self._last_s: float | None = None
+
+    def look(self, now_s: float) -> None:
+        """Count the time since the last look."""
+        if self._last_s is not None:
+            self.counted_s += min(now_s - self._last_s, self._most_s)
+        self._last_s = now_s
+
+
+class Standstill:
+    """Says which ranks have not moved for too long.
+
+    Args:
+        looks: Counts the time.
+        ranks: Who is watched; all count as moved now.
+        limit_s: The time after which a rank counts as standing still.
+    """
+
+    def __init__(self, looks: CountedLooks, ranks: Iterable[int], limit_s: float) -> None:
+        self._looks = looks
+        self._limit_s = limit_s
+        self._moved_s = dict.fromkeys(ranks, looks.counted_s)
+
+    def moved(self, rank: int) -> None:
+        """Count from now on for `rank`."""
+        self._moved_s[rank] = self._looks.counted_s
+
+    def is_over(self, rank: int) -> bool:
+        """Return whether `rank` has stood still for the limit."""
+        return self._looks.counted_s - self._moved_s[rank] >= self._limit_s

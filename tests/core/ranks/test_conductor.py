@@ -1,0 +1,212 @@
+"""Real threads, and real processes that are really killed, go through rounds."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from tests import interpreters
+
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.catalog.commit_table import Commit, Event
+from penstock.core.errors import CoordinationError
+from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
+from penstock.core.ranks.posts import Result
+from penstock.core.ranks.records import RecordCoordination
+from penstock.core.ranks.restore_round import RestoreRound
+from penstock.core.ranks.round import RankPlace
+from penstock.core.ranks.round_table import Phase, Step
+from penstock.core.ranks.save_round import SaveRound
+from penstock.core.ranks.torch_store import TorchCoordination
+
+WORLD = 4
+PATIENCE_S = 60.0
+
+
+def members_of(kind):
+    if kind == "memory":
+        board = MemoryBoard()
+        return lambda: MemoryCoordination(board)
+    if kind == "records":
+        backend = MemoryBackend(MemoryConfig())
+        return lambda: RecordCoordination(backend, "ranks/job")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: TorchCoordination(store, prefix="job")
+
+
+def take_steps(conductor, rank, published, *, broken=None, timeout_s=PATIENCE_S):
+    """A small engine; returns the last step."""
+    while True:
+        step = conductor.next_step(timeout_s)
+        if step is Step.WORK:
+            if rank == broken:
+                conductor.tell(lambda r: r.fail("No space left on /lustre"))
+            else:
+                conductor.tell(lambda r: r.seal({"bytes": rank}))
+        elif step is Step.MERGE:
+            conductor.tell(lambda r: r.merged())
+        elif step is Step.PUBLISH:
+            published.append(rank)
+            conductor.tell(lambda r: r.published(Result.COMMITTED))
+        elif step is Step.RESOLVE:
+            found = Event.RECORD_IS_OURS if published else Event.RECORD_ABSENT
+            conductor.tell(lambda r, found=found: r.resolved(found))
+        elif step in {Step.POST_SEALED, Step.AWAIT, Step.DECIDE_ABORT, Step.DECIDE_COMMIT}:
+            continue
+        else:
+            return step
+
+
+def go_through(open_member, make_round, **options):
+    ends, rounds, published = {}, {}, []
+
+    def one(rank):
+        with open_member() as member:
+            rounds[rank] = make_round(RankPlace(rank, WORLD, f"node{rank}"))
+            conductor = Conductor(rounds[rank], member)
+            conductor.start()
+            if rank == 0:
+                conductor.tell(lambda r: r.go({"step": 100}))
+            ends[rank] = take_steps(conductor, rank, published, **options)
+            assert conductor.wait_over(PATIENCE_S)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return ends, rounds, published
+
+
+def save_round(member):
+    return SaveRound(member, 0, commit=Commit(), timeout_s=30.0)
+
+
+def restore_round(member):
+    return RestoreRound(member, 0, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("kind", ["memory", "records", "tcp"])
+def test_all_ranks_commit_together(kind):
+    ends, rounds, published = go_through(members_of(kind), save_round)
+    assert ends == dict.fromkeys(range(WORLD), Step.DONE)
+    assert published == [0]
+    assert rounds[0].parts == {rank: {"bytes": rank} for rank in range(1, WORLD)}
+    assert all(r.terms == {"step": 100} for r in rounds.values())
+    assert max(r.posts for r in rounds.values()) <= 6
+
+
+@pytest.mark.parametrize("kind", ["memory", "records", "tcp"])
+@pytest.mark.parametrize("make_round", [save_round, restore_round])
+def test_one_rank_that_fails_ends_it_for_all_by_name(kind, make_round):
+    ends, rounds, published = go_through(members_of(kind), make_round, broken=2)
+    assert ends == dict.fromkeys(range(WORLD), Step.CLEAN_UP)
+    assert not published
+    assert rounds[2].error("step 100 was not saved") is None
+    error = rounds[3].error("step 100 was not saved", "Checkpoint 90 stays the latest.")
+    assert str(error) == (
+        "step 100 was not saved: rank 2 on node2 No space left on /lustre. "
+        "Checkpoint 90 stays the latest."
+    )
+    assert (error.rank, error.host, error.cause) == (2, "node2", "No space left on /lustre")
+
+
+def test_all_ranks_restore_together():
+    ends, rounds, _ = go_through(members_of("memory"), restore_round)
+    assert ends == dict.fromkeys(range(WORLD), Step.DONE)
+    assert {r.phase for r in rounds.values()} == {Phase.COMMITTED}
+
+
+class Broken(MemoryCoordination):
+    def read(self, keys):
+        raise ZeroDivisionError("a bug")
+
+
+def test_a_bug_in_the_coordination_reaches_the_engine_and_nothing_is_published():
+    conductor = Conductor(save_round(RankPlace(0, 2)), Broken(MemoryBoard()))
+    conductor.start()
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        take_steps(conductor, 0, [])
+
+
+class Gone(MemoryCoordination):
+    def read(self, keys):
+        raise CoordinationError("the store is gone")
+
+    post = decide = wait = lambda self, *_: self.read([])
+
+
+def test_a_store_that_is_gone_ends_the_round_of_a_rank_that_has_not_sealed():
+    commit = Commit()
+    conductor = Conductor(
+        SaveRound(RankPlace(1, 2), 0, commit=commit, timeout_s=0.2), Gone(MemoryBoard())
+    )
+    conductor.start()
+    assert take_steps(conductor, 1, []) is Step.CLEAN_UP
+    assert commit.may_delete_own_data
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time
+import torch.distributed as dist
+from penstock.core.catalog.commit_table import Commit
+from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.round import RankPlace
+from penstock.core.ranks.save_round import SaveRound
+from penstock.core.ranks.round_table import Step
+from penstock.core.ranks.torch_store import TorchCoordination
+
+rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+member = TorchCoordination(store, prefix="job", world_size=3, call_s=timeout_s / 4)
+round_ = SaveRound(RankPlace(rank, 3, f"node{rank}"), 0, commit=Commit(), timeout_s=timeout_s)
+conductor = Conductor(round_, member)
+conductor.start()
+if rank == 0:
+    conductor.tell(lambda r: r.go({"step": 100}))
+worked = 0
+while True:
+    step = conductor.next_step(0.1)
+    worked += bool(round_.terms)
+    conductor.tell(lambda r: r.moved())  # slow, but moving: nobody ever seals
+    if worked == 15:  # rank 0 has seen by now that it does
+        print("works", flush=True)
+    if step is Step.CLEAN_UP:
+        break
+error = round_.error("step 100 was not saved")
+print(error.rank, error.host, error.cause, sep="|", flush=True)
+conductor.wait_over(10)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize(("victim", "how"), [(2, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_all_others_learn_who_was_killed_or_stopped(victim, how):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    limit_s = 5
+    processes = [
+        interpreters.start("-c", PROGRAM, rank, store.port, limit_s, stdout=subprocess.PIPE)
+        for rank in range(3)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "works\n"
+        os.kill(processes[victim].pid, how)
+        began_s = time.monotonic()
+        others = [p for rank, p in enumerate(processes) if rank != victim]
+        told = [process.communicate(timeout=100)[0] for process in others]
+        print(f"known after {time.monotonic() - began_s:.2f} s of {limit_s} s")
+        words = f"{victim}|node{victim}|stood still for {limit_s} s while it wrote\n"
+        assert told == [words, words]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()

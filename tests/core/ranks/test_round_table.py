@@ -1,0 +1,171 @@
+"""The tables of rounds: every pair, and every history, by what may follow what."""
+
+import itertools
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from penstock.core.catalog.commit_table import Commit, IllegalEventError, State
+from penstock.core.errors import CoordinationError, FormatError
+from penstock.core.ranks.operations import Answer, Post
+from penstock.core.ranks.posts import At, GoPost, decode_slot, slot_key
+from penstock.core.ranks.restore_round import RestoreRound
+from penstock.core.ranks.round import RankPlace
+from penstock.core.ranks.round_table import (
+    ENDS,
+    RESTORE_OTHERS,
+    RESTORE_RANK_0,
+    SAVE_OTHERS,
+    SAVE_RANK_0,
+    TOO_LATE,
+    Happening,
+    Phase,
+    Step,
+)
+from penstock.core.ranks.save_round import SaveRound
+
+TABLES = {
+    "save, rank 0": SAVE_RANK_0,
+    "save, others": SAVE_OTHERS,
+    "restore, rank 0": RESTORE_RANK_0,
+    "restore, others": RESTORE_OTHERS,
+}
+every_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+
+
+def round_of(table):
+    rank = 0 if table in {id(SAVE_RANK_0), id(RESTORE_RANK_0)} else 1
+    if table in {id(SAVE_RANK_0), id(SAVE_OTHERS)}:
+        return SaveRound(RankPlace(rank, 2), 0, commit=Commit(), timeout_s=1.0)
+    return RestoreRound(RankPlace(rank, 2), 0, timeout_s=1.0)
+
+
+def paths(table):
+    """Every way from the beginning to an end, as happenings and steps."""
+    todo = deque([(Phase.WAITING, (), ())])
+    while todo:
+        phase, happenings, steps = todo.popleft()
+        if phase in ENDS:
+            yield phase, happenings, steps
+            continue
+        for (at, happening), (following, step) in table.items():
+            if at is phase:
+                todo.append((following, (*happenings, happening), (*steps, step)))
+
+
+@every_table
+def test_every_pair_is_in_the_table_or_too_late_or_refused_without_a_change(table):
+    for phase, happening in itertools.product(Phase, Happening):
+        tried = round_of(id(table))
+        tried.phase = phase
+        if (phase, happening) in table:
+            continue
+        if (phase, happening) in TOO_LATE:
+            tried._happen(happening)
+        else:
+            with pytest.raises(IllegalEventError, match=str(happening)):
+                tried._happen(happening)
+        assert tried.phase is phase
+        assert not tried.steps
+
+
+@every_table
+def test_every_phase_leads_to_an_end(table):
+    ways = list(paths(table))
+    assert {phase for phase, _, _ in ways} <= ENDS
+    assert {phase for phase, _ in table} <= {
+        phase
+        for _, happenings, _ in ways
+        for phase in phases_of(table, happenings)
+    }  # fmt: skip
+
+
+def phases_of(table, happenings):
+    phase = Phase.WAITING
+    yield phase
+    for happening in happenings:
+        phase = table[phase, happening][0]
+        yield phase
+
+
+@every_table
+def test_success_follows_only_a_decision_to_commit_or_the_record(table):
+    proofs = {Happening.COMMIT_DECIDED, Happening.RECORD_IS_OURS}
+    for phase, happenings, _ in paths(table):
+        if phase is Phase.COMMITTED:
+            assert proofs & set(happenings), happenings
+
+
+@every_table
+def test_own_data_goes_only_after_an_abort_or_before_it_was_sealed(table):
+    final = {Happening.ABORT_DECIDED, Happening.NEVER}
+    for _, happenings, steps in paths(table):
+        if Step.CLEAN_UP in steps:
+            assert final & set(happenings) or Happening.SEALED not in happenings, happenings
+
+
+def test_rank_0_publishes_only_behind_all_parts_and_the_decision():
+    for _, happenings, steps in paths(SAVE_RANK_0):
+        if Step.PUBLISH in steps:
+            before = happenings[: steps.index(Step.PUBLISH) + 1]
+            assert before[-4:] == (
+                Happening.SEALED,
+                Happening.ALL_SEALED,
+                Happening.MERGED,
+                Happening.COMMIT_DECIDED,
+            )
+
+
+def test_what_a_rank_seals_after_it_has_given_up_is_never_posted():
+    tried = SaveRound(RankPlace(1, 2), 0, commit=Commit(), timeout_s=1.0)
+    tried._hear_go(GoPost("save", {"step": 100}))
+    tried.fail("rank 0 sleeps")
+    tried.seal({"bytes": 1})  # its engine was about to
+    operations = tried.operations(0.0)
+    answers = [Answer(n / 10, error=CoordinationError("no answer")) for n in range(1, 6)]
+    posted = [next(operations), *map(operations.send, answers)]  # and beats go on
+    slots = [decode_slot(p.value) for p in posted if isinstance(p, Post)]
+    assert len(slots) >= 2
+    assert {slot.at for slot in slots} == {At.WORKING}
+    assert tried.phase is Phase.GIVING_UP
+
+
+@pytest.mark.parametrize("junk", [b"{}", b'{"v":7}'])
+def test_a_rank_whose_post_cannot_be_read_is_named(junk):
+    leader = SaveRound(RankPlace(0, 3), 0, commit=Commit(), timeout_s=1.0)
+    leader.go({"step": 100})
+    leader._hear([slot_key(1), slot_key(2)], [None, junk])
+    assert leader.phase is Phase.GIVING_UP
+    assert leader._blame.rank == 2
+    assert leader._blame.cause.startswith("posted what cannot be read")
+
+
+def test_a_part_that_is_too_large_to_post_is_refused_before_anything_changes():
+    tried = SaveRound(RankPlace(0, 2), 0, commit=(commit := Commit()), timeout_s=1.0)
+    tried.go({"step": 100})
+    with pytest.raises(FormatError, match="16384"):
+        tried.seal({"names": "x" * 20_000})
+    assert tried.phase is Phase.WORKING
+    assert commit.state is State.WRITING
+
+
+def test_nobody_but_rank_0_publishes_or_asks_for_a_commit():
+    for table in (SAVE_OTHERS, RESTORE_OTHERS):
+        steps = {step for _, step in table.values()}
+        assert not {Step.PUBLISH, Step.MERGE, Step.DECIDE_COMMIT} & steps
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_shows_the_tables_as_they_are(name):
+    page = Path(__file__).parents[3] / "docs/design/ranks.md"
+    assert shown(TABLES[name]) in page.read_text()
+
+
+def shown(table):
+    lines = ["| phase | happening | next phase | what the rank does |", "|---|---|---|---|"]
+    lines += [
+        f"| {phase} | {happening} | {following} | {step} |"
+        for (phase, happening), (following, step) in table.items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""Rounds of many ranks under faults, on a virtual clock; see `simulation.py` for what must hold."""
+
+import pytest
+from tests.core.ranks.simulation import Fault, Plan, World, drawn, explore
+
+from penstock.core.ranks.round_table import Phase
+
+SEEDS = 300
+# With these alone a guard that is broken must be found, too; see tools/guards.toml.
+CHUNKS = 5
+FOR_EVER_S = 1e9
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_no_promise_breaks_in_worlds_drawn_from_seeds(chunk):
+    told = explore(range(chunk, SEEDS, CHUNKS), most_ranks=60)
+    print(told)
+    assert {"committed", "aborted", "unknown"} <= told.keys()
+
+
+def test_equal_seeds_draw_equal_worlds():
+    assert [drawn(seed) for seed in range(20)] == [drawn(seed) for seed in range(20)]
+
+
+def words_of(world, number=0):
+    return {rank.told[number][0] for rank in world.ranks if number in rank.told}
+
+
+@pytest.mark.parametrize("kind", ["save", "restore"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 100])
+def test_ranks_that_are_well_commit(kind, world_size):
+    world = World(Plan(kind=kind, world_size=world_size, rounds=2)).run()
+    assert words_of(world, 0) == words_of(world, 1) == {"committed"}
+
+
+def test_one_that_is_slow_but_moves_is_waited_for():
+    plan = Plan(world_size=3, work_s=(100.0, 200.0), tick_s=4.5)
+    assert words_of(World(plan).run()) == {"committed"}
+
+
+def test_a_rank_that_sleeps_for_a_little_is_waited_for():
+    plan = Plan(world_size=3, faults=[Fault("stop", 1, at_s=0.5, length_s=4.0)])
+    assert words_of(World(plan).run()) == {"committed"}
+
+
+def test_ranks_that_were_suspended_together_accuse_nobody():
+    lengths = {0: 100.0, 1: 100.5, 2: 101.0}
+    faults = [Fault("stop", rank, at_s=5.0, length_s=length) for rank, length in lengths.items()]
+    plan = Plan(world_size=3, work_s=(20.0, 20.0), timeout_s=60.0, faults=faults)
+    assert words_of(World(plan).run()) == {"committed"}
+
+
+@pytest.mark.parametrize("timeout_s", [6.0, 60.0])
+@pytest.mark.parametrize("kind", ["die", "stop", "hang"])
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_all_know_of_a_dead_or_stopped_rank_after_five_quarters_of_the_timeout(
+    rank, kind, timeout_s
+):
+    fault = Fault(kind, rank, at_s=1.7, length_s=1000.0)
+    plan = Plan(world_size=8, work_s=(10.0, 12.0), timeout_s=timeout_s, faults=[fault])
+    world = World(plan).run()
+    # A rank that hangs still beats, so what counts is when it moved last.
+    assert world.known_s() <= 1.25 * timeout_s
+    others = {r.told[0] for r in world.ranks if r.rank != rank}
+    assert {word for word, _, _ in others} == {"aborted"}
+    assert {(error.rank, error.host) for _, _, error in others} == {(rank, "node0")}
+
+
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_an_error_that_can_be_told_is_known_within_a_second(world_size):
+    fault = Fault("fail", world_size - 1, at_s=2.0)
+    plan = Plan(world_size=world_size, work_s=(10.0, 12.0), timeout_s=60.0, faults=[fault])
+    world = World(plan).run()
+    assert words_of(world) == {"aborted"}
+    assert world.known_s() <= 1.0
+
+
+def test_ranks_that_go_on_after_an_abort_save_the_next_checkpoint():
+    fault = Fault("fail", 1, phase=Phase.SEALED)
+    world = World(Plan(world_size=4, rounds=2, faults=[fault])).run()
+    assert words_of(world, 1) == {"committed"}
+
+
+def test_a_rank_at_another_step_is_named():
+    world = World(Plan(world_size=4, differs=2)).run()
+    assert words_of(world) == {"aborted"}
+    assert "saves step 101" in world.ranks[1].told[0][2].cause
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_restores_while_others_save_is_told_so(rank):
+    world = World(Plan(world_size=4, restores=rank)).run()
+    assert words_of(world) == {"aborted"}
+    causes = {r.told[0][2].cause for r in world.ranks if r.told[0][2] is not None}
+    assert len(causes) == 1
+    assert " while rank 0 wants to " in causes.pop()
+
+
+def test_a_sealed_rank_without_network_finds_the_record_of_the_others():
+    fault = Fault("cut", 1, phase=Phase.SEALED, delay_s=0.5, length_s=FOR_EVER_S)
+    world = World(Plan(world_size=3, work_s=(1.0, 1.0), merge_s=3.0, faults=[fault])).run()
+    assert words_of(world) == {"committed"}
+
+
+def test_a_sealed_rank_without_network_deletes_nothing_while_the_record_may_come():
+    fault = Fault("cut", 1, phase=Phase.SEALED, delay_s=0.5, length_s=FOR_EVER_S)
+    plan = Plan(world_size=3, work_s=(1.0, 1.0), merge_s=3.0, publish="late", faults=[fault])
+    world = World(plan).run()
+    assert world.ranks[1].told[0][0] == "unknown"
+    assert world.root(0).published_s > world.ranks[1].told[0][1]
+
+
+def test_a_rank_without_network_that_has_not_sealed_gives_up_by_itself():
+    fault = Fault("cut", 1, at_s=0.5, length_s=FOR_EVER_S)
+    world = World(Plan(world_size=3, work_s=(20.0, 20.0), faults=[fault])).run()
+    assert words_of(world) == {"aborted"}
+    assert set(world.root(0).data.values()) == {"deleted"}
+
+
+def test_a_rank_that_has_gone_on_to_its_next_save_is_not_waited_for():
+    faults = [
+        Fault("cut", 1, phase=Phase.SEALED, length_s=7.0),
+        Fault("stop", 0, at_s=1.05, length_s=8.0),
+    ]
+    world = World(Plan(world_size=2, rounds=2, work_s=(1.0, 1.0), faults=faults)).run()
+    assert [rank.told[0][0] for rank in world.ranks] == ["aborted", "unknown"]
+    assert world.register(0).cause == "has left this save behind"
+
+
+def test_what_rank_0_refuses_leaves_nothing_behind():
+    world = World(Plan(world_size=4, refuse=True)).run()
+    assert words_of(world) == {"stopped"}
+
+
+def test_others_find_the_record_of_a_rank_0_that_died_after_it_had_published():
+    fault = Fault("die", 0, phase=Phase.PUBLISHING, delay_s=0.03)
+    world = World(Plan(world_size=4, publish_s=0.02, faults=[fault])).run()
+    assert words_of(world) == {"committed"}
+
+
+def test_nothing_is_deleted_when_rank_0_died_before_it_published():
+    fault = Fault("die", 0, phase=Phase.PUBLISHING)
+    world = World(Plan(world_size=4, publish="nothing", faults=[fault])).run()
+    assert words_of(world) == {"unknown"}
+    assert set(world.root(0).data.values()) == {"sealed"}
+
+
+def test_each_survivor_of_an_abort_deletes_what_it_had_sealed():
+    fault = Fault("fail", 3, phase=Phase.SEALED, delay_s=0.0)
+    world = World(Plan(world_size=4, work_s=(1.0, 3.0), faults=[fault])).run()
+    assert words_of(world) == {"aborted"}
+    assert set(world.root(0).data.values()) == {"deleted"}
+
+
+@pytest.mark.parametrize("world_size", [2, 16, 256])
+def test_a_rank_posts_at_most_six_times_beside_its_beats(world_size):
+    world = World(Plan(world_size=world_size, timeout_s=600.0, work_s=(1.0, 2.0))).run()
+    assert max(rank.posts[0] for rank in world.ranks) <= 6
+    assert max(map(len, world.values.values())) <= 512
+
+
+def test_from_the_last_seal_to_the_commit_takes_a_second_for_a_thousand_ranks():
+    plan = Plan(
+        world_size=1024,
+        timeout_s=60.0,
+        latency_s=0.01,
+        server_s=20e-6,
+        key_s=14e-6,
+        poll_s=0.05,
+        work_s=(1.0, 1.5),
+        merge_s=0.03,
+    )
+    world = World(plan).run()
+    root = world.root(0)
+    assert root.published_s - root.last_seal_s <= 1.0
