@@ -85,8 +85,14 @@ RATIO_FREE_BYTES = 16 << 20
 Decoded JSON takes up to 24 times its text, so a few stored kilobytes could ask for gigabytes.
 """
 
-MAX_INDEX_ENTRIES = 1 << 24
-"""Most index entries for each part: a part has no room for the path hashes of more."""
+MAX_LISTED_PARTS = 16
+"""Most parts that a commit record lists itself; of more the index does."""
+
+MAX_OBJECTS = 1 << 24
+"""Most objects for each part: a part has no room for the shards of more."""
+
+MAX_INDEX_HEAD_BYTES = 64 << 20
+"""Most bytes of an index's head, which is held at once: enough for billions of shards."""
 
 FEW_KEYS = 256
 MAX_EQUAL_HASHES = 64

@@ -165,6 +165,11 @@ def has_files(record: CommitRecord, sizes: Mapping[str, int]) -> bool:
     ]
     blobs = f"{data_prefix(record.uid)}blobs/"
     stored = sum(size for name, size in sizes.items() if name.startswith(blobs))
+    if (many := record.many_parts) is not None:
+        parts = f"{data_prefix(record.uid)}parts/"
+        lengths = [size for name, size in sizes.items() if name.startswith(parts)]
+        if (len(lengths), sum(lengths)) != (many.count, many.length):
+            return False
     return stored == record.bytes_stored and all(sizes.get(e.name) == e.length for e in named)
 
 

@@ -487,7 +487,7 @@ class CheckpointCopy:
             SaveAbortedError: A file is missing.
         """
         sizes = sizes_of(self._target, self._record)
-        parts = {entry.name: entry.length for entry in self._record.parts}
+        parts = {entry.name: entry.length for entry in self._contents.parts}
         index = self._record.index
         wanted = {b.name: b.length for b in blobs} | parts | {index.name: index.length}
         wrong = sorted(name for name, length in wanted.items() if sizes.get(name) != length)

@@ -223,7 +223,8 @@ class Compactor:
         """Return what the checkpoint takes if each chunk is as long as the lowest of its chain."""
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}
-        for located in contents.objects():
+        described = (one for found in contents.objects() for one in contents.descriptions(found))
+        for located in described:
             for ref in (ref for shard in located.record.shards for ref in shard.chunks):
                 frame = located.frames[ref.frame]
                 *_, lowest = frame.links()

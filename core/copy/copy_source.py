@@ -50,6 +50,11 @@ class CopySource:
         self._backend = backend
         self._contents = Contents(backend, record, default_registry())
 
+    @property
+    def parts(self) -> Sequence[PartEntry]:
+        """The parts of the checkpoint."""
+        return self._contents.parts
+
     def read(self) -> list[CheckedBlob]:
         """Read and verify parts and index, compare the sizes of the blobs, and return the blobs.
 
@@ -59,10 +64,10 @@ class CopySource:
         """
         contents = self._contents
         drafts: dict[str, _BlobRanges] = {}
-        for part, entry in enumerate(self.record.parts):
+        for part, entry in enumerate(self._contents.parts):
             contents.check_size(entry.name, entry.length)
             head = contents.head(part)
-            contents.hashes(part)
+            contents.shards(part)
             for blob in head.blobs:
                 drafts.setdefault(blob.name, _BlobRanges(blob)).agree(blob)
             for frame in (frame for section in contents.sections(part) for frame in section.frames):
@@ -79,15 +84,15 @@ class CopySource:
             DamagedError: A record differs from the one that `read` verified.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
-        for part, entry in enumerate(self.record.parts):
+        for part, entry in enumerate(self._contents.parts):
             head = self._contents.head(part)
-            bound = [(i.offset, i.length, i.sha256) for i in (head.hashes, *head.sections)]
+            bound = [(i.offset, i.length, i.sha256) for i in (head.shards, *head.sections)]
             yield (
                 entry.name,
                 self._whole(entry, [(0, entry.head_length, entry.head_sha256), *bound]),
             )
         index = self.record.index
-        yield index.name, self._whole(index, [(0, index.length, index.sha256)])
+        yield index.name, self._whole(index, self._contents.index(self._backend).bound())
 
     def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
         """Read a record, and compare its pieces; `bound` has their offset, length and sha256."""
@@ -130,7 +135,7 @@ class CopySource:
 
     def _objects_in(self, blob: str, ranges: Sequence[ByteRange]) -> list[str]:
         found: dict[str, None] = {}
-        for part in range(len(self.record.parts)):
+        for part in range(self.record.part_count):
             head = self._contents.head(part)
             if all(b.name != blob for b in head.blobs):
                 continue

@@ -15,7 +15,7 @@ from penstock.core.abc import Node, StateObject
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.retention import clean_up_after
 from penstock.core.catalog.survey import last_place
-from penstock.core.errors import SelectionError, StepExistsError, UnsupportedStateError
+from penstock.core.errors import SelectionError, StepExistsError
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.reporting.events import EventStream
 from penstock.core.reporting.progress import follow
@@ -26,7 +26,7 @@ from penstock.core.save.prepare import ChainTable, plan_state, staging_for
 from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.tree.describe import Description
 from penstock.core.tree.stored_tree import PathTree
-from penstock.core.types import Region, show_path
+from penstock.core.types import Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -226,12 +226,6 @@ def _entries(
         record = located.record
         stored = by_path[record.path if record.same_as is None else record.same_as]
         owner = owners.setdefault(stored.record.path, record.path)
-        if len(contents.master(stored).record.shards) != 1:
-            msg = (
-                f"{show_path(record.path)} was saved by several ranks, which can only be copied "
-                "as it is: leave out the options that select and encode"
-            )
-            raise UnsupportedStateError(msg)
         entries[record.ordinal] = StateObject(
             path=record.path,
             kind=record.kind,

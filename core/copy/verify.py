@@ -112,7 +112,11 @@ def check_same_manifest(target: Backend, there: CommitRecord, record: CommitReco
     Raises:
         StepExistsError: The records differ; nothing was changed.
     """
-    if (there.parts, there.index) == (record.parts, record.index):
+    if (there.parts, there.many_parts, there.index) == (
+        record.parts,
+        record.many_parts,
+        record.index,
+    ):
         return
     msg = (
         f"{target.url} has another checkpoint at step {record.step}, with the uid of the one to be "

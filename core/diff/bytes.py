@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.core.errors import UnsupportedStateError
 from penstock.core.format.blocks import block_range, blocks_covering
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.restore.fill import BytesSink, fill
-from penstock.core.types import PAGE_BYTES, ByteRange, show_path
+from penstock.core.types import PAGE_BYTES, ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.core.restore.contents import Contents
     from penstock.core.restore.fill import Opened
     from penstock.core.restore.stored_source import StoredReader
+    from penstock.core.types import Region
 
 PIECE_BYTES = 16 << 20
 """The bytes that are read at once of each side."""
@@ -63,8 +63,8 @@ def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
         same_kind = masters.a.record.spec == masters.b.record.spec
         return (same_kind and same_by_checksums(a, b, masters)) or None
     # Chunks of other bounds have checksums over other bytes, which cannot be compared.
-    ones, others = list(_stored(a, pair.a)), list(_stored(b, pair.b))
-    if [(s.ref.start, s.ref.stop) for s in ones] != [(s.ref.start, s.ref.stop) for s in others]:
+    ones, others = _stored(a, pair.a), _stored(b, pair.b)
+    if [one.place for one in ones] != [other.place for other in others]:
         return None
     answers = [_same_chunk(one, other) for one, other in zip(ones, others, strict=True)]
     if False in answers:
@@ -102,11 +102,17 @@ def same_bytes(one: memoryview, other: memoryview) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A chunk of an object, its frame, and the size of the frame's blocks."""
+    """A chunk of an object, its shard, its frame, and the size of the frame's blocks."""
 
+    region: Region
     ref: ChunkRef
     frame: Frame
     block_bytes: int
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+        """Where the chunk stands in the object."""
+        return self.region.offsets, self.region.sizes, self.ref.start, self.ref.stop
 
     @property
     def alone(self) -> bool:
@@ -114,15 +120,15 @@ class _Stored:
         return self.ref.at == 0 and self.ref.stop - self.ref.start == self.frame.raw_length
 
 
-def _stored(contents: Contents, located: Located) -> Iterator[_Stored]:
-    shards = located.record.shards
-    if len(shards) != 1:
-        msg = f"{show_path(located.record.path)} was saved by several ranks: not supported yet"
-        raise UnsupportedStateError(msg)
-    frames = located.frames
-    block_bytes = contents.head(located.part).block_bytes
-    for ref in shards[0].chunks:
-        yield _Stored(ref, frames[ref.frame], block_bytes)
+def _stored(contents: Contents, located: Located) -> list[_Stored]:
+    """Return the chunks of an object, in an order that does not depend on who saved it."""
+    found = (
+        _Stored(shard.region, ref, one.frames[ref.frame], contents.head(one.part).block_bytes)
+        for one in contents.descriptions(located)
+        for shard in one.record.shards
+        for ref in shard.chunks
+    )
+    return sorted(found, key=lambda stored: stored.place)
 
 
 def _same_chunk(one: _Stored, other: _Stored) -> bool | None:

@@ -15,6 +15,7 @@ from penstock.core.format.records import (
     CommitRecord,
     IndexEntry,
     IntentRecord,
+    ManyParts,
     PartEntry,
     blob_uid,
     commit_name,
@@ -25,7 +26,9 @@ from penstock.core.format.records import (
 from penstock.core.format.strict_json import Fields, check_list, is_hex, load_json, refuse
 from penstock.core.format.zstd import digest
 from penstock.core.limits import (
-    MAX_INDEX_ENTRIES,
+    MAX_INDEX_HEAD_BYTES,
+    MAX_LISTED_PARTS,
+    MAX_OBJECTS,
     MAX_STORED_FRAME_BYTES,
     RECORD_LIMIT_BYTES,
 )
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 _HEADER_LIMIT_BYTES = 256
 # Larger records are not indented: indentation makes deep metadata a hundred times larger.
 _INDENTED_CHARS = 256 << 10
+_PART = re.compile(r"data/[0-9a-f]{32}/parts/([0-9]{5,8})\.json\.zst")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _COMMIT_KEYS = (
     "uid", "step", "generation", "created", "world_size", "objects", "bytes_raw", "bytes_stored",
@@ -47,7 +51,6 @@ _INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshe
 _SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
 _BLOB_KEYS = ("name", "length")
 _MAX_WORLD_SIZE = 1 << 24
-_INDEX_UNIT_BYTES = 16  # the header takes so much, and each entry
 
 
 def encode_commit(record: CommitRecord) -> bytes:
@@ -58,7 +61,8 @@ def encode_commit(record: CommitRecord) -> bytes:
     """
     body = {key: getattr(record, key) for key in _COMMIT_KEYS}
     body["index"] = asdict(record.index)
-    body["parts"] = [asdict(part) for part in record.parts]
+    many = record.many_parts
+    body["parts"] = [asdict(p) for p in record.parts] if many is None else asdict(many)
     body["borrowed"] = [[blob.name, blob.length] for blob in record.borrowed]
     body["base"] = None if record.base is None else asdict(record.base)
     for key in _OPTIONAL_KEYS:
@@ -95,18 +99,16 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     if commit_name(step, generation) != name:
         refuse(name, f"is the record of step {step}, generation {generation}")
     world_size = fields.integer("world_size", low=1, high=_MAX_WORLD_SIZE)
-    objects = fields.integer("objects", high=MAX_INDEX_ENTRIES * world_size)
+    objects = fields.integer("objects", high=MAX_OBJECTS * world_size)
+    many = type(fields.value("parts")) is dict
     return CommitRecord(
         uid=uid,
         step=step,
         generation=generation,
         created=_time(fields, "created", name),
         world_size=world_size,
-        index=_index_entry(fields.value("index"), uid, name, objects, world_size),
-        parts=tuple(
-            _part_entry(entry, part_name(uid, rank), name)
-            for rank, entry in enumerate(fields.items("parts", count=world_size))
-        ),
+        index=_index_entry(fields.value("index"), uid, name),
+        parts=() if many else _part_entries(fields, uid, name),
         objects=objects,
         bytes_raw=fields.integer("bytes_raw"),
         bytes_stored=fields.integer("bytes_stored"),
@@ -118,6 +120,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
         penstock=fields.text("penstock"),
         engine=fields.text("engine"),
         plugins=_texts(fields, "plugins", name),
+        many_parts=_many_parts(fields, name) if many else None,
     )
 
 
@@ -191,26 +194,52 @@ def _open(data: bytes, name: str) -> Any:
     return load_json(content, name)
 
 
-def _index_entry(value: object, uid: str, name: str, objects: int, world_size: int) -> IndexEntry:
+def _index_entry(value: object, uid: str, name: str) -> IndexEntry:
     where = f"{name}: index"
-    fields = Fields(value, where, ("name", "length", "sha256"))
+    fields = Fields(value, where, ("name", "length", "head_length", "head_sha256"))
     if fields.value("name") != index_name(uid):
         refuse(where, f"is not {index_name(uid)}")
     length = fields.integer("length")
-    # Each rank that holds an object has an entry for it.
-    if length > _INDEX_UNIT_BYTES * (1 + objects * world_size):
-        refuse(where, f"has {length} bytes, for {objects} objects")
-    return IndexEntry(index_name(uid), length, fields.hexadecimal("sha256", 64))
+    head_length = fields.integer("head_length", high=min(length, MAX_INDEX_HEAD_BYTES))
+    return IndexEntry(index_name(uid), length, head_length, fields.hexadecimal("head_sha256", 64))
 
 
-def _part_entry(value: object, expected: str, name: str) -> PartEntry:
-    where = f"{name}: part {expected}"
+def _part_entries(fields: Fields, uid: str, name: str) -> tuple[PartEntry, ...]:
+    world_size = fields.integer("world_size")
+    rows = fields.items("parts")
+    if not 0 < len(rows) <= min(world_size, MAX_LISTED_PARTS):
+        refuse(name, f"lists {len(rows)} parts of {world_size} ranks")
+    entries = tuple(_part_entry(row, f"{name}: part {n}") for n, row in enumerate(rows))
+    ranks = [_rank_of(entry.name, uid, name) for entry in entries]
+    if ranks != sorted(set(ranks)) or ranks[-1] >= world_size:
+        refuse(name, f"its parts are not in order of its {world_size} ranks")
+    return entries
+
+
+def _rank_of(part: str, uid: str, name: str) -> int:
+    match = _PART.fullmatch(part)
+    rank = int(match[1]) if match else 0
+    if part_name(uid, rank) != part:
+        refuse(name, f"a part is named {part!r}")
+    return rank
+
+
+def _many_parts(fields: Fields, name: str) -> ManyParts:
+    where = f"{name}: parts"
+    many = Fields(fields.value("parts"), where, ("count", "length"))
+    high = fields.integer("world_size")
+    return ManyParts(
+        many.integer("count", low=MAX_LISTED_PARTS + 1, high=high), many.integer("length")
+    )
+
+
+def _part_entry(value: object, where: str) -> PartEntry:
     fields = Fields(value, where, ("name", "length", "head_length", "head_sha256"))
-    if fields.value("name") != expected:
-        refuse(where, "is named otherwise")
     length = fields.integer("length")
     head_length = fields.integer("head_length", high=min(length, MAX_STORED_FRAME_BYTES))
-    return PartEntry(expected, length, head_length, fields.hexadecimal("head_sha256", 64))
+    return PartEntry(
+        fields.text("name"), length, head_length, fields.hexadecimal("head_sha256", 64)
+    )
 
 
 def _base(value: object, uid: str, name: str) -> BaseEntry | None:

@@ -1,84 +1,162 @@
-"""Path hashes, and the index over them: it finds one of millions by one range read. Sans-IO."""
+"""Where the shards of every object are: the table of a part, and the index over all. Sans-IO."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import math
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from penstock.core.format.records import FORMAT_VERSION, IndexEntry, index_name
-from penstock.core.format.strict_json import Fields, dump_json, load_json, refuse
-from penstock.core.format.zstd import check_digest, digest
+from penstock.core.format.records import (
+    FORMAT_VERSION,
+    IndexEntry,
+    PartEntry,
+    index_name,
+    part_name,
+)
+from penstock.core.format.strict_json import refuse
+from penstock.core.format.zstd import check_digest, compress, decompress, digest
+from penstock.core.limits import MAX_DIMENSIONS, MAX_INT, MAX_STORED_FRAME_BYTES
+from penstock.core.types import Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-MAGIC = b"PSIX"
-HEADER = struct.Struct(">4sIQ")  # magic, version, number of entries
-ENTRY = np.dtype([("hash", ">u8"), ("part", ">u4"), ("section", ">u4")])
-WHOLE_BYTES = 4 << 20
-"""An index up to this size is read and verified at once; a larger one is searched."""
+WHOLE = 0xFF
+"""In place of a number of dimensions: the shard is the whole object."""
 
-_SPAN = 1 << 64
-_U64 = np.dtype(">u8")
-_U32 = np.dtype(">u4")
+NO_BYTES = 0xFE
+"""In place of a number of dimensions: the object is described there, and has no bytes there."""
+
+WHOLE_BYTES = 4 << 20
+"""An index up to this size is read at once; of a larger one only the blocks that are needed."""
+
+_MAGIC = b"PSIX"
+_HEADER = struct.Struct(">4sIQII")  # magic, version, numbers of shards, blocks and parts
+_BLOCK = np.dtype([("hash", ">u8"), ("shards", ">u4"), ("length", ">u4"), ("sha256", "u1", 32)])
+_PART = np.dtype([("rank", ">u4"), ("length", ">u8"), ("head_length", ">u4"), ("sha256", "u1", 32)])
+_BLOCK_SHARDS = 4096
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class PathHashes:
-    """Hashes of all paths of a part, ascending, and the numbers of the sections that hold them."""
+class ShardTable:
+    """Shards of objects, ascending by path hash; columns of equal length.
+
+    Attributes:
+        hashes: Hash of the object's path, uint64.
+        parts: Number of the part that has the shard, uint32.
+        sections: Number of the section in that part's head, uint32.
+        dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
+        bounds: Offset and size, int64, in each dimension of each region, one behind the other.
+    """
 
     hashes: NDArray[np.uint64]
+    parts: NDArray[np.uint32]
     sections: NDArray[np.uint32]
+    dims: NDArray[np.uint8]
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return `(part, section)` of each shard."""
+        return list(zip(self.parts.tolist(), self.sections.tolist(), strict=True))
+
+    def regions(self) -> list[Region | None]:
+        """Return the region of each shard; None for all of the object, or nothing of it."""
+        bounds = iter(self.bounds.tolist())
+        found: list[Region | None] = []
+        for dims in self.dims.tolist():
+            pairs = [] if dims > MAX_DIMENSIONS else [next(bounds) for _ in range(dims)]
+            region = Region(tuple(o for o, _ in pairs), tuple(n for _, n in pairs))
+            found.append(None if dims > MAX_DIMENSIONS else region)
+        return found
+
+    def take(self, rows: NDArray[np.intp]) -> ShardTable:
+        """Return the shards of these rows, in their order."""
+        counts = _row_bounds(self.dims)
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        wanted = counts[rows]
+        # Row by row: where its bounds begin here, and which of them it is.
+        at = np.repeat(starts[rows], wanted) + _within(wanted)
+        return ShardTable(
+            self.hashes[rows],
+            self.parts[rows],
+            self.sections[rows],
+            self.dims[rows],
+            self.bounds[at],
+        )
+
+    def cut(self, shards: int) -> Iterator[ShardTable]:
+        """Yield the shards, so many at once, without copying."""
+        ends = np.cumsum(_row_bounds(self.dims))
+        for start in range(0, len(self), shards):
+            rows = slice(start, start + shards)
+            bounds = slice(int(ends[start - 1]) if start else 0, int(ends[rows][-1]))
+            yield ShardTable(
+                self.hashes[rows],
+                self.parts[rows],
+                self.sections[rows],
+                self.dims[rows],
+                self.bounds[bounds],
+            )
 
 
-def sort_hashes(per_section: Iterable[Sequence[int]]) -> PathHashes:
-    """Merge the path hashes of all sections into one ascending table."""
-    groups = [np.array(hashes, dtype=np.uint64) for hashes in per_section]
-    hashes = np.concatenate(groups) if groups else np.empty(0, dtype=np.uint64)
-    numbers = np.repeat(np.arange(len(groups), dtype=np.uint32), [len(g) for g in groups])
-    order = np.argsort(hashes, kind="stable")
-    return PathHashes(hashes[order], numbers[order])
+EMPTY = ShardTable(
+    np.empty(0, np.uint64),
+    np.empty(0, np.uint32),
+    np.empty(0, np.uint32),
+    np.empty(0, np.uint8),
+    np.empty((0, 2), np.int64),
+)
+"""No shards."""
 
 
-def dump_hashes(table: PathHashes) -> bytes:
-    """Return the JSON of a part's path hashes."""
-    return dump_json(
-        {
-            "hashes": base64.b64encode(table.hashes.astype(_U64).tobytes()).decode(),
-            "sections": base64.b64encode(table.sections.astype(_U32).tobytes()).decode(),
-        }
-    )
+@dataclass(frozen=True, slots=True)
+class SectionShards:
+    """The shards of one section, in order of its objects.
 
-
-def load_hashes(data: bytes, name: str, *, count: int, sections: int) -> PathHashes:
-    """Read and validate the JSON that `dump_hashes` makes.
-
-    Raises:
-        FormatError: `data` does not hold `count` ascending hashes, or names other sections.
+    Attributes:
+        hashes: Hash of the object's path, for each shard.
+        regions: Its region; True for the whole object, False where it has no bytes there.
     """
-    fields = Fields(load_json(data, name), name, ("hashes", "sections"))
-    try:
-        hashes = base64.b64decode(fields.text("hashes", limit=1 << 30), validate=True)
-        numbers = base64.b64decode(fields.text("sections", limit=1 << 30), validate=True)
-    except (binascii.Error, ValueError) as error:
-        refuse(name, f"not base64: {error}")
-    if len(hashes) != count * _U64.itemsize or len(numbers) != count * _U32.itemsize:
-        refuse(name, f"does not hold the hashes of {count} paths")
-    table = PathHashes(
-        np.frombuffer(hashes, _U64).astype(np.uint64),
-        np.frombuffer(numbers, _U32).astype(np.uint32),
-    )
-    if (table.hashes[1:] < table.hashes[:-1]).any() or (table.sections >= sections).any():
-        refuse(name, "hashes are not ascending, or name sections that are not there")
-    return table
+
+    hashes: Sequence[int]
+    regions: Sequence[Region | bool]
+
+
+def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
+    """Merge the shards of the sections of one part, whose number is 0, into an ascending table."""
+    tables = []
+    for number, section in enumerate(sections):
+        count = len(section.hashes)
+        dims, bounds = _columns(section.regions)
+        tables.append(
+            ShardTable(
+                np.array(section.hashes, np.uint64),
+                np.zeros(count, np.uint32),
+                np.full(count, number, np.uint32),
+                dims,
+                bounds,
+            )
+        )
+    return _ascending(_joined(tables))
+
+
+def merged(tables: Sequence[ShardTable]) -> ShardTable:
+    """Merge the tables of all parts, which are numbered in this order."""
+    numbered = [
+        replace(table, parts=np.full(len(table), part, np.uint32))
+        for part, table in enumerate(tables)
+    ]
+    return _ascending(_joined(numbered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,123 +167,295 @@ class EncodedIndex:
     entry: IndexEntry
 
 
-def encode_index(uid: str, parts: Sequence[PathHashes]) -> EncodedIndex:
-    """Encode the index over the parts of all ranks, in order of ranks."""
-    total = sum(len(table.hashes) for table in parts)
-    entries = np.empty(total, ENTRY)
-    entries["hash"] = np.concatenate([np.empty(0, np.uint64), *(t.hashes for t in parts)])
-    entries["section"] = np.concatenate([np.empty(0, np.uint32), *(t.sections for t in parts)])
-    entries["part"] = np.repeat(np.arange(len(parts)), [len(t.hashes) for t in parts])
-    order = np.lexsort((entries["section"], entries["part"], entries["hash"]))
-    data = HEADER.pack(MAGIC, FORMAT_VERSION, total) + entries[order].tobytes()
-    return EncodedIndex(data, IndexEntry(index_name(uid), len(data), digest(data)))
+def encode_index(
+    uid: str, tables: Sequence[ShardTable], parts: Sequence[PartEntry] = ()
+) -> EncodedIndex:
+    """Encode the index over the tables of all parts, in order of parts.
+
+    Args:
+        uid: The uid of the save.
+        tables: The table of each part.
+        parts: The parts, where the commit record has no room for them.
+    """
+    table = merged(tables)
+    rows = np.zeros(-(-len(table) // _BLOCK_SHARDS), _BLOCK)
+    blocks = []
+    for row, piece in zip(rows, table.cut(_BLOCK_SHARDS), strict=True):
+        block = compress(dump_table(piece))
+        row["hash"], row["shards"], row["length"] = piece.hashes[0], len(piece), len(block)
+        row["sha256"] = np.frombuffer(bytes.fromhex(digest(block)), np.uint8)
+        blocks.append(block)
+    counts = len(table), len(rows), len(parts)
+    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, *counts) + rows.tobytes() + _part_rows(parts)
+    data = b"".join((head, *blocks))
+    return EncodedIndex(data, IndexEntry(index_name(uid), len(data), len(head), digest(head)))
+
+
+def _part_rows(parts: Sequence[PartEntry]) -> bytes:
+    rows = np.zeros(len(parts), _PART)
+    for row, part in zip(rows, parts, strict=True):
+        row["rank"], row["length"], row["head_length"] = part.rank, part.length, part.head_length
+        row["sha256"] = np.frombuffer(bytes.fromhex(part.head_sha256), np.uint8)
+    return rows.tobytes()
 
 
 class IndexReader:
     """Searches an index, with as few and as small range reads as its size allows.
 
-    The answer of `find` from a large index is not verified. So a reader that does not find its path
-    in any of the sections named calls `verify` before it reports the path as missing.
+    Whatever it returns has been verified.
 
     Args:
         read: `read(offset, length)` returns exactly those bytes of the index.
-        size: Bytes of the index, as the commit record says.
-        sha256: Its digest, as the commit record says.
-        name: Its name, for error messages.
+        entry: The index, as the commit record names it.
         whole_bytes: An index up to this size is read at once.
     """
 
     def __init__(
         self,
         read: Callable[[int, int], bytes],
+        entry: IndexEntry,
         *,
-        size: int,
-        sha256: str,
-        name: str,
         whole_bytes: int = WHOLE_BYTES,
     ) -> None:
         self._read = read
-        self._entry = IndexEntry(name, size, sha256)
-        self._whole: NDArray[np.void] | None = None
-        self._count, rest = divmod(size - HEADER.size, ENTRY.itemsize)
-        if self._count < 0 or rest:
-            refuse(name, f"{size} bytes are no index")
-        if size <= whole_bytes:
-            self.verify()
+        self._entry = entry
+        self._data: bytes | None = None
+        if entry.length <= whole_bytes:
+            self._data = self._fetch(0, entry.length)
+        head = self._bytes(0, entry.head_length)
+        check_digest(head, entry.name, length=entry.head_length, expected=entry.head_sha256)
+        self._rows, self._parts = self._read_head(head, entry)
+        self._starts = entry.head_length + np.cumsum(self._rows["length"], dtype=np.int64)
+        self._starts -= self._rows["length"]
+        self._firsts = self._rows["hash"].astype(np.uint64)
+        self._blocks: dict[int, ShardTable] = {}
 
-    def find(self, wanted: int) -> list[tuple[int, int]]:
-        """Return `(part, section)` of every path with that hash; empty only if that is verified.
+    def __len__(self) -> int:
+        return int(self._rows["shards"].sum())
+
+    def parts(self, uid: str) -> tuple[PartEntry, ...]:
+        """Return the parts of the save `uid`, in order of ranks, where the index lists them."""
+        columns = (self._parts[key].tolist() for key in ("rank", "length", "head_length"))
+        return tuple(
+            PartEntry(part_name(uid, rank), length, head_length, digest.tobytes().hex())
+            for rank, length, head_length, digest in zip(
+                *columns, self._parts["sha256"], strict=True
+            )
+        )
+
+    def bound(self) -> list[tuple[int, int, str]]:
+        """Return offset, length and sha256 of the pieces that the index consists of."""
+        head = (0, self._entry.head_length, self._entry.head_sha256)
+        digests = [row.tobytes().hex() for row in self._rows["sha256"]]
+        lengths = self._rows["length"].tolist()
+        return [head, *zip(self._starts.tolist(), lengths, digests, strict=True)]
+
+    def find(self, wanted: int) -> ShardTable:
+        """Return every shard of the paths with that hash.
 
         Raises:
             FormatError: The index is damaged.
         """
-        if self._whole is None:
-            found = self._search(wanted)
-            if found:
-                return found
-            self.verify()
-        assert self._whole is not None
-        return _matches(self._whole, wanted)
+        return self.find_all(np.array([wanted], np.uint64))
 
-    def verify(self) -> None:
-        """Read the whole index and compare its digest; later searches read nothing more.
+    def find_all(self, wanted: NDArray[np.uint64]) -> ShardTable:
+        """Return every shard of the paths with any of these hashes, ascending.
 
         Raises:
-                FormatError: The index is damaged.
+            FormatError: The index is damaged.
         """
-        if self._whole is not None:
-            return
-        entry = self._entry
-        data = self._read(0, entry.length)
-        check_digest(data, entry.name, length=entry.length, expected=entry.sha256)
-        magic, version, count = HEADER.unpack_from(data)
-        if (magic, version, count) != (MAGIC, FORMAT_VERSION, self._count):
-            refuse(entry.name, f"is not an index of version {FORMAT_VERSION}")
-        whole = np.frombuffer(data, ENTRY, offset=HEADER.size)
-        if (whole["hash"][1:] < whole["hash"][:-1]).any():
-            refuse(entry.name, "is not ascending")
-        self._whole = whole
+        wanted = np.sort(wanted)  # `np.unique` and `np.isin` import half of numpy first
+        # A hash is in the last block that begins below it, and in all that begin with it.
+        first = np.maximum(np.searchsorted(self._firsts, wanted, "left") - 1, 0)
+        stop = np.searchsorted(self._firsts, wanted, "right")
+        pairs = zip(first.tolist(), stop.tolist(), strict=True)
+        found = []
+        for number in sorted({number for a, b in pairs for number in range(a, b)}):
+            block = self.block(number)
+            nearest = np.minimum(np.searchsorted(wanted, block.hashes), len(wanted) - 1)
+            found.append(block.take(np.flatnonzero(wanted[nearest] == block.hashes)))
+        return _joined(found)
 
-    def _search(self, wanted: int) -> list[tuple[int, int]]:
-        # Hashes are uniform, so the position of a hash can be guessed. The standard deviation is at
-        # most sqrt(n) / 2 entries; one read of eight of these to either side nearly always hits.
-        low, high = 0, self._count  # the first entry that is not below `wanted` is within
-        reach = 4 * math.isqrt(self._count) + 64
-        guess = wanted * self._count // _SPAN
-        while True:
-            start, stop = max(low, guess - reach), min(high, guess + reach)
-            if high - low <= 2 * reach:
-                start, stop = low, high
-            window = self._entries(start, stop)
-            if start > low and int(window["hash"][0]) >= wanted:
-                high = start
-            elif stop < high and int(window["hash"][-1]) < wanted:
-                low = stop
-            else:
-                return self._run(window, stop, wanted)
-            guess = (low + high) // 2
+    def first_places(self) -> set[tuple[int, int]]:
+        """Return the `(part, section)` of the first shard of each path hash.
 
-    def _run(self, window: NDArray[np.void], stop: int, wanted: int) -> list[tuple[int, int]]:
-        # A path that many ranks hold has as many entries, which may go on beyond the window.
-        found = _matches(window, wanted)
-        while stop < self._count and (not len(window) or int(window["hash"][-1]) <= wanted):
-            start, stop = stop, min(self._count, stop + max(64, len(window)))
-            window = self._entries(start, stop)
-            found += _matches(window, wanted)
+        Raises:
+            FormatError: The index is damaged.
+        """
+        found: set[tuple[int, int]] = set()
+        last = EMPTY.hashes
+        for block in self.blocks():
+            hashes = np.concatenate((last, block.hashes))
+            is_first = np.diff(hashes, prepend=hashes[0]) != 0
+            is_first[0] = not len(last)
+            rows = np.flatnonzero(is_first[len(last) :])
+            found |= set(
+                zip(block.parts[rows].tolist(), block.sections[rows].tolist(), strict=True)
+            )
+            last = block.hashes[-1:]
         return found
 
-    def _entries(self, start: int, stop: int) -> NDArray[np.void]:
-        length = (stop - start) * ENTRY.itemsize
-        data = self._read(HEADER.size + start * ENTRY.itemsize, length)
+    def blocks(self) -> Iterator[ShardTable]:
+        """Yield all shards, block by block, without keeping what was not read before.
+
+        Raises:
+            FormatError: The index is damaged.
+        """
+        for number in range(len(self._rows)):
+            block = self._blocks.get(number)
+            yield self._load(number) if block is None else block
+
+    def block(self, number: int) -> ShardTable:
+        """Return one block.
+
+        Raises:
+            FormatError: The index is damaged.
+        """
+        if number not in self._blocks:
+            self._blocks[number] = self._load(number)
+        return self._blocks[number]
+
+    def _load(self, number: int) -> ShardTable:
+        row, name = self._rows[number], self._entry.name
+        length = int(row["length"])
+        data = self._bytes(int(self._starts[number]), length)
+        check_digest(data, name, length=length, expected=row["sha256"].tobytes().hex())
+        table = load_table(decompress(data, name), name, count=int(row["shards"]))
+        later = self._firsts[number + 1 :]
+        if table.hashes[0] != self._firsts[number] or (len(later) and table.hashes[-1] > later[0]):
+            refuse(name, "a block does not hold the hashes that its row says")
+        return table
+
+    def _read_head(
+        self, head: bytes, entry: IndexEntry
+    ) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        if len(head) < _HEADER.size:
+            refuse(entry.name, f"{entry.head_length} bytes are no head of an index")
+        magic, version, shards, blocks, parts = _HEADER.unpack_from(head)
+        if (magic, version) != (_MAGIC, FORMAT_VERSION):
+            refuse(entry.name, f"is not an index of version {FORMAT_VERSION}")
+        end = _HEADER.size + blocks * _BLOCK.itemsize
+        if len(head) != end + parts * _PART.itemsize:
+            refuse(entry.name, f"its head is not of {blocks} blocks and {parts} parts")
+        rows = np.frombuffer(head, _BLOCK, blocks, _HEADER.size)
+        listed = np.frombuffer(head, _PART, parts, end)
+        if (listed["rank"][1:] <= listed["rank"][:-1]).any():
+            refuse(entry.name, "its parts are not in order of ranks")
+        if (listed["head_length"] > np.minimum(listed["length"], MAX_STORED_FRAME_BYTES)).any():
+            refuse(entry.name, "a part has a head that is too long")
+        if (rows["hash"][1:] < rows["hash"][:-1]).any():
+            refuse(entry.name, "is not ascending")
+        counts = rows["shards"]
+        if (counts < 1).any() or (counts > _BLOCK_SHARDS).any() or counts.sum() != shards:
+            refuse(entry.name, f"its blocks do not hold {shards} shards")
+        if entry.head_length + int(rows["length"].sum(dtype=np.int64)) != entry.length:
+            refuse(entry.name, f"its blocks do not end at byte {entry.length}")
+        return rows, listed
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        if self._data is not None:
+            return self._data[offset : offset + length]
+        return self._fetch(offset, length)
+
+    def _fetch(self, offset: int, length: int) -> bytes:
+        data = self._read(offset, length)
         if len(data) != length:
             refuse(self._entry.name, "a range of it could not be read whole")
-        return np.frombuffer(data, ENTRY)
+        return data
 
 
-def _matches(entries: NDArray[np.void], wanted: int) -> list[tuple[int, int]]:
-    hashes = entries["hash"].astype(np.uint64)
-    first, stop = (
-        np.searchsorted(hashes, np.uint64(wanted), "left"),
-        np.searchsorted(hashes, np.uint64(wanted), "right"),
+def dump_table(table: ShardTable) -> bytes:
+    """Return the columns one behind the other, each as planes of its bytes, the highest first.
+
+    Most high bytes are alike, and those of a plane stand side by side, so it compresses well.
+    """
+    columns: tuple[NDArray[Any], ...] = (
+        table.hashes,
+        table.parts,
+        table.sections,
+        table.dims,
+        table.bounds.reshape(-1),
     )
-    return [(int(e["part"]), int(e["section"])) for e in entries[first:stop]]
+    return b"".join(map(_planes, columns))
+
+
+def load_table(data: bytes, name: str, *, count: int) -> ShardTable:
+    """Read and validate the `count` shards that `dump_table` wrote.
+
+    Raises:
+        FormatError: `data` does not hold so many shards, or not in ascending order.
+    """
+    fixed = count * (8 + 4 + 4 + 1)
+    if len(data) < fixed:
+        refuse(name, f"does not hold {count} shards")
+    hashes = _column(data, 0, count, np.uint64)
+    parts = _column(data, 8 * count, count, np.uint32)
+    sections = _column(data, 12 * count, count, np.uint32)
+    dims = _column(data, 16 * count, count, np.uint8)
+    if ((dims > MAX_DIMENSIONS) & (dims < NO_BYTES)).any():
+        refuse(name, f"has a region of more than {MAX_DIMENSIONS} dimensions")
+    total = int(_row_bounds(dims).sum())
+    if len(data) != fixed + 16 * total:
+        refuse(name, f"does not hold {count} shards with {total} bounds")
+    bounds = _column(data, fixed, 2 * total, np.int64).reshape(-1, 2)
+    if (bounds < 0).any() or (bounds > MAX_INT).any():
+        refuse(name, "has a region out of bounds")
+    if (hashes[1:] < hashes[:-1]).any():
+        refuse(name, "is not ascending")
+    return ShardTable(hashes, parts, sections, dims, bounds)
+
+
+def _planes(column: NDArray[Any]) -> bytes:
+    big = column.astype(column.dtype.newbyteorder(">"))
+    return big.view(np.uint8).reshape(len(column), column.itemsize).T.tobytes()
+
+
+def _column(data: bytes, start: int, count: int, dtype: type[T]) -> NDArray[T]:
+    size = np.dtype(dtype).itemsize
+    planes = np.frombuffer(data, np.uint8, count * size, start).reshape(size, count)
+    big = np.ascontiguousarray(planes.T).view(np.dtype(dtype).newbyteorder(">"))
+    return big.reshape(-1).astype(dtype)
+
+
+def _columns(regions: Sequence[Region | bool]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    if not any(isinstance(region, Region) for region in regions):  # as of one process
+        kinds = (WHOLE if region else NO_BYTES for region in regions)
+        return np.fromiter(kinds, np.uint8, len(regions)), EMPTY.bounds
+    dims: list[int] = []
+    bounds: list[tuple[int, int]] = []
+    for region in regions:
+        if isinstance(region, Region):
+            dims.append(len(region.sizes))
+            bounds.extend(zip(region.offsets, region.sizes, strict=True))
+        else:
+            dims.append(WHOLE if region else NO_BYTES)
+    return np.array(dims, np.uint8), np.array(bounds, np.int64).reshape(-1, 2)
+
+
+def _joined(tables: Sequence[ShardTable]) -> ShardTable:
+    if not tables:
+        return EMPTY
+    return ShardTable(
+        np.concatenate([t.hashes for t in tables]),
+        np.concatenate([t.parts for t in tables]),
+        np.concatenate([t.sections for t in tables]),
+        np.concatenate([t.dims for t in tables]),
+        np.concatenate([t.bounds for t in tables]),
+    )
+
+
+def _ascending(table: ShardTable) -> ShardTable:
+    # Stable: shards of one section stay in the order of their regions.
+    return table.take(np.lexsort((table.sections, table.parts, table.hashes)))
+
+
+def _row_bounds(dims: NDArray[np.uint8]) -> NDArray[np.intp]:
+    """Return how many bounds each shard has."""
+    return np.where(dims > MAX_DIMENSIONS, 0, dims).astype(np.intp)
+
+
+def _within(counts: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return 0, 1, ... `count - 1` for each count, one behind the other."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) - np.repeat(ends - counts, counts)

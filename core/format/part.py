@@ -1,12 +1,14 @@
-"""Bytes of a part: a head, path hashes and sections, each a zstd frame of its own. Sans-IO."""
+"""Bytes of a part: a head, a table of shards, and sections, each a zstd frame. Sans-IO."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.commit_record import read_blobs
-from penstock.core.format.index import PathHashes, dump_hashes, load_hashes, sort_hashes
+from penstock.core.format.index import ShardTable, dump_table, load_table, shard_table
 from penstock.core.format.records import (
     FORMAT_VERSION,
     BlobRecord,
@@ -45,12 +47,13 @@ from penstock.core.types import PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from penstock.core.format.index import SectionShards
     from penstock.core.format.records import CommitRecord, Section
     from penstock.core.format.section import SectionDraft
     from penstock.core.tree.select import Selection
 
 _HEAD_KEYS = (
-    "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "hashes",
+    "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "shards",
     "sections",
 )  # fmt: skip
 _CHOICES_KEY = "choices"  # left out where no rule chose codecs by measurement
@@ -59,11 +62,11 @@ _SECTION_COLUMNS = 7
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """The bytes of a part, its entry for the commit record, and its hashes for the index."""
+    """The bytes of a part, its entry for the commit record, and its shards for the index."""
 
     data: bytes
     entry: PartEntry
-    hashes: PathHashes
+    shards: ShardTable
     objects: int
 
 
@@ -95,19 +98,18 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     Raises:
         FormatError: A reader would refuse the tables, or the content of a section.
     """
-    hashes: list[list[int]] = []
+    shards: list[SectionShards] = []
     infos: list[SectionInfo] = []
     frames: list[bytes] = []
     at = 0
     for draft in sections:
         frame, info = _squeeze(draft.dump(), at)
-        hashes.append(draft.hashes())
+        shards.append(draft.shards())
         infos.append(replace(info, objects=draft.objects, nodes=draft.nodes, groups=draft.groups))
         frames.append(frame)
         at += len(frame)
-    table = sort_hashes(hashes)
-    hash_frame, hash_info = _squeeze(dump_hashes(table), 0)
-    objects = len(table.hashes)
+    table = shard_table(shards)
+    table_frame, table_info = _squeeze(_dump_shards(table), 0)
     body = {
         "penstock": FORMAT_VERSION,
         "uid": uid,
@@ -117,22 +119,22 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
         "block_bytes": block_bytes,
         "blobs": [[blob.name, blob.length] for blob in blobs],
         "chains": [[[link.name, link.version, link.config] for link in c] for c in chains],
-        "hashes": _row(replace(hash_info, objects=objects)),
-        "sections": [_row(replace(i, offset=i.offset + len(hash_frame))) for i in infos],
+        "shards": _row(replace(table_info, objects=len(table))),
+        "sections": [_row(replace(i, offset=i.offset + len(table_frame))) for i in infos],
     }
     if choices:
         body[_CHOICES_KEY] = [astuple(choice) for choice in choices]
     head = compress(dump_json(body) + b"\n")
-    data = b"".join((head, hash_frame, *frames))
+    data = b"".join((head, table_frame, *frames))
     entry = PartEntry(part_name(uid, rank), len(data), len(head), digest(head))
     borrowed = borrowed_from(blobs, uid)
     # Read as a reader would: a section that no reader takes must not be committed.
     known = read_head(head, entry, uid=uid, rank=rank, world_size=world_size, borrowed=borrowed)
-    decode_hashes(hash_frame, known)
+    decode_shards(table_frame, known)
     for frame, info in zip(frames, known.sections, strict=True):
         name = _section_name(known, info)
         check_section(_unsqueeze(frame, info, name), known, info, name)
-    return EncodedPart(data, entry, table, objects)
+    return EncodedPart(data, entry, table, sum(info.objects for info in infos))
 
 
 def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead:
@@ -150,7 +152,7 @@ def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead
         data,
         entry,
         uid=record.uid,
-        rank=record.parts.index(entry),
+        rank=entry.rank,
         world_size=record.world_size,
         borrowed=record.borrowed,
     )
@@ -194,11 +196,11 @@ def read_head(
     block_bytes = fields.integer("block_bytes", low=PAGE_BYTES, high=MAX_BLOCK_BYTES)
     if block_bytes % PAGE_BYTES:
         refuse(name, f"block_bytes is {block_bytes}, not a multiple of {PAGE_BYTES}")
-    rows = [fields.value("hashes"), *fields.items("sections")]
+    rows = [fields.value("shards"), *fields.items("sections")]
     infos = _infos(rows, name, entry)
-    hashes, sections = infos[0], tuple(infos[1:])
-    if hashes.objects != sum(info.objects for info in sections):
-        refuse(name, "does not hash as many paths as its sections have objects")
+    shards, sections = infos[0], tuple(infos[1:])
+    if shards.objects < sum(info.objects for info in sections):
+        refuse(name, "lists fewer shards than its sections have objects")
     return PartHead(
         uid=uid,
         rank=rank,
@@ -207,7 +209,7 @@ def read_head(
         block_bytes=block_bytes,
         blobs=tuple(_blobs(fields.items("blobs"), name, uid, frozenset(borrowed))),
         chains=tuple(_chains(fields.items("chains"), name)),
-        hashes=hashes,
+        shards=shards,
         sections=sections,
         choices=_choices(fields, name),
     )
@@ -235,15 +237,26 @@ def _section_name(head: PartHead, info: SectionInfo) -> str:
     return f"{part_name(head.uid, head.rank)}, section at {info.offset}"
 
 
-def decode_hashes(data: bytes, head: PartHead) -> PathHashes:
-    """Read and validate the path hashes of a part, which are where `head.hashes` says.
+def decode_shards(data: bytes, head: PartHead) -> ShardTable:
+    """Read and validate the table of a part's shards, which is where `head.shards` says.
 
     Raises:
-        FormatError: The hashes are damaged, or do not fit the head.
+        FormatError: The table is damaged, or does not fit the head.
     """
-    name = f"{part_name(head.uid, head.rank)}, path hashes"
-    raw = _unsqueeze(data, head.hashes, name)
-    return load_hashes(raw, name, count=head.hashes.objects, sections=len(head.sections))
+    name = f"{part_name(head.uid, head.rank)}, shards"
+    fields = Fields(load_json(_unsqueeze(data, head.shards, name), name), name, ("shards",))
+    try:
+        raw = base64.b64decode(fields.text("shards", limit=1 << 30), validate=True)
+    except (binascii.Error, ValueError) as error:
+        refuse(name, f"not base64: {error}")
+    table = load_table(raw, name, count=head.shards.objects)
+    if (table.sections >= len(head.sections)).any() or table.parts.any():
+        refuse(name, "names sections that are not there")
+    return table
+
+
+def _dump_shards(table: ShardTable) -> bytes:
+    return dump_json({"shards": base64.b64encode(dump_table(table)).decode()})
 
 
 def _squeeze(raw: bytes, offset: int) -> tuple[bytes, SectionInfo]:

@@ -122,6 +122,8 @@ class ShardRecord:
 class ObjectRecord:
     """One object. With `same_as` it is tied to that object, stored there, and has no shards.
 
+    Where several ranks save, `shards` are those of one rank, which may hold nothing of the object.
+
     With `derived` it has no shards either: its elements are those of that object, rounded to
     nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
     `errors` says how far lossy codecs have moved its elements; None: not at all, or they are no
@@ -192,7 +194,7 @@ class SectionInfo:
 
 @dataclass(frozen=True, slots=True)
 class PartHead:
-    """The head of a part: its tables, and where its sections are. `hashes` holds path hashes.
+    """The head of a part: its tables, and where its sections and the table of its shards are.
 
     `choices` says of each class of objects how its codec was chosen; empty without such a rule.
     """
@@ -204,7 +206,7 @@ class PartHead:
     block_bytes: int
     blobs: tuple[BlobRecord, ...]
     chains: tuple[Chain, ...]
-    hashes: SectionInfo
+    shards: SectionInfo
     sections: tuple[SectionInfo, ...]
     choices: tuple[ChoiceRecord, ...] = ()
 
@@ -218,14 +220,33 @@ class PartEntry:
     head_length: int
     head_sha256: str
 
+    @property
+    def rank(self) -> int:
+        """The rank that wrote it."""
+        return int(self.name.rpartition("/")[2].partition(".")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ManyParts:
+    """In place of the parts in a commit record: the index lists them.
+
+    Attributes:
+        count: How many there are.
+        length: Bytes of all of them.
+    """
+
+    count: int
+    length: int
+
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The index as the commit record names it."""
+    """The index as the commit record names it; the head binds the rest by digests."""
 
     name: str
     length: int
-    sha256: str
+    head_length: int
+    head_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +275,7 @@ class CommitRecord:
         created: UTC time of the commit, `YYYY-MM-DDTHH:MM:SSZ`.
         world_size: Number of ranks that saved.
         index: The index.
-        parts: One per rank, in order of ranks.
+        parts: One for each rank that stored anything, in order of ranks; empty with `many_parts`.
         objects: Number of objects, tied ones included.
         bytes_raw: Bytes of all objects.
         bytes_stored: Bytes of the save's own blobs.
@@ -267,6 +288,7 @@ class CommitRecord:
         engine: Name of the engine that wrote the blobs (`"uring"`), for people.
         plugins: Third parties' plugins that took part, such as `"codec acme"`, with name and
             version of the distribution that each came from.
+        many_parts: Where the index lists the parts: their number and size.
     """
 
     uid: str
@@ -287,6 +309,12 @@ class CommitRecord:
     penstock: str = ""
     engine: str = ""
     plugins: dict[str, str] = field(default_factory=dict)
+    many_parts: ManyParts | None = None
+
+    @property
+    def part_count(self) -> int:
+        """The number of parts, wherever they are listed."""
+        return len(self.parts) if self.many_parts is None else self.many_parts.count
 
     @property
     def bytes_needed(self) -> int:

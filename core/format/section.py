@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from penstock.core.format.blocks import block_count
+from penstock.core.format.index import SectionShards
 from penstock.core.format.records import (
     ChunkRef,
     Frame,
@@ -95,9 +96,23 @@ class SectionDraft:
         """The top-level keys, ascending; None where there are too many to list."""
         return _top_level_keys(self.columns["path"], [row[1] for row in self.node_rows])
 
-    def hashes(self) -> list[int]:
-        """Return the path hashes of the objects, in the order of the objects."""
-        return [path_hash(path) for path in self.columns["path"]]
+    def shards(self) -> SectionShards:
+        """Return the shards of the objects, in the order of the objects.
+
+        Raises:
+            FormatError: The column of shards is malformed.
+        """
+        hashes: list[int] = []
+        regions: list[Region | bool] = []
+        try:
+            for path, shards in zip(self.columns["path"], self.columns["shards"], strict=True):
+                hashed = path_hash(path)
+                for _, *bounds in shards or ((None,),):
+                    hashes.append(hashed)
+                    regions.append(Region(*bounds) if bounds else bool(shards))
+        except (TypeError, ValueError) as error:
+            refuse("a section to be stored", f"its shards are malformed: {error}")
+        return SectionShards(hashes, regions)
 
     def dump(self) -> bytes:
         """Return the JSON of the section."""
@@ -112,9 +127,23 @@ class SectionDraft:
         )
 
 
+def shards_of(section: Section) -> SectionShards:
+    """Return the shards of a section that was read, as its draft returned them."""
+    hashes: list[int] = []
+    regions: list[Region | bool] = []
+    for record in section.objects:
+        hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
+        stored: list[Region | bool] = [shard.region for shard in record.shards]
+        for region in stored or [False]:
+            hashes.append(hashed)
+            regions.append(True if region == whole else region)
+    return SectionShards(hashes, regions)
+
+
 def new_draft() -> SectionDraft:
     """Return an empty draft."""
-    return SectionDraft([], [], {key: [] for key in (*_OBJECT_KEYS, *_OPTIONAL_OBJECT_KEYS)}, [])
+    columns: dict[str, list[Any]] = {key: [] for key in (*_OBJECT_KEYS, *_OPTIONAL_OBJECT_KEYS)}
+    return SectionDraft([], [], columns, [])
 
 
 def _top_level_keys(
@@ -522,7 +551,7 @@ class _ShardReader:
             frame, offset, length = rows[0][0]
             return (ShardRecord(Region.whole(spec.shape), (ChunkRef(frame, offset, 0, length),)),)
         rows = check_list(rows, name)
-        if not rows or (self._alone and len(rows) != 1):
+        if self._alone and len(rows) != 1:
             refuse(name, f"has {len(rows)} shards")
         return tuple([self._shard(row, spec, name) for row in rows])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,19 +10,92 @@ import numpy as np
 from penstock.core.types import ByteRange, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-@dataclass(frozen=True, slots=True)
-class RegionBatch:
-    """A piece of a region whose bytes all lie within `cover`."""
+def common_region(one: Region, other: Region) -> Region | None:
+    """Return the elements that two regions of a tensor have in common; None if there are none."""
+    starts = tuple(map(max, one.offsets, other.offsets))
+    stops = map(min, _stops(one), _stops(other))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
-    region: Region
-    cover: ByteRange
+
+def _stops(region: Region) -> Iterator[int]:
+    return (o + n for o, n in zip(region.offsets, region.sizes, strict=True))
+
+
+def relative(region: Region, origin: Region) -> Region:
+    """Return `region` with offsets that count from those of `origin`."""
+    offsets = tuple(o - p for o, p in zip(region.offsets, origin.offsets, strict=True))
+    return Region(offsets, region.sizes)
+
+
+def regions_of_range(shape: Sequence[int], start: int, stop: int) -> list[Region]:
+    """Return the rectangles that elements `[start, stop)` of a tensor of `shape` make up.
+
+    They stand in the order of their elements, at most `2 len(shape) - 1` of them.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Region((), ())]
+    if len(shape) == 1:
+        return [Region((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        inner = regions_of_range(shape[1:], start - last * row, stop - last * row)
+        return [_below(last, region) for region in inner]
+    found = []
+    if start < first * row:
+        inner = regions_of_range(shape[1:], start - (first - 1) * row, row)
+        found += [_below(first - 1, region) for region in inner]
+    if first < last:
+        found.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < stop:
+        inner = regions_of_range(shape[1:], 0, stop - last * row)
+        found += [_below(last, region) for region in inner]
+    return found
+
+
+def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
+    """Return how `regions` fail to cover a tensor of `shape` once each, as a clause; None: not.
+
+    A region may stand there several times: replicas.
+    """
+    distinct = list(dict.fromkeys(region for region in regions if region.numel))
+    if distinct == [Region.whole(shape)] or (not distinct and not math.prod(shape)):
+        return None
+    # A grid of all edges: each cell is within a region as a whole, or not at all.
+    edges = [
+        np.unique([0, size, *(e for r in distinct for e in _ends(r, d))]).tolist()
+        for d, size in enumerate(shape)
+    ]
+    places = [{edge: n for n, edge in enumerate(row)} for row in edges]
+    counts = np.zeros([len(row) - 1 for row in edges], np.uint32)
+    for region in distinct:
+        cells = (slice(*map(p.__getitem__, _ends(region, d))) for d, p in enumerate(places))
+        counts[tuple(cells)] += 1
+    for wrong, what in ((counts == 0, "no shard has"), (counts > 1, "several shards have")):
+        if wrong.any():
+            cell = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+            spans = [(row[n], row[n + 1]) for row, n in zip(edges, cell, strict=True)]
+            return f"{what} elements [{', '.join(f'{a}:{b}' for a, b in spans)}]"
+    return None
+
+
+def _ends(region: Region, dimension: int) -> tuple[int, int]:
+    start = region.offsets[dimension]
+    return start, start + region.sizes[dimension]
+
+
+def _below(row: int, region: Region) -> Region:
+    return Region((row, *region.offsets), (1, *region.sizes))
 
 
 def region_runs(
@@ -57,18 +129,16 @@ def region_runs(
     return [ByteRange(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
 
-def region_batches(
-    shape: Sequence[int], region: Region, itemsize: int, limit_bytes: int
-) -> Iterator[RegionBatch]:
-    """Cut `region` into pieces that each span at most `limit_bytes` of the tensor's bytes.
-
-    So a region of any size and shape is read in bounded memory, in ascending order. A single
-    element may be larger than the limit.
-    """
-    if not region.numel:
-        return
+def run_of(shape: Sequence[int], region: Region, itemsize: int) -> ByteRange | None:
+    """Return the bytes of `region` of a tensor of `shape` if they are one run, else None."""
+    cut = len(shape)
+    while cut and region.sizes[cut - 1] == shape[cut - 1]:
+        cut -= 1
+    if any(size != 1 for size in region.sizes[: max(cut - 1, 0)]):
+        return None
     strides = _strides(shape, itemsize)
-    yield from _batches(region, strides, itemsize, limit_bytes)
+    start = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+    return ByteRange(start, start + region.numel * itemsize)
 
 
 def copy_region(
@@ -112,24 +182,3 @@ def _view(
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
     return [itemsize * math.prod(shape[d + 1 :]) for d in range(len(shape))]
-
-
-def _batches(
-    region: Region, strides: Sequence[int], itemsize: int, limit_bytes: int
-) -> Iterator[RegionBatch]:
-    start = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
-    spans = [(n - 1) * s for n, s in zip(region.sizes, strides, strict=True)]
-    length = sum(spans) + itemsize
-    cut = next((d for d, n in enumerate(region.sizes) if n > 1), None)
-    if length <= limit_bytes or cut is None:
-        yield RegionBatch(region, ByteRange(start, start + length))
-        return
-    rows = max(1, 1 + (limit_bytes - (length - spans[cut])) // strides[cut])
-    first = region.offsets[cut]
-    stop = first + region.sizes[cut]
-    for at in range(first, stop, rows):
-        piece = Region(
-            (*region.offsets[:cut], at, *region.offsets[cut + 1 :]),
-            (*region.sizes[:cut], min(rows, stop - at), *region.sizes[cut + 1 :]),
-        )
-        yield from _batches(piece, strides, itemsize, limit_bytes)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.errors import FormatError
 from penstock.core.format.blocks import blocks_covering, blocks_span, merge_ranges
-from penstock.core.plan.regions import region_runs
 from penstock.core.plan.save import slab_context
 from penstock.core.types import ByteRange, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.core.abc.memory import ByteSink
     from penstock.core.format.records import ChunkRef, Frame, ObjectRecord, PartHead, ShardRecord
@@ -25,23 +24,51 @@ ChainT = TypeVar("ChainT")
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """An object, the part that describes it, and the frames that its chunks count in."""
+    """An object as one part describes it, that part, and the frames that its chunks count in.
+
+    Of an object that several ranks hold, this is one of several descriptions, alike but for their
+    shards.
+    """
 
     record: ObjectRecord
     part: int
     frames: Sequence[Frame]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectRequest:
-    """A request to read an object into `sink`: all its bytes, or `ranges` of them.
+class ObjectRequest(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
+    """A request to read an object into `sink`: all of it, or a region.
 
-    Without a sink the bytes are only verified. Messages name the object at `path`; None: the one
-    that is read.
+    Attributes:
+        located: The object.
+        sink: Takes the bytes of the region, row-major; None: they are only verified.
+        region: The region; None: the whole object.
+        at: Where the region's first byte goes in the sink.
+        path: How messages name the object; None: by the path of the one that is read.
     """
 
     located: Located
     sink: ByteSink | None
+    region: Region | None = None
+    at: int = 0
+    path: ObjectPath | None = None
+
+
+class ShardRequest(NamedTuple):
+    """A request to read a shard, or `ranges` of its bytes.
+
+    Attributes:
+        located: The object that the shard belongs to, as the shard's part describes it.
+        shard: The shard.
+        sink: Takes the bytes; None: they are only verified.
+        base: Where the shard's first byte goes in the sink, or would; it may be negative.
+        ranges: The bytes of the shard that are wanted, ascending; None: all.
+        path: As in `ObjectRequest`.
+    """
+
+    located: Located
+    shard: ShardRecord
+    sink: ByteSink | None
+    base: int = 0
     ranges: Sequence[ByteRange] | None = None
     path: ObjectPath | None = None
 
@@ -109,49 +136,47 @@ class RestorePlan(Generic[ChainT]):
 
 
 def plan_restore(
-    requests: Sequence[ObjectRequest],
+    requests: Iterable[ShardRequest],
     *,
-    heads: Mapping[int, PartHead],
+    head_of: Callable[[int], PartHead],
     chain_of: Callable[[int, int], ChainT],
 ) -> RestorePlan[ChainT]:
     """Find the fewest whole blocks and frames that hold everything that is requested.
 
     Args:
-        requests: Objects; one may be requested several times, its frames are read once.
-        heads: Of the parts that describe them, by number.
+        requests: Shards; one may be requested several times, its frames are read once.
+        head_of: Returns the head of a part, by its number.
         chain_of: Returns the decoder of chain `(part, number)`; not called for raw frames.
 
     Raises:
-        FormatError: Two sections describe one frame differently, or the shards of an object do not
-            make it whole in a way that this version can place.
+        FormatError: Two sections describe one frame differently.
     """
     jobs: dict[tuple[int, int, int], FrameJob[ChainT]] = {}
     for request in requests:
-        located, sink = request.located, request.sink
+        located, shard = request.located, request.shard
         record, part = located.record, located.part
-        for shard, base in _placed(record, sink):
-            for ref, start, stop in _overlaps(shard, base, request.ranges):
-                frame = located.frames[ref.frame]
-                key = part, frame.blob, frame.offset
-                job = jobs.get(key)
-                if job is None:
-                    job, *bases = (
-                        _frame_job(link, heads[part], partial(chain_of, part))
-                        for link in frame.links()
-                    )
-                    job.bases = tuple(bases)
-                    jobs[key] = job
-                elif job.frame is not frame and job.frame != frame:
-                    where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
-                    msg = f"{where}: two sections describe it differently"
-                    raise FormatError(msg, [where])
-                at = ref.at + start - ref.start
-                job.uses.append(ChunkUse(sink, at, base + start, stop - start))
-                job.paths.append(request.path or record.path)
-                # A frame of one chunk: codecs get the dtype and shape that they got when it was
-                # encoded. Frames of slabs get the context of a slab.
-                if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
-                    job.context = _context(record, shard, ref, frame)
+        for ref, start, stop in _overlaps(shard, request.ranges):
+            frame = located.frames[ref.frame]
+            key = part, frame.blob, frame.offset
+            job = jobs.get(key)
+            if job is None:
+                head = head_of(part)
+                job, *bases = (
+                    _frame_job(link, head, partial(chain_of, part)) for link in frame.links()
+                )
+                job.bases = tuple(bases)
+                jobs[key] = job
+            elif job.frame is not frame and job.frame != frame:
+                where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
+                msg = f"{where}: two sections describe it differently"
+                raise FormatError(msg, [where])
+            at = ref.at + start - ref.start
+            job.uses.append(ChunkUse(request.sink, at, request.base + start, stop - start))
+            job.paths.append(request.path or record.path)
+            # A frame of one chunk: codecs get the dtype and shape that they got when it was
+            # encoded. Frames of slabs get the context of a slab.
+            if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
+                job.context = _context(record, shard, ref, frame)
     # In order of offsets, so that neighbouring frames are read in one batch.
     ordered = tuple(jobs[key] for key in sorted(jobs))
     return RestorePlan(ordered, sum(map(_complete, ordered)))
@@ -179,62 +204,22 @@ def _complete(job: FrameJob[Any]) -> int:
     return sum(r.length for r in used)
 
 
-def _placed(record: ObjectRecord, sink: ByteSink | None) -> Sequence[tuple[ShardRecord, int]]:
-    """Return the shards, each with the offset of its first byte in the object.
-
-    A shard that several ranks hold counts once. A shard that is only verified may lie anywhere.
-
-    Raises:
-        FormatError: A shard is no run of the object's bytes, or together they do not fill it.
-    """
-    shards, shape = record.shards, record.spec.shape
-    if sink is None or (len(shards) == 1 and shards[0].region.sizes == shape):
-        return [(shard, 0) for shard in shards]
-    placed: dict[Region, tuple[int, ShardRecord]] = {}
-    for shard in shards:
-        runs = region_runs(shape, shard.region, record.spec.itemsize)
-        if len(runs) > 1:
-            raise _unplaceable(record, f"its region {shard.region} is no run of its bytes")
-        if runs:
-            placed.setdefault(shard.region, (runs[0].start, shard))
-    result = []
-    end = 0
-    for base, shard in sorted(placed.values(), key=lambda pair: pair[0]):
-        if base != end:
-            raise _unplaceable(record, f"its shards leave out or repeat byte {end}")
-        end = base + sum(ref.stop - ref.start for ref in shard.chunks)
-        result.append((shard, base))
-    if end != record.spec.nbytes:
-        raise _unplaceable(record, f"its shards end at byte {end} of {record.spec.nbytes}")
-    return result
-
-
-def _unplaceable(record: ObjectRecord, why: str) -> FormatError:
-    shown = show_path(record.path)
-    msg = (
-        f"{shown} is stored in {len(record.shards)} shard(s), and this version cannot put it "
-        f"together: {why}"
-    )
-    return FormatError(msg, [shown])
-
-
 def _overlaps(
-    shard: ShardRecord, base: int, wanted: Sequence[ByteRange] | None
+    shard: ShardRecord, wanted: Sequence[ByteRange] | None
 ) -> Iterator[tuple[ChunkRef, int, int]]:
-    """Yield chunks and their wanted bytes; the ranges in `wanted` count from the object's start."""
+    """Yield chunks and their wanted bytes, counted from the shard's start."""
     if wanted is None:
         for ref in shard.chunks:
             yield ref, ref.start, ref.stop
         return
-    ranges = merge_ranges(ByteRange(max(r.start - base, 0), r.stop - base) for r in wanted)
     first = 0  # chunks and ranges both ascend, so ranges before this one are done with
     for ref in shard.chunks:
-        while first < len(ranges) and ranges[first].stop <= ref.start:
+        while first < len(wanted) and wanted[first].stop <= ref.start:
             first += 1
-        for number in range(first, len(ranges)):
-            if ranges[number].start >= ref.stop:
+        for number in range(first, len(wanted)):
+            if wanted[number].start >= ref.stop:
                 break
-            yield ref, max(ref.start, ranges[number].start), min(ref.stop, ranges[number].stop)
+            yield ref, max(ref.start, wanted[number].start), min(ref.stop, wanted[number].stop)
 
 
 def _context(record: ObjectRecord, shard: ShardRecord, ref: ChunkRef, frame: Frame) -> CodecContext:

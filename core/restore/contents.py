@@ -6,8 +6,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from penstock.core.abc import FLOAT_DTYPES
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.garbage import collections_held
@@ -19,42 +17,52 @@ from penstock.core.errors import (
     PluginError,
 )
 from penstock.core.foreign import memory_permitting
-from penstock.core.format.index import IndexReader, encode_index, sort_hashes
-from penstock.core.format.part import decode_hashes, decode_head, decode_section
+from penstock.core.format.index import IndexReader, dump_table, encode_index, shard_table
+from penstock.core.format.part import decode_head, decode_section, decode_shards
+from penstock.core.format.records import ManyParts
+from penstock.core.format.section import shards_of
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.plan.derived import MASTER_DTYPE, ROUNDED_DTYPES
+from penstock.core.plan.regions import common_region, flaw_of_cover
 from penstock.core.plan.restore import Located, ObjectRequest, plan_restore
 from penstock.core.restore.cast import CastSink
+from penstock.core.restore.scatter import shard_requests
 from penstock.core.storage.failover import from_any_tier
 from penstock.core.tree.paths import path_hash, show_path
-from penstock.core.types import ByteRange, Kind, ReadRequest
+from penstock.core.types import Kind, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
-    from penstock.core.format.index import PathHashes
+    from penstock.core.format.index import ShardTable
     from penstock.core.format.records import (
         ChoiceRecord,
         CodecRecord,
         CommitRecord,
         Frame,
+        IndexEntry,
         NodeRecord,
         ObjectRecord,
+        PartEntry,
         PartHead,
         Section,
         SectionInfo,
+        ShardRecord,
     )
-    from penstock.core.plan.restore import FrameJob
+    from penstock.core.plan.restore import FrameJob, ShardRequest
     from penstock.core.plugins.registry import Registry
     from penstock.core.tree.select import Selection
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, Region
 
 T = TypeVar("T")
 
 # Up to so many bytes are read without a look at the size, which takes a store as long as the read.
 _UNASKED_BYTES = 1 << 20
+
+
+_DIFFERENT = "the ranks that saved it describe it differently"
 
 
 class AbsentChain(CodecChain):
@@ -78,14 +86,33 @@ class Contents:
         self._sections: dict[tuple[int, int], Section] = {}
         self._by_path: dict[tuple[int, int], dict[ObjectPath, Located]] = {}
         self._chains: dict[tuple[int, int], CodecChain] = {}
+        self._indexes: dict[int, IndexReader] = {}
+        self._parts = record.parts if record.many_parts is None else None
         self._everything: tuple[list[Located], list[NodeRecord]] | None = None
         self._touched: tuple[Selection, tuple[list[Located], list[NodeRecord]]] | None = None
         self._known: dict[ObjectPath, Located] = {}
 
+    @property
+    def parts(self) -> tuple[PartEntry, ...]:
+        """The parts, as the commit record or the index lists them."""
+        if self._parts is None:
+            with memory_permitting(self.record.index.name):
+                self._parts = from_any_tier(self._backend, self._listed_parts)
+        return self._parts
+
+    def _listed_parts(self, backend: Backend) -> tuple[PartEntry, ...]:
+        many, name = self.record.many_parts, self.record.index.name
+        found = self.index(backend).parts(self.record.uid)
+        lengths = sum(part.length for part in found)
+        if many != ManyParts(len(found), lengths) or found[-1].rank >= self.record.world_size:
+            msg = f"{name}: does not list the parts that the commit record counts"
+            raise FormatError(msg, [name])
+        return found
+
     def head(self, part: int) -> PartHead:
         """Return the head of a part, bound by the commit record's digest."""
         if part not in self._heads:
-            entry = self.record.parts[part]
+            entry = self.parts[part]
             self._heads[part] = self._decoded(
                 entry.name,
                 (0, entry.head_length),
@@ -100,7 +127,7 @@ class Contents:
             head = self.head(part)
             info = head.sections[number]
             self._sections[key] = self._decoded(
-                self.record.parts[part].name,
+                self.parts[part].name,
                 (info.offset, info.length),
                 lambda data: decode_section(data, info, head),
             )
@@ -109,7 +136,7 @@ class Contents:
     def choices(self) -> tuple[ChoiceRecord, ...]:
         """Return how codecs were chosen, once for each class of objects: as the first rank did."""
         found: dict[str, ChoiceRecord] = {}
-        for part in range(len(self.record.parts)):
+        for part in range(len(self.parts)):
             for choice in self.head(part).choices:
                 found.setdefault(choice.objects, choice)
         return tuple(found.values())
@@ -141,12 +168,12 @@ class Contents:
         """Yield the sections of a part without keeping them, for a caller that reads each once."""
         return self._read_sections(part, None, keep=False)
 
-    def hashes(self, part: int) -> PathHashes:
-        """Return the path hashes of a part, bound by the digest in the head."""
+    def shards(self, part: int) -> ShardTable:
+        """Return the table of a part's shards, bound by the digest in the head."""
         head = self.head(part)
-        info, name = head.hashes, self.record.parts[part].name
+        info, name = head.shards, self.parts[part].name
         with memory_permitting(name):
-            return decode_hashes(self._fetch(name, info.offset, info.length, self._backend), head)
+            return decode_shards(self._fetch(name, info.offset, info.length, self._backend), head)
 
     def check_index(self) -> None:
         """Read and verify the whole index.
@@ -157,7 +184,8 @@ class Contents:
         index = self.record.index
         with memory_permitting(index.name):
             self.check_size(index.name, index.length)
-            self._index(self._backend).verify()
+            for _ in self.index(self._backend).blocks():
+                pass  # each is verified as it is read
 
     def check_size(self, name: str, length: int) -> None:
         """Compare the size of a record or blob with its recorded length.
@@ -173,7 +201,7 @@ class Contents:
 
     def lengths(self) -> dict[str, int]:
         """Return the lengths of the index, of the parts, and of the blobs of heads read so far."""
-        found = {entry.name: entry.length for entry in self.record.parts}
+        found = {entry.name: entry.length for entry in self.parts}
         found[self.record.index.name] = self.record.index.length
         for head in self._heads.values():
             found |= {blob.name: blob.length for blob in head.blobs}
@@ -217,17 +245,21 @@ class Contents:
         return found
 
     def _find(self, path: ObjectPath, backend: Backend) -> Located | None:
-        index, reader = self.record.index, self._index(backend)
+        found = self.index(backend).find(path_hash(path))
         # Each section once: a forged index can name one section a million times.
-        for part, number in dict.fromkeys(reader.find(path_hash(path))):
-            if part >= len(self.record.parts) or number >= len(self.head(part).sections):
-                msg = f"{index.name}: an entry points to section {number} of part {part}"
-                raise FormatError(msg, [index.name])
-            located = self._in_section(part, number).get(path)
+        for part, number in dict.fromkeys(found.places()):
+            located = self._in_section(*self._checked_place((part, number))).get(path)
             if located is not None:
                 return located
-        reader.verify()
         return None
+
+    def _checked_place(self, place: tuple[int, int]) -> tuple[int, int]:
+        part, number = place
+        if part >= len(self.parts) or number >= len(self.head(part).sections):
+            name = self.record.index.name
+            msg = f"{name}: a shard is in section {number} of part {part}, which is not there"
+            raise FormatError(msg, [name])
+        return place
 
     def _in_section(self, part: int, number: int) -> dict[ObjectPath, Located]:
         key = (part, number)
@@ -244,7 +276,8 @@ class Contents:
         A derived object is read from its master, and rounded on its way into the sink.
 
         Args:
-            requests: The objects to read.
+            requests: The objects to read. Without a sink, of an object that several ranks hold, the
+                shards of the part that it was found in.
             absent: Collects the reasons why codecs are missing. Frames of these codecs then have an
                 `AbsentChain`: their stored bytes can be verified, but not decoded.
 
@@ -252,33 +285,72 @@ class Contents:
             PluginError: A codec is missing, and `absent` is None; nothing was read.
             FormatError: The records of an object contradict each other.
         """
-        requests = [self._of_stored(request) for request in requests]
-        for located in (request.located for request in requests):
-            for ref in (ref for shard in located.record.shards for ref in shard.chunks):
+        wanted: list[ShardRequest] = []
+        for request in map(self._of_stored, requests):
+            stored = self._stored(request)
+            wanted += shard_requests(request, stored, lambda part: self.head(part).block_bytes)
+        for located, shard, *_ in wanted:
+            for ref in shard.chunks:
                 for frame in located.frames[ref.frame].links():
                     if frame.chain:
                         self._check_encoded(located.part, frame, absent)
         with collections_held:
             plan = plan_restore(
-                requests,
-                heads={part: self.head(part) for part in {r.located.part for r in requests}},
+                wanted,
+                head_of=self.head,
                 chain_of=lambda part, number: self._chain(part, number, absent),
             )
         return plan.jobs, plan.bytes_needed
+
+    def descriptions(self, located: Located, within: Region | None = None) -> Sequence[Located]:
+        """Return an object as each part describes it that has shards of it.
+
+        Args:
+            located: The object, as any part describes it.
+            within: Leave out parts whose shards have nothing in common with this region.
+
+        Raises:
+            FormatError: The index leads astray.
+        """
+        if len(self.parts) == 1:
+            return [located]
+        path = located.record.path
+        with memory_permitting(self.record.index.name):
+            return from_any_tier(
+                self._backend, lambda backend: self._described(path, within, backend)
+            )
+
+    def _described(
+        self, path: ObjectPath, within: Region | None, backend: Backend
+    ) -> list[Located]:
+        rows = self.index(backend).find(path_hash(path))
+        places: dict[tuple[int, int], None] = {}
+        for place, region in zip(rows.places(), rows.regions(), strict=True):
+            if within is None or region is None or common_region(region, within):
+                places[self._checked_place(place)] = None
+        return [one for place in places if (one := self._in_section(*place).get(path))]
+
+    def _stored(self, request: ObjectRequest) -> Sequence[tuple[Located, ShardRecord]]:
+        parts: Sequence[Located] = [request.located]
+        if request.sink is not None:
+            parts = self.descriptions(request.located, request.region)
+        if any(_differ(one.record, request.located.record) for one in parts):
+            path = show_path(request.located.record.path)
+            msg = f"{path}: {_DIFFERENT}"
+            raise FormatError(msg, [path])
+        return [(one, shard) for one in parts for shard in one.record.shards]
 
     def _of_stored(self, request: ObjectRequest) -> ObjectRequest:
         """Return the request for stored bytes that fills the sink of a request for any object."""
         master = self.master(request.located)
         if master is request.located:
             return request
-        record, ranges, sink = request.located.record, request.ranges, request.sink
+        record, sink = request.located.record, request.sink
         one, other = record.spec, master.record.spec
-        if ranges is not None:
-            times = other.itemsize // one.itemsize
-            ranges = [ByteRange(r.start * times, r.stop * times) for r in ranges]
         if sink is not None:
             sink = CastSink(sink, other, one)
-        return ObjectRequest(master, sink, ranges, record.path)
+        at = request.at // one.itemsize * other.itemsize
+        return ObjectRequest(master, sink, request.region, at, record.path)
 
     def check_codecs(self, part: int, head: PartHead) -> None:
         """Check that every codec of a part is installed, and takes the stored options.
@@ -300,11 +372,14 @@ class Contents:
         """
         heads: list[PartHead] = []
         objects: list[Located] = []
-        tables: list[PathHashes] = []
+        tables: list[ShardTable] = []
         index = self.record.index
         with _reported(index.name, damage):
             self.check_index()
-        for part, entry in enumerate(self.record.parts):
+        parts: tuple[PartEntry, ...] = ()
+        with _reported(index.name, damage):
+            parts = self.parts
+        for part, entry in enumerate(parts):
             with _reported(entry.name, damage):
                 self.check_size(entry.name, entry.length)
             with _reported(entry.name, damage):
@@ -312,26 +387,33 @@ class Contents:
             if part not in self._heads:
                 continue
             with _reported(entry.name, damage):
-                tables.append(self.hashes(part))
+                tables.append(self.shards(part))
             for number in range(len(self.head(part).sections)):
                 with _reported(f"{entry.name} section {number}", damage):
                     section = self.section(part, number)
                     objects += [Located(o, part, section.frames) for o in section.objects]
             with _reported(entry.name, damage):
-                self._check_hashes(part, tables)
+                self._check_shards(part, tables)
         # A lookup of one path relies on the index, a full read on the sections: an index that
         # lacks a path would hide the object from some readers only.
-        if len(tables) == len(self.record.parts):
+        if parts and len(tables) == len(parts):
             with _reported(index.name, damage):
-                if encode_index(self.record.uid, tables).entry != index:
+                if self._index_over(tables) != index:
                     msg = f"{index.name}: does not lead to every path of the parts"
                     raise FormatError(msg, [index.name])
+        if len(heads) == len(parts) > 1:
+            for path, why in _flaws(objects):
+                damage(path, why)
         try:
             check_ties([o.record for o in objects])
         except FormatError as error:
             for name in error.damaged:
                 damage(name, str(error))
         return heads, [o for o in objects if o.record.same_as is None]
+
+    def _index_over(self, tables: Sequence[ShardTable]) -> IndexEntry:
+        parts = () if self.record.many_parts is None else self.parts
+        return encode_index(self.record.uid, tables, parts).entry
 
     def _all(self) -> tuple[list[Located], list[NodeRecord]]:
         if self._everything is None:
@@ -340,17 +422,38 @@ class Contents:
         return self._everything
 
     def _read(self, selection: Selection | None) -> tuple[list[Located], list[NodeRecord]]:
-        """Read the objects and nodes of all sections, or of those that may hold selected ones."""
+        """Read the objects and nodes of all sections, or of those that may hold selected ones.
+
+        Of what several parts describe, the first one counts, and no other is read.
+        """
         objects: list[Located] = []
         nodes: list[NodeRecord] = []
-        for part in range(len(self.record.parts)):
-            for section in self._read_sections(part, selection):
-                objects += [Located(o, part, section.frames) for o in section.objects]
-                nodes += section.nodes
+        for part, wanted in self._outline().items():
+            here: list[Located] = []
+            above: list[NodeRecord] = []
+            for section in self._read_sections(part, selection, wanted):
+                here += [Located(o, part, section.frames) for o in section.objects]
+                above += section.nodes
+            if objects or nodes:
+                here, above = _behind(objects, nodes, here, above)
+            objects += sorted(here, key=lambda located: located.record.ordinal)
+            nodes += sorted(above, key=lambda node: node.ordinal)
         check_ties([o.record for o in self._with_owners(objects)])
-        objects.sort(key=lambda o: (o.part, o.record.ordinal))
-        nodes.sort(key=lambda n: n.ordinal)
         return objects, nodes
+
+    def _outline(self) -> dict[int, set[int] | None]:
+        """Return the sections, by part, that describe every object at least once; None: all."""
+        if len(self.parts) == 1:
+            return {0: None}
+        found: dict[int, set[int] | None] = {}
+        with memory_permitting(self.record.index.name):
+            places = from_any_tier(self._backend, lambda one: self.index(one).first_places())
+        for place in places:
+            part, number = self._checked_place(place)
+            wanted = found.setdefault(part, set())
+            assert wanted is not None
+            wanted.add(number)
+        return dict(sorted(found.items()))
 
     def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
         """Return the objects, followed by those that some of them get their bytes from."""
@@ -364,15 +467,24 @@ class Contents:
         return found
 
     def _read_sections(
-        self, part: int, selection: Selection | None, *, keep: bool = True
+        self,
+        part: int,
+        selection: Selection | None,
+        wanted: Collection[int] | None = None,
+        *,
+        keep: bool = True,
     ) -> Iterator[Section]:
-        """Yield the sections of a part, without objects that `selection` does not touch.
+        """Yield the wanted sections of a part, without objects that `selection` does not touch.
 
         Adjacent sections are read at once. A million objects are in 500 sections, and one read for
         each would be a round trip for each.
         """
-        head, name = self.head(part), self.record.parts[part].name
-        numbers = [n for n, info in enumerate(head.sections) if _may_hold(info, n, selection)]
+        head, name = self.head(part), self.parts[part].name
+        numbers = [
+            number
+            for number, info in enumerate(head.sections)
+            if (wanted is None or number in wanted) and _may_hold(info, number, selection)
+        ]
         for run in _runs(head.sections, numbers):
             start = head.sections[run[0]].offset
             data: bytes | None = None
@@ -396,20 +508,17 @@ class Contents:
                     section = replace(section, objects=kept)
                 yield section
 
-    def _check_hashes(self, part: int, tables: Sequence[PathHashes]) -> None:
-        """Compare the path hashes of a part, the last of `tables`, with those in its sections."""
+    def _check_shards(self, part: int, tables: Sequence[ShardTable]) -> None:
+        """Compare the table of a part, the last of `tables`, with the shards in its sections."""
         numbers = range(len(self.head(part).sections))
         if len(tables) <= part or any((part, number) not in self._sections for number in numbers):
             return  # a section or a table could not be read, which is reported already
-        sections = [self._sections[part, number].objects for number in numbers]
-        found = sort_hashes([[path_hash(o.path) for o in objects] for objects in sections])
-        known = tables[part]
-        if not (
-            np.array_equal(found.hashes, known.hashes)
-            and np.array_equal(found.sections, known.sections)
-        ):
-            name = self.record.parts[part].name
-            msg = f"{name}: its path hashes are not those of the objects in its sections"
+        found = shard_table(
+            (shards_of(self._sections[part, number]) for number in numbers),
+        )
+        if dump_table(found) != dump_table(tables[part]):
+            name = self.parts[part].name
+            msg = f"{name}: its table does not list the shards that are in its sections"
             raise FormatError(msg, [name])
 
     def _chain(self, part: int, number: int, absent: set[str] | None = None) -> CodecChain:
@@ -438,14 +547,14 @@ class Contents:
             return  # no codec gives a bound, so the blob's size is the only one
         check_length(frame, chain, self.head(part).blobs[frame.blob].name)
 
-    def _index(self, backend: Backend) -> IndexReader:
+    def index(self, backend: Backend) -> IndexReader:
+        """Return a reader of the index on one tier; its head is read and verified."""
         index = self.record.index
-        return IndexReader(
-            lambda offset, length: self._fetch(index.name, offset, length, backend),
-            size=index.length,
-            sha256=index.sha256,
-            name=index.name,
-        )
+        if id(backend) not in self._indexes:
+            self._indexes[id(backend)] = IndexReader(
+                lambda offset, length: self._fetch(index.name, offset, length, backend), index
+            )
+        return self._indexes[id(backend)]
 
     def _decoded(self, name: str, place: tuple[int, int], decode: Callable[[bytes], T]) -> T:
         """Read the bytes at `place`, `(offset, length)`, from any tier, and decode them."""
@@ -515,6 +624,57 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
             f"codecs make at most {bound} of {frame.raw_length}"
         )
         raise FormatError(msg, [blob])
+
+
+def _flaws(described: Iterable[Located]) -> Iterator[tuple[str, str]]:
+    """Yield objects that the parts describe differently, or do not hold as a whole."""
+    by_path: dict[ObjectPath, list[ObjectRecord]] = {}
+    for located in described:
+        by_path.setdefault(located.record.path, []).append(located.record)
+    for path, records in by_path.items():
+        first = records[0]
+        if any(_differ(record, first) for record in records):
+            yield show_path(path), _DIFFERENT
+        elif first.same_as is None and first.derived is None:
+            regions = (shard.region for record in records for shard in record.shards)
+            if flaw := flaw_of_cover(first.spec.shape, regions):
+                yield show_path(path), flaw
+
+
+def _behind(
+    objects: Sequence[Located],
+    nodes: Sequence[NodeRecord],
+    more: Sequence[Located],
+    above: Sequence[NodeRecord],
+) -> tuple[list[Located], list[NodeRecord]]:
+    """Return what a further part describes and no earlier one, with ordinals behind theirs."""
+    first = 1 + max([o.record.ordinal for o in objects] + [n.ordinal for n in nodes])
+    known = {o.record.path for o in objects}
+    known_nodes = {n.path for n in nodes}
+    return (
+        [
+            replace(o, record=replace(o.record, ordinal=o.record.ordinal + first))
+            for o in more
+            if o.record.path not in known
+        ],
+        [replace(n, ordinal=n.ordinal + first) for n in above if n.path not in known_nodes],
+    )
+
+
+def _differ(one: ObjectRecord, other: ObjectRecord) -> bool:
+    """Return whether two parts describe one object differently."""
+
+    def told(record: ObjectRecord) -> tuple[object, ...]:
+        return (
+            record.kind,
+            record.spec,
+            record.role,
+            record.form,
+            record.same_as,
+            record.derived,
+        )
+
+    return told(one) != told(other)
 
 
 def check_ties(records: Sequence[ObjectRecord]) -> None:

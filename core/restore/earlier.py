@@ -42,8 +42,9 @@ class EarlierReader:
             StorageError: The store failed.
         """
         contents = Contents(backend, record, self._registry)
-        heads = {part: contents.head(part) for part in range(len(record.parts))}
-        return stored_frames(contents.objects(), heads)
+        heads = {part: contents.head(part) for part in range(record.part_count)}
+        described = (one for found in contents.objects() for one in contents.descriptions(found))
+        return stored_frames(described, heads)
 
     def read(
         self, backend: Backend, stored: StoredFrame, context: CodecContext, out: memoryview

@@ -21,13 +21,13 @@ from penstock.core.errors import (
     StorageError,
 )
 from penstock.core.format.records import blob_uid
-from penstock.core.plan.regions import copy_region, region_batches, region_runs
+from penstock.core.plan.regions import regions_of_range
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
 from penstock.core.suggest import LISTED
 from penstock.core.tree.stored_tree import StoredTree
-from penstock.core.types import PAGE_BYTES, Kind, Region
+from penstock.core.types import Kind, Region
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -39,11 +39,9 @@ if TYPE_CHECKING:
     from penstock.core.plan.restore import FrameJob, Located
     from penstock.core.plugins.registry import Registry
     from penstock.core.tree.select import Rename, Selection
-    from penstock.core.types import ByteRange, ObjectPath
+    from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
-
-_REGION_BATCH_BYTES = 64 << 20  # a region of any size is read in so much memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Opened:
             record.uid,
             record.generation,
             record.objects,
-            len(record.parts),
+            record.part_count,
             record.bytes_stored,
             record.engine,
         )
@@ -121,46 +119,25 @@ def room(nbytes: int) -> bytearray:
 
 
 class BytesSink(ByteSink):
-    """A sink that collects an object's bytes in memory of its own."""
+    """A sink that collects an object's bytes in memory of its own, or in given memory."""
 
     __slots__ = ("address", "data", "device", "memory", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, memory: int | memoryview) -> None:
+        """Make a sink for so many bytes, or for `memory`, which is flat and writable."""
+        self.data = memory if isinstance(memory, memoryview) else memoryview(room(memory))
+        self.nbytes = self.data.nbytes
         self.device = "cpu"
         self.address = None
         self.memory = None
-        self.data = room(nbytes)
 
     def view(self) -> memoryview | None:
         """Return the memory itself."""
-        return memoryview(self.data)
+        return self.data
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy into the memory."""
-        self.data[start : start + data.nbytes] = data
-
-
-class SliceSink(ByteSink):
-    """A sink for a range of an object: `out` takes the bytes from offset `origin` on."""
-
-    __slots__ = ("_origin", "_out", "address", "device", "memory", "nbytes")
-
-    def __init__(self, out: memoryview, origin: int) -> None:
-        self._out = out
-        self._origin = origin
-        self.nbytes = out.nbytes
-        self.device = "cpu"
-        self.address = None
-        self.memory = None
-
-    def view(self) -> memoryview | None:
-        """Return None: offsets in `out` are not those of the object."""
-        return None
-
-    def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy the data without the GIL."""
-        copy_bytes(self._out[start - self._origin :], data)
+        """Copy into the memory, without the GIL."""
+        copy_bytes(self.data[start:], data)
 
 
 @dataclass(slots=True)
@@ -322,40 +299,24 @@ def read_region(checkpoint: Opened, located: Located, region: Region) -> memoryv
     Raises:
         DamagedError: Stored bytes are not those that were written.
     """
-    spec = located.record.spec
-    out = memoryview(room(region.numel * spec.itemsize))
-    # Gaps below a block are joined, since whole blocks are read anyway: fewer ranges to plan.
-    runs = region_runs(spec.shape, region, spec.itemsize, merge_gap_bytes=PAGE_BYTES)
-    if len(runs) == 1 and runs[0].length == out.nbytes:
-        _read_ranges(checkpoint, located, out, runs[0], runs)
-    elif runs:
-        for batch in region_batches(spec.shape, region, spec.itemsize, _REGION_BATCH_BYTES):
-            cover = memoryview(room(batch.cover.length))
-            within = region_runs(
-                spec.shape, batch.region, spec.itemsize, merge_gap_bytes=PAGE_BYTES
-            )
-            _read_ranges(checkpoint, located, cover, batch.cover, within)
-            copy_region(
-                cover,
-                batch.cover,
-                batch.region,
-                out,
-                region,
-                shape=spec.shape,
-                itemsize=spec.itemsize,
-            )
-    return out
+    sink = BytesSink(region.numel * located.record.spec.itemsize)
+    fill(checkpoint, [ObjectRequest(located, sink, region)])
+    return sink.data
 
 
-def _read_ranges(
-    checkpoint: Opened,
-    located: Located,
-    out: memoryview,
-    cover: ByteRange,
-    ranges: Sequence[ByteRange],
-) -> None:
-    """Read `ranges` of an object into `out`, which takes the object's bytes `cover`."""
-    fill(checkpoint, [ObjectRequest(located, SliceSink(out, cover.start), ranges)])
+def read_range(checkpoint: Opened, located: Located, start: int, out: memoryview) -> None:
+    """Read the bytes of a tensor from `start` on into `out`; both are of whole elements.
+
+    Raises:
+        DamagedError: Stored bytes are not those that were written.
+    """
+    spec, sink, at = located.record.spec, BytesSink(out), 0
+    requests = []
+    first, count = start // spec.itemsize, out.nbytes // spec.itemsize
+    for region in regions_of_range(spec.shape, first, first + count):
+        requests.append(ObjectRequest(located, sink, region, at))
+        at += region.numel * spec.itemsize
+    fill(checkpoint, requests)
 
 
 def bytes_of(jobs: Sequence[FrameJob[CodecChain]]) -> int:

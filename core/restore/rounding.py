@@ -42,9 +42,9 @@ def rounding_of(contents: Contents, objects: Iterable[Located], registry: Regist
     used: set[tuple[int, int]] = set()
     for located in objects:
         stored = contents.master(contents.owner(located))
-        part, frames = stored.part, stored.frames
-        for shard in stored.record.shards:
-            used.update((part, frames[chunk.frame].chain) for chunk in shard.chunks)
+        for one in contents.descriptions(stored):
+            for shard in one.record.shards:
+                used.update((one.part, one.frames[chunk.frame].chain) for chunk in shard.chunks)
     names = {link.name for part, number in used for link in contents.head(part).chains[number]}
     is_lossless = {name: registry.is_lossless(name) for name in sorted(names)}
     return Rounding(

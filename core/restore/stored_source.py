@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.abc import ByteSource
 from penstock.core.plan.restore import ObjectRequest
-from penstock.core.restore.fill import BytesSink, SliceSink, fill
-from penstock.core.types import ByteRange
+from penstock.core.restore.fill import BytesSink, fill, read_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,13 +73,11 @@ class StoredReader:
         path = located.record.path
         slab = self._slabs.get(path)
         if slab is None:
-            sink = SliceSink(out, start)
-            ranges = [ByteRange(start, start + out.nbytes)]
-            fill(self._checkpoint, [ObjectRequest(located, sink, ranges)])
+            read_range(self._checkpoint, located, start, out)
             return
         if slab is not self._slab:
             self._slab = slab
             self._held = {o.record.path: BytesSink(o.record.spec.nbytes) for o in slab}
             requests = [ObjectRequest(o, self._held[o.record.path]) for o in slab]
             fill(self._checkpoint, requests)
-        out[:] = memoryview(self._held[path].data)[start : start + out.nbytes]
+        out[:] = self._held[path].data[start : start + out.nbytes]

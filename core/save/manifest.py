@@ -155,7 +155,7 @@ class ManifestWriter:
                 *(ChoiceRecord(one.objects, one.codec, one.why) for one in choices),
             ],
         )
-        index = encode_index(uid, [part.hashes])
+        index = encode_index(uid, [part.shards])
         codecs = {c.name: c.version for chain in tables.chains for c in chain}
         record = CommitRecord(
             uid=uid,

@@ -20,6 +20,7 @@ from tests.core.forging import (
     forge,
     mutated,
     near,
+    rebound,
     sealed,
     unpack,
 )  # fmt: skip
@@ -32,16 +33,22 @@ from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc import CodecContext
 from penstock.core.errors import CodecError, FormatError, PenstockError, UnsupportedStateError
 from penstock.core.format.commit_record import decode_commit, decode_intent
-from penstock.core.format.index import IndexReader, load_hashes
-from penstock.core.format.part import decode_section, read_head
-from penstock.core.format.records import PartEntry, commit_name, intent_name, part_name
+from penstock.core.format.index import IndexReader
+from penstock.core.format.part import decode_section, decode_shards, read_head
+from penstock.core.format.records import (
+    IndexEntry,
+    PartEntry,
+    commit_name,
+    intent_name,
+    part_name,
+)
 from penstock.core.format.zstd import compress, decompress, digest
 from penstock.core.pipeline.chain import CodecChain, checksum
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 
 STEP = 5
-_LEVELS = ("section", "section", "section", "section", "head", "body", "index", "hashes")
+_LEVELS = ("section", "section", "section", "section", "head", "body", "index", "shards")
 
 
 def make_state():
@@ -154,7 +161,7 @@ def records(data):
     entry = record.parts[0]
     part = files[entry.name]
     head = read_head(part[: entry.head_length], entry, uid=record.uid, rank=0, world_size=1)
-    what = choices.of(("commit", "intent", "head", "section", "hashes", "index", "line", "frame"))
+    what = choices.of(("commit", "intent", "head", "section", "shards", "index", "line", "frame"))
     try:
         _decode(what, choices, files=files, commit=commit, record=record, part=part, head=head)
     except FormatError as error:
@@ -173,7 +180,7 @@ def _decode(what, choices, *, files, commit, record, part, head):
     elif what == "line":
         decode_commit(flipped(files[commit], choices), choices.of((commit, commit_name(6, 0))))
     elif what == "head":
-        frame = compress(_changed(_raw(part[: head.hashes.offset]), choices))
+        frame = compress(_changed(_raw(part[: head.shards.offset]), choices))
         entry = PartEntry(part_name(uid, 0), len(part), len(frame), digest(frame))
         read_head(frame, entry, uid=uid, rank=0, world_size=1)
     elif what == "section":
@@ -182,24 +189,29 @@ def _decode(what, choices, *, files, commit, record, part, head):
         frame = compress(raw)
         fitting = replace(info, length=len(frame), raw_length=len(raw), sha256=digest(frame))
         decode_section(frame, fitting, head)
-    elif what == "hashes":
-        info = head.hashes
+    elif what == "shards":
+        info = head.shards
         raw = _changed(_raw(part[info.offset : info.offset + info.length]), choices)
-        load_hashes(raw, "hashes", count=info.objects, sections=len(head.sections))
+        frame = compress(raw)
+        fitting = replace(info, length=len(frame), raw_length=len(raw), sha256=digest(frame))
+        decode_shards(frame, replace(head, shards=fitting))
     elif what == "frame":
-        decompress(flipped(part[: head.hashes.offset], choices), "frame")
+        decompress(flipped(part[: head.shards.offset], choices), "frame")
     else:
-        index = flipped(files[record.index.name], choices)
+        whole = files[record.index.name]
+        index = rebound(whole, record.index.head_length, lambda raw: flipped(raw, choices))
+        if choices.below(4) == 0:
+            index = flipped(index, choices)
+        head_length = min(record.index.head_length, len(index))
+        entry = IndexEntry("index", len(index), head_length, digest(index[:head_length]))
         reader = IndexReader(
             lambda offset, length: index[offset : offset + length],
-            size=len(index),
-            sha256=digest(index),
-            name="index",
+            entry,
             whole_bytes=choices.of((0, 1 << 20)),
         )
-        reader.find(int.from_bytes(index[16:24], "big"))
         reader.find(choices.of(INTEGERS[1:18]))
-        reader.verify()
+        for table in reader.blocks():
+            reader.find(int(table.hashes[0]))
 
 
 def _changed(content, choices):

@@ -110,7 +110,7 @@ class Manifest:
             chains=CHAINS,
             choices=CHOICES,
         )
-        self.index = encode_index(UID, [self.part.hashes])
+        self.index = encode_index(UID, [self.part.shards])
         self.record = commit_record(index=self.index.entry, parts=(self.part.entry,))
 
     def head(self):

@@ -172,24 +172,23 @@ def run(
 
 
 def describe(located: Located, contents: Contents) -> Shown:
-    """Return how an object is stored, as its part of the manifest says."""
-    head = contents.head(located.part)
-    frames = located.frames
+    """Return how an object is stored, as the manifest says."""
     codecs: dict[str, None] = {}
-    # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
-    used: dict[int, int] = defaultdict(int)
-    for shard in located.record.shards:
-        for chunk in shard.chunks:
+    stored = borrowed = 0
+    for one in contents.descriptions(located):
+        head, frames = contents.head(one.part), one.frames
+        # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
+        used: dict[int, int] = defaultdict(int)
+        for chunk in (chunk for shard in one.record.shards for chunk in shard.chunks):
             used[chunk.frame] += chunk.stop - chunk.start
             codecs |= dict.fromkeys(link.name for link in head.chains[frames[chunk.frame].chain])
-    stored = borrowed = 0
-    for number, size in used.items():
-        for link in frames[number].links():
-            share = round(link.length * size / link.raw_length)
-            if blob_uid(head.blobs[link.blob].name) == head.uid:
-                stored += share
-            else:
-                borrowed += share
+        for number, size in used.items():
+            for link in frames[number].links():
+                share = round(link.length * size / link.raw_length)
+                if blob_uid(head.blobs[link.blob].name) == head.uid:
+                    stored += share
+                else:
+                    borrowed += share
     return Shown(located.record, tuple(codecs), stored, borrowed, depth_of(located))
 
 

@@ -67,7 +67,8 @@ def chain_of(backend: Backend, contents: Contents, chosen: Iterable[Located]) ->
     record = contents.record
     frames: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
     depths: dict[str, int] = {}
-    for located in map(contents.master, map(contents.owner, chosen)):
+    stored = map(contents.master, map(contents.owner, chosen))
+    for located in (one for whole in stored for one in contents.descriptions(whole)):
         blobs = contents.head(located.part).blobs
         for frame in _frames(located):
             for depth, link in enumerate(frame.links()):

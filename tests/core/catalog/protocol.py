@@ -265,7 +265,7 @@ class _Finish(Finish):
         index, part = index_name(uid), part_name(uid, 0)
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
-            IndexEntry(index, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
+            IndexEntry(index, 32, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
             1, 32, 32, borrowed=self._borrowed, engine=engine,
         )  # fmt: skip
         return _Manifest(part, uid.encode(), index, uid.encode(), record, {}, None)
@@ -483,6 +483,7 @@ class Copier:
             names = (part_name(self.uid, 0), index_name(self.uid))
             blobs = [f"data/{uid}/blobs/0.raw" for uid in (self.uid, *self.borrows)]
             copy._contents = SimpleNamespace(
+                parts=record.parts,
                 read=lambda: [CheckedBlob(blob, 32, None) for blob in blobs],
                 records=lambda: [(name, self.uid.encode()) for name in names],
             )
@@ -903,7 +904,7 @@ def _one_stored(*checkpoint):
     if not place:
         return store, None
     record = CommitRecord(
-        uid, *place, _NOW, 1, IndexEntry(index_name(uid), 32, "0" * 64),
+        uid, *place, _NOW, 1, IndexEntry(index_name(uid), 32, 32, "0" * 64),
         (PartEntry(part_name(uid, 0), 32, 32, "0" * 64),), 1, 32, 32,
         borrowed=tuple(BlobRecord(f"data/{other}/blobs/0.raw", 32) for other in lent),
     )  # fmt: skip

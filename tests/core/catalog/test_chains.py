@@ -22,7 +22,7 @@ def record(number, *borrowed, base=None, step=None):
     return commit_record(
         uid=uid(number),
         step=number if step is None else step,
-        index=IndexEntry(index_name(uid(number)), 16, "ab" * 32),
+        index=IndexEntry(index_name(uid(number)), 16, 16, "ab" * 32),
         parts=(),
         borrowed=tuple(sorted(borrowed, key=lambda blob: blob.name)),
         base=None if base is None else BaseEntry(uid(base), base, 1),

@@ -101,7 +101,7 @@ def test_a_commit_whose_borrowed_blobs_are_gone_is_taken_back(store, there):
         store.publish(blob.name, bytes(7 if there == "whole" else 6))
     record = manifests.commit_record(
         uid=uid,
-        index=IndexEntry(index_name(uid), 64, "ab" * 32),
+        index=IndexEntry(index_name(uid), 64, 64, "ab" * 32),
         parts=(PartEntry(part_name(uid, 0), 999, 99, "cd" * 32),),
         borrowed=(blob,),
     )

@@ -136,7 +136,7 @@ def _record(step, *, generation=0, created=None, **changes):
         generation=generation,
         created=created or now,
         world_size=1,
-        index=IndexEntry(index_name(uid), 16 * 13, "0" * 64),
+        index=IndexEntry(index_name(uid), 16 * 13, 16 * 13, "0" * 64),
         parts=(PartEntry(part_name(uid, 0), 10, 5, "0" * 64),),
         objects=12,
         bytes_raw=3 << 30,

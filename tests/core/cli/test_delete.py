@@ -75,7 +75,7 @@ def record(step, uid, *, generation=0, references=()):
         generation=generation,
         created="2026-01-31T23:59:59Z",
         world_size=1,
-        index=IndexEntry(index_name(uid), 10, "0" * 64),
+        index=IndexEntry(index_name(uid), 10, 10, "0" * 64),
         parts=(PartEntry(part_name(uid, 0), 10, 5, "0" * 64),),
         objects=1,
         bytes_raw=1000,

@@ -40,7 +40,7 @@ metadata = st.dictionaries(
 
 def record(**changes):
     return manifests.commit_record(
-        index=IndexEntry(index_name(UID), 160, "ab" * 32),
+        index=IndexEntry(index_name(UID), 160, 160, "ab" * 32),
         parts=tuple(PartEntry(part_name(UID, r), 999, 99, "cd" * 32) for r in range(2)),
         **changes,
     )
@@ -119,14 +119,20 @@ def test_the_record_of_another_name_is_refused(name):
         (lambda b: b.update(created="yesterday"), "created"),
         (lambda b: b.update(created="2026-11-21T03:36:10Z\n"), "created"),
         (lambda b: b.update(created="9999-99-99T99:99:99Z"), "created"),
-        (lambda b: b.update(world_size=3), "parts"),
+        (lambda b: b.update(world_size=1), "2 parts of 1 ranks"),
+        (lambda b: b.update(parts=[]), "0 parts"),
+        (lambda b: b.update(parts=b["parts"] * 9, world_size=18), "18 parts"),
+        (lambda b: b.update(parts={"count": 16, "length": 9}, world_size=99), "count"),
+        (lambda b: b.update(parts={"count": 17, "length": 9}, world_size=16), "count"),
+        (lambda b: b.update(parts={"count": 17, "length": -1}, world_size=17), "length"),
+        (lambda b: b["parts"][1].update(name=part_name(UID, 2)), "in order of its 2 ranks"),
         (lambda b: b.update(world_size=0), "world_size"),
-        (lambda b: b["parts"].reverse(), "named otherwise"),
-        (lambda b: b["parts"][0].update(name="../../etc/passwd"), "named otherwise"),
+        (lambda b: b["parts"].reverse(), "in order of its 2 ranks"),
+        (lambda b: b["parts"][0].update(name="../../etc/passwd"), "a part is named"),
         (lambda b: b["parts"][0].update(head_length=1000), "head_length"),
         (lambda b: b["parts"][0].update(head_sha256="x"), "head_sha256"),
         (lambda b: b["index"].update(name=index_name(OTHER)), "is not data"),
-        (lambda b: b["index"].update(sha256="AB" * 32), "sha256"),
+        (lambda b: b["index"].update(head_sha256="AB" * 32), "sha256"),
         (lambda b: b["borrowed"].reverse(), "borrowed is not ascending"),
         (lambda b: b["borrowed"].append(b["borrowed"][1]), "listed twice"),
         (lambda b: b["borrowed"][0].__setitem__(0, blob_name(UID, 0, 0, "raw")), "save itself"),

@@ -1,6 +1,6 @@
-"""The index against a plain dict, whole and by range reads."""
+"""Tables of shards and the index over them, against plain dicts and lists."""
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,150 +10,194 @@ from tests.core.manifests import UID
 
 from penstock.core.errors import FormatError
 from penstock.core.format.index import (
-    ENTRY,
-    HEADER,
     IndexReader,
-    dump_hashes,
+    SectionShards,
+    dump_table,
     encode_index,
-    load_hashes,
-    sort_hashes,
+    load_table,
+    shard_table,
 )
-from penstock.core.format.strict_json import dump_json, load_json
+from penstock.core.format.records import PartEntry, part_name
+from penstock.core.types import Region
 
 # Few values, so that hashes collide; and all over, edges included.
 hashes = st.integers(0, 40) | st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**64 - 1, 2**63])
-parts = st.lists(st.lists(st.lists(hashes, max_size=12), max_size=4), max_size=4)
+sides = st.integers(0, 2**62 - 1) | st.integers(0, 3)
+rectangles = st.lists(st.tuples(sides, sides), max_size=4).map(
+    lambda pairs: Region([o for o, _ in pairs], [n for _, n in pairs])
+)
+shards = st.tuples(hashes, st.booleans() | rectangles)
+parts = st.lists(st.lists(st.lists(shards, max_size=9), max_size=4), max_size=4)
+
+
+def table_of(sections):
+    return shard_table([SectionShards([h for h, _ in s], [r for _, r in s]) for s in sections])
+
+
+def tables_of(per_part):
+    return [table_of(sections) for sections in per_part]
+
+
+def whole(values):
+    return [(value, True) for value in values]
 
 
 class Reads:
     def __init__(self, encoded, data=None):
         self.data = encoded.data if data is None else data
         self.lengths = []
-        self._entry = encoded.entry
+        self.entry = encoded.entry
 
     def __call__(self, offset, length):
         self.lengths.append(length)
         return self.data[offset : offset + length]
 
     def reader(self, **options):
-        entry = self._entry
-        return IndexReader(self, size=entry.length, sha256=entry.sha256, name=entry.name, **options)
+        return IndexReader(self, self.entry, **options)
 
 
-def as_dict(per_part):
-    found = {}
-    for part, sections in enumerate(per_part):
-        for section, values in enumerate(sections):
-            for value in values:
-                found.setdefault(value, []).append((part, section))
-    return found
+def listed(table):
+    rows = zip(table.hashes.tolist(), table.places(), table.dims.tolist(), strict=True)
+    return [(*row, region) for row, region in zip(rows, table.regions(), strict=True)]
+
+
+def expected_rows(per_part):
+    rows = [
+        (h, (part, number), r)
+        for part, sections in enumerate(per_part)
+        for number, section in enumerate(sections)
+        for h, r in section
+    ]
+    return sorted(rows, key=lambda row: row[:2])  # stable: shards of a section keep their order
+
+
+def said(table):
+    """The rows as they were given: True for whole objects, False where there are no bytes."""
+    return [
+        (h, place, region if isinstance(region, Region) else dims == 0xFF)
+        for h, place, dims, region in listed(table)
+    ]
 
 
 @given(parts, st.lists(hashes, max_size=5), st.booleans())
-def test_a_search_finds_what_a_dict_finds(per_part, others, whole):
-    encoded = encode_index(UID, [sort_hashes(sections) for sections in per_part])
-    expected = as_dict(per_part)
-    for wanted in [*expected, *others]:
-        reader = Reads(encoded).reader(whole_bytes=(1 << 20) * whole)
-        assert sorted(reader.find(wanted)) == sorted(expected.get(wanted, []))
+def test_a_search_finds_every_shard_with_its_region(per_part, others, at_once):
+    encoded = encode_index(UID, tables_of(per_part))
+    rows = expected_rows(per_part)
+    reader = Reads(encoded).reader(whole_bytes=(1 << 20) * at_once)
+    assert len(reader) == len(rows)
+    wanted = {row[0] for row in rows}
+    for one in [*wanted, *others]:
+        assert said(reader.find(one)) == [row for row in rows if row[0] == one]
+    every = np.array([*wanted, *others], np.uint64)
+    assert said(reader.find_all(every)) == rows
+    assert [row for block in reader.blocks() for row in said(block)] == rows
 
 
-@pytest.mark.parametrize("bits", [64, 44, 12])
-def test_a_large_index_is_searched_by_small_reads_even_when_hashes_are_not_uniform(bits):
-    rng = np.random.default_rng(1)
-    values = rng.integers(0, 2**bits - 1, 200_000, dtype=np.uint64, endpoint=True)
-    encoded = encode_index(UID, [sort_hashes([values[:1000].tolist(), values[1000:].tolist()])])
-    expected = {}
-    for position, value in enumerate(values.tolist()):
-        expected.setdefault(value, []).append((0, int(position >= 1000)))
-    for value in values[::9973].tolist():
-        reads = Reads(encoded)
-        assert sorted(reads.reader(whole_bytes=0).find(value)) == sorted(expected[value])
-        assert sum(reads.lengths) < encoded.entry.length / 4
-
-
-def test_uniform_hashes_are_found_with_one_small_read():
-    rng = np.random.default_rng(2)
-    values = rng.integers(0, 2**64 - 1, 300_000, dtype=np.uint64, endpoint=True)
-    encoded = encode_index(UID, [sort_hashes([values.tolist()])])
+def test_one_path_of_a_large_index_takes_the_head_and_one_block():
+    values = np.random.default_rng(2).integers(0, 2**64 - 1, 300_000, np.uint64, endpoint=True)
+    encoded = encode_index(UID, [table_of([whole(values.tolist())])])
     for value in [int(values.min()), int(values.max()), *values[::40_009].tolist()]:
         reads = Reads(encoded)
-        assert reads.reader(whole_bytes=0).find(value) == [(0, 0)]
-        assert len(reads.lengths) == 1
-        assert reads.lengths[0] < 100_000
+        assert reads.reader(whole_bytes=0).find(value).places() == [(0, 0)]
+        assert len(reads.lengths) == 2
+        assert sum(reads.lengths) < 50_000
 
 
-def test_all_entries_of_a_path_that_thousands_of_ranks_hold_are_found():
-    per_part = [[[rank * 10 + n for n in range(3)], [2**63]] for rank in range(3000)]
-    encoded = encode_index(UID, [sort_hashes(sections) for sections in per_part])
-    expected = [(rank, 1) for rank in range(3000)]
-    assert Reads(encoded).reader(whole_bytes=0).find(2**63) == expected
-    per_part = [[[2**62], [7], [2**64 - 1]] for _ in range(3000)]
-    encoded = encode_index(UID, [sort_hashes(sections) for sections in per_part])
+def test_what_thousands_of_ranks_hold_is_found_across_blocks():
+    per_part = [[[(2**62, True)], [(7, True)], [(2**64 - 1, True)]] for _ in range(9000)]
+    encoded = encode_index(UID, tables_of(per_part))
     for section, value in enumerate([2**62, 7, 2**64 - 1]):
         reads = Reads(encoded)
         found = reads.reader(whole_bytes=0).find(value)
-        assert found == [(rank, section) for rank in range(3000)]
-        assert max(reads.lengths) < encoded.entry.length / 4
+        assert found.places() == [(rank, section) for rank in range(9000)]
+        assert len(reads.lengths) <= 5
 
 
-def test_not_found_is_said_only_of_a_verified_index():
-    encoded = encode_index(UID, [sort_hashes([list(range(5000))])])
-    good = Reads(encoded)
-    assert good.reader(whole_bytes=0).find(2**50) == []
-    assert good.lengths[-1] == encoded.entry.length
+def test_a_thousand_regular_shards_take_less_than_two_bytes_each():
+    def part(rank):
+        held = [(n * 0x9E3779B97F4A7C15 % 2**64, Region((rank * 4, 0), (4, 64))) for n in range(50)]
+        return table_of([held])
+
+    encoded = encode_index(UID, [part(rank) for rank in range(1000)])
+    assert len(encoded.data) < 2 * 50 * 1000
+
+
+def test_nothing_is_said_of_a_damaged_block():
+    encoded = encode_index(UID, [table_of([whole(range(20_000))])])
+    assert len(Reads(encoded).reader(whole_bytes=0).find(2**50)) == 0
     bad = bytearray(encoded.data)
-    at = HEADER.size + 4321 * ENTRY.itemsize
-    bad[at : at + 8] = b"\xff" * 8  # the entry that is searched for, overwritten
-    with pytest.raises(FormatError, match="index"):
-        Reads(encoded, bytes(bad)).reader(whole_bytes=0).find(4321)
+    bad[-9] ^= 1
+    reader = Reads(encoded, bytes(bad)).reader(whole_bytes=0)
+    assert reader.find(7).places() == [(0, 0)]
+    for wanted in (19_999, 2**50):
+        with pytest.raises(FormatError, match="sha256"):
+            reader.find(wanted)
 
 
 @given(st.data())
-def test_no_flipped_bit_of_a_small_index_goes_unseen(data):
-    encoded = encode_index(UID, [sort_hashes([list(range(20))])])
+def test_no_flipped_bit_goes_unseen(data):
+    encoded = encode_index(UID, [table_of([whole(range(20))])])
     at = data.draw(st.integers(0, len(encoded.data) * 8 - 1))
     bad = bytearray(encoded.data)
     bad[at // 8] ^= 1 << at % 8
     with pytest.raises(FormatError, match="sha256"):
-        Reads(encoded, bytes(bad)).reader()
+        list(Reads(encoded, bytes(bad)).reader().blocks())
 
 
-def test_an_index_of_an_impossible_size_is_refused_unread():
-    encoded = encode_index(UID, [])
-    for size in (0, 15, 17, 16 + 16 + 8):
-        reads = Reads(encoded)
-        with pytest.raises(FormatError, match="no index"):
-            IndexReader(reads, size=size, sha256=encoded.entry.sha256, name="x")
-        assert reads.lengths == []
+@pytest.mark.parametrize("change", [{"head_length": 0}, {"length": 10**6}, {"head_length": 30}])
+def test_a_head_that_does_not_fit_its_index_is_refused(change):
+    encoded = encode_index(UID, [table_of([whole(range(20))])])
+    reads = Reads(encoded)
+    reads.entry = replace(encoded.entry, **change)
+    with pytest.raises(FormatError):
+        reads.reader()
+
+
+def test_the_parts_that_an_index_lists_come_back():
+    parts = [PartEntry(part_name(UID, n * n), 100 + n, 10 + n, f"{n:064x}") for n in range(1, 40)]
+    encoded = encode_index(UID, [table_of([whole(range(9))])], parts)
+    assert Reads(encoded).reader().parts(UID) == tuple(parts)
+    assert Reads(encode_index(UID, [])).reader().parts(UID) == ()
+    for wrong in (parts[::-1], [*parts, parts[-1]], [replace(parts[0], head_length=102)]):
+        with pytest.raises(FormatError, match=r"in order of ranks|too long"):
+            Reads(encode_index(UID, [], wrong)).reader()
 
 
 def test_an_index_that_a_store_cuts_short_is_refused():
-    encoded = encode_index(UID, [sort_hashes([list(range(5000))])])
-    with pytest.raises(FormatError):
-        Reads(encoded, encoded.data[:1000]).reader(whole_bytes=0).find(4999)
+    encoded = encode_index(UID, [table_of([whole(range(50_000))])])
+    with pytest.raises(FormatError, match="read whole"):
+        Reads(encoded, encoded.data[:1000]).reader(whole_bytes=0).find(49_999)
 
 
-@given(st.lists(st.lists(hashes, max_size=9), max_size=5))
-def test_path_hashes_of_a_part_come_back(sections):
-    table = sort_hashes(sections)
-    count = sum(map(len, sections))
-    again = load_hashes(dump_hashes(table), "x", count=count, sections=len(sections))
-    assert again.hashes.tolist() == table.hashes.tolist() == sorted(itertools.chain(*sections))
-    assert again.sections.tolist() == table.sections.tolist()
+@given(st.lists(st.lists(shards, max_size=9), max_size=5))
+def test_a_table_comes_back(sections):
+    table = table_of(sections)
+    again = load_table(dump_table(table), "x", count=len(table))
+    assert listed(again) == listed(table)
+    assert [row for piece in again.cut(2) for row in listed(piece)] == listed(table)
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("at", "byte", "complaint"),
     [
-        ({"hashes": "AAAA"}, "3 paths"),
-        ({"hashes": "????"}, "base64"),
-        ({"hashes": 5}, "string"),
-        ({"hashes": "//////////8AAAAAAAAAAAAAAAAAAAAA"}, "ascending"),
-        ({"sections": "AAAAAAAAAAAAAAAJ"}, "not there"),
+        (0, 1, "ascending"),  # the highest plane of the hashes
+        (3 * 16, 65, "dimensions"),
+        (3 * 16, 2, "bounds"),
+        (3 * 17, 0x80, "out of bounds"),
+        (3 * 17, 0x40, "out of bounds"),
     ],
 )
-def test_path_hashes_that_lie_are_refused(change, complaint):
-    body = load_json(dump_hashes(sort_hashes([[1, 2], [3]])), "x")
+def test_a_table_that_lies_is_refused(at, byte, complaint):
+    table = table_of([[(1, Region((5,), (6,))), (2, True)], [(3, False)]])
+    raw = bytearray(dump_table(table))
+    raw[at] = byte
     with pytest.raises(FormatError, match=complaint):
-        load_hashes(dump_json({**body, **change}), "x", count=3, sections=2)
+        load_table(bytes(raw), "x", count=3)
+
+
+@pytest.mark.parametrize("length", [0, 50, 66, 68])
+def test_a_table_of_another_length_is_refused(length):
+    raw = dump_table(table_of([[(1, Region((5,), (6,))), (2, True)], [(3, False)]]))
+    assert len(raw) == 3 * 17 + 16
+    with pytest.raises(FormatError, match="does not hold"):
+        load_table((raw + bytes(9))[:length], "x", count=3)

@@ -13,7 +13,7 @@ import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.format.commit_record import decode_commit
 from penstock.core.format.index import IndexReader
-from penstock.core.format.part import decode_hashes, decode_head, decode_section
+from penstock.core.format.part import decode_head, decode_section, decode_shards
 from penstock.core.format.records import FORMAT_VERSION, commit_name
 from penstock.core.format.zstd import decompress
 from penstock.core.tree.paths import path_hash
@@ -43,7 +43,7 @@ def example():
         "commit": found["commit"].encode(),
         "part": base64.b64decode(found["part"]),
         **{name: undump(found[name]) for name in ("index", "raw", "enc")},
-        **{name: found[name].encode() for name in ("head", "hashes", "section")},
+        **{name: found[name].encode() for name in ("head", "shards", "section")},
     }
 
 
@@ -60,11 +60,11 @@ def test_the_records_of_the_example_are_what_the_page_shows(example, record):
     entry = record.parts[0]
     head = decode_head(example["part"][: entry.head_length], entry, record)
     assert decompress(example["part"][: entry.head_length], "head") == example["head"]
-    for info, name in ((head.hashes, "hashes"), (head.sections[0], "section")):
+    for info, name in ((head.shards, "shards"), (head.sections[0], "section")):
         data = example["part"][info.offset : info.offset + info.length]
         assert decompress(data, name) == example[name]
         json.loads(example[name])
-    decode_hashes(data=example["part"][324 : 324 + 77], head=head)
+    decode_shards(data=example["part"][323 : 323 + 67], head=head)
     section = decode_section(data, head.sections[0], head)
     for n, frame in enumerate(section.frames):
         blob = example["enc" if frame.chain else "raw"]
@@ -77,12 +77,10 @@ def test_the_index_of_the_example_finds_every_path(example, record):
     index = example["index"]
     reader = IndexReader(
         lambda offset, length: index[offset : offset + length],
-        size=record.index.length,
-        sha256=record.index.sha256,
-        name=record.index.name,
+        record.index,
     )
     for path in (("model", "w"), ("epoch",), ("history",)):
-        assert reader.find(path_hash(path)) == [(0, 0)]
+        assert reader.find(path_hash(path)).places() == [(0, 0)]
 
 
 def test_the_example_loads(example, record):

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import replace
+from collections import Counter
+from operator import sub
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.core.planned import NoBytes, planned, raw_places
 
 from penstock.core.errors import FormatError
-from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.blocks import frame_blocks, merge_ranges
 from penstock.core.format.records import (
     BlobRecord,
     ChunkRef,
@@ -21,8 +22,16 @@ from penstock.core.format.records import (
     SectionInfo,
     ShardRecord,
 )
-from penstock.core.plan.regions import copy_region, region_batches, region_runs
-from penstock.core.plan.restore import Located, ObjectRequest, plan_restore
+from penstock.core.plan.regions import (
+    common_region,
+    copy_region,
+    flaw_of_cover,
+    region_runs,
+    regions_of_range,
+    relative,
+    run_of,
+)
+from penstock.core.plan.restore import Located, ShardRequest, plan_restore
 from penstock.core.plan.save import plan_save
 from penstock.core.types import PAGE_BYTES, ByteRange, Kind, Region, Role, TensorSpec
 
@@ -61,7 +70,8 @@ def request(part, frames, refs, ranges=None):
         0, ("x",), Kind.TENSOR, TensorSpec("uint8", 1, shape), Role.OTHER, "tensor",
         (ShardRecord(Region.whole(shape), tuple(refs)),),
     )  # fmt: skip
-    return ObjectRequest(Located(record, part, frames), bytearray(shape[0]), ranges)
+    located = Located(record, part, frames)
+    return ShardRequest(located, record.shards[0], bytearray(shape[0]), 0, ranges)
 
 
 def planned_reads(requests, block_bytes):
@@ -71,7 +81,9 @@ def planned_reads(requests, block_bytes):
     for part, unit in block_bytes.items():
         blobs = tuple(BlobRecord(f"part {part}, blob {n}", 0) for n in (0, 1))
         heads[part] = PartHead("0" * 32, part, 1, 0, unit, blobs, (), nothing, ())
-    return plan_restore(requests, heads=heads, chain_of=lambda part, number: (part, number))
+    return plan_restore(
+        requests, head_of=heads.__getitem__, chain_of=lambda part, number: (part, number)
+    )
 
 
 def execute(plan, blobs):
@@ -108,7 +120,7 @@ def test_any_ranges_of_any_objects_are_read_right_and_only_their_blocks(
     for number in data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=5)):
         bound = st.integers(0, sizes[number])
         pairs = data.draw(st.none() | st.lists(st.tuples(bound, bound).map(sorted), max_size=3))
-        ranges = None if pairs is None else [ByteRange(a, b) for a, b in pairs]
+        ranges = None if pairs is None else merge_ranges(ByteRange(a, b) for a, b in pairs)
         requests.append(request(7, frames, refs[number], ranges))
         out = bytearray(sizes[number])
         for r in ranges if ranges is not None else [ByteRange(0, sizes[number])]:
@@ -152,52 +164,6 @@ def test_frames_of_different_parts_are_kept_apart():
     requests = [request(1, [frame], [ref]), request(0, [frame], [ref])]
     plan = planned_reads(requests, {0: 4096, 1: 4096})
     assert [read.blob for read in plan.jobs] == ["part 0, blob 0", "part 1, blob 0"]
-
-
-def rows(start, count, *, columns=(0, 4), at=0):
-    """A shard of a matrix of 4 columns of bytes, stored from byte `at` of frame 0."""
-    first, stop = columns
-    region = Region((start, first), (count, stop - first))
-    return ShardRecord(region, (ChunkRef(0, at, 0, region.numel),))
-
-
-def sharded(*shards):
-    spec = TensorSpec("uint8", 1, (6, 4))
-    record = ObjectRecord(0, ("w",), Kind.TENSOR, spec, Role.OTHER, "tensor", shards)
-    frame = Frame(0, 0, 64, 64, 0, (1,))
-    return ObjectRequest(Located(record, 0, [frame]), bytearray(24))
-
-
-def test_each_shard_goes_where_its_region_is():
-    stored = bytes(range(64))
-    shards = [rows(4, 2, at=0), rows(0, 1, at=8), rows(1, 3, at=12), rows(0, 1, at=40)]
-    request = sharded(*shards)
-    plan = planned_reads([request], {0: 4096})
-    execute(plan, {0: stored})
-    assert request.sink == stored[8:24] + stored[0:8]
-    # Ranges count from the object's first byte, not from a shard's.
-    part = replace(request, sink=bytearray(24), ranges=[ByteRange(3, 5), ByteRange(15, 18)])
-    execute(planned_reads([part], {0: 4096}), {0: stored})
-    assert part.sink[3:5] == stored[11:13]
-    assert part.sink[15:18] == bytes([*stored[23:24], *stored[0:2]])
-    assert part.sink.count(0) >= 24 - 6
-
-
-@pytest.mark.parametrize(
-    ("shards", "why"),
-    [
-        ([rows(0, 6, columns=(0, 2)), rows(0, 6, columns=(2, 4))], "no run of its bytes"),
-        ([rows(0, 2), rows(3, 3)], "at byte 8"),
-        ([rows(0, 3), rows(2, 4)], "at byte 12"),
-        ([rows(0, 2), rows(2, 3)], "end at byte 20 of 24"),
-        ([rows(1, 5)], "at byte 0"),
-    ],
-)
-def test_shards_that_cannot_be_put_together_are_refused(shards, why):
-    with pytest.raises(FormatError, match=f"w is stored in .* put it together: .*{why}"):
-        planned_reads([sharded(*shards)], {0: 4096})
-    # To verify them nothing is put together.
-    assert planned_reads([replace(sharded(*shards), sink=None)], {0: 4096}).jobs
 
 
 # -- regions ------------------------------------------------------------------------------------
@@ -244,24 +210,75 @@ def test_runs_are_joined_over_gaps_of_exactly_the_given_size():
     assert len(region_runs((3, 10), region, 2, merge_gap_bytes=12)) == 1
 
 
-@given(regions(), st.integers(1, 300))
-def test_a_region_read_in_batches_is_the_region(case, limit_bytes):
+@given(regions(), st.data())
+def test_a_range_of_elements_is_few_rectangles_in_order(case, data):
+    shape, _, itemsize = case
+    count = math.prod(shape)
+    start, stop = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
+    found = regions_of_range(shape, start, stop)
+    pieces = b"".join(cut(tensor(shape, itemsize), region) for region in found)
+    assert pieces == tensor(shape, itemsize).tobytes()[start * itemsize : stop * itemsize]
+    assert all(region.numel for region in found)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(regions())
+def test_a_run_is_said_of_exactly_those_regions_that_are_one(case):
     shape, region, itemsize = case
+    runs = region_runs(shape, region, itemsize)
+    run = run_of(shape, region, itemsize)
+    if region.numel:
+        assert ([run] if run else []) == (runs if len(runs) == 1 else [])
+
+
+def elements(region):
+    spans = zip(region.offsets, region.sizes, strict=True)
+    return set(itertools.product(*(range(o, o + n) for o, n in spans)))
+
+
+@given(regions(), regions())
+def test_what_two_regions_have_in_common(one, other):
+    if len(one[0]) != len(other[0]):
+        return
+    (_, a, _), (_, b, _) = one, other
+    both = elements(a) & elements(b)
+    common = common_region(a, b)
+    assert (common.numel if common else 0) == len(both)
+    if common:
+        assert common.offsets in both
+        assert relative(common, a).offsets == tuple(map(sub, common.offsets, a.offsets))
+
+
+@given(regions(), st.data())
+def test_a_piece_of_a_region_is_copied_out_of_any_range_that_holds_it(case, data):
+    shape, region, itemsize = case
+    count = math.prod(shape)
+    start, stop = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
     whole = tensor(shape, itemsize).tobytes()
     out = bytearray(region.numel * itemsize)
-    end = elements = 0
-    for batch in region_batches(shape, region, itemsize, limit_bytes):
-        assert batch.cover.start >= end
-        assert batch.cover.length <= max(limit_bytes, itemsize)
-        end = batch.cover.stop
-        elements += batch.region.numel
-        source = bytearray(b"\xee" * batch.cover.length)
-        for run in region_runs(shape, batch.region, itemsize):
-            at = run.start - batch.cover.start
-            source[at : at + run.length] = whole[run.start : run.stop]
-        copy_region(
-            memoryview(source), batch.cover, batch.region, memoryview(out), region,
-            shape=shape, itemsize=itemsize,
-        )  # fmt: skip
-    assert elements == region.numel
+    for first, last in ((0, start), (start, stop), (stop, count)):
+        span = ByteRange(first * itemsize, last * itemsize)
+        for rectangle in regions_of_range(shape, first, last):
+            common = common_region(rectangle, region)
+            if common is not None:
+                copy_region(
+                    memoryview(whole)[span.start : span.stop], span, common, memoryview(out),
+                    region, shape=shape, itemsize=itemsize,
+                )  # fmt: skip
     assert bytes(out) == cut(tensor(shape, itemsize), region)
+
+
+@given(regions(), st.data())
+def test_a_cover_is_said_of_exactly_those_regions_that_hold_each_element_once(case, data):
+    shape, region, _ = case
+    held = [region, *data.draw(st.lists(regions().map(lambda other: other[1]), max_size=3))]
+    held = [one for one in held if len(one.sizes) == len(shape)]
+    held = [
+        r
+        for r in held
+        if all(o + n <= m for o, n, m in zip(r.offsets, r.sizes, shape, strict=True))
+    ]
+    counted = Counter(e for one in set(held) for e in elements(one))
+    every = elements(Region.whole(shape))
+    flaw = flaw_of_cover(shape, [*held, *held])
+    assert (flaw is None) == (counted.keys() == every and max(counted.values(), default=1) == 1)

@@ -377,7 +377,7 @@ def test_verify_finds_bytes_behind_the_end_of_a_record(name, run, ckpt, saved):
 def test_verify_finds_damage_in_the_path_hashes_of_a_part(run, ckpt, saved):
     checkpoint = ckpt.open(STEP)
     name = f"{step_of(ckpt, STEP)}/parts/00000.json.zst"
-    run.flip(name, checkpoint.contents.head(0).hashes.offset + 3)
+    run.flip(name, checkpoint.contents.head(0).shards.offset + 3)
     assert not read_all_ways(ckpt, saved)  # only a merge of several parts uses them
     assert any(name in what for what in damage_of(ckpt))
 

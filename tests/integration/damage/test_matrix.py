@@ -125,7 +125,8 @@ def pieces_of(run, checkpoint, generation):
     intent, commit = intent_name(uid), run.commit(checkpoint.step, generation)
     part, index = f"data/{uid}/parts/00000.json.zst", f"data/{uid}/index"
     head = contents.head(0)
-    hashes, section = head.hashes, head.sections[0]
+    index_head = contents.record.index.head_length
+    shards, section = head.shards, head.sections[0]
     line = run.read(commit).index(b"\n")
     everyone = VALUES | BOTH
     numbers = [place_of(checkpoint, "model/weight", n) for n in (0, 1, 2)]
@@ -144,11 +145,11 @@ def pieces_of(run, checkpoint, generation):
         ),
         "commit header": Piece(commit, 0, line, everyone | {"ls"}),
         "commit body": Piece(commit, line + 1, len(run.read(commit)), everyone | {"ls"}),
-        "part head": Piece(part, 0, hashes.offset, everyone),
-        "path hashes": Piece(part, hashes.offset, section.offset, BOTH),
+        "part head": Piece(part, 0, shards.offset, everyone),
+        "shard table": Piece(part, shards.offset, section.offset, BOTH),
         "section": Piece(part, section.offset, section.offset + section.length, everyone),
-        "index header": Piece(index, 0, 16, BOTH | {"open", "region"}),
-        "index entries": Piece(index, 16, 48, BOTH | {"open", "region"}, twin=(48, 80)),
+        "index head": Piece(index, 0, index_head, BOTH | {"open", "region"}),
+        "index block": Piece(index, index_head, len(run.read(index)), BOTH | {"open", "region"}),
         "raw frame": Piece(  # within the rows that are read as a region
             numbers[0].blob,
             numbers[0].offset + 700,
@@ -225,8 +226,8 @@ def check(stage, cells, expected, path="model/weight", either=frozenset()):
 # -- bytes within a file --------------------------------------------------------------------------
 
 KINDS = [
-    "intent header", "intent body", "commit header", "commit body", "part head", "path hashes",
-    "section", "index header", "index entries", "raw frame", "slab", "slab padding", "gap",
+    "intent header", "intent body", "commit header", "commit body", "part head", "shard table",
+    "section", "index head", "index block", "raw frame", "slab", "slab padding", "gap",
     "encoded frame", "encoded slab",
 ]  # fmt: skip
 
@@ -308,7 +309,7 @@ FILES = {
     "intent": ("intent body", frozenset()),
     "commit": ("commit body", VALUES | BOTH | {"ls"}),
     "part": ("section", VALUES | BOTH),
-    "index": ("index entries", BOTH | {"open", "region"}),
+    "index": ("index block", BOTH | {"open", "region"}),
     "raw blob": ("raw frame", VALUES | BOTH),
     "encoded blob": ("encoded frame", VALUES | BOTH),
 }
@@ -460,7 +461,7 @@ def test_a_whole_older_generation_put_back_under_its_names_reads_as_what_it_was(
 
 
 def test_verify_reports_damage_of_every_kind_at_once(stage):
-    kinds = ["path hashes", "index entries", "raw frame", "slab", "encoded frame", "encoded slab"]
+    kinds = ["shard table", "index block", "raw frame", "slab", "encoded frame", "encoded slab"]
     before = {stage.pieces[kind].name: stage.run.read(stage.pieces[kind].name) for kind in kinds}
     try:
         for kind in kinds:
@@ -471,7 +472,7 @@ def test_verify_reports_damage_of_every_kind_at_once(stage):
             stage.run.write(name, data)
     expected = {"model/weight", "model/bias", "optimizer/moment", "optimizer/variance"}
     assert expected <= found
-    assert {stage.pieces["index entries"].name, stage.pieces["path hashes"].name} <= found
+    assert {stage.pieces["index block"].name, stage.pieces["shard table"].name} <= found
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if "intent" not in k and k != "gap"])

@@ -1,0 +1,156 @@
+"""Checkpoints of several ranks, read in one process: any shards, any regions, whole or in part."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.core.restore.test_scatter import splits, wanted
+from tests.core.stored_ranks import STEP, cut, store_ranks
+from tests.integration.support import checkpointer, memory
+
+from penstock import DamagedError
+from penstock.core.format.commit_record import encode_commit
+from penstock.core.format.records import ManyParts, commit_name
+from penstock.core.types import Region
+
+DTYPES = ("uint8", "int16", "float32", "float64", "complex128")
+
+
+@st.composite
+def arrays(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+    scale = draw(st.sampled_from([1, 1, 40]))  # some larger than a block
+    shape = (shape[0] * scale, *shape[1:]) if shape else ()
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    count = math.prod(shape)
+    seed = draw(st.integers(0, 2**32 - 1))
+    data = np.random.default_rng(seed).integers(0, 250, count * dtype.itemsize, np.uint8)
+    return data.view(dtype).reshape(shape)
+
+
+@st.composite
+def jobs(draw):
+    """A state, and what each of some ranks holds of it."""
+    count = draw(st.integers(2, 4) | st.just(20))
+    state = {("a", f"w{n}"): array for n, array in enumerate(draw(st.lists(arrays(), max_size=4)))}
+    state["b",] = np.arange(3, dtype=np.int64)
+    ranks = [[] for _ in range(count)]
+    for path, array in state.items():
+        held = {rank: [] for rank in range(count)}
+        for region in draw(splits(Region.whole(array.shape))):
+            writers = st.lists(st.integers(0, count - 1), min_size=1, max_size=2, unique=True)
+            for rank in draw(writers):
+                held[rank].append(region)
+        for rank, regions in held.items():
+            # A rank without a share may describe an object, or leave it out.
+            if regions or draw(st.booleans()):
+                ranks[rank].append((path, array, regions))
+    return state, ranks
+
+
+def equal(tree, state):
+    found = {(*path, key): leaf for path, node in walk(tree) for key, leaf in node.items()}
+    assert found.keys() == state.keys()
+    for path, array in state.items():
+        assert found[path].dtype == array.dtype
+        assert found[path].tobytes() == array.tobytes()
+
+
+def walk(tree):
+    yield (), {k: v for k, v in tree.items() if not isinstance(v, dict)}
+    for key, child in tree.items():
+        if isinstance(child, dict):
+            yield (key,), child
+
+
+@settings(deadline=None)
+@given(jobs(), st.data())
+def test_what_ranks_stored_comes_back_whole_and_in_part(job, data):
+    state, ranks = job
+    store = memory()
+    store_ranks(store, ranks, per_section=data.draw(st.integers(1, 3)))
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        equal(ckpt.load(), state)
+        target = {"a": {}, "b": np.zeros(3, np.int64)}
+        for path, array in state.items():
+            if len(path) == 2:
+                target["a"][path[1]] = np.zeros_like(array)
+        ckpt.restore(target if target["a"] else {"b": target["b"]})
+        equal(target if target["a"] else {"b": target["b"]}, state)
+        view = ckpt.open()
+        assert sorted(view.keys()) == sorted("/".join(path) for path in state)
+        for path, array in state.items():
+            region = data.draw(wanted(array.shape))
+            assert view.read("/".join(path), region).tobytes() == cut(array, region).tobytes()
+            assert view["/".join(path)].tobytes() == array.tobytes()
+
+
+def columns(rank, of=4):
+    return Region((0, 8 * rank), (64, 8)) if of else None
+
+
+ARRAY = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+
+
+def by_columns():
+    return [[(("w",), ARRAY, [columns(rank)])] for rank in range(4)]
+
+
+def test_shards_that_leave_out_elements_are_damage_that_names_the_object():
+    store = memory()
+    store_ranks(store, by_columns()[:3])
+    with checkpointer(store) as ckpt:
+        with pytest.raises(DamagedError, match=r"w from .*: no shard has elements"):
+            ckpt.load()
+        assert ckpt.open().read("w", (slice(0, 64), slice(0, 24))).tobytes() == (
+            np.ascontiguousarray(ARRAY[:, :24]).tobytes()
+        )
+        assert not ckpt.verify().ok
+
+
+def test_ranks_that_describe_an_object_differently_are_refused_by_name():
+    store = memory()
+    ranks = by_columns()
+    ranks[2] = [(("w",), ARRAY.view(np.int32), [columns(2)])]
+    store_ranks(store, ranks)
+    with checkpointer(store) as ckpt:
+        with pytest.raises(
+            DamagedError, match="w: the ranks that saved it describe it differently"
+        ):
+            ckpt.load()
+        assert not ckpt.verify().ok
+
+
+def test_a_region_reads_the_parts_that_hold_it_and_no_others():
+    store = memory()
+    ranks = [[(("w",), ARRAY, [Region((16 * rank, 0), (16, 32))])] for rank in range(4)]
+    ranks[0].append((("v",), ARRAY, [Region.whole(ARRAY.shape)]))
+    record = store_ranks(store, ranks)
+    store.delete([record.parts[1].name, record.parts[3].name])
+    with checkpointer(store) as ckpt:
+        view = ckpt.open()
+        assert view.read("w", (slice(32, 48),)).tobytes() == ARRAY[32:48].tobytes()
+        assert view["v"].tobytes() == ARRAY.tobytes()
+        with pytest.raises(DamagedError, match=record.parts[1].name):
+            view.read("w", (slice(0, 17),))
+        assert STEP in ckpt.steps()
+
+
+def test_an_index_that_lists_other_parts_is_damage():
+    store = memory()
+    ranks = [[(("w",), ARRAY, [Region((2 * rank, 0), (2, 32))])] for rank in range(32)]
+    record = store_ranks(store, ranks)
+    assert (record.parts, record.many_parts.count) == ((), 32)
+    with checkpointer(store) as ckpt:
+        assert ckpt.load()["w"].tobytes() == ARRAY.tobytes()
+    for many in (ManyParts(31, record.many_parts.length), ManyParts(32, 9)):
+        store.delete([commit_name(STEP, 0)])
+        store.publish(commit_name(STEP, 0), encode_commit(replace(record, many_parts=many)))
+        with checkpointer(store) as ckpt:
+            with pytest.raises(DamagedError, match="does not list the parts"):
+                ckpt.load()
+            assert record.index.name in {d.what for d in ckpt.verify().damaged}

@@ -1,0 +1,146 @@
+"""Regions of tensors that several ranks hold, put together from shards of any shape."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.abc import ByteSink
+from penstock.core.errors import FormatError
+from penstock.core.format.records import ChunkRef, ObjectRecord, ShardRecord
+from penstock.core.plan.restore import Located, ObjectRequest
+from penstock.core.restore.fill import BytesSink
+from penstock.core.restore.scatter import shard_requests
+from penstock.core.types import Kind, Region, Role, TensorSpec
+
+
+class Blind(ByteSink):
+    """A sink that shows no memory, as that of a GPU."""
+
+    def __init__(self, nbytes):
+        self.nbytes, self.device, self.address, self.memory = nbytes, "cuda:0", None, None
+        self.data = bytearray(nbytes)
+
+    def view(self):
+        return None
+
+    def copy_in(self, start, data, /):
+        self.data[start : start + data.nbytes] = data
+
+
+def tensor(shape, itemsize):
+    flat = np.arange(math.prod(shape) * itemsize, dtype=np.uint32).astype(np.uint8)
+    return flat.reshape((*shape, itemsize))
+
+
+def cut(array, region):
+    index = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+    return array[index].tobytes()
+
+
+@st.composite
+def splits(draw, region, depth=3):
+    """Rectangles that make up `region`."""
+    wide = [d for d, n in enumerate(region.sizes) if n > 1]
+    if not wide or not depth or draw(st.integers(0, 3)) == 0:
+        return [region]
+    at = draw(st.sampled_from(wide))
+    first = draw(st.integers(1, region.sizes[at] - 1))
+    found = []
+    for start, size in ((0, first), (first, region.sizes[at] - first)):
+        offsets = (*region.offsets[:at], region.offsets[at] + start, *region.offsets[at + 1 :])
+        piece = Region(offsets, (*region.sizes[:at], size, *region.sizes[at + 1 :]))
+        found += draw(splits(piece, depth - 1))
+    return found
+
+
+@st.composite
+def wanted(draw, shape):
+    spans = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Region(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+def stored_as(shards, shape, itemsize, per_part=1):
+    """The shards, described by as many parts; shard n has its bytes in frame n."""
+    spec = TensorSpec("x", itemsize, shape)
+    found = []
+    for part, at in enumerate(range(0, len(shards), per_part)):
+        records = tuple(
+            ShardRecord(region, (ChunkRef(at + n, 0, 0, region.numel * itemsize),))
+            for n, region in enumerate(shards[at : at + per_part])
+        )
+        record = ObjectRecord(0, ("w",), Kind.TENSOR, spec, Role.OTHER, "tensor", records)
+        found += [(Located(record, part, ()), shard) for shard in records]
+    return found
+
+
+def give(request, data, step):
+    """Bring the bytes that a request asks for, `step` elements at once, and nothing else."""
+    size = data.itemsize * data.shape[-1]
+    shard = memoryview(cut(data, request.shard.region))
+    whole = [SimpleNamespace(start=0, stop=shard.nbytes)]
+    for span in whole if request.ranges is None else request.ranges:
+        for start in range(span.start, span.stop, step * size):
+            stop = min(start + step * size, span.stop)
+            request.sink.copy_in(request.base + start, shard[start:stop])
+
+
+@given(st.data())
+def test_any_region_is_put_together_from_any_shards(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    itemsize = data.draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    shards = data.draw(splits(Region.whole(shape)))
+    shards += data.draw(st.lists(st.sampled_from(shards), max_size=2))  # replicas
+    values = tensor(shape, itemsize)
+    stored = stored_as(shards, shape, itemsize, data.draw(st.integers(1, 3)))
+    region = data.draw(st.none() | wanted(shape))
+    expected = cut(values, region or Region.whole(shape))
+    at = data.draw(st.integers(0, 3)) * itemsize
+    sink = data.draw(st.sampled_from([BytesSink, Blind]))(at + len(expected))
+    request = ObjectRequest(stored[0][0], sink, region, at)
+    found = list(shard_requests(request, stored, lambda _: data.draw(st.integers(1, 40))))
+    for one in found:
+        give(one, values, data.draw(st.integers(1, 9)))
+    assert bytes(sink.data) == bytes(at) + expected
+    regions = [one.shard.region for one in found]
+    assert len(set(regions)) == len(regions)
+
+
+def test_whole_rows_go_straight_into_the_target():
+    shards = [Region((0, 0), (2, 5)), Region((2, 0), (4, 5))]
+    sink = BytesSink(4 * 5)
+    request = ObjectRequest(stored_as(shards, (6, 5), 1)[0][0], sink, Region((1, 0), (4, 5)))
+    first, second = shard_requests(request, stored_as(shards, (6, 5), 1), lambda _: 4096)
+    assert first.sink is second.sink is sink
+    assert (first.base, second.base) == (-5, 5)
+    assert [(r.start, r.stop) for r in first.ranges] == [(5, 10)]
+    assert [(r.start, r.stop) for r in second.ranges] == [(0, 15)]
+
+
+@pytest.mark.parametrize(
+    ("shards", "why"),
+    [
+        ([Region((0, 0), (2, 4)), Region((3, 0), (3, 4))], "no shard has elements [2:3, 0:4]"),
+        (
+            [Region((0, 0), (3, 4)), Region((2, 0), (4, 4))],
+            "several shards have elements [2:3, 0:4]",
+        ),
+        ([Region((0, 0), (6, 2)), Region((0, 2), (6, 1))], "no shard has elements [0:6, 3:4]"),
+        ([Region((1, 0), (5, 4))], "no shard has elements [0:1, 0:4]"),
+        ([], "no shard has elements [0:6, 0:4]"),
+    ],
+)
+def test_shards_that_leave_out_or_repeat_elements_are_refused(shards, why):
+    stored = stored_as(shards, (6, 4), 1)
+    located = stored[0][0] if stored else stored_as([Region.whole((6, 4))], (6, 4), 1)[0][0]
+    request = ObjectRequest(located, BytesSink(24))
+    with pytest.raises(FormatError, match=re.escape(f"w from (0, 0) on: {why}")):
+        list(shard_requests(request, stored, lambda _: 4096))
+    # To verify them nothing is put together.
+    assert len(list(shard_requests(request._replace(sink=None), stored, lambda _: 1))) == len(
+        stored
+    )
