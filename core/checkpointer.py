@@ -313,6 +313,7 @@ class Checkpointer:
             SelectionError: A pattern matches nothing.
         """
         self._check_open()
+        self._saver.distrust()  # damage may be found, or be the reason for the restore
         report = self._reader.restore(
             state,
             step,
@@ -411,7 +412,10 @@ class Checkpointer:
             ConfigError: `repair` is set, but the run has no tiers.
         """
         self._check_open()
-        return self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
+        report = self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
+        if not report.ok:
+            self._saver.distrust()
+        return report
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint: its record first, durably, then its data."""

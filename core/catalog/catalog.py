@@ -115,18 +115,24 @@ class Catalog:
         newest = self.newest()
         return None if newest is None else newest.step
 
-    def newest(self) -> CommitRecord | None:
+    def newest(self, *, up_to: int | None = None) -> CommitRecord | None:
         """Return the commit record of the newest step; None if there is no checkpoint.
+
+        Args:
+            up_to: The highest step that counts; None: all do.
 
         Raises:
             DamagedError: The commit record is unreadable.
         """
-        while entries := self.entries():
+        while True:
+            entries = self.entries()
+            steps = [step for step in entries if up_to is None or step <= up_to]
+            if not steps:
+                return None
             try:
-                return self.record(max(entries), entries=entries)
+                return self.record(steps[-1], entries=entries)
             except CheckpointNotFoundError:
                 continue  # deleted after the listing: the next listing lacks it
-        return None
 
     def require_newest(self) -> CommitRecord:
         """Return the commit record of the newest step.

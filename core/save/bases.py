@@ -1,7 +1,8 @@
 """The base of a save: the earlier checkpoint against which codecs encode its chunks.
 
-The base is the newest checkpoint of the place that the save writes to. Its chunks come from host
-memory if this process has just saved it and could keep them, else from the store.
+The base is the newest checkpoint, up to the step of the save, of the place that it writes to. Its
+chunks come from host memory if this process has just saved it and could keep them, else from the
+store.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class SaveBases:
         plan: SavePlan,
         chains: Sequence[CodecChain | None],
         *,
+        step: int,
         kept: KeptChunks,
         earlier: EarlierCheckpoints,
         deltas: Deltas,
@@ -120,6 +122,7 @@ class SaveBases:
         Args:
             plan: The chunks of the save.
             chains: Codec chains by number; None is raw.
+            step: The step of the save; later ones are no base for it.
             kept: The chunks in memory.
             earlier: Reads earlier checkpoints.
             deltas: How long chains get, and how much memory the base may take.
@@ -127,6 +130,7 @@ class SaveBases:
             block_bytes: Distance of the checksums in raw frames of the save.
         """
         self._plan = plan
+        self._step = step
         self._kept = kept
         self._earlier = earlier
         self._deltas = deltas
@@ -156,7 +160,9 @@ class SaveBases:
         if not self._keys and not self._shares:
             return ()
         try:
-            record = Catalog(backend).newest()
+            # After a return to an older step, a later one is of a course of training that was
+            # given up, maybe since it is damaged.
+            record = Catalog(backend).newest(up_to=self._step)
             encodes = record is not None and self._age_above(record) < self._deltas.every
             if record is None or not (encodes or self._shares):
                 return ()

@@ -180,6 +180,10 @@ class Saver(SaveSurroundings):
             staging_bytes=request.staging_bytes,
         )
 
+    def distrust(self) -> None:
+        """Make the next save read all that it refers to, and store anew what is damaged."""
+        self._kept = KeptChunks()
+
     def close(self) -> None:
         """Give the staging memory back, unless a stuck store may still use it."""
         if self.pending.released and self.staging is not None:
@@ -275,6 +279,7 @@ class Saver(SaveSurroundings):
         return SaveBases(
             request.plan,
             request.chains,
+            step=request.step,
             kept=self._kept,
             earlier=self._earlier,
             deltas=self._config.deltas,

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from tests.integration.support import holding, same
+from tests.integration.support import holding, place_of, same
 
 import penstock
 from penstock.core.errors import DamagedError, StorageError
@@ -111,6 +111,35 @@ def test_after_rewind_the_chain_goes_on_from_where_it_is(tmp_path):
         ckpt.save(weights(7), step=7, mode="blocking")
     assert bases_of(tmp_path, [7]) == [(1, 2)]
     check(tmp_path, [0, 1, 7])
+
+
+def test_a_later_step_is_no_base(tmp_path):
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        for step in (0, 2, 9):
+            ckpt.save(weights(step), step=step, mode="blocking")
+        for step in (2, 5):
+            ckpt.save(weights(step), step=step, mode="blocking", overwrite=True)
+    assert bases_of(tmp_path, [2, 5, 9]) == [(2, 2), (2, 3), (2, 2)]
+    check(tmp_path, [0, 2, 5, 9])
+
+
+@pytest.mark.parametrize("found_by", ["restore", "verify"])
+def test_after_damage_was_found_the_next_save_does_not_depend_on_it(tmp_path, found_by):
+    with penstock.Checkpointer(tmp_path, rules=RULES) as ckpt:
+        for step in range(3):
+            ckpt.save(weights(step), step=step, mode="blocking")
+        place = place_of(ckpt.open(1), "model/large")
+        blob = tmp_path / place.blob
+        data = bytearray(blob.read_bytes())
+        data[place.offset + 100] ^= 1
+        blob.write_bytes(data)
+        if found_by == "verify":
+            assert not ckpt.verify(2).ok
+        else:
+            report = ckpt.restore(weights(7), on_damage="fallback")
+            assert report.fell_back_from == (2, 1)
+        ckpt.save(weights(3), step=3, mode="blocking")
+    check(tmp_path, [0, 3])
 
 
 def test_an_overwritten_base_is_still_there_for_the_overwrite(tmp_path):
