@@ -23,7 +23,7 @@ from disk import settle, sync_tree
 from rich.console import Console
 from rich.progress import track
 from states import TrainingState
-from systems import BACKGROUND
+from systems import BACKGROUND, ENCODED
 from tables import LOOP_COLUMNS, loop_cells, terminal_table
 from torch import nn
 
@@ -48,15 +48,19 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(help="Systems whose name contains this; repeatable.")
     ] = None,
+    codecs: Annotated[
+        bool, typer.Option("--codecs", help="Penstock alone, raw and with codecs.")
+    ] = False,
 ) -> None:
     """Measure how much a background save slows training down."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
-    names = [n for n in BACKGROUND if not only or any(o in n for o in only)]
+    made = ENCODED if codecs else BACKGROUND
+    names = [n for n in made if not only or any(o in n for o in only)]
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as scratch:
         loop = Loop(size_gb, batch)
-        systems = {n: BACKGROUND[n](Path(scratch) / str(i)) for i, n in enumerate(names)}
+        systems = {n: made[n](Path(scratch) / str(i)) for i, n in enumerate(names)}
         windows: dict[str, list[Window]] = {name: [] for name in [QUIET, *names]}
         for number in track(range(rounds + 1), "windows", console=console):
             for name in [QUIET, *names]:
@@ -79,6 +83,12 @@ def main(
     cells = [loop_cells(name, values) for name, values in results.items()]
     console.print(terminal_table(f"A training loop that saves {size}", LOOP_COLUMNS, cells))
     console.print("Cost: a window with one save, less as many undisturbed steps. All are medians.")
+    if codecs:
+        for name, values in results.items():
+            raw = results.get(name.partition(":")[0] + ": raw")
+            if raw and values is not raw:
+                ratio = values["held_s"] / raw["held_s"]
+                console.print(f"{name} blocks {ratio:.2f} times as long as raw")
 
 
 class Loop:
@@ -149,6 +159,7 @@ def summary(windows: dict[str, list[Window]], name: str, steps: int) -> dict[str
     busy = [s for w in mine for s, b in zip(w.steps_s[1:], w.busy[1:], strict=True) if b]
     return {
         "call_s": statistics.median(w.call_s for w in mine),
+        "held_s": statistics.median(w.held_s for w in mine),
         "fence_s": statistics.median(max(0.0, w.held_s - w.call_s) for w in mine),
         "step_s": statistics.median(s for w in mine for s in w.steps_s),
         "busy_step_s": statistics.median(busy) if busy else None,

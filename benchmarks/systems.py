@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable  # noqa: TC003 - a dataclass reads its annotations
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -161,10 +162,11 @@ class Penstock(System):
 
     durable_by_itself = True
 
-    def __init__(self, folder, backend="uring", mode="blocking"):
+    def __init__(self, folder, backend="uring", mode="blocking", codecs=()):
         super().__init__(folder)
         self._lib, self._mode = import_module("penstock"), mode
         self._spec = {"type": backend, "path": str(folder)}
+        self._rules = [{"match": "**", "codecs": codecs}] if codecs else []
         self._kept = None
 
     def _tree(self, state):
@@ -182,7 +184,7 @@ class Penstock(System):
 
     def save_in_background(self, state, number):
         if self._kept is None:
-            self._kept = self._lib.Checkpointer(self._spec)
+            self._kept = self._lib.Checkpointer(self._spec, rules=self._rules)
         handle = self._kept.save(self._tree(state), step=number, mode=self._mode)
         return Pending(
             handle.result,
@@ -225,4 +227,17 @@ BACKGROUND = {
     "DCP async_save": lambda folder: Dcp(folder, 2),
     "DCP async_save, kept stager": lambda folder: Dcp(folder, 2, keep_staging=True),
     "TorchSnapshot async_take": TorchSnapshot,
+}
+
+CODECS = {
+    "raw": (),
+    "floatsplit": ["floatsplit"],
+    "delta, floatsplit": ["delta", "floatsplit"],
+    "auto": "auto",
+}
+
+ENCODED = {
+    f"Penstock, {mode}: {name}": partial(Penstock, mode=mode, codecs=codecs)
+    for mode in ("lazy", "async")
+    for name, codecs in CODECS.items()
 }

@@ -137,13 +137,13 @@ class SaveBases:
         self._block_bytes = block_bytes
         self._shares = share
         self._chains = [chain_record(chain) for chain in chains]
-        needing = [
+        self._needing = [
             number
             for number, chunk in enumerate(plan.chunks)
             if (chain := chains[chunk.chain]) is not None and chain.needs_base
         ]
-        self._keys = planned_keys(plan, needing)
-        self._keeps = bool(needing) and self._has_memory()
+        self._keys: Mapping[int, ChunkKey] = {}
+        self._keeps = bool(self._needing) and self._has_memory()
         if not self._keeps:
             kept.drop()
         self._backend: Backend | None = None
@@ -157,8 +157,10 @@ class SaveBases:
 
     def choose(self, backend: Backend) -> Collection[str]:
         """Choose the base; return the uids that the intent of the save has to reference."""
-        if not self._keys and not self._shares:
+        if not self._needing and not self._shares:
             return ()
+        # Here, on the save thread: training waits for what the constructor does.
+        self._keys = planned_keys(self._plan, self._needing)
         try:
             # After a return to an older step, a later one is of a course of training that was
             # given up, maybe since it is damaged.
@@ -256,7 +258,7 @@ class SaveBases:
 
     def committed(self, uid: str, frames: Mapping[int, StoredFrame]) -> None:
         """Note that the save has committed; `frames` are those of its chunks, by number."""
-        if not self._keys and not self._shares:
+        if not self._needing and not self._shares:
             return
         known = {key: frames[n] for n, key in self._keys.items() if n in frames}
         chunks = self._plan.chunks
@@ -278,7 +280,7 @@ class SaveBases:
         return out
 
     def _has_memory(self) -> bool:
-        need = sum(self._plan.chunks[number].length for number in self._keys)
+        need = sum(self._plan.chunks[number].length for number in self._needing)
         limit = self._deltas.memory_bytes
         if limit is None:
             limit = (available_memory() + self._kept.size_bytes) // _MEMORY_SHARE

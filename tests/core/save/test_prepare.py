@@ -1,9 +1,13 @@
 """Metadata of a user: what becomes of it, and what is refused; the codecs of rules."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+import penstock
+from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.codecs.lz4 import Lz4Codec
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.config.model import load_config
@@ -93,3 +97,38 @@ def test_auto_chooses_among_lossless_codecs_that_need_no_base():
     table = ChainTable(config, registry)
     (number,) = table.auto.candidates.values()
     assert [codec.name for codec in table.chains[number].codecs] == ["floatsplit"]
+
+
+@pytest.mark.parametrize("mode", ["async", "lazy"])
+@pytest.mark.parametrize(
+    ("codecs", "most"), [(["floatsplit"], 1), (["delta", "floatsplit"], 1), ("auto", 6)]
+)
+def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, most):
+    layers = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(100)]
+    optimizer = torch.optim.AdamW(layers)
+    for parameter in layers:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"model": dict(zip(map(str, range(100)), layers, strict=True)), "opt": optimizer}
+
+    def calls_of(codecs):
+        rules = [{"match": "**", "codecs": codecs}]
+        calls = 0
+
+        def count(frame, event, arg):
+            nonlocal calls
+            calls += event in {"call", "c_call"}
+
+        store = MemoryBackend(MemoryConfig())
+        with penstock.Checkpointer(store, mode=mode, rules=rules) as ckpt:
+            for step in range(3):  # the first save imports, and has no base
+                calls = 0
+                sys.setprofile(count)  # of this thread alone
+                try:
+                    handle = ckpt.save(state, step=step)
+                finally:
+                    sys.setprofile(None)
+                handle.result()
+        return calls
+
+    assert calls_of(codecs) - calls_of([]) <= most * 400
