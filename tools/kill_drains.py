@@ -57,11 +57,15 @@ class Told:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """What step `step` holds."""
+    """What step `step` holds: something new, something that moves a little, something still."""
     made = torch.Generator().manual_seed(step)
+    same = torch.Generator().manual_seed(0)
+    moving = torch.randint(1 << 30, (_elements,), generator=same, dtype=torch.int32)
+    moving[step % 7 :: 7] += step
     return {
         "raw": torch.randn(_elements, generator=made),
-        "packed": torch.randint(0, 9, (_elements,), generator=made, dtype=torch.int32),
+        "packed": moving,
+        "still": torch.randn(_elements, generator=same),
         "step": step,
     }
 
@@ -73,6 +77,7 @@ def is_same(tree: dict[str, Any], step: int) -> bool:
         tree["step"] == step
         and torch.equal(tree["raw"], expected["raw"])
         and torch.equal(tree["packed"], expected["packed"])
+        and torch.equal(tree["still"], expected["still"])
     )
 
 
@@ -87,7 +92,9 @@ def config_of(fast: str, durable: str, drain_in: str) -> dict[str, Any]:
             "drain_bytes_per_s": "100 MB",
             "drain_in": drain_in,
         },
-        "rules": [{"match": "packed", "codecs": ["lz4"]}],
+        "rules": [{"match": "packed", "codecs": ["delta", "lz4"]}],
+        "deltas": {"every": 5, "max_chain": 3},
+        "share": True,
         "retention": {"keep_last": 4},
         "workers": 1,
         "grace_s": 3600,
