@@ -208,18 +208,34 @@ def break_all(guards: list[Guard], jobs: int, *, why: bool) -> dict[Guard, Verdi
 
 
 def write_page(verdicts: dict[Guard, Verdict], lines: list[str]) -> None:
-    """Put the tables, and what was printed last, behind the head of the page."""
-    head = PAGE.read_text().partition("\n## ")[0]
-    for chapter in dict.fromkeys(guard.chapter for guard in verdicts):
+    """Put the tables, and what was printed last, behind the head of the page.
+
+    A guard that was not taken out this time keeps the test that it has on the page.
+    """
+    page = PAGE.read_text()
+    rows = {m["guard"]: m["test"] for m in _ROW.finditer(page)}
+    rows |= {_title(g): f"`{v.test}`" if v.test else "none" for g, v in verdicts.items()}
+    guards = [guard for guard in read_guards() if _title(guard) in rows]
+    head = page.partition("\n## ")[0]
+    for chapter in dict.fromkeys(guard.chapter for guard in guards):
         head += (
             f"\n## {chapter}\n\n| guard | without it | a test that fails then |\n|---|---|---|\n"
         )
-        for guard, verdict in verdicts.items():
-            if guard.chapter == chapter:
-                test = f"`{verdict.test}`" if verdict.test else "none"
-                head += f"| {guard.name} (`{guard.file}`) | {guard.harm} | {test} |\n"
+        for guard in (guard for guard in guards if guard.chapter == chapter):
+            head += f"| {_title(guard)} | {guard.harm} | {rows[_title(guard)]} |\n"
+    if len(guards) > len(verdicts):
+        lines = [*lines, f"the other {len(guards) - len(verdicts)} in earlier runs"]
     printed = "\n".join(lines)
     PAGE.write_text(f"{head}\n## Printed\n\n```\n{printed}\n```\n")
+
+
+_ROW = re.compile(
+    r"^\| (?P<guard>.+ \(`[^`]+`\)) \| .+ \| (?P<test>`[^`]+`|none) \|$", re.MULTILINE
+)
+
+
+def _title(guard: Guard) -> str:
+    return f"{guard.name} (`{guard.file}`)"
 
 
 def main() -> None:
