@@ -18,7 +18,7 @@ from penstock.core.catalog.survey import (
 )
 from penstock.core.concurrency.processes import is_over
 from penstock.core.errors import BlobNotFoundError, DamagedError
-from penstock.core.format.records import data_prefix, index_name
+from penstock.core.format.records import data_prefix, index_name, intent_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -168,22 +168,33 @@ class _How:
 
 
 def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
-    """Prune each tier by its own records and clock; data that any tier references stays in all."""
+    """Prune each tier by its own records and clock; an intent in any tier counts in all."""
+    places = places_of(backend)
     reports: list[PruneReport] = []
-    taken: set[str] = set()
+    freed: set[str] = set()
     while True:
-        survey = survey_run(backend)
-        if survey.unreadable:
-            reports.append(_refused(survey, dry_run=how.dry_run))
+        surveys = [survey_run(place) for place in places]
+        readable = {name for survey in surveys for name in survey.records}.union(
+            *(map(intent_name, survey.intents) for survey in surveys)
+        )
+        unreadable = {
+            n: why for s in surveys for n, why in s.unreadable.items() if n not in readable
+        }
+        if unreadable:
+            reports.append(_refused(unreadable, dry_run=how.dry_run))
             break
-        here = replace(how, keep=how.keep | survey.references, latest=survey.latest)
-        found = [_prune_one(tier.backend, here) for tier in backend.tiers]
+        steps = [survey.latest for survey in surveys if survey.latest is not None]
+        latest = max(steps, default=None)
+        found = [
+            _prune_one(place, replace(how, keep=how.keep | keep, latest=latest))
+            for place, keep in zip(places, _kept_for_others(places, surveys, how), strict=True)
+        ]
         reports += found
-        # What an attempt referenced that is gone now may go from all tiers as well.
-        new = {uid for report in found for uid in report.uids} - taken
+        # What an attempt or a generation referenced that is gone now may go from all tiers as well.
+        new = {gone for report in found for gone in (*report.uids, *report.superseded)} - freed
         if how.dry_run or not new:
             break
-        taken |= new
+        freed |= new
     return PruneReport(
         uids=tuple(sorted({uid for report in reports for uid in report.uids})),
         names=sum(report.names for report in reports),
@@ -195,8 +206,31 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
     )
 
 
-def _refused(survey: Survey, *, dry_run: bool) -> PruneReport:
-    refused = tuple(str(error) for error in survey.unreadable.values())
+def _kept_for_others(
+    places: Sequence[Backend], surveys: Sequence[Survey], how: _How
+) -> list[set[str]]:
+    """Return the uids that stay in each tier for the sake of what other tiers have.
+
+    A record keeps data in its own tier alone, as for an eviction; but if that tier has lost some of
+    its checkpoint, then in all tiers.
+    """
+    of_intents = {u for s in surveys for intent in s.intents.values() for u in intent.references}
+    kept = []
+    for survey in surveys:
+        spare = survey.data.keys() - survey.needed - of_intents
+        others = [
+            (place, record)
+            for place, other in zip(places, surveys, strict=True)
+            for record in other.records.values()
+            if other is not survey and not spare.isdisjoint(record.references)
+        ]
+        lacking = [record for place, record in others if not how.look(place, record)]
+        kept.append(of_intents.union(*(record.references for record in lacking)))
+    return kept
+
+
+def _refused(unreadable: Mapping[str, DamagedError], *, dry_run: bool) -> PruneReport:
+    refused = tuple(str(error) for error in unreadable.values())
     log.debug("prune: all stays, since %d record(s) cannot be read", len(refused))
     return PruneReport(refused=refused, dry_run=dry_run)
 
@@ -209,7 +243,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
     limit_s = (time.time() if how.dry_run else backend.store_time_s()) - how.grace_s
     survey = survey_run(backend)
     if survey.unreadable:
-        return _refused(survey, dry_run=how.dry_run)
+        return _refused(survey.unreadable, dry_run=how.dry_run)
     steps = [step for step in (survey.latest, how.latest) if step is not None]
     waiting: Collection[str] = ()
     if not how.everything:
@@ -219,9 +253,15 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
             return _refused_without_records(backend, old, dry_run=how.dry_run)
         waiting = unrecorded(survey.data, survey.intents, max(steps, default=None))
     superseded = _superseded(survey.records, lambda record: how.look(backend, record))
-    if superseded and not how.dry_run:
+    if superseded and how.dry_run:
+        survey = _survey_without(survey, superseded)
+    elif superseded:
         seen = {name: survey.records[name].uid for name in superseded}
         delete_records(backend, superseded, uids=seen)
+        # Looked at anew: what only these borrowed may be kept by nothing but a dead attempt.
+        survey = survey_run(backend)
+        if survey.unreadable:
+            return replace(_refused(survey.unreadable, dry_run=False), superseded=superseded)
     stays = how.keep.union(waiting)
     log.debug(
         "prune: of %d attempts %d stay, being named or referenced by a record, our own, another "
@@ -249,6 +289,17 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         unrecorded=tuple(sorted(set(waiting) - how.keep)),
         dry_run=how.dry_run,
     )
+
+
+def _survey_without(survey: Survey, superseded: Collection[str]) -> Survey:
+    """Return a survey as it is once `delete_records` has deleted some records and their data."""
+    records = {name: record for name, record in survey.records.items() if name not in superseded}
+    gone = [survey.records[name] for name in superseded]
+    lent = {uid for record in gone for uid in record.references} - survey.intents.keys()
+    left = replace(survey, records=records)
+    taken = lent.union(record.uid for record in gone) - left.needed
+    data = {uid: blobs for uid, blobs in survey.data.items() if uid not in taken}
+    return replace(left, data=data)
 
 
 def _take(

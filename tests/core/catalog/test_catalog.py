@@ -16,6 +16,7 @@ from tests.core import manifests
 from tests.integration.support import checkpointer, make_state, memory
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.survey import (
     has_data,
@@ -609,6 +610,46 @@ def test_prune_ends_an_overwrite_that_a_crash_cut_short(store, catalog):
     assert catalog.steps() == [10, 20]
     assert catalog.record(20).uid == newest
     assert {data_uid(name) for name in store.names("data/")} == needed_data(store)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_prune_takes_what_only_a_dead_attempt_and_an_older_generation_needed(
+    store, catalog, dry_run
+):
+    base = commit(store, 10)
+    older = commit(store, 20, references=[base])
+    catalog.delete(10)
+    write_data(store, uid_of(1), references=[older, base])
+    newest = commit(store, 20, generation=1)
+    store.now_s += 2 * DAY
+    report = catalog.prune(dry_run=dry_run)
+    assert report.superseded == (commit_name(20, 0),)
+    assert {base, uid_of(1)} <= {*report.uids} <= {base, older, uid_of(1)}
+    if not dry_run:
+        assert store.names("data/") == {intent_name(newest), *data_names(newest)}
+        assert catalog.prune().uids == ()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_prune_takes_what_another_tier_needs_only_if_that_has_it(lost):
+    """The attempt had kept the base in the fast tier when its borrowers were evicted there."""
+    fast, durable = Store(), Store()
+    base = commit(durable, 10)
+    commit(durable, 20, references=[base])
+    for place in (fast, durable):
+        commit(place, 30, uid_of(3))
+    (blob,) = blobs_named(base)
+    fast.publish(blob, bytes(10))
+    write_data(fast, uid_of(1), references=[base])
+    for place in (fast, durable):
+        place.now_s += 2 * DAY
+    if lost:
+        durable.delete([blob])
+    config = TieredConfig(fast="memory://", durable="memory://")
+    Catalog(TieredBackend(config, fast=fast, durable=durable)).prune()
+    assert intent_name(uid_of(1)) not in fast.names()
+    assert (blob in fast.names()) == lost
+    assert {intent_name(base), index_name(base)} <= durable.names()
 
 
 def test_prune_ends_no_overwrite_while_its_newest_record_cannot_be_read(store, catalog):
