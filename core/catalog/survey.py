@@ -91,6 +91,10 @@ class Survey:
         left = [intent for uid, intent in self.intents.items() if uid not in gone]
         return self.used.union(*(intent.references for intent in left))
 
+    def borrowers(self, uid: str) -> set[str]:
+        """Return the uids, named by no record, whose intents reference `uid`."""
+        return {other for other, intent in self.intents.items() if uid in intent.references}
+
     @property
     def latest(self) -> int | None:
         """The highest step of a record that can be read; None if there is none."""

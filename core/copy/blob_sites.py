@@ -42,6 +42,34 @@ Read: TypeAlias = "Callable[[Sequence[CheckedBlob]], set[str]]"
 """Reads blobs at the target; returns the names of those that are damaged or missing."""
 
 
+def in_flight(
+    target: Backend, uids: Iterable[str], timing: Timing, *, held: Collection[str] = ()
+) -> list[str]:
+    """Return those of some uids with an intent whose save or copy may still be committed as it is.
+
+    All but those of copies that have ended before they published the index: a copy that resumes one
+    of them takes its lease first, and then looks anew at all that it needs.
+
+    Call it under the leases of the data that is to be changed if no uid is returned.
+
+    Args:
+        target: The place of the copies.
+        uids: The uids.
+        timing: As for `Lease`.
+        held: Those of which the caller has taken over a lease, so that their copies have ended.
+    """
+    return [uid for uid in uids if not _has_ended(target, uid, timing, is_held=uid in held)]
+
+
+def _has_ended(target: Backend, uid: str, timing: Timing, *, is_held: bool) -> bool:
+    if not (is_held or Lease(target, uid, timing).is_abandoned()):
+        return False
+    # Listed afterwards: the copy may have published its index before it ended, and then its commit
+    # record, which may still be on its way.
+    names = {info.name for info in target.list(data_prefix(uid))}
+    return lease_name(uid) in names and index_name(uid) not in names
+
+
 class BlobSites:
     """The blobs that a checkpoint needs at one place, and the leases under which they are brought.
 
@@ -162,7 +190,8 @@ class BlobSites:
 
     def _refuse_foreign(self, site: _Site) -> None:
         """Refuse blobs that no record needs and no copy has left, unless nothing needs them."""
-        if site.is_foreign:
+        held = {uid for uid, lease in self._leases.items() if lease.found}
+        if site.is_foreign or in_flight(self._target, site.awaited_by, self._timing, held=held):
             self._untouched.add(site.uid)
             raise self._busy(site.sizes, "which a save that is under way may need")
 
@@ -271,8 +300,10 @@ class _Site:
         has_intent: Whether its intent is there.
         has_index: Whether its index is there.
         is_orphaned: Whether there are blobs that no record needs, and that no copy has left.
-        is_foreign: Whether a save or another copy under way may need these. Of the own uid the copy
-            makes sure of that before it publishes its intent.
+        is_foreign: Whether these may be those of a save under way. Of the own uid the copy makes
+            sure of that before it publishes its intent.
+        awaited_by: The uids of other saves and copies without a record whose intents name these;
+            likewise.
         trusted: The names of the blobs that are durable because a record needs them, or, of
             orphans, because the index was published after them.
     """
@@ -310,12 +341,11 @@ class _Site:
         self.has_intent = intent_name(uid) in names
         self.has_index = index_name(uid) in names
         self.is_orphaned = bool(self.sizes) and not (self.is_used or of_copy)
-        others = (intent for other, intent in survey.intents.items() if other != own_uid)
-        self.is_foreign = (
-            self.is_orphaned
-            and not (self.is_own or self.has_index)
-            and (self.has_intent or any(uid in intent.references for intent in others))
-        )
+        # Also before it has a blob: a lease beside its intent would make it look like a copy.
+        is_unknown = not (self.is_own or self.has_index or self.is_used or of_copy)
+        self.is_foreign = is_unknown and self.has_intent
+        others = survey.borrowers(uid) - {own_uid}
+        self.awaited_by = sorted(others) if is_unknown and self.is_orphaned else []
         self.trusted: frozenset[str] = frozenset()
         if self.is_used:
             self.trusted = frozenset(self.sizes)

@@ -18,7 +18,7 @@ from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.survey import places_of, sizes_of, survey_run
 from penstock.core.concurrency.watchdog import call_with_deadline
-from penstock.core.copy.blob_sites import BlobSites
+from penstock.core.copy.blob_sites import BlobSites, in_flight
 from penstock.core.copy.copy_source import CopySource
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.copy.verify import (
@@ -374,10 +374,9 @@ class CheckpointCopy:
                 return names
         else:
             survey = survey_run(target)
-            intents = survey.intents.values()
             if uid in survey.used:
                 return names if any(blob_uid(name) is None for name in names) else set()
-            if has_index or not any(uid in intent.references for intent in intents):
+            if has_index or not in_flight(target, survey.borrowers(uid), self._workers.timing):
                 return names
         raise self._not_of_a_copy(min(names))
 

@@ -85,6 +85,11 @@ class Lease:
         """The names of the blobs that are whole and durable."""
         return frozenset(self._record.sealed)
 
+    def is_abandoned(self) -> bool:
+        """Return whether a copy has left a lease of this uid that no copy in flight holds."""
+        found = self._read()
+        return found is not None and not self._is_living(found)
+
     def take(self, *, durable: Iterable[str] = ()) -> None:
         """Acquire the lease, and read which blobs an earlier copy has sealed.
 
@@ -105,7 +110,8 @@ class Lease:
         found = self._read()
         if found is not None:
             self._found = True
-            self._refuse_living(found)
+            if self._is_living(found):
+                raise self._busy(found)
             durable = {*durable, *found.sealed}
         self._record = replace(self._record, sealed=tuple(sorted(durable)))
         # A record that exists is replaced, not deleted and created again: a crash between the two
@@ -222,16 +228,15 @@ class Lease:
         except FormatError:
             return _Record()  # a lease that no copy can hold, and that proves no blob durable
 
-    def _refuse_living(self, found: _Record) -> None:
+    def _is_living(self, found: _Record) -> bool:
         if not found.token or _is_dead(found):
-            return
+            return False
         try:
             changed_s = self._backend.stat(self._name).modified_s
         except BlobNotFoundError:
-            return
+            return False
         # `abs`: a time in the future, from a clock that was set back, must not hold for ever.
-        if abs(self._backend.store_time_s() - changed_s) < SILENT_S:
-            raise self._busy(found)
+        return abs(self._backend.store_time_s() - changed_s) < SILENT_S
 
     def _busy(self, found: _Record | None) -> BusyError:
         holder = "another process"

@@ -178,6 +178,62 @@ def test_what_a_killed_copy_has_brought_keeps_no_other_from_being_copied(
             whole_at(target, 1, 2, 3)
 
 
+def kill_and_free_the_base(chain, target, workers, at):
+    """Kill a copy of step 2 where it publishes something; return whether its index is there.
+
+    Then its base is copied and deleted there, so that its blobs stay for the dead copy's sake.
+    """
+    with suppress(SimulatedCrashError):
+        copy_of(chain, CrashAt(target, at, operations=["publish"]), workers, 2).run()
+    bury(target)
+    copy_of(chain, target, workers, 1).run()
+    Catalog(target).delete(1)
+    return bool(target.list(Catalog(chain).record(2).index.name))
+
+
+@pytest.mark.parametrize("again", [1, 3])
+def test_what_a_killed_copy_was_to_borrow_holds_up_no_other(chain, workers, tmp_path, again):
+    for at in range(1, 40):
+        with closing(files(tmp_path / str(at))) as target:
+            if kill_and_free_the_base(chain, target, workers, at):
+                break
+            copy_of(chain, target, workers, again).run()
+            copy_of(chain, target, workers, 2).run()
+            whole_at(target, *sorted({2, again}))
+    assert 5 < at < 39
+
+
+def test_what_a_copy_needs_that_was_killed_behind_its_index_is_left_alone(chain, workers, tmp_path):
+    """Its commit record may still be on its way, and then the base has to be there."""
+    for at in range(1, 40):
+        with closing(files(tmp_path / str(at))) as target:
+            if kill_and_free_the_base(chain, target, workers, at):
+                with pytest.raises(BusyError, match="may belong to a save"):
+                    copy_of(chain, target, workers, 1).run()
+                for step in (2, 1):
+                    copy_of(chain, target, workers, step).run()
+                whole_at(target, 1, 2)
+                break
+    assert 5 < at < 39
+
+
+def test_a_copy_leaves_alone_what_another_one_under_way_relies_on(chain, workers):
+    target = memory()
+    copy_of(chain, target, workers, 1).run()
+    faulty = FaultyBackend(target)
+    with holding(faulty, "create", match=DELTA) as held:
+        thread = threading.Thread(target=copy_of(chain, faulty, workers, 2).run)
+        thread.start()
+        assert held.reached.wait(30)
+        Catalog(target).delete(1)
+        with pytest.raises(BusyError, match="may belong to a save"):
+            copy_of(chain, target, workers, 1).run()
+        held.until.set()
+        thread.join()
+    copy_of(chain, target, workers, 1).run()
+    whole_at(target, 1, 2)
+
+
 def test_two_copies_that_need_one_blob_do_not_both_write_it(chain, workers):
     target = memory()
     faulty = FaultyBackend(target)
