@@ -728,14 +728,16 @@ def test_another_checkpoint_with_the_uid_of_the_targets_is_refused(own, workers)
     assert contents(own) == data
 
 
-@pytest.mark.parametrize("comes_as", ["intent.json", "index"])
-def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers, comes_as):
+@pytest.mark.parametrize(
+    ("comes_as", "before"),
+    [("intent.json", "/copy.json"), ("intent.json", "/intent.json"), ("index", "/parts/")],
+)
+def test_what_comes_while_a_copy_takes_its_lease_is_not_replaced(saved, workers, comes_as, before):
     uid = Catalog(saved).record(STEP).uid
     name = f"{data_prefix(uid)}{comes_as}"
 
     class Meanwhile(WrapperBackend):
         def publish(self, published, data, /, *, exclusive=False):
-            before = {"index": "/parts/", "intent.json": "/copy.json"}[comes_as]
             if before in published:
                 self.inner.publish(name, b"of a save")
             super().publish(published, data, exclusive=exclusive)

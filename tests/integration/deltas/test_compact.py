@@ -15,12 +15,14 @@ from tests.integration.atomic.crash_scenarios import DAY_S, check_no_garbage, mo
 from tests.integration.support import holding, same
 
 import penstock
+from penstock.core.abc import Codec, PluginConfig
 from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
     DamagedError,
 )
+from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend
 from penstock.core.testing.powercut import Disk, PowerCut
@@ -155,6 +157,41 @@ def test_what_a_lossy_codec_made_is_not_rounded_again(tmp_path):
         assert errors_at(ckpt, 1) == errors
         assert errors["v",].absolute > 0
         assert ckpt.verify(1).ok
+
+
+class Drift(Codec):
+    """Lossy, and rounds anew each time: the low bits of each byte count up."""
+
+    api_version = 1
+    name = "drift"
+    lossless = False
+
+    def __init__(self, config=None, /):
+        super().__init__(config or PluginConfig())
+
+    def max_encoded_size(self, raw_length, /):
+        return raw_length
+
+    def encode(self, chunk, out, /, *, context):
+        out[: chunk.nbytes] = chunk
+        return chunk.nbytes
+
+    def decode(self, frame, out, /, *, context):
+        out[:] = bytes(byte & 0xFC | byte + 1 & 3 for byte in bytes(frame))
+
+
+def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
+    registry = default_registry()
+    registry.register(Drift)
+    rules = [{"match": "v", "codecs": ["drift"]}, *RULES]
+    values = torch.arange(256, dtype=torch.uint8)
+    with penstock.Checkpointer(tmp_path, rules=rules, registry=registry) as ckpt:
+        for step in range(2):
+            ckpt.save({**state_of(step), "v": values}, step=step, mode="blocking")
+        before = ckpt.load(1)
+        assert not torch.equal(before["v"], values)
+        assert [one.step for one in ckpt.compact([1]).steps] == [1]
+        assert same(ckpt.load(1), before)
 
 
 def test_the_next_save_goes_on_from_a_compacted_checkpoint(tmp_path):
