@@ -74,6 +74,38 @@ def _whole_region(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
+def regions_of_range(shape: Sequence[int], start: int, stop: int) -> list[Region]:
+    """Return the rectangles that elements `[start, stop)` of a tensor of `shape` make up.
+
+    They stand in the order of their elements, at most `2 len(shape) - 1` of them.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Region((), ())]
+    if len(shape) == 1:
+        return [Region((start,), (stop - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        inner = regions_of_range(shape[1:], start - last * row, stop - last * row)
+        return [_below(last, region) for region in inner]
+    found = []
+    if start < first * row:
+        inner = regions_of_range(shape[1:], start - (first - 1) * row, row)
+        found += [_below(first - 1, region) for region in inner]
+    if first < last:
+        found.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < stop:
+        inner = regions_of_range(shape[1:], 0, stop - last * row)
+        found += [_below(last, region) for region in inner]
+    return found
+
+
+def _below(row: int, region: Region) -> Region:
+    return Region((row, *region.offsets), (1, *region.sizes))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Dtype and *global* shape of a tensor object.

@@ -35,34 +35,6 @@ def relative(region: Region, origin: Region) -> Region:
     return Region(offsets, region.sizes)
 
 
-def regions_of_range(shape: Sequence[int], start: int, stop: int) -> list[Region]:
-    """Return the rectangles that elements `[start, stop)` of a tensor of `shape` make up.
-
-    They stand in the order of their elements, at most `2 len(shape) - 1` of them.
-    """
-    if start >= stop:
-        return []
-    if not shape:
-        return [Region((), ())]
-    if len(shape) == 1:
-        return [Region((start,), (stop - start,))]
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # within one row
-        inner = regions_of_range(shape[1:], start - last * row, stop - last * row)
-        return [_below(last, region) for region in inner]
-    found = []
-    if start < first * row:
-        inner = regions_of_range(shape[1:], start - (first - 1) * row, row)
-        found += [_below(first - 1, region) for region in inner]
-    if first < last:
-        found.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    if last * row < stop:
-        inner = regions_of_range(shape[1:], 0, stop - last * row)
-        found += [_below(last, region) for region in inner]
-    return found
-
-
 def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
     """Return how `regions` fail to cover a tensor of `shape` once each, as a clause; None: not.
 
@@ -92,10 +64,6 @@ def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None
 def _ends(region: Region, dimension: int) -> tuple[int, int]:
     start = region.offsets[dimension]
     return start, start + region.sizes[dimension]
-
-
-def _below(row: int, region: Region) -> Region:
-    return Region((row, *region.offsets), (1, *region.sizes))
 
 
 def region_runs(

@@ -21,13 +21,12 @@ from penstock.core.errors import (
     StorageError,
 )
 from penstock.core.format.records import blob_uid
-from penstock.core.plan.regions import regions_of_range
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
 from penstock.core.suggest import LISTED
 from penstock.core.tree.stored_tree import StoredTree
-from penstock.core.types import Kind, Region
+from penstock.core.types import Kind, Region, regions_of_range
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

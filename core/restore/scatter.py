@@ -11,12 +11,11 @@ from penstock.core.plan.regions import (
     copy_region,
     flaw_of_cover,
     region_runs,
-    regions_of_range,
     relative,
     run_of,
 )
 from penstock.core.plan.restore import ShardRequest
-from penstock.core.types import ByteRange, Region, show_path
+from penstock.core.types import ByteRange, Region, regions_of_range, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -27,13 +27,20 @@ from penstock.core.plan.regions import (
     copy_region,
     flaw_of_cover,
     region_runs,
-    regions_of_range,
     relative,
     run_of,
 )
 from penstock.core.plan.restore import Located, ShardRequest, plan_restore
 from penstock.core.plan.save import plan_save
-from penstock.core.types import PAGE_BYTES, ByteRange, Kind, Region, Role, TensorSpec
+from penstock.core.types import (
+    PAGE_BYTES,
+    ByteRange,
+    Kind,
+    Region,
+    Role,
+    TensorSpec,
+    regions_of_range,
+)
 
 
 def contents(number, nbytes):
