@@ -107,6 +107,21 @@ def _below(row: int, region: Region) -> Region:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """Which of the ranks that hold equal bytes of a tensor this rank is.
+
+    Attributes:
+        index: Place of this rank among them, from 0.
+        count: Number of these ranks; 1 where this rank alone holds the bytes.
+        ranks: Their global ranks, in the order of `index`; empty where they are not known.
+    """
+
+    index: int = 0
+    count: int = 1
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Dtype and *global* shape of a tensor object.
 

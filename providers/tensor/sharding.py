@@ -1,0 +1,360 @@
+"""Which elements this rank holds of a tensor that is distributed over a mesh of ranks: a `DTensor`.
+
+Nothing here communicates, and torch's own offsets are not used: those of torch 2.13 leave rows out
+where `fully_shard` and tensor parallelism cut one uneven dimension. Each mesh dimension that shards
+a dimension of the tensor is a cut, and the cuts of one dimension follow each other: those of
+`distribute_tensor` from left to right, that of `fully_shard` last, wherever its mesh dimension
+stands. Where the sizes divide evenly both orders give the same; else rows change their rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
+
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import Region, Replica, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from penstock.core.types import ObjectPath
+
+MAX_REGIONS = 1 << 16
+"""Most rectangles of one local tensor. Strided cuts of an inner dimension make some per row."""
+
+
+class Cut(NamedTuple):
+    """How one mesh dimension cuts a dimension of a tensor.
+
+    The tensor's dimension is cut into `factor` pieces, and each piece into one for each rank: a
+    rank takes its own of every piece, one behind the other. All pieces but the last are of one
+    size, the smallest that suffices, so that the last ones may be smaller or empty.
+
+    Attributes:
+        mesh_dimension: The mesh dimension.
+        ranks: Its size.
+        factor: 1 for `Shard`; that of `_StridedShard`.
+    """
+
+    mesh_dimension: int
+    ranks: int
+    factor: int = 1
+
+
+Order: TypeAlias = tuple[Cut, ...]
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The elements of a tensor that this rank holds.
+
+    Attributes:
+        global_shape: Shape of the whole tensor.
+        regions: Rectangles of the whole tensor. Their elements, each rectangle row-major, one
+            behind the other, are those of the local tensor in row-major order. Empty where this
+            rank holds no element.
+        replica: Which of the ranks with the same elements this rank is; None for a rank outside of
+            the mesh.
+    """
+
+    global_shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    replica: Replica | None
+
+
+def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = None) -> LocalShard:
+    """Return the elements of `tensor` that this rank holds, from its mesh and placements.
+
+    Args:
+        tensor: The tensor; its local tensor is only asked for its shape.
+        path: Where it stands in the state, for messages.
+        last_cut: The mesh dimension that `fully_shard` has cut, as `fully_shard_cuts` says it of a
+            parameter; also for what is made like the parameter: gradient, state of an optimizer.
+            None: not known, so all orders of cutting that the placements allow have to agree.
+
+    Raises:
+        UnsupportedStateError: The tensor is a pending sum, or it is not certain, on this rank or
+            another one of the mesh, which elements the local tensor holds.
+    """
+    shape = tuple(tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalShard(shape, (), None)
+    cuts = _cuts(tensor, path)
+    spans: list[Spans] = []
+    for dimension, size in enumerate(shape):
+        held = _held(size, cuts[dimension], last_cut, tuple(coordinate))
+        if held is None:
+            _refuse(
+                tensor,
+                path,
+                f"which elements a rank holds depends on the order in which dimension {dimension} "
+                f"of size {size} was cut, which is not known. Pad the dimension to a multiple of "
+                f"{_ranks(cuts[dimension])}, or save the module's parameter instead of a copy",
+            )
+        spans.append(held)
+    _check_local_shape(tensor, path, spans)
+    cut = {one.mesh_dimension for order in cuts for one in order}
+    replica = _replica(mesh, tuple(coordinate), frozenset(cut))
+    regions = _rectangles(tuple(spans))
+    if regions is None:
+        _refuse(
+            tensor,
+            path,
+            f"an inner dimension is cut by strides, which makes its local tensor more than "
+            f"{MAX_REGIONS} rectangles of the whole one. Save what its `.redistribute` returns "
+            "without strides, called on every rank",
+        )
+    return LocalShard(shape, regions, replica)
+
+
+def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
+    """Yield each parameter below `module` that `fully_shard` has cut, and the mesh dimension."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    # Importing it takes a while, and not every torch has it.
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()  # noqa: SLF001 - torch has no other name for it
+        # Before torch 2.12 a module had at most one group.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if groups is None else groups  # noqa: SLF001
+        for one in itertools.chain.from_iterable(group.fsdp_params for group in groups if group):
+            group = getattr(one.mesh_info, "shard_process_group", None)
+            if group is not None:  # else replicated only
+                tensor = one.sharded_param
+                line = get_process_group_ranks(group)
+                yield from (
+                    (tensor, m) for m in _dimension_over(tensor, one.fsdp_placement.dim, line)
+                )
+
+
+def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[int]:
+    """Return the mesh dimension that shards `dimension` over these ranks, if there is one."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    every = frozenset(range(mesh.ndim))
+    found = [
+        m
+        for m, placement in enumerate(tensor.placements)
+        if getattr(placement, "dim", None) == dimension
+        and list(_replica(mesh, tuple(coordinate), every - {m}).ranks) == ranks
+    ]
+    return found[:1]  # several only where they are of one rank, and cut nothing
+
+
+# -- cuts -----------------------------------------------------------------------------------------
+
+
+def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
+    """Return the cuts of each dimension of the tensor, by mesh dimension.
+
+    Raises:
+        UnsupportedStateError: A placement is not one whose elements are known.
+    """
+    # The module of a DTensor is loaded; torch itself does not load it.
+    from torch.distributed.tensor.placement_types import (  # noqa: PLC0415
+        Partial,
+        Replicate,
+        Shard,
+        _StridedShard,
+    )
+
+    cuts: list[list[Cut]] = [[] for _ in tensor.shape]
+    for m, placement in enumerate(tensor.placements):
+        # Exact types: a subclass of Shard may hold other elements.
+        if type(placement) is Shard:
+            cuts[placement.dim].append(Cut(m, tensor.device_mesh.size(m)))
+        elif type(placement) is _StridedShard:
+            factor = int(placement.split_factor)
+            cuts[placement.dim].append(Cut(m, tensor.device_mesh.size(m), factor))
+        elif isinstance(placement, Partial):
+            _refuse(
+                tensor,
+                path,
+                f"each rank of mesh dimension {m} holds a pending summand of it. Save what its "
+                "`.redistribute` returns with Replicate() or Shard() in place of Partial(), called "
+                "on every rank",
+            )
+        elif type(placement) is not Replicate:
+            _refuse(
+                tensor,
+                path,
+                f"Penstock does not know which elements a {type(placement).__qualname__} holds. "
+                "Save what its `.redistribute` returns with Replicate() or Shard(), called on "
+                "every rank",
+            )
+    orders = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 - no other name
+    if any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in orders):
+        _refuse(
+            tensor,
+            path,
+            "its dimensions are cut in an order of its own. Save what its `.redistribute` returns "
+            "in the default order, called on every rank",
+        )
+    return [tuple(one) for one in cuts]
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    size: int, cuts: Order, last_cut: int | None, coordinate: tuple[int, ...]
+) -> Spans | None:
+    """Return the indices of a dimension that a rank holds; None if orders of cutting disagree."""
+    orders = _orders(cuts, last_cut)
+    return _spans(size, orders[0], coordinate) if _agree(size, orders) else None
+
+
+def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
+    """Return the orders in which the cuts of a dimension may have been made, likeliest first."""
+    tail = tuple(Cut(m, n) for m, n, _ in cuts if m == last_cut)
+    rest = tuple(one for one in cuts if one.mesh_dimension != last_cut)
+    found = [rest + tail]
+    for n, (m, ranks, factor) in enumerate(rest):
+        # So `fully_shard` marks its cut: the factor is the number of shards that were there.
+        if factor > 1 and factor == math.prod(other.ranks for other in rest[n + 1 :]):
+            found.append((*rest[:n], *rest[n + 1 :], Cut(m, ranks), *tail))
+    return tuple(found)
+
+
+def _agree(size: int, orders: tuple[Order, ...]) -> bool:
+    """Return whether each rank of the mesh holds the same indices, whatever the order."""
+    if len(orders) == 1:
+        return True
+    first = orders[0]
+    strided = [one for one in first if one.factor > 1]
+    if len(strided) == 1 and size % math.prod(one.ranks for one in first) == 0:
+        return True  # known without comparing, which takes a second for 10,000 ranks
+    coordinate = [0] * (1 + max(one.mesh_dimension for one in first))
+    for place in itertools.product(*(range(one.ranks) for one in first)):
+        for one, index in zip(first, place, strict=True):
+            coordinate[one.mesh_dimension] = index
+        if len({_spans(size, order, tuple(coordinate)) for order in orders}) > 1:
+            return False
+    return True
+
+
+def _spans(size: int, order: Order, coordinate: tuple[int, ...]) -> Spans:
+    """Return the indices that the rank at `coordinate` holds, in the order of its local tensor."""
+    held: Spans = ((0, size),) if size else ()
+    for m, ranks, factor in order:
+        total = sum(stop - start for start, stop in held)
+        piece = -(-total // factor)
+        taken: list[tuple[int, int]] = []
+        for start in range(0, total, max(piece, 1)):
+            stop = min(start + piece, total)
+            share = -(-(stop - start) // ranks)
+            first = min(start + coordinate[m] * share, stop)
+            taken += _part(held, first, min(first + share, stop))
+        held = _joined(taken)
+    return held
+
+
+def _part(held: Spans, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield elements `[first, stop)`, counted along `held`."""
+    position = 0
+    for a, b in held:
+        start, end = max(first - position, 0), min(stop - position, b - a)
+        if start < end:
+            yield a + start, a + end
+        position += b - a
+
+
+def _joined(spans: list[tuple[int, int]]) -> Spans:
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+# -- what comes of them ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _rectangles(spans: tuple[Spans, ...]) -> tuple[Region, ...] | None:
+    """Return rectangles of the indices in `spans`, their elements row-major; None: too many."""
+    if not all(spans):
+        return ()
+    # Up to the last dimension with several spans, each row starts a rectangle.
+    broken = max((d for d, held in enumerate(spans) if len(held) > 1), default=0)
+    rows = [
+        [(n, n + 1) for start, stop in held for n in range(start, stop)] for held in spans[:broken]
+    ]
+    if math.prod(map(len, [*rows, *spans[broken:]])) > MAX_REGIONS:
+        return None
+    boxes = itertools.product(*rows, *spans[broken:])
+    return tuple(Region(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes)
+
+
+_replicas: WeakKeyDictionary[DeviceMesh, dict[Any, Replica]] = WeakKeyDictionary()
+
+
+def _replica(mesh: DeviceMesh, coordinate: tuple[int, ...], cut: frozenset[int]) -> Replica:
+    known = _replicas.setdefault(mesh, {})
+    key = (coordinate, cut)
+    found = known.get(key)
+    if found is None:
+        line = mesh.mesh[tuple(c if m in cut else slice(None) for m, c in enumerate(coordinate))]
+        index = 0
+        for m, place in enumerate(coordinate):
+            if m not in cut:
+                index = index * mesh.size(m) + place
+        ranks = tuple(line.flatten().tolist())
+        found = known[key] = Replica(index, len(ranks), ranks)
+    return found
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def _check_local_shape(tensor: DTensor, path: ObjectPath, spans: Sequence[Spans]) -> None:
+    expected = tuple(sum(stop - start for start, stop in held) for held in spans)
+    # Not `to_local`, which waits for collectives and takes part in autograd.
+    found = tuple(tensor._local_tensor.shape)  # noqa: SLF001
+    if found != expected and not (0 in found and 0 in expected):  # empty in another way
+        multiples = [
+            f"dimension {d} to a multiple of {_ranks(cuts)}"
+            for d, cuts in enumerate(_cuts(tensor, path))
+            if cuts
+        ]
+        _refuse(
+            tensor,
+            path,
+            f"this rank holds a local tensor of shape {list(found)}, where {list(expected)} is its "
+            f"share. Pad {' and '.join(multiples) or 'it'}, or make it with `distribute_tensor`",
+        )
+
+
+def _ranks(cuts: Order) -> str:
+    sizes = [one.ranks for one in cuts]
+    product = str(math.prod(sizes))
+    return f"{product} ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else product
+
+
+def _refuse(tensor: DTensor, path: ObjectPath, reason: str) -> NoReturn:
+    placements = ", ".join(map(repr, tensor.placements))
+    mesh = " x ".join(str(n) for n in tensor.device_mesh.shape)
+    msg = (
+        f"{show_path(path)} is a DTensor of shape {list(tensor.shape)}, placed by [{placements}] "
+        f"on a mesh of {mesh} ranks, and {reason}"
+    )
+    raise UnsupportedStateError(msg)
