@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import Region, Replica
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Rng:
@@ -30,3 +38,81 @@ class Grads:
 
     def __repr__(self) -> str:
         return f"penstock.Grads({type(self.model).__name__})"
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Shard:
+    """A rectangle of a tensor that is cut by hand: this rank holds it as a tensor of its own.
+
+    All ranks put one under the same path, and together they hold each element of the whole tensor.
+
+    Attributes:
+        tensor: The elements of the rectangle; a tensor or array.
+        global_shape: Shape of the whole tensor.
+        offsets: Where the rectangle starts, in each dimension, in elements.
+        replica: `(i, n)`: this rank is the `i`-th, from 0, of `n` ranks that hold this rectangle.
+
+    Raises:
+        UnsupportedStateError: The rectangle does not lie within the whole tensor, the tensor is
+            itself distributed, or `replica` is not a place among ranks.
+    """
+
+    tensor: Any
+    global_shape: Sequence[int]
+    offsets: Sequence[int]
+    replica: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        """Take any sequences of integers, and refuse what does not fit together."""
+        shape = _integers("global_shape", self.global_shape)
+        offsets = _integers("offsets", self.offsets)
+        replica = _integers("replica", self.replica)
+        if hasattr(self.tensor, "placements"):
+            _refuse("is given a DTensor: put the DTensor itself into the state")
+        sizes = getattr(self.tensor, "shape", None)
+        if sizes is None:
+            _refuse(f"is given a {type(self.tensor).__name__}: it takes a tensor or array")
+        sizes = tuple(sizes)
+        if not len(sizes) == len(offsets) == len(shape):
+            _refuse(
+                f"has a tensor of {len(sizes)} dimensions, {len(offsets)} offsets and a global "
+                f"shape of {len(shape)} dimensions: they must be equally many"
+            )
+        for d, (offset, size, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
+            if not 0 <= offset <= offset + size <= whole:
+                _refuse(
+                    f"has elements {offset}:{offset + size} of dimension {d}, which has {whole}: "
+                    "offsets count elements of the whole tensor, from 0"
+                )
+        if len(replica) != 2 or not 0 <= replica[0] < replica[1]:  # noqa: PLR2004 - place, count
+            _refuse(
+                f"has replica={self.replica!r}: say (i, n) on the i-th, from 0, of n ranks that "
+                "hold the same rectangle"
+            )
+        object.__setattr__(self, "global_shape", shape)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "replica", replica)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The rectangle that this rank holds; none if it is empty."""
+        region = Region(tuple(self.offsets), tuple(self.tensor.shape))
+        return (region,) if region.numel else ()
+
+    @property
+    def place(self) -> Replica:
+        """Which of the ranks that hold the rectangle this rank is; their ranks are not known."""
+        return Replica(*self.replica)
+
+
+def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as error:
+        msg = f"penstock.Shard has {name}={values!r}: it must be a sequence of integers"
+        raise UnsupportedStateError(msg) from error
+
+
+def _refuse(reason: str) -> NoReturn:
+    msg = f"penstock.Shard {reason}"
+    raise UnsupportedStateError(msg)

@@ -124,7 +124,7 @@ def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
     """Yield each parameter below `module` that `fully_shard` has cut, and the mesh dimension."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    # Importing it takes a while, and not every torch has it.
+    # Where no module is cut it is not loaded, and loading it takes a while.
     from torch.distributed import get_process_group_ranks  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
@@ -132,7 +132,7 @@ def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
         if not isinstance(part, FSDPModule):
             continue
         state: Any = part._get_fsdp_state()  # noqa: SLF001 - torch has no other name for it
-        # Before torch 2.12 a module had at most one group.
+        # Earlier versions of torch have one group, or None, instead of a list.
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [state._fsdp_param_group] if groups is None else groups  # noqa: SLF001
         for one in itertools.chain.from_iterable(group.fsdp_params for group in groups if group):
