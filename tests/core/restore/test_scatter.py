@@ -1,13 +1,12 @@
 """Regions of tensors that several ranks hold, put together from shards of any shape."""
 
-import math
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.plan.test_restore import cut, tensor
 
 from penstock.core.abc import ByteSink
 from penstock.core.errors import FormatError
@@ -30,16 +29,6 @@ class Blind(ByteSink):
 
     def copy_in(self, start, data, /):
         self.data[start : start + data.nbytes] = data
-
-
-def tensor(shape, itemsize):
-    flat = np.arange(math.prod(shape) * itemsize, dtype=np.uint32).astype(np.uint8)
-    return flat.reshape((*shape, itemsize))
-
-
-def cut(array, region):
-    index = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
-    return array[index].tobytes()
 
 
 @st.composite
