@@ -22,7 +22,7 @@ from penstock.core.errors import (
     ConfigError,
     DamagedError,
 )
-from penstock.core.plugins.registry import default_registry
+from penstock.core.plugins.registry import Registry
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend
 from penstock.core.testing.powercut import Disk, PowerCut
@@ -181,7 +181,7 @@ class Drift(Codec):
 
 
 def test_a_codec_that_would_round_anew_is_left_out(tmp_path):
-    registry = default_registry()
+    registry = Registry()
     registry.register(Drift)
     rules = [{"match": "v", "codecs": ["drift"]}, *RULES]
     values = torch.arange(256, dtype=torch.uint8)
