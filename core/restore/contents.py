@@ -61,7 +61,6 @@ T = TypeVar("T")
 # Up to so many bytes are read without a look at the size, which takes a store as long as the read.
 _UNASKED_BYTES = 1 << 20
 
-
 _DIFFERENT = "the ranks that saved it describe it differently"
 
 
@@ -331,11 +330,12 @@ class Contents:
         return [one for place in places if (one := self._in_section(*place).get(path))]
 
     def _stored(self, request: ObjectRequest) -> Sequence[tuple[Located, ShardRecord]]:
-        parts: Sequence[Located] = [request.located]
+        located = request.located
+        parts: Sequence[Located] = [located]
         if request.sink is not None:
-            parts = self.descriptions(request.located, request.region)
-        if any(_differ(one.record, request.located.record) for one in parts):
-            path = show_path(request.located.record.path)
+            parts = self.descriptions(located, request.region)
+        if any(one is not located and _differ(one.record, located.record) for one in parts):
+            path = show_path(located.record.path)
             msg = f"{path}: {_DIFFERENT}"
             raise FormatError(msg, [path])
         return [(one, shard) for one in parts for shard in one.record.shards]
@@ -513,9 +513,7 @@ class Contents:
         numbers = range(len(self.head(part).sections))
         if len(tables) <= part or any((part, number) not in self._sections for number in numbers):
             return  # a section or a table could not be read, which is reported already
-        found = shard_table(
-            (shards_of(self._sections[part, number]) for number in numbers),
-        )
+        found = shard_table(shards_of(self._sections[part, number]) for number in numbers)
         if dump_table(found) != dump_table(tables[part]):
             name = self.parts[part].name
             msg = f"{name}: its table does not list the shards that are in its sections"
