@@ -6,7 +6,6 @@ runs would make its registers free again, so nothing but `prune` after the grace
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from penstock.core.errors import (
     CoordinationError,
     PenstockError,
 )
+from penstock.core.ranks.polling import wait_by_reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,15 +98,9 @@ class RecordCoordination(Coordination):
 
         The pause grows, since ten thousand ranks may wait for one record.
         """
-        deadline = Deadline(timeout_s)
-        pause_s = _FIRST_POLL_S
-        while True:
-            if self.read([key])[0] is not None:
-                return True
-            if deadline.is_over():
-                return False
-            time.sleep(min(pause_s, deadline.left_s()))
-            pause_s = min(2 * pause_s, _MOST_POLL_S)
+        return wait_by_reading(
+            self, key, timeout_s, first_s=_FIRST_POLL_S, growth=2, most_s=_MOST_POLL_S
+        )
 
     def close(self) -> None:
         """Close as the contract says; the backend stays open."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from concurrent.futures import wait
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from penstock.core.abc import (
     check_coordination_value,
 )
 from penstock.core.concurrency.pool import Pool
-from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.ranks.polling import wait_by_reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,15 +119,9 @@ class TorchCoordination(Coordination):
         Not by the store's own `wait`: the client could not do anything else meanwhile, and each
         time-out prints a warning of the C++ library.
         """
-        deadline = Deadline(timeout_s)
-        pause_s = _FIRST_POLL_S
-        while True:
-            if self.read([key])[0] is not None:
-                return True
-            if deadline.is_over():
-                return False
-            time.sleep(min(pause_s, deadline.left_s()))
-            pause_s = min(1.5 * pause_s, self._most_poll_s)
+        return wait_by_reading(
+            self, key, timeout_s, first_s=_FIRST_POLL_S, growth=1.5, most_s=self._most_poll_s
+        )
 
     def close(self) -> None:
         """Close as the contract says; a call that hangs is left behind."""
