@@ -43,6 +43,7 @@ from penstock import (  # noqa: E402
     StepExistsError,
 )
 from penstock.core.catalog.survey import survey_run  # noqa: E402
+from penstock.core.format.records import blob_uid  # noqa: E402
 from penstock.core.plugins.registry import default_registry  # noqa: E402
 
 KEEP_EVERY = 10
@@ -299,15 +300,15 @@ def garbage(root: Path, ckpt: Checkpointer) -> list[str]:
     """Files and empty folders that no commit record explains."""
     survey = survey_run(ckpt._backend)  # noqa: SLF001 - there is no public list of what is needed
     uids = survey.named
-    # Of deleted checkpoints that later ones are encoded against. A deletion that is killed behind
-    # the record leaves the manifest as well, until the last borrower goes.
-    lent = survey.used - uids
+    lent = survey.used - uids  # of deleted checkpoints that later ones are encoded against
     left = []
     for folder, folders, files in os.walk(root):
         names = Path(folder).relative_to(root).parts
         ours = names[:1] == ("commits",) or (len(names) > 1 and names[1] in uids)
-        ours = ours or (len(names) > 1 and names[1] in lent)
-        left += ["/".join([*names, file]) for file in files if not ours or file.startswith("~")]
+        for file in files:
+            name = "/".join([*names, file])
+            if file.startswith("~") or not (ours or blob_uid(name) in lent):
+                left.append(name)
         if not folders and not files and len(names) > 1:
             left.append("/".join(names) + "/")
     return left

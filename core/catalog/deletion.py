@@ -76,10 +76,15 @@ def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> No
 
     A lease stays, since it tells which of the blobs are durable.
     """
-    first, lease = intent_name(uid), lease_name(uid)
+    first = intent_name(uid)
     backend.delete([first])
-    names = [blob.name for blob in blobs if blob_uid(blob.name) is None]
-    backend.delete([name for name in names if name not in {first, lease}])
+    backend.delete([blob.name for blob in manifest_of(uid, blobs) if blob.name != first])
+
+
+def manifest_of(uid: str, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
+    """Return what of a save's files is neither blob nor lease."""
+    lease = lease_name(uid)
+    return [blob for blob in blobs if blob_uid(blob.name) is None and blob.name != lease]
 
 
 def delete_lent(

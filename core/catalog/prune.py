@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.deletion import delete_data, delete_lent, delete_records
+from penstock.core.catalog.deletion import (
+    delete_data,
+    delete_lent,
+    delete_manifest,
+    delete_records,
+    manifest_of,
+)
 from penstock.core.catalog.survey import (
     data_by_uid,
     has_data,
@@ -22,6 +29,7 @@ from penstock.core.format.records import data_prefix, index_name, intent_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from penstock.core.abc import Backend
     from penstock.core.catalog.survey import Look, Survey
@@ -40,9 +48,10 @@ class PruneReport:
     """The result of a prune, or of its dry run.
 
     Attributes:
-        uids: The uids whose data was (or would be) deleted, ascending.
-        names: The number of their blobs and records.
-        size_bytes: The bytes of their blobs and records.
+        uids: The uids whose data was (or would be) deleted, ascending; of data that a checkpoint
+            borrows all but the blobs.
+        names: The number of the blobs and records that were (or would be) deleted.
+        size_bytes: The bytes of these blobs and records.
         superseded: The commit records that a later overwrite of their step replaced, but that a
             crash had kept from being deleted. Their data is not in the figures above.
         refused: The reasons why nothing was deleted: the error of each unreadable record, or that
@@ -78,6 +87,9 @@ def prune(
     could not refresh its intent for half that time never publishes, so no uid that is deleted here
     can be committed later. The intent is deleted first; data that a crash leaves behind is as old
     as before, and is deleted by the next prune.
+
+    Of a uid that no record names, but whose blobs are borrowed, all but the blobs goes: a deletion
+    left it that was killed behind the record, and its intent keeps what it had borrowed itself.
 
     Nothing is deleted while any record of the run is unreadable, since that record may need any
     data. Nothing is deleted of a run without a single record, nor a save that lacks only its record
@@ -153,6 +165,7 @@ class _How:
     Attributes:
         grace_s: The age in seconds below which data stays.
         keep: The uids that stay in any case.
+        lent: The uids whose blobs stay for the sake of other tiers.
         dry_run: Whether to change nothing.
         everything: Whether to delete also saves that may lack only their commit record.
         look: Returns whether a place has all data of a checkpoint.
@@ -164,6 +177,7 @@ class _How:
     dry_run: bool
     everything: bool
     look: Look
+    lent: frozenset[str] = frozenset()
     latest: int | None = None
 
 
@@ -171,7 +185,7 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
     """Prune each tier by its own records and clock; an intent in any tier counts in all."""
     places = places_of(backend)
     reports: list[PruneReport] = []
-    freed: set[str] = set()
+    freed: set[tuple[int, str, int]] = set()
     while True:
         surveys = [survey_run(place) for place in places]
         readable = {name for survey in surveys for name in survey.records}.union(
@@ -186,12 +200,16 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
         steps = [survey.latest for survey in surveys if survey.latest is not None]
         latest = max(steps, default=None)
         found = [
-            _prune_one(place, replace(how, keep=how.keep | keep, latest=latest))
-            for place, keep in zip(places, _kept_for_others(places, surveys, how), strict=True)
+            _prune_one(place, replace(how, lent=frozenset(lent), latest=latest))
+            for place, lent in zip(places, _lent_to_others(places, surveys, how), strict=True)
         ]
         reports += found
         # What an attempt or a generation referenced that is gone now may go from all tiers as well.
-        new = {gone for report in found for gone in (*report.uids, *report.superseded)} - freed
+        new = {
+            (i, gone, report.names)
+            for i, report in enumerate(found)
+            for gone in (*report.uids, *report.superseded)
+        } - freed
         if how.dry_run or not new:
             break
         freed |= new
@@ -206,10 +224,10 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
     )
 
 
-def _kept_for_others(
+def _lent_to_others(
     places: Sequence[Backend], surveys: Sequence[Survey], how: _How
 ) -> list[set[str]]:
-    """Return the uids that stay in each tier for the sake of what other tiers have.
+    """Return the uids whose blobs stay in each tier for the sake of what other tiers have.
 
     A record keeps data in its own tier alone, as for an eviction; but if that tier has lost some of
     its checkpoint, then in all tiers.
@@ -273,22 +291,35 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
     if not how.dry_run:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)
-    taken: dict[str, Sequence[BlobInfo]] = {}
-    while True:
-        # What was taken before has lost its intent, and needs what it references no more.
-        unneeded = survey.data.keys() - survey.needed_without(taken) - stays - taken.keys()
-        found = _take(backend, sorted(unneeded), limit_s, how)
-        if not found:
-            break
-        taken |= found
+    gone = _take_all(backend, survey, stays, limit_s, how)
     return PruneReport(
-        tuple(sorted(taken)),
-        sum(len(blobs) for blobs in taken.values()),
-        sum(blob.size_bytes for blobs in taken.values() for blob in blobs),
+        tuple(sorted(gone)),
+        sum(len(sizes) for sizes in gone.values()),
+        sum(size for sizes in gone.values() for size in sizes.values()),
         superseded,
         unrecorded=tuple(sorted(set(waiting) - how.keep)),
         dry_run=how.dry_run,
     )
+
+
+def _take_all(
+    backend: Backend, survey: Survey, stays: AbstractSet[str], limit_s: float, how: _How
+) -> dict[str, dict[str, int]]:
+    """Delete what is old and needed by nothing; return its sizes in bytes, by uid and name."""
+    gone: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    taken: set[str] = set()
+    idle = survey.data.keys() - survey.named - stays
+    while True:
+        # What was taken before has lost its intent, and needs what it references no more.
+        lent = survey.needed_without(gone) | how.lent
+        found = _take(backend, idle - lent - taken, limit_s, how)
+        taken |= found.keys()
+        if not found:
+            found = _take(backend, idle & lent - gone.keys(), limit_s, how, blobs_stay=True)
+        if not found:
+            return gone
+        for uid, blobs in found.items():
+            gone[uid].update((blob.name, blob.size_bytes) for blob in blobs)
 
 
 def _survey_without(survey: Survey, superseded: Collection[str]) -> Survey:
@@ -303,20 +334,27 @@ def _survey_without(survey: Survey, superseded: Collection[str]) -> Survey:
 
 
 def _take(
-    backend: Backend, candidates: Iterable[str], limit_s: float, how: _How
-) -> dict[str, Sequence[BlobInfo]]:
-    """Delete the data of the candidates that are old; return its blobs by uid."""
-    taken: dict[str, Sequence[BlobInfo]] = {}
-    for uid in candidates:
+    backend: Backend,
+    candidates: Iterable[str],
+    limit_s: float,
+    how: _How,
+    *,
+    blobs_stay: bool = False,
+) -> dict[str, list[BlobInfo]]:
+    """Delete the data of the candidates that are old; return what was deleted, by uid."""
+    taken: dict[str, list[BlobInfo]] = {}
+    for uid in sorted(candidates):
         # Listed again: since the survey its saver may have woken up and refreshed the intent.
         blobs = backend.list(data_prefix(uid))
         if not _is_old(blobs, limit_s):
             log.debug("prune: data/%s stays: it is gone, or younger than %g s", uid, how.grace_s)
             continue
-        log.debug("prune: data/%s goes: %d names", uid, len(blobs))
+        if not (going := manifest_of(uid, blobs) if blobs_stay else blobs):
+            continue
+        log.debug("prune: data/%s goes: %d of %d names", uid, len(going), len(blobs))
         if not how.dry_run:
-            delete_data(backend, uid, blobs)
-        taken[uid] = blobs
+            (delete_manifest if blobs_stay else delete_data)(backend, uid, blobs)
+        taken[uid] = list(going)
     return taken
 
 

@@ -1,6 +1,7 @@
 """Which checkpoints exist, and how they go away: nothing that is still needed is ever deleted."""
 
 import secrets
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -716,10 +717,36 @@ def test_prune_leaves_what_is_referenced_or_our_own(store, catalog):
     write_data(store, uid_of(3))
     write_data(store, uid_of(4))
     store.now_s += 2 * DAY
-    assert catalog.prune(own_uids=[uid_of(2), uid_of(4)]).uids == ()
-    # The intent of 2 protects 3 for as long as it is there.
+    catalog.prune(own_uids=[uid_of(2), uid_of(4)])
+    assert data_names(uid_of(2)) | data_names(uid_of(4)) <= store.names()
+    assert blobs_named(uid_of(1)) | blobs_named(uid_of(3)) <= store.names()
+    # The intent of 2 protects the blobs of 3 for as long as it is there.
     for dry_run in (True, False):
         assert catalog.prune(dry_run=dry_run).uids == (uid_of(2), uid_of(3), uid_of(4))
+    assert {n for n in store.names() if data_uid(n) == uid_of(1)} == blobs_named(uid_of(1))
+
+
+def test_prune_finishes_a_deletion_killed_behind_its_record(store, catalog):
+    """What the deleted one had borrowed is needed no more; its own blobs still are."""
+    commit(store, 10, references=[uid_of(1)])
+    write_data(store, uid_of(1), references=[uid_of(2)])
+    write_data(store, uid_of(2))
+    store.now_s += 2 * DAY
+    told = catalog.prune(dry_run=True)
+    assert told.uids == (uid_of(1), uid_of(2))
+    assert catalog.prune() == replace(told, dry_run=False)
+    assert {n for n in store.names() if data_uid(n) == uid_of(1)} == blobs_named(uid_of(1))
+    assert not {n for n in store.names() if data_uid(n) == uid_of(2)}
+    assert catalog.prune().uids == ()
+
+
+def test_prune_leaves_the_intent_of_a_young_save_that_lends(store, catalog):
+    commit(store, 10, references=[uid_of(1)])
+    write_data(store, uid_of(1), references=[uid_of(2)])
+    write_data(store, uid_of(2))
+    store.now_s += DAY - 1
+    assert catalog.prune().uids == ()
+    assert data_names(uid_of(1)) | data_names(uid_of(2)) <= store.names()
 
 
 def test_prune_deletes_the_intent_first(store):

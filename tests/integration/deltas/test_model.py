@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import random
+from contextlib import closing
 
 import pytest
 import torch
@@ -24,11 +25,19 @@ from tests.integration.support import same
 
 from penstock import Checkpointer, PenstockError
 from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.survey import survey_records
+from penstock.core.concurrency.workers import Workers
+from penstock.core.config.model import load_config
+from penstock.core.copy import lease
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
+from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.errors import DamagedError, StorageError
+from penstock.core.plugins.registry import default_registry
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.powercut import Disk, PowerCut
 from penstock.core.testing.timing import FAST
+from penstock.core.tree.select import Selection
 
 # A process without power ends all of its threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -96,11 +105,12 @@ class Chains(RuleBasedStateMachine):
             ],
             "deltas": {"every": every, "max_chain": max_chain, "memory_bytes": memory},
             "share": share,
-            # With tiers it waits for the drain, and nothing tells when it is over.
-            "retention": None if tiered else retention,
+            "retention": retention,
         }
         self.disks = [Disk(), Disk()] if tiered else [Disk()]
+        self.elsewhere = Disk()
         self.run = {}
+        self.copied = {}  # what there must be elsewhere, whatever happens to the run
         self.number = 0
         self.checked = {}
         self.open()
@@ -193,6 +203,37 @@ class Chains(RuleBasedStateMachine):
             step = self.pick(pick)
             self.ckpt.rewind(step)
             self.run = {s: n for s, n in self.run.items() if s <= step}
+
+    @rule(pick=picks, flat=st.booleans())
+    def copy(self, pick, flat):
+        """To another root: with what the step borrows, or stored whole."""
+        if self.run:
+            step = self.pick(pick)
+            self.make_way(step)
+            self.copy_to(PowerCut(self.elsewhere), step, flat=flat)
+            self.copied[step] = self.run[step]
+
+    def make_way(self, step):
+        if step in self.copied:
+            Catalog(PowerCut(self.elsewhere)).delete(step)
+            del self.copied[step]
+
+    def copy_to(self, target, step, *, flat):
+        with closing(Workers(2)) as workers, self.another(retention=None) as source:
+            if flat:
+                checkpoint = source.open(step)
+                config = load_config({"backend": target, **OPTIONS})
+                how = Reencoding(config=config, selection=Selection(), keep_codecs=True)
+                registry = default_registry()
+                copy_objects(checkpoint, target, how, registry=registry, workers=workers)
+            else:
+                store, record = source._backend, source._catalog.record(step)
+                CheckpointCopy(store, target, record, workers=workers, grace_s=DAY_S).run()
+
+    @rule(pick=picks)
+    def delete_copy(self, pick):
+        if self.copied:
+            self.make_way(sorted(self.copied)[pick % len(self.copied)])
 
     @rule(age_s=st.sampled_from([0, 2 * DAY_S]))
     def prune(self, age_s):
@@ -296,6 +337,30 @@ class Chains(RuleBasedStateMachine):
             self.die_during(lambda: self.ckpt.rewind(step), effect, power)
             self.found_after(self.run, may_go={s for s in self.run if s > step})
 
+    @rule(pick=picks, effect=st.integers(1, 12), power=powers, deleting=st.booleans())
+    def die_in_copy(self, pick, effect, power, deleting):
+        if not self.run:
+            return
+        step = self.pick(pick)
+        if not deleting:
+            self.make_way(step)
+        target = PowerCut(self.elsewhere)
+        self.elsewhere.cut_in(effect)
+        with mortal():
+            if deleting and self.copied:
+                Catalog(target).delete(sorted(self.copied)[pick % len(self.copied)])
+            self.copy_to(target, step, flat=False)
+        self.elsewhere.cut_in(None)
+        lease._held.clear()  # a process that died holds no lease
+        dead = self.elsewhere
+        self.elsewhere = dead.copy() if power is None else dead.cut(random.Random(power))
+        may = {**self.copied, step: self.run[step]}
+        with Checkpointer(PowerCut(self.elsewhere), **OPTIONS) as alone:
+            found = {s: told(alone.load(s)) for s in alone.steps()}
+        assert found.items() <= may.items() | self.copied.items()
+        assert deleting or self.copied.items() <= found.items()
+        self.copied = found
+
     @rule(effect=st.integers(1, 6), power=powers)
     def die_in_prune(self, effect, power):
         for disk in self.disks:
@@ -325,6 +390,8 @@ class Chains(RuleBasedStateMachine):
             assert failed
         if ckpt._job is not None:
             ckpt._job.released.wait()
+        if ckpt._drains is not None:
+            ckpt._drains.settle(60)  # and retention behind it
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -354,9 +421,11 @@ class Chains(RuleBasedStateMachine):
             return
         assert self.ckpt.steps() == sorted(self.run)
         for disk in self.disks:
-            self.look_at(disk)
+            self.look_at(disk, self.run if len(self.disks) == 1 else None)
+        assert Catalog(PowerCut(self.elsewhere)).steps() == sorted(self.copied)
+        self.look_at(self.elsewhere, self.copied)
 
-    def look_at(self, disk):
+    def look_at(self, disk, run):
         """Each place by itself: what it lists is there, bit for bit."""
         with Checkpointer(PowerCut(disk), **OPTIONS) as alone:
             for step in alone.steps():
@@ -367,8 +436,8 @@ class Chains(RuleBasedStateMachine):
                     tree = alone.load(step)
                     assert same(tree, state(*told(tree)))
                     self.checked[stored] = told(tree)
-                if len(self.disks) == 1:
-                    assert self.checked[stored] == self.run[step]
+                if run is not None:
+                    assert self.checked[stored] == run[step]
 
     def all_that_is_stored(self, disk, record):
         digest = hashlib.sha256(repr(record).encode())
@@ -391,7 +460,11 @@ class Chains(RuleBasedStateMachine):
                 disk.advance(2 * DAY_S)
             with self.another() as other:
                 other.prune(everything=True)
-            left = [blob.name for disk in self.disks for blob in disk.listed("")]
+            for step in sorted(self.copied):
+                self.make_way(step)
+            self.elsewhere.advance(2 * DAY_S)
+            Catalog(PowerCut(self.elsewhere)).prune(everything=True)
+            left = [b.name for disk in (*self.disks, self.elsewhere) for b in disk.listed("")]
             assert {*left} <= {"tier/root.json"}
         finally:
             self.close()
@@ -419,5 +492,6 @@ def test_chains_hold_what_a_dict_says_whatever_dies():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_chains_hold_what_a_dict_says_for_longer():
     explore(150, 30)
