@@ -193,7 +193,8 @@ class BlobSites:
         held = {uid for uid, lease in self._leases.items() if lease.found}
         if site.is_foreign or in_flight(self._target, site.awaited_by, self._timing, held=held):
             self._untouched.add(site.uid)
-            raise self._busy(site.sizes, "which a save that is under way may need")
+            there = site.sizes or [intent_name(site.uid)]
+            raise self._busy(there, "which a save that is under way may need")
 
     def _sealed(self, site: _Site, good: set[str], read: Read, *, trust_sealed: bool) -> set[str]:
         """Return the names of wanted blobs that an earlier copy has sealed."""

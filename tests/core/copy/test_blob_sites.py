@@ -13,6 +13,7 @@ from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.concurrency.workers import Workers
+from penstock.core.copy.blob_sites import in_flight
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.verify import confirmed
 from penstock.core.errors import BusyError, DamagedError, SaveAbortedError
@@ -382,6 +383,21 @@ def test_blobs_that_a_save_under_way_may_need_are_left_alone(chain, workers, who
             copy_of(chain, target, workers, step).run()
     assert target.read_record(name, limit_bytes=100) == b"of a save"
     assert Catalog(target).steps() == []
+
+
+def test_no_lease_is_taken_beside_the_intent_of_a_save_that_has_no_blob_yet(chain, workers):
+    """Beside a lease that save would look like a copy that has ended, and what it needs like free.
+
+    Then a third copy would replace under its hands what the save is going to borrow.
+    """
+    target, base, other = memory(), base_of(chain), "a" * 32
+    intent = IntentRecord(base, 9, (other,), "host", 1, TIME, TIME)
+    target.publish(intent_name(base), encode_intent(intent))
+    with pytest.raises(BusyError, match="a save that is under way may need") as caught:
+        copy_of(chain, target, workers, 2).run()
+    assert intent_name(base) in str(caught.value)
+    assert files_of(target, base) == {"intent.json"}
+    assert in_flight(target, [base], FAST) == [base]
 
 
 @pytest.mark.parametrize("lent", ["cut off", "other bytes"])
