@@ -117,10 +117,13 @@ def work(role: str, url: str, seed: int, report: int) -> None:
 
 
 def options_of(role: str, chance: random.Random) -> dict:
-    """Every other saver keeps the run short by retention."""
-    if role == "saver" and chance.random() < 0.5:  # noqa: PLR2004
-        return {"retention": {"keep_last": SPARE_STEPS, "keep_every": KEEP_EVERY}}
-    return {}
+    """Every other saver keeps the run short by retention; three of four share, too."""
+    if role != "saver":
+        return {}
+    options: dict = {"share": chance.random() < 0.75}  # noqa: PLR2004
+    if chance.random() < 0.5:  # noqa: PLR2004
+        options["retention"] = {"keep_last": SPARE_STEPS, "keep_every": KEEP_EVERY}
+    return options
 
 
 def saver(ckpt: Checkpointer, chance: random.Random, say: object) -> None:
@@ -265,6 +268,11 @@ def check(root: Path, seen: Seen) -> list[str]:
         report = ckpt.prune(everything=True)
         problems += [f"prune refuses: {why}" for why in report.refused]
         seen.counts["uids left to prune"] = len(report.uids)
+        borrowed = [r.borrowed for r in survey_run(ckpt._backend).records.values()]  # noqa: SLF001
+        seen.counts["steps that borrow"] = sum(map(bool, borrowed))
+        seen.counts["steps that share"] = sum(  # what moves a little is encoded
+            any(blob.name.endswith(".raw") for blob in blobs) for blobs in borrowed
+        )
         problems += [f"garbage that prune leaves: {path}" for path in garbage(root, ckpt)]
         problems += [f"after prune: {problem}" for problem in wrong_checkpoints(ckpt, seen)]
     with Checkpointer(f"posix://{root}", **OPTIONS) as ckpt:

@@ -54,7 +54,7 @@ class Forker:
 
 
 def fill(state, number):
-    """Every tensor and value of the state carries `number`."""
+    """Every tensor and value of the state carries `number`, but for the one that stands still."""
     for tensor in (state["raw"], *state["small"]):
         tensor.fill_(number)
     state["encoded"].copy_(_PATTERN + number)  # else no difference would be worth storing
@@ -63,7 +63,8 @@ def fill(state, number):
 
 def make(number):
     state = {
-        "raw": torch.empty(20_000),
+        "raw": torch.empty(12_000),
+        "still": torch.arange(20_000.0),  # most of what is raw: crumbs are not shared
         "encoded": torch.empty(6_000, dtype=torch.int64),
         "small": [torch.empty(()), torch.empty(3, dtype=torch.float64)],
     }
@@ -78,7 +79,8 @@ def save_until_killed(request, report):
         backend = CrashAt(backend, call, after=after, kill=True, operations=operations)
     number = request["number"]
     state = make(number)
-    with Checkpointer(backend, retention=request["retention"], **OPTIONS) as ckpt:
+    options = {**OPTIONS, "retention": request["retention"], "share": request["share"]}
+    with Checkpointer(backend, **options) as ckpt:
         while True:
             os.write(report, f"started {number}\n".encode())
             handle = ckpt.save(

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.integration.atomic.crash_scenarios import check_no_garbage
 from tests.integration.atomic.forked_savers import STEP, Forker, make
 from tests.integration.support import checkpointer, same
 
-from penstock.core.catalog.survey import survey_records
 from penstock.core.testing.wrapper import OPERATIONS
 
 KEEP_LAST = 2
@@ -34,23 +34,25 @@ def killer():
 class Watch:
     """A run, one saver after the other, and what it must hold after each was killed."""
 
-    def __init__(self, root, kind, *, overwrite):
+    def __init__(self, root, kind, *, overwrite=False, share=False):
         self.url = f"{kind}://{root}"
         self.root = root
         self.overwrite = overwrite
+        self.share = share
         self.number = 1
         self.done = None
         self.in_the_middle = 0
         self.olds = self.news = 0
         self.most = 0  # steps there were at once
         self.collected = ()
+        self.borrowed = set()  # kinds of blobs that checkpoints have borrowed
 
     def kill(self, killer, **how):
         request = {"commits": 0, "delay_s": 0.0, "crash": None, **how}
         retention = None if self.overwrite else {"keep_last": KEEP_LAST}
         answer = killer(
             url=self.url, overwrite=self.overwrite, number=self.number, retention=retention,
-            **request,
+            share=self.share, **request,
         )  # fmt: skip
         self.done = answer["done"] or self.done
         self.check(answer["started"])
@@ -63,6 +65,8 @@ class Watch:
                 number = ckpt.info(step).metadata["number"]
                 assert same(ckpt.load(step), make(number)), f"step {step} is torn"
                 assert step == (STEP if self.overwrite else number)
+                borrowed = {blob.name for blob in ckpt._catalog.record(step).borrowed}
+                self.borrowed |= {name.rpartition(".")[2] for name in borrowed}
             if self.done is not None:
                 assert steps, "what was durable is gone"
             if not steps:
@@ -90,27 +94,35 @@ class Watch:
             assert not report.refused
             latest = ckpt.latest()
             assert same(ckpt.load(), make(ckpt.info().metadata["number"]))
-            backend = ckpt._backend
-            left = {info.name.split("/")[1] for info in backend.list("data/")}
-            assert left == survey_records(backend).needed
+            check_no_garbage(ckpt._backend, steps=len(ckpt.steps()))
         with checkpointer(self.url) as ckpt:
             ckpt.save(make(99), latest + 1, mode="blocking")
             assert same(ckpt.load(), make(99))
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
+RUNS = {
+    "retention": {},
+    "overwrite": {"overwrite": True},
+    "shared": {"share": True},
+    "shared overwrite": {"overwrite": True, "share": True},
+}
+
+
+@pytest.mark.parametrize("how", ["retention", "overwrite", "shared"])
 def test_a_saver_killed_at_any_call_of_the_store_leaves_the_old_or_the_new(
-    overwrite, kind, killer, tmp_path
+    how, kind, killer, tmp_path
 ):
-    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
+    watch = Watch(tmp_path / "root", kind, **RUNS[how])
     watch.kill(killer, commits=3)
     # Two saves make some fifty calls; every fourth of them, others in each variant.
-    shift = 2 * (kind == "uring") + overwrite
+    shift = 2 * (kind == "uring") + watch.overwrite
     for call in range(1 + shift, 45, 4):
         watch.kill(killer, crash=[call, (call + shift) % 2 == 0, OPERATIONS])
     assert watch.in_the_middle >= 3
     watch.save_on()
     assert watch.collected, "no saver was killed while it wrote"
+    # What stands still is raw, what moves a little is encoded.
+    assert watch.borrowed == ({"raw", "enc"} if watch.share else {"enc"})
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
@@ -127,19 +139,17 @@ def test_what_exists_is_decided_by_the_publish_of_the_commit_record(
             assert (watch.olds - olds, watch.news - news) == ((0, 1) if committed else (1, 0))
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["retention", "overwrite"])
-def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(
-    overwrite, kind, killer, tmp_path
-):
-    watch = Watch(tmp_path / "root", kind, overwrite=overwrite)
-    chance = random.Random(f"{kind} {overwrite}")
+@pytest.mark.parametrize("how", ["retention", "overwrite", "shared overwrite"])
+def test_a_saver_killed_at_a_random_moment_leaves_the_old_or_the_new(how, kind, killer, tmp_path):
+    watch = Watch(tmp_path / "root", kind, **RUNS[how])
+    chance = random.Random(f"{kind} {how}")
     for _ in range(6):
         watch.kill(killer, commits=chance.randrange(3), delay_s=chance.random() * 0.02)
     watch.save_on()
 
 
 def test_the_check_itself_finds_a_torn_checkpoint(tmp_path):
-    watch = Watch(tmp_path / "root", "posix", overwrite=False)
+    watch = Watch(tmp_path / "root", "posix")
     torn = make(4)
     torn["raw"][1000:] = 5
     with checkpointer(watch.url) as ckpt:
