@@ -21,6 +21,7 @@ from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
 from penstock.core.tiers.verify_repair import verify_and_repair
+from penstock.core.tree.describe import refuse_ranks
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import valid_step
 
@@ -106,6 +107,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> RestoreReport:
         """See `Checkpointer.restore`."""
+        refuse_ranks("restore")
         # Live objects are about to change, and another run's pending save may be capturing them.
         fence_hook.fence_all()
         selection, renaming = Selection(include, exclude), Rename(rename)

@@ -13,7 +13,13 @@ from penstock.providers.module.provider import named_parameters
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import device_name, dtype_name
 from penstock.providers.tensor.parts import fits
-from penstock.providers.tensor.provider import empty_tensor, same_kind, tensor_target
+from penstock.providers.tensor.provider import (
+    empty_tensor,
+    is_sharded,
+    new_like,
+    same_kind,
+    tensor_target,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +88,7 @@ class GradsProvider(StateProvider):
         return rebuild_dict(stored.path, device=device, context=context)
 
 
-def _parameters(value: Grads) -> dict[str, torch.nn.Parameter]:
+def _parameters(value: Grads) -> dict[str, torch.Tensor]:
     """Return the parameters by their first name: a tied parameter has one gradient."""
     seen: set[int] = set()
     result = {}
@@ -94,7 +100,7 @@ def _parameters(value: Grads) -> dict[str, torch.nn.Parameter]:
 
 
 def _place_grad(
-    parameter: torch.nn.Parameter,
+    parameter: torch.Tensor,
     path: ObjectPath,
     context: PlaceContext,
     result: Placement,
@@ -104,7 +110,7 @@ def _place_grad(
     assert stored is not None
     grad = parameter.grad
     if grad is not None and same_kind(grad, stored, parameter.device, context):
-        result.targets.append(tensor_target(grad, path))
+        result.targets.append(tensor_target(grad, path, like=parameter))
         return
     shape = tuple(parameter.shape)
     grad_dtype = parameter.dtype if grad is None else grad.dtype
@@ -124,9 +130,10 @@ def _place_grad(
             advice = cast_advice(spec, stored.spec)
             result.differ(Difference(path, old, new, (sentence,), skippable=False, advice=advice))
             return
-        made = empty_tensor(replace(stored, spec=spec), device_name(parameter.device))
-        result.targets.append(tensor_target(made, path))
-        assigns.append(lambda: setattr(parameter, "grad", made))
+        _assign_new(parameter, path, replace(stored, spec=spec), result, assigns)
+        return
+    if is_sharded(parameter):
+        _assign_new(parameter, path, stored, result, assigns)
         return
     placed = context.rebuild(path, device=device_name(parameter.device))
     result.absorb(placed)
@@ -135,8 +142,23 @@ def _place_grad(
     assigns.append(lambda: setattr(parameter, "grad", make()))
 
 
+def _assign_new(
+    parameter: torch.Tensor,
+    path: ObjectPath,
+    stored: StoredObject,
+    result: Placement,
+    assigns: list[Callable[[], object]],
+) -> None:
+    """Plan a new gradient with the shape of the parameter, placed as it is."""
+    made = new_like(parameter, stored)
+    if made is None:
+        made = empty_tensor(stored, device_name(parameter.device))
+    result.targets.append(tensor_target(made, path, like=parameter))
+    assigns.append(lambda: setattr(parameter, "grad", made))
+
+
 def _place_parts(
-    parameter: torch.nn.Parameter,
+    parameter: torch.Tensor,
     path: ObjectPath,
     context: PlaceContext,
     result: Placement,

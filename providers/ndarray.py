@@ -209,7 +209,7 @@ def _spec(array: np.ndarray[Any, Any]) -> TensorSpec:
 
 
 def _target(array: np.ndarray[Any, Any], path: ObjectPath) -> Target:
-    return Target(path, _spec(array), Region.whole(array.shape), ArraySink(array, path))
+    return Target(path, _spec(array), (Region.whole(array.shape),), ArraySink(array, path))
 
 
 def _empty(stored: Any) -> np.ndarray[Any, Any]:

@@ -69,11 +69,19 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Memory to be filled with a stored tensor. `path` is the object's path in the template."""
+    """Memory to be filled with a stored tensor, or with the part of it that this rank holds.
+
+    Attributes:
+        path: The object's path in the template.
+        spec: Dtype and global shape.
+        regions: The rectangles of the whole tensor that the memory holds: the sink takes the bytes
+            of each, row-major, one rectangle behind the other. Empty where this rank holds none.
+        sink: The memory.
+    """
 
     path: ObjectPath
     spec: TensorSpec
-    region: Region
+    regions: tuple[Region, ...]
     sink: ByteSink
 
 

@@ -13,6 +13,7 @@ from penstock.core.abc import StoredObject
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import (
     PenstockError,
+    PluginError,
     RestoreError,
     RestoreMismatchError,
 )
@@ -26,10 +27,10 @@ from penstock.core.tree.paths import show_path
 from penstock.core.tree.place import Placing, disagreements, overlapping
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.tree.stored_tree import StoredTree
-from penstock.core.types import Kind
+from penstock.core.types import Kind, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import ByteSink, Difference, Placement, Target
     from penstock.core.plan.restore import Located
@@ -349,7 +350,12 @@ def _read_overlapping(
     sinks = {t.path: BytesSink(t.sink.nbytes) for group in groups for t in group}
     if not sinks:
         return {}
-    requests = [_request(stored, t, sinks[t.path]) for group in groups for t in group]
+    requests = [
+        request
+        for group in groups
+        for target in group
+        for request in _requests(stored, target, sinks[target.path])
+    ]
     fill(checkpoint, requests, stored.tally)
     views = {path: memoryview(sink.data) for path, sink in sinks.items()}
     problems = [problem for group in groups for problem in disagreements(group, views)]
@@ -359,13 +365,28 @@ def _read_overlapping(
     return aside
 
 
-def _request(stored: StoredSelection, target: Target, sink: ByteSink) -> ObjectRequest:
-    """Request the object of `target` into `sink`, whose elements have the dtype of `target`."""
-    located = stored.located[target.path]
-    spec = located.record.spec
+def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Iterator[ObjectRequest]:
+    """Yield the requests that fill `sink`, whose elements have the dtype of `target`.
+
+    They are for the whole object, or for the rectangles of it that this rank holds.
+    """
+    located, regions = stored.located[target.path], target.regions
+    spec, into = located.record.spec, sink
     if spec.dtype != target.spec.dtype:  # only with `cast`: else it would be a difference
-        sink = CastSink(sink, spec, target.spec)
-    return ObjectRequest(located, sink)
+        into = CastSink(sink, spec, target.spec)
+    if regions == (Region.whole(spec.shape),):
+        yield ObjectRequest(located, into)
+        return
+    at = 0
+    for region in regions:
+        yield ObjectRequest(located, into, region, at)
+        at += region.numel * spec.itemsize
+    if at != into.nbytes:
+        msg = (
+            f"{show_path(target.path)}: the regions of its target have {at} bytes, its memory "
+            f"{into.nbytes}; the provider of this template broke its contract"
+        )
+        raise PluginError(msg)
 
 
 def _cast(targets: Iterable[Target], stored: StoredSelection) -> list[Cast]:
@@ -388,9 +409,10 @@ def _fill_targets(
     with collections_held:
         _each(unique.values(), lambda target: target.sink.opened())
         requests = [
-            _request(stored, t, t.sink)
+            request
             for key, t in unique.items()
             if key not in aside and t.sink.device != "meta"  # a meta tensor has no memory
+            for request in _requests(stored, t, t.sink)
         ]
     fill(checkpoint, requests, stored.tally)
 

@@ -30,7 +30,6 @@ from penstock.core.tree.describe import (
     check_root,
     describe_tree,
     plugin_error,
-    refuse_ranks,
 )
 from penstock.core.tree.rebuild import (
     Rebuilding,
@@ -103,7 +102,6 @@ class Placing(Rebuilding):
             FormatError: A stored value cannot be decoded.
         """
         root = self._root = check_root(state)
-        refuse_ranks("restore")
         try:
             if self._below(()) is True:
                 self.scan.is_container(root, ())

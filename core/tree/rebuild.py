@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSink, MemoryKey, StateProvider
     from penstock.core.tree.containers import Providers
-    from penstock.core.types import ObjectPath, TensorSpec
+    from penstock.core.types import ObjectPath, Region, TensorSpec
 
 _CONSTANTS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -183,7 +183,7 @@ class Rebuilding(PlaceContext):
                 first.finish = _once(first.finish)
             self._built[primary, device] = first
             return first
-        targets = [Target(stored.path, t.spec, t.region, t.sink) for t in first.targets]
+        targets = [Target(stored.path, t.spec, t.regions, t.sink) for t in first.targets]
         return Placement(targets, finish=first.finish)
 
     def _rebuild_by_provider(self, stored: StoredObject | Node, device: str | None) -> Placement:
@@ -310,15 +310,16 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
     Other targets of the same memory keep their sinks: `place.disagreements` compares their bytes.
     """
     result: list[Target] = []
-    sinks: dict[tuple[MemoryKey, ObjectPath], ByteSink] = {}
+    sinks: dict[tuple[MemoryKey, tuple[Region, ...], ObjectPath], ByteSink] = {}
     for target in targets:
         memory, sink = target.sink.memory, target.sink
         if memory is not None:
-            sink = sinks.setdefault((memory, aliases.get(target.path, target.path)), sink)
+            key = memory, target.regions, aliases.get(target.path, target.path)
+            sink = sinks.setdefault(key, sink)
         if sink is target.sink:
             result.append(target)
         else:
-            result.append(Target(target.path, target.spec, target.region, sink))
+            result.append(Target(target.path, target.spec, target.regions, sink))
     return result
 
 

@@ -46,7 +46,8 @@ class LoadHooks:
                 self._takers.append(prefix)
             if any(map(_is_foreign, before)) or is_override(loads, base):
                 self._readers.append(prefix)
-            after = after or bool(module._load_state_dict_post_hooks)  # noqa: SLF001 - likewise
+            hooks = module._load_state_dict_post_hooks.values()  # noqa: SLF001 - likewise
+            after = after or not all(map(_is_of_fully_shard, hooks))
         self.present = bool(self._readers) or after
         """Whether there is such code that is not torch's own."""
 
@@ -92,6 +93,11 @@ def run_post_hooks(wrappers: Sequence[torch.nn.Module]) -> None:
     for wrapper in reversed(wrappers):
         for hook in list(wrapper._load_state_dict_post_hooks.values()):  # noqa: SLF001 - no other way
             hook(wrapper, _IncompatibleKeys([], []))
+
+
+def _is_of_fully_shard(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook only notices parameters that were replaced; a restore replaces none."""
+    return module_of(hook).startswith("torch.distributed.fsdp.")
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:

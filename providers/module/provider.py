@@ -15,6 +15,7 @@ from penstock.providers.module.place import ModulePlacer
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import device_name
 from penstock.providers.tensor.provider import plain_tensors
+from penstock.providers.tensor.sharding import note_fully_shard, sharded_parameters
 from penstock.providers.wrappers import bare_names, unwrap
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class ModuleProvider(StateProvider):
                 ],
                 finish=lambda: value,
             )
+        note_fully_shard(module)
         return ModulePlacer(value, path, context).place()
 
     def rebuild(
@@ -85,12 +87,14 @@ class ModuleProvider(StateProvider):
                     yield device_name(weight.device), weight.untyped_storage().data_ptr()
 
 
-def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every name of every parameter, without wrappers; a tied one comes once per name."""
     module = unwrap(value)
     bare = bare_names(module)
+    note_fully_shard(module)
+    sharded = sharded_parameters(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield bare(name), parameter
+        yield bare(name), sharded.get(id(parameter), parameter)
 
 
 def _refuse_sharded(module: torch.nn.Module, path: ObjectPath) -> None:

@@ -12,14 +12,20 @@ import torch
 
 from penstock.core.abc import Difference, Placement
 from penstock.core.errors import RestoreError
-from penstock.core.types import show_path
+from penstock.core.types import Kind, show_path
 from penstock.providers.optimizer.match import FORM, Matcher, index_of
 from penstock.providers.optimizer.names import members
 from penstock.providers.overrides import is_override
 from penstock.providers.rebuild import leaves
 from penstock.providers.tensor.memory import device_name
 from penstock.providers.tensor.parts import fits
-from penstock.providers.tensor.provider import same_kind, tensor_target
+from penstock.providers.tensor.provider import (
+    is_sharded,
+    local_of,
+    new_like,
+    same_kind,
+    tensor_target,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,7 +208,7 @@ class Placer:
         makers: dict[str, Callable[[], object]] = {}
         for key in self._context.children(node.path):
             device = self._device(member, node, key, live.get(key))
-            placed = self._place_item(live.get(key), (*node.path, key), device)
+            placed = self._place_item(live.get(key), (*node.path, key), device, member.parameter)
             self._result.absorb(placed)
             if placed.finish is not None:
                 makers[key] = placed.finish
@@ -219,12 +225,33 @@ class Placer:
 
         self._finishes.append(assign)
 
-    def _place_item(self, live: Any, path: ObjectPath, device: torch.device) -> Placement:
+    def _place_item(
+        self,
+        live: Any,
+        path: ObjectPath,
+        device: torch.device,
+        parameter: torch.Tensor | None = None,
+    ) -> Placement:
         stored = self._context.stored(path)
         if same_kind(live, stored, device, self._context):
-            return Placement([tensor_target(live, path)], finish=lambda: live)
+            target = tensor_target(live, path, like=parameter)
+            return Placement([target], finish=lambda: live)
         if fits(live, self._context.node(path), path, device):
             return self._context.place(live, path)
+        if stored is not None and stored.kind is Kind.TENSOR and is_sharded(parameter):
+            # State as torch would have made it in a step: placed like the parameter, or a number.
+            made = new_like(parameter, stored)
+            if made is not None:
+                target = tensor_target(made, path, like=parameter)
+                return Placement([target], finish=lambda: made)
+            if stored.spec.shape:
+                self._problem(
+                    path,
+                    f"has shape {list(stored.spec.shape)}, unlike its parameter, and it is not "
+                    "known how this optimizer would shard it: run one step of the optimizer "
+                    "before the restore",
+                )
+                return Placement()
         return self._context.rebuild(path, device=device_name(device))
 
     def _device(self, member: Member, node: Node, key: str, live: object) -> torch.device:
@@ -335,6 +362,8 @@ def _uncast(old: Any, new: Any) -> Any:
 
 
 def _is_cast(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if is_sharded(old) and is_sharded(new):  # comparing them as they are would communicate
+        return old.placements == new.placements and _is_cast(local_of(old), local_of(new))
     if old is new or old.shape != new.shape:
         return old is new
     return torch.equal(_bits(old.to(device=new.device, dtype=new.dtype)), _bits(new))

@@ -280,6 +280,29 @@ class TensorSink(_TensorMemory, ByteSink):
             torch.autograd.graph.increment_version(self.tensor)
 
 
+class ShardSink(TensorSink):
+    """The sink of a local tensor, the part of a distributed one that this rank holds."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+        super().__init__(local)
+        self._whole = whole
+
+    def opened(self) -> None:
+        super().opened()
+        self._count_change()
+
+    def written(self) -> None:
+        super().written()
+        self._count_change()
+
+    def _count_change(self) -> None:
+        # The two have counters of their own, and autograd saves the distributed tensor.
+        if not self._whole.is_inference():
+            torch.autograd.graph.increment_version(self._whole)
+
+
 class OverlapSink(TensorSink):
     """The sink of a tensor whose elements share memory (`expand`): filled by way of scratch.
 

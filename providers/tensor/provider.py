@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +15,15 @@ from penstock.core.abc import Node, Placement, StateObject, StateProvider, Targe
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
 from penstock.providers.tensor.cuda import CudaSource
-from penstock.providers.tensor.memory import TensorSource, dtype_name, lacks_memory, make_sink
+from penstock.providers.tensor.memory import (
+    ShardSink,
+    TensorSource,
+    device_name,
+    dtype_name,
+    lacks_memory,
+    make_sink,
+    overlaps_itself,
+)
 from penstock.providers.tensor.parts import FORM as PARTS_FORM
 from penstock.providers.tensor.parts import (
     describe_parts,
@@ -22,9 +32,12 @@ from penstock.providers.tensor.parts import (
     plain_parts,
     rebuild_parts,
 )
+from penstock.providers.tensor.sharding import last_cut_of, local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from torch.distributed.tensor import DTensor
 
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
@@ -74,7 +87,7 @@ class TensorProvider(StateProvider):
             return place_parts(value, path, context=context)
         if not context.selected(path):
             return Placement(finish=lambda: value)
-        refuse_unsupported(value, path)
+        refuse_unsupported(local_of(value) if is_sharded(value) else value, path)
         return Placement([tensor_target(value, path)], finish=lambda: value)
 
     def rebuild(
@@ -105,10 +118,73 @@ def _whole(dtype: torch.dtype, shape: torch.Size) -> tuple[TensorSpec, Region]:
     return TensorSpec(name, itemsize, tuple(shape)), Region.whole(shape)
 
 
-def tensor_target(tensor: torch.Tensor, path: ObjectPath) -> Target:
-    """Return the whole memory of `tensor` as a target for the object at `path`."""
+def tensor_target(
+    tensor: torch.Tensor, path: ObjectPath, *, like: torch.Tensor | None = None
+) -> Target:
+    """Return the memory of `tensor` on this rank as a target for the object at `path`.
+
+    Args:
+        tensor: The tensor, which may be a DTensor.
+        path: Where the object stands in the template.
+        like: The parameter that `tensor` is a gradient or the state of, if it is one.
+
+    Raises:
+        UnsupportedStateError: It is not certain which elements of a DTensor this rank holds.
+    """
     spec, region = _whole(tensor.dtype, tensor.shape)
-    return Target(path, spec, region, make_sink(tensor, path))
+    if type(tensor) in _KNOWN or not is_sharded(tensor):
+        return Target(path, spec, (region,), make_sink(tensor, path))
+    local = local_of(tensor)
+    shard = local_shard(tensor, path, last_cut=_last_cut(tensor, like))
+    regions = (region,) if shard.regions == (region,) else shard.regions
+    if overlaps_itself(local):
+        return Target(path, spec, regions, make_sink(local, path))
+    return Target(path, spec, regions, ShardSink(local, tensor))
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether `tensor` is a DTensor."""
+    # Looked up: a process without DTensors need not load their module, which takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor itself; `to_local` would wait for collectives, and make a view."""
+    return tensor._local_tensor  # noqa: SLF001 - as said
+
+
+def _last_cut(tensor: DTensor, like: torch.Tensor | None) -> int | None:
+    if like is None or like is tensor:
+        return last_cut_of(tensor)
+    same = (
+        is_sharded(like)
+        and like.shape == tensor.shape
+        and like.placements == tensor.placements
+        and like.device_mesh == tensor.device_mesh
+    )
+    return last_cut_of(like) if same else None  # type: ignore[arg-type]  # `same` says so
+
+
+def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | None:
+    """Return a new DTensor that is placed as `parameter` is, for state of it to be read into.
+
+    None where the parameter is no DTensor, or the stored tensor has another shape.
+    """
+    if not is_sharded(parameter) or stored.spec.shape != tuple(parameter.shape):
+        return None
+    local = local_of(parameter)
+    spec = replace(stored.spec, shape=tuple(local.shape))
+    made = empty_tensor(replace(stored, spec=spec), device_name(local.device))
+    with torch.inference_mode(mode=False):
+        return type(parameter).from_local(
+            made,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,  # it would communicate
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
@@ -133,15 +209,17 @@ def same_kind(
     tensor: object, stored: StoredObject | None, device: torch.device, context: PlaceContext
 ) -> bool:
     """Return whether `tensor` can take the stored tensor in place, on `device`."""
+    local = local_of(tensor) if is_sharded(tensor) else tensor
     return (
         stored is not None
         and stored.kind is Kind.TENSOR
-        and type(tensor) in _KNOWN
+        and type(local) in _KNOWN
         and isinstance(tensor, torch.Tensor)
-        and tensor.layout is torch.strided
-        and tensor.device == device
+        and isinstance(local, torch.Tensor)
+        and local.layout is torch.strided
+        and local.device == device
         and context.takes(_whole(tensor.dtype, tensor.shape)[0], stored.spec)
-        and not lacks_memory(tensor)
+        and not lacks_memory(local)
     )
 
 

@@ -17,6 +17,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
+from torch.utils.weak import WeakIdKeyDictionary
+
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Region, Replica, show_path
 
@@ -102,7 +104,7 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
                 path,
                 f"which elements a rank holds depends on the order in which dimension {dimension} "
                 f"of size {size} was cut, which is not known. Pad the dimension to a multiple of "
-                f"{_ranks(cuts[dimension])}, or save the module's parameter instead of a copy",
+                f"{_ranks(cuts[dimension])}, or use the module's parameter instead of a copy",
             )
         spans.append(held)
     _check_local_shape(tensor, path, spans)
@@ -114,7 +116,7 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
             tensor,
             path,
             f"an inner dimension is cut by strides, which makes its local tensor more than "
-            f"{MAX_REGIONS} rectangles of the whole one. Save what its `.redistribute` returns "
+            f"{MAX_REGIONS} rectangles of the whole one. Use what its `.redistribute` returns "
             "without strides, called on every rank",
         )
     return LocalShard(shape, regions, replica)
@@ -122,10 +124,35 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
 
 def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
     """Yield each parameter below `module` that `fully_shard` has cut, and the mesh dimension."""
+    for one in _fully_sharded(module):
+        group = getattr(one.mesh_info, "shard_process_group", None)
+        if group is not None:  # else replicated only
+            from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - as below
+
+            tensor = one.sharded_param
+            line = get_process_group_ranks(group)
+            yield from ((tensor, m) for m in _dimension_over(tensor, one.fsdp_placement.dim, line))
+
+
+def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:
+    """Return the sharded parameter for the id of each gathered one that stands in for it.
+
+    Between forward and backward, or after a forward that did not reshard, the module shows plain
+    gathered tensors, while optimizers have the sharded ones. Nothing is resharded here.
+    """
+    found = {}
+    for one in _fully_sharded(module):
+        gathered = getattr(one, "_unsharded_param", None)  # there is none before the first forward
+        if gathered is not None:
+            found[id(gathered)] = one.sharded_param
+    return found
+
+
+def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield what `fully_shard` keeps of each parameter below `module`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     # Where no module is cut it is not loaded, and loading it takes a while.
-    from torch.distributed import get_process_group_ranks  # noqa: PLC0415
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     for part in module.modules():
@@ -135,14 +162,23 @@ def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
         # Earlier versions of torch have one group, or None, instead of a list.
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [state._fsdp_param_group] if groups is None else groups  # noqa: SLF001
-        for one in itertools.chain.from_iterable(group.fsdp_params for group in groups if group):
-            group = getattr(one.mesh_info, "shard_process_group", None)
-            if group is not None:  # else replicated only
-                tensor = one.sharded_param
-                line = get_process_group_ranks(group)
-                yield from (
-                    (tensor, m) for m in _dimension_over(tensor, one.fsdp_placement.dim, line)
-                )
+        yield from itertools.chain.from_iterable(group.fsdp_params for group in groups if group)
+
+
+def note_fully_shard(module: torch.nn.Module) -> None:
+    """Note how `fully_shard` has cut the parameters of `module`, for `last_cut_of`."""
+    for parameter, mesh_dimension in fully_shard_cuts(module):
+        _last_cuts[parameter] = mesh_dimension
+
+
+def last_cut_of(tensor: DTensor) -> int | None:
+    """Return the `last_cut` of a parameter of a module that was noted; None for all others."""
+    found: int | None = _last_cuts.get(tensor)  # type: ignore[no-untyped-call]  # torch has no type
+    return found
+
+
+# By identity: an optimizer has the parameters, but not the module that knows how they were cut.
+_last_cuts = WeakIdKeyDictionary()
 
 
 def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[int]:
@@ -189,7 +225,7 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
             _refuse(
                 tensor,
                 path,
-                f"each rank of mesh dimension {m} holds a pending summand of it. Save what its "
+                f"each rank of mesh dimension {m} holds a pending summand of it. Use what its "
                 "`.redistribute` returns with Replicate() or Shard() in place of Partial(), called "
                 "on every rank",
             )
@@ -198,7 +234,7 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
                 tensor,
                 path,
                 f"Penstock does not know which elements a {type(placement).__qualname__} holds. "
-                "Save what its `.redistribute` returns with Replicate() or Shard(), called on "
+                "Use what its `.redistribute` returns with Replicate() or Shard(), called on "
                 "every rank",
             )
     orders = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 - no other name
@@ -206,7 +242,7 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
         _refuse(
             tensor,
             path,
-            "its dimensions are cut in an order of its own. Save what its `.redistribute` returns "
+            "its dimensions are cut in an order of its own. Use what its `.redistribute` returns "
             "in the default order, called on every rank",
         )
     return [tuple(one) for one in cuts]

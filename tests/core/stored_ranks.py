@@ -1,8 +1,11 @@
 """Stores checkpoints as several ranks would, each with the shards that it is given."""
 
+from dataclasses import replace
+
 import numpy as np
 from tests.core.manifests import UID, commit_record, draft_section
 
+from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.commit_record import encode_commit, encode_intent
 from penstock.core.format.index import encode_index
@@ -22,7 +25,9 @@ from penstock.core.format.records import (
     intent_name,
 )
 from penstock.core.pipeline.chain import checksum_blocks
-from penstock.core.types import PAGE_BYTES, Kind, Role, TensorSpec, WriteRequest
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.restore.fill import read_region
+from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec, WriteRequest
 
 STEP = 5
 BLOCK_BYTES = PAGE_BYTES
@@ -33,7 +38,41 @@ def cut(array, region):
     return np.ascontiguousarray(array[index])
 
 
-def store_ranks(backend, ranks, *, per_section=3):
+def reshard(store, cuts, *, step=STEP):
+    """Return a store with the checkpoint of `store`, saved by one process, as ranks would store it.
+
+    Args:
+        store: Where the checkpoint is.
+        cuts: Returns what each rank holds of a tensor: `cuts(path, shape)` is a list of regions for
+            each rank. Values are on rank 0, and all ranks describe them.
+        step: The step of the checkpoint.
+    """
+    view = Checkpoint.open(store, step)
+    records, arrays = {}, {}
+    for located in view.contents.objects():
+        record = located.record
+        records[record.path] = record
+        if record.same_as is None:
+            data = read_region(view.opened, located, Region.whole(record.spec.shape))
+            array = np.frombuffer(data, f"V{record.spec.itemsize}").reshape(record.spec.shape)
+            arrays[record.path] = array
+    count = len(cuts((), ()))
+    ranks = [[] for _ in range(count)]
+    for path, record in records.items():
+        whole = [Region.whole(record.spec.shape)]
+        held = [whole, *[None] * (count - 1)]
+        if record.same_as is not None:
+            held = [None] * count
+        elif record.kind is Kind.TENSOR and record.spec.shape:
+            held = cuts(path, record.spec.shape)
+        for rank, regions in enumerate(held):
+            ranks[rank].append((path, arrays.get(path), regions))
+    found = MemoryBackend(MemoryConfig())
+    store_ranks(found, ranks, like=(records, view.contents.nodes(), view.contents.record.providers))
+    return found
+
+
+def store_ranks(backend, ranks, *, per_section=3, like=None):
     """Store a checkpoint of step 5.
 
     Args:
@@ -41,13 +80,16 @@ def store_ranks(backend, ranks, *, per_section=3):
         ranks: For each rank the path of every object that it describes, in order, with the whole
             array and the regions that the rank holds; regions of None: it only describes it.
         per_section: Objects of a section.
+        like: The records of the objects by path, all nodes, and the versions of providers; of
+            objects that are not there, and without it, those of arrays in dicts.
     """
+    like = like or ({}, [], {"ndarray": 1})
     parts, tables, stored, names = [], [], 0, set()
     world_size = len(ranks)
     for rank, held in enumerate(ranks):
         if not held and rank:
             continue  # a rank without a share writes no part
-        part, blob = _part(rank, world_size, held, per_section)
+        part, blob = _part(rank, world_size, held, per_section, like)
         name = blob_name(UID, rank, 0, "raw")
         writer = backend.create(name)
         writer.write([WriteRequest(0, (memoryview(blob),))])
@@ -60,7 +102,7 @@ def store_ranks(backend, ranks, *, per_section=3):
     many = ManyParts(len(parts), sum(p.length for p in parts)) if len(parts) > 16 else None
     index = encode_index(UID, tables, parts if many else ())
     backend.publish(index.entry.name, index.data)
-    whole = {path: array.nbytes for held in ranks for path, array, _ in held}
+    whole = {path: getattr(array, "nbytes", 0) for held in ranks for path, array, _ in held}
     record = commit_record(
         index=index.entry,
         parts=() if many else tuple(parts),
@@ -71,7 +113,7 @@ def store_ranks(backend, ranks, *, per_section=3):
         bytes_raw=sum(whole.values()),
         bytes_stored=stored,
         codecs={},
-        providers={"ndarray": 1},
+        providers=like[2],
     )
     intent = IntentRecord(UID, STEP, started=record.created, refreshed=record.created)
     backend.publish(intent_name(UID), encode_intent(intent))
@@ -79,12 +121,14 @@ def store_ranks(backend, ranks, *, per_section=3):
     return record
 
 
-def _part(rank, world_size, held, per_section):
+def _part(rank, world_size, held, per_section, like):
     blob = bytearray()
+    known, stored_nodes, _ = like
     sections, nodes = [], {}
     for path, _, _ in held:
-        nodes |= {path[:n]: None for n in range(len(path))}
-    node_records = tuple(NodeRecord(n, path, "dict") for n, path in enumerate(nodes))
+        nodes |= {path[:n]: ("dict", {}) for n in range(len(path))}
+    nodes |= {node.path: (node.form, node.meta) for node in stored_nodes}
+    node_records = tuple(NodeRecord(n, path, *told) for n, (path, told) in enumerate(nodes.items()))
     for at in range(0, len(held), per_section):
         frames, objects = [], []
         for ordinal, (path, array, regions) in enumerate(held[at : at + per_section], at):
@@ -100,13 +144,12 @@ def _part(rank, world_size, held, per_section):
                     frames.append(Frame(0, len(blob), len(data), len(data), 0, sums))
                 blob += data
                 shards.append(ShardRecord(region, refs))
-            spec = TensorSpec(array.dtype.name, array.itemsize, array.shape)
-            objects.append(
-                ObjectRecord(
-                    len(node_records) + ordinal, path, Kind.TENSOR, spec, Role.PARAMETER, "ndarray",
-                    tuple(shards),
-                )
-            )  # fmt: skip
+            record = known.get(path)
+            if record is None:
+                spec = TensorSpec(array.dtype.name, array.itemsize, array.shape)
+                record = ObjectRecord(0, path, Kind.TENSOR, spec, Role.PARAMETER, "ndarray")
+            number = len(node_records) + ordinal
+            objects.append(replace(record, ordinal=number, shards=tuple(shards)))
         sections.append(Section(tuple(frames), tuple(objects), () if at else node_records))
     part = encode_part(
         [draft_section(section) for section in sections],

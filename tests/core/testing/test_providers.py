@@ -86,7 +86,7 @@ class Good(StateProvider):
 
     def into(self, value, path):
         spec = self.spec(value)
-        target = Target(path, spec, Region.whole(spec.shape), self.Sink(value))
+        target = Target(path, spec, (Region.whole(spec.shape),), self.Sink(value))
         return Placement([target], finish=lambda: value)
 
     def place_mean(self, value, path, context):
@@ -397,8 +397,8 @@ class BelievesTheStoredShape(Good):
         stored = context.stored(path)
         for number, target in enumerate(placement.targets):
             if stored is not None:
-                region = Region.whole(stored.spec.shape)
-                placement.targets[number] = Target(path, stored.spec, region, target.sink)
+                regions = (Region.whole(stored.spec.shape),)
+                placement.targets[number] = Target(path, stored.spec, regions, target.sink)
         return placement
 
 

@@ -157,7 +157,7 @@ def into(box, path):
         return box
 
     spec = TensorSpec("uint8", 1, (len(box.data),))
-    target = Target(path, spec, Region.whole(spec.shape), BoxSink(box))
+    target = Target(path, spec, (Region.whole(spec.shape),), BoxSink(box))
     return Placement([target], finish=finish, settle=[lambda: meet("settle")])
 
 

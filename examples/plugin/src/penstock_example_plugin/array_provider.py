@@ -150,7 +150,7 @@ def _spec(value: array[Any], path: ObjectPath) -> TensorSpec:
 
 def _target(value: array[Any], path: ObjectPath) -> Target:
     spec = _spec(value, path)
-    return Target(path, spec, Region.whole(spec.shape), ArraySink(value))
+    return Target(path, spec, (Region.whole(spec.shape),), ArraySink(value))
 
 
 def _empty(stored: Any) -> array[Any]:

@@ -1,0 +1,373 @@
+"""Checkpoints of any number of ranks, restored on any other, bit by bit."""
+
+import itertools
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.core.restore.test_scatter import splits
+from tests.core.stored_ranks import STEP, reshard, store_ranks
+from tests.effort import examples
+from tests.integration.ranks.topologies import (
+    PLACES,
+    Net,
+    adam,
+    expected_of,
+    held_of,
+    train,
+    values_of,
+)
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import SGD
+
+from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
+from penstock.core.restore.checkpoint import Checkpoint
+from penstock.core.restore.fallback import Overwritten
+from penstock.core.restore.restore import restore_into
+from penstock.core.tree.select import Rename, Selection
+from penstock.core.types import Region, regions_of_range
+from penstock.providers.tensor.sharding import local_shard
+
+
+def restore(store, state, **options):
+    """Restore the checkpoint into this rank's state, as each rank of a job does by itself."""
+    opened = Checkpoint.open(store, STEP).opened
+    providers = opened.registry.providers
+    return restore_into(
+        opened,
+        state,
+        selection=Selection(options.get("include"), options.get("exclude")),
+        rename=Rename(None),
+        strict=options.get("strict", True),
+        cast=options.get("cast", False),
+        overwritten=Overwritten(state, providers, allow_pickle=False),
+    )
+
+
+def rows(count):
+    """Rows, as even as they can be: some ranks may hold none."""
+
+    def cuts(_path, shape):
+        if not shape:
+            return [[] for _ in range(count)]
+        share = -(-shape[0] // count)
+        starts = [min(rank * share, shape[0]) for rank in range(count + 1)]
+        return [
+            [Region((a, *(0,) * (len(shape) - 1)), (b - a, *shape[1:]))] if a < b else []
+            for a, b in itertools.pairwise(starts)
+        ]
+
+    return cuts
+
+
+def columns(count):
+    """The last dimension is cut, the others are whole."""
+
+    def cuts(path, shape):
+        turned = rows(count)(path, shape[::-1])
+        return [[Region(r.offsets[::-1], r.sizes[::-1]) for r in regions] for regions in turned]
+
+    return cuts
+
+
+def grid(_path, shape):
+    """Two ranks cut rows, and two columns, of which both hold what has no columns."""
+    if len(shape) < 2:
+        return [regions for regions in rows(2)(_path, shape) for _ in range(2)]
+    across = columns(2)(_path, shape)
+    return [
+        [
+            Region((a.offsets[0], *b.offsets[1:]), (a.sizes[0], *b.sizes[1:]))
+            for a in by_row
+            for b in by_column
+        ]
+        for by_row in rows(2)(_path, shape)
+        for by_column in across
+    ]
+
+
+def flat(count):
+    """Ranges of elements, wherever rows begin, as ZeRO and FSDP1 cut."""
+
+    def cuts(_path, shape):
+        size = torch.Size(shape).numel()
+        share = -(-size // count)
+        bounds = [min(rank * share, size) for rank in range(count + 1)]
+        return [regions_of_range(shape, a, b) for a, b in itertools.pairwise(bounds)]
+
+    return cuts
+
+
+STORED = {
+    "one process": None,
+    "rows 4": rows(4),
+    "rows 3": rows(3),
+    "columns 3": columns(3),
+    "grid 2 x 2": grid,
+    "flat ranges 5": flat(5),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The values after two steps, what the next steps lose, and the checkpoints."""
+    net = Net()
+    state = {"model": net, "optimizer": adam(net), "epoch": 7}
+    train(net, state["optimizer"], 2)
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save(state, STEP, mode="blocking")
+    values = values_of(state)
+    losses = train(net, state["optimizer"], 2, start=2)
+    stores = {
+        name: store if cuts is None else reshard(store, cuts) for name, cuts in STORED.items()
+    }
+    return values, losses, stores
+
+
+def fresh(place, *, stepped=False):
+    """The state of a rank that has other values; nothing of the optimizer before a step."""
+    net = place(Net(seed=1))
+    optimizer = adam(net)
+    if stepped:  # without a forward: torch has none where tensor parallelism cuts unevenly
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return {"model": net, "optimizer": optimizer, "epoch": 0}
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    for path, tensor in expected.items():
+        assert found[path].dtype == tensor.dtype, path
+        assert torch.equal(found[path], tensor), path
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_every_rank_gets_what_it_holds_bit_by_bit(trained, where):
+    """Of every stored layout, before the first step of the optimizer and after one."""
+    values, _, stores = trained
+    count, place = PLACES[where]
+
+    def work(_rank):
+        equal_to = expected_of(values, place)
+        for store, stepped in itertools.product(stores.values(), (False, True)):
+            state = fresh(place, stepped=stepped)
+            report = restore(store, state)
+            equal(held_of(state), equal_to)
+            assert (state["epoch"], report.missing, report.unexpected) == (7, (), ())
+            assert report.matched_by == "name"
+
+    run_ranks(count, work)
+
+
+@pytest.mark.parametrize("where", ["one process", "DDP 2", "FSDP2 2", "HSDP 2 x 2"])
+def test_training_goes_on_with_equal_losses(trained, where):
+    _, losses, stores = trained
+    count, place = PLACES[where]
+
+    def work(_rank):
+        state = fresh(place)
+        restore(stores["columns 3"], state)
+        return train(state["model"], state["optimizer"], 2, start=2)
+
+    for found in run_ranks(count, work):
+        assert found == losses
+
+
+def test_restore_of_one_rank_waits_for_no_other(trained):
+    """Also between a forward that has gathered the parameters and its backward."""
+    values, _, stores = trained
+    place = PLACES["FSDP2 2"][1]
+    ready = threading.Barrier(2)
+
+    def work(rank):
+        expected = expected_of(values, place)
+        # The optimizer first, which needs the names of parameters that are gathered still.
+        state = dict(sorted(fresh(place).items(), reverse=True))
+        weight = state["model"].up.weight
+        versions = weight._version, weight._local_tensor._version
+        for part in state["model"].modules():
+            if isinstance(part, FSDPModule):
+                part.set_reshard_after_forward(False)
+        state["model"](torch.arange(5))
+        assert not isinstance(next(state["model"].parameters()), DTensor)
+        if rank == 0:
+            restore(stores["rows 3"], state)
+            equal(held_of(state), expected)
+            assert state["model"].up.weight is weight
+            # Written once, and not copied onto itself by `load_state_dict` thereafter.
+            assert (weight._version, weight._local_tensor._version) == tuple(
+                v + 2 for v in versions
+            )
+        ready.wait()  # a collective above would never have come to an end
+
+    run_ranks(2, work)
+
+
+def test_names_and_order_of_the_optimizer_alone_are_those_of_the_bare_module(trained):
+    values, _, stores = trained
+    place = PLACES["FSDP2 x TP 3 x 2"][1]
+
+    def work(_rank):
+        expected = expected_of(values, place)
+        state = fresh(place)
+        restore(stores["grid 2 x 2"], state, include="optimizer")
+        found = held_of(state)
+        of_optimizer = {path for path in expected if path[0] == "optimizer"}
+        equal({p: found[p] for p in of_optimizer}, {p: expected[p] for p in of_optimizer})
+
+    run_ranks(6, work)
+
+
+# -- single tensors --------------------------------------------------------------------------------
+
+
+SHAPE = (5, 7, 3)
+
+
+@st.composite
+def placements(draw, mesh):
+    one = [Replicate(), *map(Shard, range(3)), *(_StridedShard(d, split_factor=2) for d in (0, 1))]
+    return [draw(st.sampled_from(one)) for _ in mesh]
+
+
+def is_certain(tensor):
+    """Whether this rank can tell what it holds; `test_sharding` says where it cannot."""
+    try:
+        local_shard(tensor, ("w",))
+    except UnsupportedStateError:
+        return False
+    return True
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
+def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
+    count, chosen = math.prod(mesh), [data.draw(placements(mesh)) for _ in range(3)]
+    array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    ranks = [[] for _ in range(3)]
+    for rectangle in rectangles:
+        ranks[data.draw(st.integers(0, 2))].append(rectangle)
+    store = memory()
+    store_ranks(store, [[(("w",), array, held)] for held in ranks])
+
+    def work(_rank):
+        devices = init_device_mesh("cpu", mesh)
+        for one in chosen:
+            whole = torch.from_numpy(array)
+            expected = distribute_tensor(whole, devices, one, src_data_rank=None)
+            found = distribute_tensor(torch.zeros(SHAPE), devices, one, src_data_rank=None)
+            version = found._version, found._local_tensor._version
+            if not is_certain(found):
+                with pytest.raises(UnsupportedStateError, match="depends on the order in which"):
+                    restore(store, {"w": found})
+                continue
+            restore(store, {"w": found})
+            assert torch.equal(found._local_tensor, expected._local_tensor)
+            assert version < (found._version, found._local_tensor._version)
+
+    run_ranks(count, work)
+
+
+def stored_matrix(ranks=2, dtype=np.float32):
+    array = np.arange(48, dtype=dtype).reshape(8, 6)
+    store = memory()
+    cut = rows(ranks)(("w",), array.shape)
+    store_ranks(store, [[(("w",), array, held)] for held in cut])
+    return store, torch.from_numpy(array)
+
+
+def test_rank_outside_of_the_mesh_restores_nothing():
+    store, whole = stored_matrix()
+
+    def work(rank):
+        devices = DeviceMesh("cpu", [1, 2])
+        tensor = distribute_tensor(torch.zeros(8, 6), devices, [Shard(0)], src_data_rank=None)
+        report = restore(store, {"w": tensor})
+        assert report.restored == ("w",)
+        return tensor._local_tensor.tolist(), report.bytes_read
+
+    outside, *inside = run_ranks(3, work)
+    assert outside == ([], 0)
+    assert [held for held, _ in inside] == [whole[:4].tolist(), whole[4:].tolist()]
+
+
+def test_rank_reads_no_more_than_its_own_rows():
+    store, whole = stored_matrix(ranks=4)
+
+    def work(rank):
+        devices = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.zeros(8, 6), devices, [Shard(0)], src_data_rank=None)
+        return restore(store, {"w": tensor}).bytes_read
+
+    assert run_ranks(2, work) == [whole.nbytes // 2] * 2
+
+
+def test_pending_sum_is_refused_and_says_what_to_do():
+    store, _ = stored_matrix()
+
+    def work(rank):
+        devices = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(torch.ones(8, 6), devices, [Partial()], run_check=False)
+        with pytest.raises(UnsupportedStateError, match=r"w is a DTensor .*redistribute"):
+            restore(store, {"w": tensor})
+        assert tensor._local_tensor.eq(1).all()
+
+    run_ranks(2, work)
+
+
+def test_another_global_shape_is_told_with_both_shapes():
+    store, _ = stored_matrix()
+
+    def work(rank):
+        devices = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.zeros(4, 6), devices, [Shard(0)], src_data_rank=None)
+        with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[4, 6\]"):
+            restore(store, {"w": tensor})
+
+    run_ranks(2, work)
+
+
+def test_other_floats_are_converted_into_shards():
+    store, whole = stored_matrix(dtype=np.float64)
+
+    def work(rank):
+        devices = init_device_mesh("cpu", (2, 2))
+        zeros = torch.zeros(8, 6, dtype=torch.float16)
+        placed = [Shard(1), Shard(0)]
+        tensor = distribute_tensor(zeros, devices, placed, src_data_rank=None)
+        restore(store, {"w": tensor}, cast=True)
+        expected = distribute_tensor(whole.half(), devices, placed, src_data_rank=None)
+        assert torch.equal(tensor._local_tensor, expected._local_tensor)
+
+    run_ranks(4, work)
+
+
+def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
+    weight = nn.Parameter(torch.ones(8, 6))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight]["rows"] = torch.ones(8)
+    store = memory()
+    names = {"weight": weight}
+    with checkpointer(store) as ckpt:
+        ckpt.save({"names": names, "optimizer": optimizer}, STEP, mode="blocking")
+
+    def work(rank):
+        devices = init_device_mesh("cpu", (2,))
+        placed = distribute_tensor(torch.zeros(8, 6), devices, [Shard(0)], src_data_rank=None)
+        parameter = nn.Parameter(placed)
+        with pytest.raises(RestoreMismatchError, match="run one step of the optimizer"):
+            restore(store, {"names": {"weight": parameter}, "optimizer": SGD([parameter])})
+
+    run_ranks(2, work)
