@@ -127,7 +127,7 @@ class NdarrayProvider(StateProvider):
         del context
         refuse_unsupported(value, path)
         yield StateObject(
-            path, Kind.TENSOR, _spec(value), Region.whole(value.shape), Role.OTHER, "ndarray",
+            path, Kind.TENSOR, _spec(value), (Region.whole(value.shape),), Role.OTHER, "ndarray",
             ArraySource(value),
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey
-    from penstock.core.types import Kind, ObjectPath, Region, Role, TensorSpec
+    from penstock.core.types import Kind, ObjectPath, Region, Replica, Role, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,26 @@ class StateObject:
         path: Where the object stands in the tree.
         kind: Tensor, or a value frozen to bytes (then `spec` is `uint8` of its length).
         spec: Dtype and global shape.
-        region: The region of the object that this rank holds.
+        regions: The rectangles of the object that this rank holds: the source has the bytes of
+            each, row-major, one rectangle behind the other. All of it is one rectangle; empty where
+            this rank holds nothing.
         role: Purpose of the object in training.
         form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
         source: The bytes of the object.
         same_as: Set by core when an earlier object has the same memory (tied weights).
+        replica: Which of the ranks that hold these bytes this rank is. None: every rank that has
+            the object at all holds all of it, alike.
     """
 
     path: ObjectPath
     kind: Kind
     spec: TensorSpec
-    region: Region
+    regions: tuple[Region, ...]
     role: Role
     form: str
     source: ByteSource
     same_as: ObjectPath | None = None
+    replica: Replica | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ def _entries(
             path=record.path,
             kind=record.kind,
             spec=record.spec,
-            region=Region.whole(record.spec.shape),
+            regions=(Region.whole(record.spec.shape),),
             role=record.role,
             form=record.form,
             source=StoredSource(reader, stored),

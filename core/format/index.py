@@ -161,10 +161,11 @@ def merged(tables: Sequence[ShardTable]) -> ShardTable:
 
 @dataclass(frozen=True, slots=True)
 class EncodedIndex:
-    """The bytes of an index, and its entry for the commit record."""
+    """The bytes of an index, its entry for the commit record, and how many objects it leads to."""
 
     data: bytes
     entry: IndexEntry
+    objects: int
 
 
 def encode_index(
@@ -188,7 +189,9 @@ def encode_index(
     counts = len(table), len(rows), len(parts)
     head = _HEADER.pack(_MAGIC, FORMAT_VERSION, *counts) + rows.tobytes() + _part_rows(parts)
     data = b"".join((head, *blocks))
-    return EncodedIndex(data, IndexEntry(index_name(uid), len(data), len(head), digest(head)))
+    entry = IndexEntry(index_name(uid), len(data), len(head), digest(head))
+    objects = int(np.count_nonzero(np.diff(table.hashes))) + bool(len(table))
+    return EncodedIndex(data, entry, objects)
 
 
 def _part_rows(parts: Sequence[PartEntry]) -> bytes:

@@ -283,10 +283,11 @@ class ChainChoices:
             log.info("codecs of %s from now on: %s", name, choices[name].why)
         self._auto.meter.end_save()
 
-    def report(self, results: Sequence[ChunkResult]) -> tuple[CodecChoice, ...]:
-        """Return what was chosen, by class."""
+    def report(self, results: Mapping[int, ChunkResult]) -> tuple[CodecChoice, ...]:
+        """Return what was chosen, by class; `results` are those of chunks, by number."""
         stored: dict[str, int] = defaultdict(int)
-        for chunk, result in zip(self._plan.chunks, results, strict=True):
+        for number, result in results.items():
+            chunk = self._plan.chunks[number]
             if chunk.chain in self._auto.classes:
                 stored[self._auto.classes[chunk.chain]] += result.length
         return tuple(

@@ -68,7 +68,7 @@ class ChunkSharing:
     def _earlier_in_save(self, index: int, content: int) -> int | None:
         """Return the number of the chunk of this save whose frame is decoded to this one, too."""
         chunk, number = self._plan.chunks[index], self._choices.number(index)
-        context, elements = context_of(self._plan, chunk), elements_of(chunk)
+        context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
         is_raw = self._choices.chain(index) is None
         key = number, content_key(content, context, elements, is_raw=is_raw)
         with self._lock:

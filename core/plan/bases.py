@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from penstock.core.types import Region
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.format.records import BlobRecord, Chain, Frame, PartHead
     from penstock.core.plan.restore import Located
     from penstock.core.plan.save import SavePlan
-    from penstock.core.types import ObjectPath, Region
+    from penstock.core.types import ObjectPath
 
 
 class PieceKey(NamedTuple):
@@ -75,7 +77,7 @@ def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
                 entry.spec.dtype,
                 entry.spec.itemsize,
                 entry.spec.shape,
-                entry.region,
+                Region.whole(entry.spec.shape),
                 piece.start,
                 piece.stop,
                 piece.at,

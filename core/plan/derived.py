@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from penstock.core.plan.save import PlannedObject
     from penstock.core.types import ObjectPath, Region
 
+    Regions = tuple[Region, ...]
+
 ROUNDED_DTYPES = frozenset({"bfloat16", "float16"})
 MASTER_DTYPE = "float32"
 
@@ -43,23 +45,23 @@ def find_masters(
     """
     rounded = [n for n, one in enumerate(objects) if _may_be_derived(one)]
     names = {objects[number].entry.path[-1] for number in rounded}
-    below: dict[tuple[ObjectPath, Region], list[int]] = {}
-    named: dict[tuple[str, Region], list[int]] = {}
+    below: dict[tuple[ObjectPath, Regions], list[int]] = {}
+    named: dict[tuple[str, Regions], list[int]] = {}
     for number, one in enumerate(objects if rounded else ()):
         entry = one.entry
         if entry.kind is not Kind.TENSOR or entry.spec.dtype != MASTER_DTYPE:
             continue
         if not is_exact(one.chain):
             continue
-        below.setdefault((entry.path[1:], entry.region), []).append(number)
+        below.setdefault((entry.path[1:], entry.regions), []).append(number)
         for name in names.intersection(entry.path):
-            named.setdefault((name, entry.region), []).append(number)
+            named.setdefault((name, entry.regions), []).append(number)
     found = {}
     for number in rounded:
         entry = objects[number].entry
         candidates = [
-            *_few(below.get((entry.path[1:], entry.region), ())),
-            *_few(named.get((entry.path[-1], entry.region), ())),
+            *_few(below.get((entry.path[1:], entry.regions), ())),
+            *_few(named.get((entry.path[-1], entry.regions), ())),
         ]
         masters = tuple(m for m in dict.fromkeys(candidates) if _fits(objects[number], objects[m]))
         if masters:

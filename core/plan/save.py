@@ -5,6 +5,7 @@ The way back is `plan/restore`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
-    from penstock.core.types import ObjectPath, Role
+    from penstock.core.types import ObjectPath, Region, Role
 
 SLAB_ALIGNMENT = 64
 """Bytes to which the pieces of a slab are aligned; the bytes between them are zero."""
@@ -55,6 +56,13 @@ class PlannedObject:
     chain: int = 0
     version: int | None = None
     may_stay_raw: bool = False
+
+
+class ShardSpan(NamedTuple):
+    """A rectangle that is stored of an object: its bytes begin at byte `start` of the source."""
+
+    start: int
+    region: Region
 
 
 class Piece(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
@@ -108,6 +116,11 @@ class SavePlan:
     chunks: tuple[Chunk, ...]
     raw_bytes: int
     masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    spans: dict[int, tuple[ShardSpan, ...]] = field(default_factory=dict)
+    """Of objects that this rank does not store as one whole: what it stores of each.
+
+    Filled when it is known which chunks this rank writes (`plan.ranks`).
+    """
 
     def bytes_of(self, capture: Capture) -> int:
         """Return the bytes of all objects that are captured then, without padding."""
@@ -121,9 +134,22 @@ def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
     if others:
         return slab_context(chunk.length, (chunk.dtype, chunk.itemsize))
     # One piece is all of the chunk, and a reader finds its shape in the object's record.
-    entry = plan.objects[piece.item].entry
-    dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
-    return CodecContext(dtype, itemsize, entry.region.sizes, piece.start, chunk.length)
+    spec = plan.objects[piece.item].entry.spec
+    dtype, itemsize = spec.dtype, spec.itemsize
+    spans = plan.spans.get(piece.item)
+    if spans is None:
+        return CodecContext(dtype, itemsize, spec.shape, piece.start, chunk.length)
+    span = _span_of(piece, spans, itemsize)
+    if span is None:
+        return slab_context(chunk.length, (dtype, itemsize))
+    start = piece.start - span.start
+    return CodecContext(dtype, itemsize, span.region.sizes, start, chunk.length)
+
+
+def _span_of(piece: Piece, spans: Sequence[ShardSpan], itemsize: int) -> ShardSpan | None:
+    """Return the rectangle that all bytes of a piece are in; None if they are in several."""
+    span = spans[bisect_right(spans, piece.start, key=lambda one: one.start) - 1]
+    return span if piece.stop <= span.start + span.region.numel * itemsize else None
 
 
 def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
@@ -137,11 +163,20 @@ def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
     return CodecContext(dtype, itemsize, (length // itemsize,), 0, length)
 
 
-def elements_of(chunk: Chunk) -> tuple[str, int] | None:
-    """Return dtype and item size of an encoded slab, which its objects do not tell a reader."""
-    if len(chunk.pieces) == 1 or chunk.dtype == "uint8":
-        return None
-    return chunk.dtype, chunk.itemsize
+def elements_of(plan: SavePlan, chunk: Chunk) -> tuple[str, int] | None:
+    """Return dtype and item size of an encoded slab, which its objects do not tell a reader.
+
+    A chunk whose bytes are in several rectangles of an object is told as a slab.
+    """
+    dtype, itemsize = chunk.dtype, chunk.itemsize
+    if len(chunk.pieces) == 1:
+        piece = chunk.pieces[0]
+        spans = plan.spans.get(piece.item)
+        spec = plan.objects[piece.item].entry.spec
+        if spans is None or _span_of(piece, spans, spec.itemsize) is not None:
+            return None
+        dtype, itemsize = spec.dtype, spec.itemsize
+    return None if dtype == "uint8" else (dtype, itemsize)
 
 
 def plan_save(
@@ -220,6 +255,23 @@ class _SlabKey(NamedTuple):
     capture: Capture
     dtype: str
     itemsize: int
+    replicas: object = None
+
+
+def replicas_of(entry: StateObject) -> object:
+    """Return a key that is equal for the objects which the same ranks hold alike.
+
+    None: all ranks that have the object. Ranks that agree on the key have the same objects of it,
+    in one order, so each of them knows which chunks the others write.
+    """
+    replica = entry.replica
+    if replica is None:
+        return None
+    if replica.count == 1:
+        return 1
+    # Who shards by hand does not say which ranks these are: another object of so many replicas may
+    # be on other ranks.
+    return replica.ranks or (replica, entry.path)
 
 
 def _slab_key(planned: PlannedObject) -> _SlabKey:
@@ -230,7 +282,9 @@ def _slab_key(planned: PlannedObject) -> _SlabKey:
     if chain and SLAB_ALIGNMENT % entry.spec.itemsize == 0:
         dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
     group, device = entry.path[:1], entry.source.device
-    return _SlabKey(group, entry.role, chain, device, planned.capture, dtype, itemsize)
+    return _SlabKey(
+        group, entry.role, chain, device, planned.capture, dtype, itemsize, replicas_of(entry)
+    )
 
 
 class _SlabGatherer:
@@ -282,7 +336,7 @@ class _SlabGatherer:
 
 def _cut(number: int, planned: PlannedObject, chunk_bytes: int, *, even: bool) -> Iterator[Chunk]:
     source, itemsize, chain = planned.entry.source, planned.entry.spec.itemsize, planned.chain
-    if even and not chain and chunk_bytes > PAGE_BYTES:
+    if even and (not chain or planned.may_stay_raw) and chunk_bytes > PAGE_BYTES:
         chunk_bytes -= PAGE_BYTES  # with its phase a chunk is still no longer than it may be
     else:
         even = False

@@ -221,7 +221,9 @@ class SaveBases:
         """See `ChunkBases`."""
         chunk = self._plan.chunks[index]
         context = context_of(self._plan, chunk)
-        stored = self._shared.find(content, context, elements_of(chunk), self._chains[chain])
+        stored = self._shared.find(
+            content, context, elements_of(self._plan, chunk), self._chains[chain]
+        )
         if stored is None or not self._may_list(stored):
             return None
         # A checkpoint that is to be whole refers to whole frames only.

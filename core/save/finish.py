@@ -11,6 +11,7 @@ import os
 import queue
 import secrets
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.reporting.reports import SaveReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.core.concurrency.latch import Latch
     from penstock.core.concurrency.workers import Workers
@@ -39,7 +40,12 @@ if TYPE_CHECKING:
     from penstock.core.reporting.handle import Ending
     from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
-    from penstock.core.save.manifest import EncodedManifest, ManifestWriter
+    from penstock.core.save.manifest import (
+        EncodedManifest,
+        ManifestWriter,
+        PartSummary,
+        RankManifest,
+    )
     from penstock.core.save.request import Destination, SaveRequest
 
 log = logging.getLogger("penstock")
@@ -158,21 +164,22 @@ class Finish:
         self._write_chunks()
         self._wait_captured()
         blobs = self._writer.finish()
-        results = [r for r in self._writer.results if r is not None]
+        results = {n: r for n, r in enumerate(self._writer.results) if r is not None}
         if len(results) != len(self.request.plan.chunks):
             msg = f"step {self.request.step}: not every chunk was written; this is a bug"
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
-        manifest = self._encoded_manifest(results, blobs)
+        part = self._encoded_part(results, blobs)
+        manifest = self._encoded_manifest(results, [part.summary])
         self.commit.feed(Event.SEALED)
-        self._publish(manifest.part_name, manifest.part)
+        self._publish(part.summary.entry.name, part.data)
         self._publish(manifest.index_name, manifest.index)
         if self._onward is not None:
             self._onward.prepare(manifest.record)
         self._publisher.publish_commit(manifest.record, begin=self._begin_to_publish)
         self._tick(0)
         if self._bases is not None:
-            self._bases.committed(self.uid, manifest.stored_frames(self.request.block_bytes))
+            self._bases.committed(self.uid, part.stored_frames(self.request.block_bytes))
         return self._report(blobs)
 
     def clean_up(self, capture_over: Latch) -> None:
@@ -284,22 +291,35 @@ class Finish:
             self._ending.handle.captured.wait(self._timing.capture_poll_s)
         self._raise_if_failed()
 
+    def _encoded_part(
+        self, results: Mapping[int, ChunkResult], blobs: Sequence[tuple[str, int]]
+    ) -> RankManifest:
+        with self._refusing_manifest(), collections_held:
+            return self._manifest.encode_part(
+                self.uid,
+                results,
+                blobs,
+                derived=self._capture.derived,
+                choices=self._choices.report(results),
+            )
+
     def _encoded_manifest(
-        self, results: Sequence[ChunkResult], blobs: Sequence[tuple[str, int]]
+        self, results: Mapping[int, ChunkResult], parts: Sequence[PartSummary]
     ) -> EncodedManifest:
-        base = None if self._bases is None else self._bases.entry(results)
+        base = None if self._bases is None else self._bases.entry(results.values())
+        with self._refusing_manifest(), collections_held:
+            return self._manifest.encode(
+                self.uid,
+                parts,
+                engine=self._backend.name,
+                created=self._timing.clock.now_iso(),
+                base=base,
+            )
+
+    @contextmanager
+    def _refusing_manifest(self) -> Iterator[None]:
         try:
-            with collections_held:
-                return self._manifest.encode(
-                    self.uid,
-                    results,
-                    blobs,
-                    derived=self._capture.derived,
-                    engine=self._backend.name,
-                    created=self._timing.clock.now_iso(),
-                    base=base,
-                    choices=self._choices.report(results),
-                )
+            yield
         except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (
                 f"step {self.request.step}: no reader would take its manifest, so nothing was "
@@ -348,5 +368,7 @@ class Finish:
                 "commit": now - (clock.commit_began or now),
                 "total": now - clock.called,
             },
-            codecs=self._choices.report([r for r in self._writer.results if r is not None]),
+            codecs=self._choices.report(
+                {n: r for n, r in enumerate(self._writer.results) if r is not None}
+            ),
         )

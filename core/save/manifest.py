@@ -17,23 +17,26 @@ from penstock.core.format.records import (
     CodecRecord,
     CommitRecord,
     Frame,
+    ManyParts,
     blob_uid,
     borrowed_from,
 )
 from penstock.core.format.section import SectionDraft, new_draft
+from penstock.core.limits import MAX_LISTED_PARTS
 from penstock.core.plan.bases import PartTables, resolved
 from penstock.core.plan.save import elements_of
 from penstock.core.types import WorstErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
-    from penstock.core.format.records import BaseEntry, Chain
+    from penstock.core.format.index import ShardTable
+    from penstock.core.format.records import BaseEntry, Chain, PartEntry
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.plan.bases import StoredFrame
-    from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.plan.save import Chunk, SavePlan, ShardSpan
     from penstock.core.reporting.reports import CodecChoice
     from penstock.core.save.request import SaveRequest
     from penstock.core.types import ObjectPath
@@ -48,17 +51,35 @@ _ONE_REF = 3
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedManifest:
-    """Bytes of part and index, the commit record that binds them, and what the part lists.
+class PartSummary:
+    """What the commit record and the index tell of a part.
+
+    Attributes:
+        entry: The part.
+        shards: The shards in it.
+        codecs: Codecs used, name to version.
+        borrowed: The blobs of other saves that it refers to, ascending by name.
+        bytes_raw: Bytes of what it stores of objects.
+        bytes_stored: Bytes of the blobs that its rank wrote.
+    """
+
+    entry: PartEntry
+    shards: ShardTable
+    codecs: Mapping[str, int]
+    borrowed: tuple[BlobRecord, ...]
+    bytes_raw: int
+    bytes_stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankManifest:
+    """The part of one rank, and what it lists.
 
     The frames are those of chunks of the plan, by number; their own numbers count in `tables`.
     """
 
-    part_name: str
-    part: bytes
-    index_name: str
-    index: bytes
-    record: CommitRecord
+    data: bytes
+    summary: PartSummary
     frames: Mapping[int, Frame]
     tables: PartTables
 
@@ -66,6 +87,46 @@ class EncodedManifest:
         """Return the frames of chunks by number, for a later save that refers to them."""
         blobs, chains = self.tables.blobs, self.tables.chains
         return {n: resolved(f, blobs, chains, block_bytes) for n, f in self.frames.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedManifest:
+    """The index over all parts, and the commit record that binds them."""
+
+    index_name: str
+    index: bytes
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What this rank writes and lists of a save; the default is a save of one process.
+
+    Attributes:
+        rank: The number of this rank.
+        world_size: Number of ranks.
+        chunks: The chunks of the plan that it writes; None: all.
+        lists_all: Whether it lists all that it describes. Else only what it stores bytes of: the
+            first of the ranks with its structure lists the rest.
+        own_paths: Paths below which each rank has objects of its own, and lists all of them.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    chunks: frozenset[int] | None = None
+    lists_all: bool = True
+    own_paths: tuple[ObjectPath, ...] = ()
+
+    def writes(self, chunk: int) -> bool:
+        """Return whether this rank writes a chunk of the plan."""
+        return self.chunks is None or chunk in self.chunks
+
+    def lists(self, path: ObjectPath) -> bool:
+        """Return whether this rank lists what stands at `path` though it stores no bytes of it."""
+        return self.lists_all or any(path[: len(own)] == own for own in self.own_paths)
+
+
+ALONE = RankShare()
 
 
 class ManifestWriter:
@@ -97,32 +158,28 @@ class ManifestWriter:
         self._earlier_choices = earlier_choices
         self._chains = [chain_record(chain) for chain in request.chains]
 
-    def encode(
+    def encode_part(
         self,
         uid: str,
-        results: Sequence[ChunkResult],
+        results: Mapping[int, ChunkResult],
         blobs: Sequence[tuple[str, int]],
         *,
         derived: Mapping[int, int],
-        engine: str,
-        created: str,
-        base: BaseEntry | None = None,
         choices: Sequence[CodecChoice] = (),
-    ) -> EncodedManifest:
-        """Encode part, index and commit record.
+        share: RankShare = ALONE,
+    ) -> RankManifest:
+        """Encode the part of this rank.
 
         Args:
             uid: The uid of the save.
-            results: The stored frame of each chunk of the plan.
+            results: The stored frames of the chunks of the plan that this rank writes, by number.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
             derived: Numbers of derived objects of the plan, and of those they are derived from.
-            engine: Name of the backend that wrote the blobs.
-            created: The time of the commit, in the form of records.
-            base: The earlier checkpoint that frames are encoded against.
             choices: How codecs were chosen while the save ran, by class of objects.
+            share: What this rank writes and lists.
 
         Raises:
-            FormatError: No reader would take the manifest.
+            FormatError: No reader would take the part.
         """
         request = self._request
         stored, numbers = stored_chains(request.plan, results, self._chains)
@@ -143,9 +200,11 @@ class ManifestWriter:
                 frames,
                 derived=derived,
                 errors=self._errors(results),
+                share=share,
             ),
             uid=uid,
-            rank=0,
+            rank=share.rank,
+            world_size=share.world_size,
             step=request.step,
             block_bytes=request.block_bytes,
             blobs=tables.blobs,
@@ -155,42 +214,80 @@ class ManifestWriter:
                 *(ChoiceRecord(one.objects, one.codec, one.why) for one in choices),
             ],
         )
-        index = encode_index(uid, [part.shards])
-        codecs = {c.name: c.version for chain in tables.chains for c in chain}
+        chunks = request.plan.chunks
+        raw_bytes = request.plan.raw_bytes
+        if share.chunks is not None:
+            raw_bytes = sum(p.stop - p.start for n in share.chunks for p in chunks[n].pieces)
+        summary = PartSummary(
+            part.entry,
+            part.shards,
+            codecs_of(tables.chains),
+            borrowed,
+            raw_bytes,
+            sum(blob.length for blob in tables.blobs if blob not in borrowed),
+        )
+        return RankManifest(part.data, summary, frames, tables)
+
+    def encode(
+        self,
+        uid: str,
+        parts: Sequence[PartSummary],
+        *,
+        engine: str,
+        created: str,
+        base: BaseEntry | None = None,
+        world_size: int = 1,
+        providers: Mapping[str, int] | None = None,
+    ) -> EncodedManifest:
+        """Encode index and commit record.
+
+        Args:
+            uid: The uid of the save.
+            parts: The parts of all ranks that stored anything, in order of ranks.
+            engine: Name of the backend that wrote the blobs.
+            created: The time of the commit, in the form of records.
+            base: The earlier checkpoint that frames are encoded against.
+            world_size: Number of ranks.
+            providers: Name and version of the providers that took part in other ranks.
+
+        Raises:
+            FormatError: No reader would take the manifest.
+        """
+        request = self._request
+        entries = tuple(part.entry for part in parts)
+        many = None
+        if len(entries) > MAX_LISTED_PARTS:
+            many = ManyParts(len(entries), sum(entry.length for entry in entries))
+        index = encode_index(uid, [part.shards for part in parts], entries if many else ())
+        codecs = {name: version for part in parts for name, version in part.codecs.items()}
         record = CommitRecord(
             uid=uid,
             step=request.step,
             generation=request.generation,
             created=created,
-            world_size=1,
+            world_size=world_size,
             index=index.entry,
-            parts=(part.entry,),
+            parts=() if many else entries,
+            many_parts=many,
             codecs=codecs,
-            providers=dict(request.providers),
-            borrowed=borrowed,
+            providers=dict(request.providers) | dict(providers or {}),
+            borrowed=tuple(blob for part in parts for blob in part.borrowed),
             base=base,
             metadata=dict(self._metadata),
-            bytes_raw=request.plan.raw_bytes,
-            bytes_stored=sum(blob.length for blob in tables.blobs if blob not in borrowed),
-            objects=part.objects,
+            bytes_raw=sum(part.bytes_raw for part in parts),
+            bytes_stored=sum(part.bytes_stored for part in parts),
+            objects=index.objects,
             penstock=__version__,
             engine=engine,
             plugins=self._plugins(codecs, engine),
         )
-        return EncodedManifest(
-            part.entry.name,
-            part.data,
-            index.entry.name,
-            index.data,
-            record,
-            frames,
-            tables,
-        )
+        return EncodedManifest(index.entry.name, index.data, record)
 
-    def _errors(self, results: Sequence[ChunkResult]) -> dict[ObjectPath, WorstErrors]:
+    def _errors(self, results: Mapping[int, ChunkResult]) -> dict[ObjectPath, WorstErrors]:
         """Return the errors of each object: its own, added to those that its bytes had before."""
         found: dict[int, list[WorstErrors | None]] = {}
-        for chunk, result in zip(self._request.plan.chunks, results, strict=True):
+        for number, result in results.items():
+            chunk = self._request.plan.chunks[number]
             for piece, errors in zip(chunk.pieces, result.errors, strict=False):
                 found.setdefault(piece.item, []).append(errors)
         objects = self._request.plan.objects
@@ -207,6 +304,11 @@ class ManifestWriter:
         return {plugin: by for plugin, by in sorted(shippers.items()) if by}
 
 
+def codecs_of(chains: Iterable[Chain]) -> dict[str, int]:
+    """Return the codecs of chains, name to version."""
+    return {codec.name: codec.version for chain in chains for codec in chain}
+
+
 def chain_record(chain: CodecChain | None) -> Chain:
     """Return the codecs of a chain as records; None, and the empty chain, stand for raw."""
     codecs = () if chain is None else chain.codecs
@@ -214,13 +316,13 @@ def chain_record(chain: CodecChain | None) -> Chain:
 
 
 def stored_chains(
-    plan: SavePlan, results: Sequence[ChunkResult], chains: Sequence[Chain]
-) -> tuple[list[Chain], list[int]]:
+    plan: SavePlan, results: Mapping[int, ChunkResult], chains: Sequence[Chain]
+) -> tuple[list[Chain], dict[int, int]]:
     """Return the chains that encoded the frames, which lack the codecs that declined a chunk.
 
     Args:
         plan: The plan of the save.
-        results: The stored frame of each chunk.
+        results: The stored frames of chunks, by number.
         chains: Chains by the numbers of the plan and the results.
 
     Returns:
@@ -229,9 +331,9 @@ def stored_chains(
     """
     table: list[Chain] = [()]
     known: dict[tuple[int, tuple[int, ...]], int] = {}
-    numbers: list[int] = []
-    for chunk, result in zip(plan.chunks, results, strict=True):
-        given = given_chain(chunk, result)
+    numbers: dict[int, int] = {}
+    for number, result in results.items():
+        given = given_chain(plan.chunks[number], result)
         key = (given, result.declined)
         if key not in known:
             links = enumerate(chains[given])
@@ -239,7 +341,7 @@ def stored_chains(
             if left not in table:
                 table.append(left)
             known[key] = table.index(left)
-        numbers.append(known[key])
+        numbers[number] = known[key]
     return table, numbers
 
 
@@ -250,18 +352,18 @@ def given_chain(chunk: Chunk, result: ChunkResult) -> int:
 
 def frames_of(
     plan: SavePlan,
-    results: Sequence[ChunkResult],
+    results: Mapping[int, ChunkResult],
     *,
     blobs: Mapping[str, int],
-    chains: Sequence[int],
+    chains: Mapping[int, int],
     place: Callable[[StoredFrame], Frame],
     derived: Collection[int] = (),
 ) -> dict[int, Frame]:
-    """Return the frame of each chunk of a plan, by its number; derived objects have none.
+    """Return the frames of chunks of a plan, by number; derived objects have none.
 
     Args:
         plan: The plan of the save.
-        results: The stored frame of each chunk.
+        results: The stored frames of chunks, by number.
         blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
             (`"enc"`) frames.
         chains: For each chunk the number of its chain, from `stored_chains`.
@@ -278,18 +380,17 @@ def frames_of(
             result.checksums,
             result.raw_checksum,
             result.lengths,
-            elements_of(chunk) if chain else None,
+            elements_of(plan, chunk) if chain else None,
             None if result.base is None else place(result.base),
             result.content,
         )
         if result.shared is None
         else place(result.shared)
-        for number, (chunk, result, chain) in enumerate(
-            zip(plan.chunks, results, chains, strict=True)
-        )
+        for number, result in results.items()
+        for chunk, chain in [(plan.chunks[number], chains[number])]
         if chunk.pieces[0].item not in derived and result.same_as is None
     }
-    twins = {n: result.same_as for n, result in enumerate(results) if result.same_as is not None}
+    twins = {n: result.same_as for n, result in results.items() if result.same_as is not None}
     return frames | {number: frames[first] for number, first in twins.items()}
 
 
@@ -301,6 +402,7 @@ def build_sections(
     derived: Mapping[int, int] | None = None,
     errors: Mapping[ObjectPath, WorstErrors] | None = None,
     section_objects: int = SECTION_OBJECTS,
+    share: RankShare = ALONE,
 ) -> list[SectionDraft]:
     """Join the described entries with their stored frames, in order of storage.
 
@@ -314,48 +416,59 @@ def build_sections(
         derived: Numbers of derived objects of the plan, and of those they are derived from.
         errors: The errors that lossy codecs caused, by the path of the object.
         section_objects: Most objects and nodes of a section.
+        share: What this rank writes and lists.
 
     Raises:
         SaveError: The plan does not hold every byte of every object once: a bug.
     """
-    by_item = _refs_by_item(plan)
+    by_item = _refs_by_item(plan, share)
     masters: dict[ObjectPath, ObjectPath] = {}
     for item, master in (derived or {}).items():
         by_item[item] = ()
         masters[plan.objects[item].entry.path] = plan.objects[master].entry.path
     refs = _refs_by_entry(entries, by_item)
+    spans = _spans_by_path(plan)
     drafts: list[SectionDraft] = []
-    writer = _SectionWriter(frames, masters, errors or {})
+    writer = _SectionWriter(frames, masters, errors or {}, spans)
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
+        if not refs[ordinal] and not share.lists(entry.path):
+            continue
         if isinstance(entry, Node):
             writer.add_node(ordinal, entry)
         else:
             writer.add_object(ordinal, entry, refs[ordinal])
         if writer.count >= section_objects or writer.weight >= SECTION_WEIGHT:
             drafts.append(writer.draft)
-            writer = _SectionWriter(frames, masters, errors or {})
+            writer = _SectionWriter(frames, masters, errors or {}, spans)
     if writer.count:
         drafts.append(writer.draft)
     return drafts
 
 
-def _refs_by_item(plan: SavePlan) -> list[Sequence[int]]:
+def _spans_by_path(plan: SavePlan) -> dict[ObjectPath, Sequence[ShardSpan]]:
+    return {plan.objects[item].entry.path: spans for item, spans in plan.spans.items()}
+
+
+def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
     # Flat runs of (chunk, at, length). An object in one chunk gets a tuple: the garbage collector
     # stops tracking tuples of integers, so a million objects take half the time.
     refs: list[Sequence[int]] = [()] * len(plan.objects)
     longer: dict[int, list[int]] = {}
     ends: dict[int, int] = {}
+    first = {item: spans[0].start for item, spans in plan.spans.items() if spans}
     for number, chunk in enumerate(plan.chunks):
+        if not share.writes(number):
+            continue
         for piece in chunk.pieces:
             item, length = piece.item, piece.stop - piece.start
-            if not piece.start and not refs[item]:
+            if not refs[item] and piece.start == first.get(item, 0):
                 refs[item] = (number, piece.at, length)
                 continue
             if item not in longer:
                 refs[item] = longer[item] = list(refs[item])
-                ends[item] = sum(longer[item][2:])
-            if not piece.start or piece.start != ends[item]:
+                ends[item] = first.get(item, 0) + sum(longer[item][2:])
+            if not refs[item] or piece.start != ends[item]:
                 msg = f"the plan does not go on at byte {piece.start} of item {item}"
                 raise SaveError(msg)
             longer[item] += (number, piece.at, length)
@@ -372,6 +485,28 @@ def _refs_by_entry(
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
         for entry in entries
     ]
+
+
+def _bytes_of(spans: Iterable[ShardSpan], itemsize: int) -> int:
+    return itemsize * sum(span.region.numel for span in spans)
+
+
+def _cut_refs(
+    refs: Sequence[int], spans: Iterable[ShardSpan], itemsize: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Yield chunks, offsets and sizes of each rectangle, from the chunks of all of them."""
+    pieces = zip(refs[::3], refs[1::3], refs[2::3], strict=True)
+    frame = at = left = 0
+    for span in spans:
+        need = span.region.numel * itemsize
+        found: list[int] = []
+        while need:
+            if not left:
+                frame, at, left = next(pieces)
+            taken = min(left, need)
+            found += (frame, at, taken)
+            at, left, need = at + taken, left - taken, need - taken
+        yield tuple(found), span.region.offsets, span.region.sizes
 
 
 def _storage_order(refs: Sequence[Sequence[int]]) -> list[int]:
@@ -414,6 +549,7 @@ class _SectionWriter:
         frames: Mapping[int, Frame],
         masters: Mapping[ObjectPath, ObjectPath],
         errors: Mapping[ObjectPath, WorstErrors],
+        spans: Mapping[ObjectPath, Sequence[ShardSpan]],
     ) -> None:
         self.draft = new_draft()
         self.count = 0
@@ -421,6 +557,7 @@ class _SectionWriter:
         self._frames = frames
         self._masters = masters
         self._errors = errors
+        self._spans = spans
         self._local: dict[int, int] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._types: dict[tuple[Any, ...], int] = {}
@@ -433,7 +570,7 @@ class _SectionWriter:
         self.weight += sum(map(len, node.path)) + len(repr(node.meta))
 
     def add_object(self, ordinal: int, entry: StateObject, refs: Sequence[int]) -> None:
-        spec, region = entry.spec, entry.region
+        spec = entry.spec
         columns = self.draft.columns
         shards: tuple[tuple[Any, ...], ...] = ()
         if entry.same_as is not None:
@@ -441,15 +578,17 @@ class _SectionWriter:
         elif master := self._masters.get(entry.path):
             columns["derived"].append([len(columns["path"]), master])
         else:
+            spans = self._spans.get(entry.path) if spec.nbytes else None
             stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
-            if stored != spec.itemsize * math.prod(region.sizes):
+            if stored != (spec.nbytes if spans is None else _bytes_of(spans, spec.itemsize)):
                 msg = f"the plan holds {stored} bytes of {entry.path}"
                 raise SaveError(msg)
             if found := self._errors.get(entry.path):
                 columns["errors"].append([len(columns["path"]), *map(_json, astuple(found))])
             local = self._local_refs(refs)
-            whole = region.sizes == spec.shape
-            shards = ((local,) if whole else (local, region.offsets, region.sizes),)
+            shards = ((local,),)
+            if spans is not None:
+                shards = tuple(_cut_refs(local, spans, spec.itemsize))
         columns["ordinal"].append(ordinal)
         columns["path"].append(entry.path)
         columns["type"].append(self._type(entry))

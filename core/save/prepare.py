@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.abc import StateObject
 from penstock.core.concurrency.cores import CoreMeter
@@ -21,6 +21,7 @@ from penstock.core.errors import (
     PenstockError,
     PluginError,
     StepExistsError,
+    UnsupportedStateError,
 )
 from penstock.core.foreign import said
 from penstock.core.format.records import commit_name, generation_above
@@ -281,6 +282,8 @@ def plan_state(
         count += 1
         if entry.same_as is not None:
             continue
+        if entry.replica is not None and not _is_whole(entry):
+            _refuse_piece(entry)
         capture = _capture(entry, description, mode=mode, defer=defer)
         if capture is Capture.DEFERRED and entry.source.memory not in description.deferrable:
             promised = True
@@ -423,6 +426,18 @@ def _check_codecs(chain: CodecChain) -> None:
                 f"at most {MAX_CODEC_NAME_CHARS} characters, a version is at least 0"
             )
             raise PluginError(msg)
+
+
+def _is_whole(entry: StateObject) -> bool:
+    return entry.source.nbytes == entry.spec.nbytes and len(entry.regions) <= 1
+
+
+def _refuse_piece(entry: StateObject) -> NoReturn:
+    msg = (
+        f"{show_path(entry.path)} is a piece of a tensor of shape {list(entry.spec.shape)}, and "
+        "this process saves alone: save with all ranks that hold the others, or the whole tensor"
+    )
+    raise UnsupportedStateError(msg)
 
 
 def _version(entry: StateObject) -> int | None:

@@ -372,15 +372,15 @@ def _with_role(entries: Iterator[StateObject | Node], role: Role) -> Iterator[St
         else:
             # By hand: dataclasses.replace takes three times as long, once per optimizer tensor.
             yield StateObject(
-                entry.path, entry.kind, entry.spec, entry.region, role, entry.form, entry.source,
-                entry.same_as,
+                entry.path, entry.kind, entry.spec, entry.regions, role, entry.form, entry.source,
+                entry.same_as, entry.replica,
             )  # fmt: skip
 
 
 def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node, ...]:
     """Tie objects of equal memory, and refuse two entries at one path."""
     result: list[StateObject | Node] = []
-    owners: dict[tuple[MemoryKey, str], ObjectPath] = {}
+    owners: dict[tuple[object, ...], ObjectPath] = {}
     objects: set[ObjectPath] = set()
     taken: set[ObjectPath] = set()
     for entry in entries:
@@ -395,11 +395,14 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
             objects.add(path)
             memory = entry.source.memory
             if memory is not None:
-                first = owners.setdefault((memory, entry.form), path)
+                key: tuple[object, ...] = (memory, entry.form)
+                if entry.replica is not None:  # equal memory may be two places of two tensors
+                    key = (*key, entry.spec.shape, entry.regions)
+                first = owners.setdefault(key, path)
                 if first is not path:
                     tied = StateObject(
-                        path, entry.kind, entry.spec, entry.region, entry.role, entry.form,
-                        entry.source, first,
+                        path, entry.kind, entry.spec, entry.regions, entry.role, entry.form,
+                        entry.source, first, entry.replica,
                     )  # fmt: skip
         result.append(tied)
     above: set[ObjectPath] = set()

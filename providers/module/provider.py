@@ -41,6 +41,7 @@ class ModuleProvider(StateProvider):
     ) -> Iterator[StateObject | Node]:
         module = unwrap(value)
         _refuse_sharded(module, path)
+        note_fully_shard(module)
         kind = type(module)
         yield Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
         bare = bare_names(module)

@@ -19,7 +19,8 @@ from penstock.providers.optimizer.place import Placer
 from penstock.providers.optimizer.rebuild import Rebuilder
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import memory_key
-from penstock.providers.tensor.provider import plain_tensors
+from penstock.providers.tensor.provider import is_sharded, plain_tensors
+from penstock.providers.tensor.sharding import note_like
 from penstock.providers.wrappers import OPTIMIZERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ def _describe_member(
     parameter = member.parameter
     here = (*path, "state", member.name)
     state: Any = optimizer.state.get(parameter, {})
+    for item in state.values():
+        if is_sharded(item) and is_sharded(parameter):
+            note_like(item, parameter)
     entries = [
         entry
         for key, item in state.items()

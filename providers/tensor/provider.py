@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider, Target
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
+from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
 from penstock.providers.tensor.cuda import CudaSource
 from penstock.providers.tensor.memory import (
     ShardSink,
@@ -75,10 +75,13 @@ class TensorProvider(StateProvider):
         if kind not in _KNOWN and has_parts(kind):
             yield from describe_parts(value, path, role=role, context=context)
             return
+        if kind not in _KNOWN and is_sharded(value):
+            yield self._sharded(value, path, role, context)
+            return
         refuse_unsupported(value, path)
-        source = self._cuda(value, context) if value.is_cuda else TensorSource(value)
         spec, region = _whole(value.dtype, value.shape)
-        yield StateObject(path, Kind.TENSOR, spec, region, role, "tensor", source)
+        source = self._source(value, context)
+        yield StateObject(path, Kind.TENSOR, spec, (region,), role, "tensor", source)
 
     def place(
         self, value: torch.Tensor, path: ObjectPath, /, *, context: PlaceContext
@@ -100,6 +103,22 @@ class TensorProvider(StateProvider):
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
         return [("", value)] if value.requires_grad and value.is_leaf else ()
+
+    def _sharded(
+        self, tensor: DTensor, path: ObjectPath, role: Role, context: DescribeContext
+    ) -> StateObject:
+        """Describe what this rank holds of a DTensor."""
+        shard = local_shard(tensor, path, last_cut=last_cut_of(tensor))
+        local = local_of(tensor)
+        refuse_unsupported(local, path)
+        spec, _ = _whole(tensor.dtype, tensor.shape)
+        return StateObject(
+            path, Kind.TENSOR, spec, shard.regions, role, "tensor", self._source(local, context),
+            replica=shard.replica or Replica(),
+        )  # fmt: skip
+
+    def _source(self, tensor: torch.Tensor, context: DescribeContext) -> TensorSource:
+        return self._cuda(tensor, context) if tensor.is_cuda else TensorSource(tensor)
 
     def _cuda(self, tensor: torch.Tensor, context: DescribeContext) -> TensorSource:
         moments = self._moments.setdefault(context, {})

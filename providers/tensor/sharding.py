@@ -177,6 +177,14 @@ def last_cut_of(tensor: DTensor) -> int | None:
     return found
 
 
+def note_like(tensor: DTensor, parameter: DTensor) -> None:
+    """Note that `tensor` is cut as a parameter that was noted: its gradient, or state of it."""
+    cut = last_cut_of(parameter)
+    alike = tensor.shape == parameter.shape and tensor.placements == parameter.placements
+    if cut is not None and alike and tensor.device_mesh == parameter.device_mesh:
+        _last_cuts[tensor] = cut
+
+
 # By identity: an optimizer has the parameters, but not the module that knows how they were cut.
 _last_cuts = WeakIdKeyDictionary()
 

@@ -100,7 +100,7 @@ class ValueProvider(StateProvider):
             form, data = "pickle", _pickle(value, path)
         shape = (len(data),)
         yield StateObject(
-            path, Kind.VALUE, TensorSpec("uint8", 1, shape), Region((0,), shape),
+            path, Kind.VALUE, TensorSpec("uint8", 1, shape), (Region((0,), shape),),
             Role.OTHER, form, BytesSource(data),
         )  # fmt: skip
 

@@ -37,13 +37,13 @@ CHOICES = [
 def tensor(path, shape=(3, 5), *, dtype="float32", role=Role.PARAMETER):
     spec = TensorSpec(dtype, 4, tuple(shape))
     region = Region.whole(spec.shape)
-    return StateObject(path, Kind.TENSOR, spec, region, role, "tensor", NoBytes(spec.nbytes))
+    return StateObject(path, Kind.TENSOR, spec, (region,), role, "tensor", NoBytes(spec.nbytes))
 
 
 def value(path, nbytes):
     spec = TensorSpec("uint8", 1, (nbytes,))
     region = Region.whole(spec.shape)
-    return StateObject(path, Kind.VALUE, spec, region, Role.OTHER, "json", NoBytes(nbytes))
+    return StateObject(path, Kind.VALUE, spec, (region,), Role.OTHER, "json", NoBytes(nbytes))
 
 
 def tied(path, target):
@@ -77,9 +77,9 @@ def results_of(plan, block_bytes):
 def frames_for(plan, results):
     return frames_of(
         plan,
-        results,
+        dict(enumerate(results)),
         blobs={"raw": 0, "enc": 1},
-        chains=[chunk.chain for chunk in plan.chunks],
+        chains=dict(enumerate(chunk.chain for chunk in plan.chunks)),
         place=None,
     )
 

@@ -36,7 +36,7 @@ def planned(
     """The object that `source` has the bytes of; its version is taken now."""
     spec = TensorSpec(dtype, itemsize, (source.nbytes // itemsize,))
     region = Region.whole(spec.shape)
-    entry = StateObject(path, Kind.TENSOR, spec, region, role, "tensor", source)
+    entry = StateObject(path, Kind.TENSOR, spec, (region,), role, "tensor", source)
     return PlannedObject(entry, capture, chain, source.version())
 
 

@@ -196,7 +196,7 @@ class HeldProvider(StateProvider):
         shape = tuple(value.tensor.shape)
         spec = TensorSpec("float32", 4, shape)
         yield StateObject(
-            path, Kind.TENSOR, spec, Region.whole(shape), Role.OTHER, "tensor", HeldSource(value)
+            path, Kind.TENSOR, spec, (Region.whole(shape),), Role.OTHER, "tensor", HeldSource(value)
         )
 
     def place(self, value, path, /, *, context):

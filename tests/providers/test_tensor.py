@@ -325,7 +325,7 @@ def test_what_is_no_plain_memory_is_refused_with_its_path(save, what):
         save({"a": {"list": [torch.ones(3)]}}).plan({"a": {"list": [make()]}})
 
 
-def test_dtensor_is_refused_with_what_to_do(save, tmp_path):
+def test_dtensor_of_one_rank_is_stored_as_a_tensor(save, tmp_path):
     dist = torch.distributed
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
@@ -335,9 +335,7 @@ def test_dtensor_is_refused_with_what_to_do(save, tmp_path):
         from torch.distributed.tensor import distribute_tensor
 
         tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
-        with pytest.raises(UnsupportedStateError, match=r"a is a DTensor.*full_tensor.*every rank"):
-            save({"a": tensor})
-        assert save({"a": tensor.full_tensor()}).load()["a"].tolist() == [1, 1, 1, 1]
+        assert save({"a": tensor}).load()["a"].tolist() == [1, 1, 1, 1]
     finally:
         dist.destroy_process_group()
 

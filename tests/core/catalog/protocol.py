@@ -69,7 +69,7 @@ from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import SaveHandle
 from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
-from penstock.core.save.manifest import EncodedManifest
+from penstock.core.save.manifest import EncodedManifest, RankManifest
 from penstock.core.save.prepare import claim_generation
 from penstock.core.types import Capabilities
 
@@ -214,8 +214,8 @@ class _Bases:
         pass
 
 
-class _Manifest(EncodedManifest):
-    """In place of a manifest whose frames later saves refer to."""
+class _Part(RankManifest):
+    """In place of a part whose frames later saves refer to."""
 
     def stored_frames(self, block_bytes):
         return ()
@@ -245,7 +245,7 @@ class _Finish(Finish):
             block_bytes=4096,
             plan=SimpleNamespace(chunks=chunks, raw_bytes=32),
         )
-        self._manifest = SimpleNamespace(encode=self._encode)
+        self._manifest = SimpleNamespace(encode=self._encode, encode_part=self._encode_part)
         self._writer = _Writer(turn, uid)
         self._publisher = Publisher(
             turn, self.commit, uid=uid, step=step, grace_s=grace_s, clock=clock
@@ -261,14 +261,18 @@ class _Finish(Finish):
             step=self.request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
         )
 
-    def _encode(self, uid, results, blobs, *, engine, created, **_):
-        index, part = index_name(uid), part_name(uid, 0)
+    def _encode_part(self, uid, results, blobs, **_):
+        entry = PartEntry(part_name(uid, 0), 32, 32, "0" * 64)
+        return _Part(uid.encode(), SimpleNamespace(entry=entry), {}, None)
+
+    def _encode(self, uid, parts, *, engine, created, **_):
+        index, (part,) = index_name(uid), parts
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
-            IndexEntry(index, 32, 32, "0" * 64), (PartEntry(part, 32, 32, "0" * 64),),
+            IndexEntry(index, 32, 32, "0" * 64), (part.entry,),
             1, 32, 32, borrowed=self._borrowed, engine=engine,
         )  # fmt: skip
-        return _Manifest(part, uid.encode(), index, uid.encode(), record, {}, None)
+        return EncodedManifest(index, uid.encode(), record)
 
 
 class _Capture:

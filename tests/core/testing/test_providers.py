@@ -68,7 +68,7 @@ class Good(StateProvider):
         spec = self.spec(value)
         region = Region.whole(spec.shape)
         return StateObject(
-            path, Kind.TENSOR, spec, region, Role.OTHER, "good-ring", self.Source(value)
+            path, Kind.TENSOR, spec, (region,), Role.OTHER, "good-ring", self.Source(value)
         )
 
     def spec(self, value):

@@ -128,7 +128,7 @@ class BoxProvider(StateProvider):
         meet("describe")
         spec = TensorSpec("uint8", 1, (len(value.data),))
         whole = Region.whole(spec.shape)
-        yield StateObject(path, Kind.TENSOR, spec, whole, Role.OTHER, "box", BoxSource(value))
+        yield StateObject(path, Kind.TENSOR, spec, (whole,), Role.OTHER, "box", BoxSource(value))
 
     def place(self, value, path, /, *, context):
         meet("place")

@@ -110,7 +110,7 @@ class ArrayProvider(StateProvider):
         del context
         spec = _spec(value, path)
         whole = Region.whole(spec.shape)
-        yield StateObject(path, Kind.TENSOR, spec, whole, Role.OTHER, FORM, ArraySource(value))
+        yield StateObject(path, Kind.TENSOR, spec, (whole,), Role.OTHER, FORM, ArraySource(value))
 
     def place(self, value: array[Any], path: ObjectPath, /, *, context: PlaceContext) -> Placement:
         if not context.selected(path):

@@ -1,0 +1,94 @@
+"""Says which chunks of a save one of several ranks writes. Sans-IO.
+
+Ranks that hold the same bytes share them: each writes one run of their chunks. Every rank decides
+alone, and all come to the same result, since their plans cut the same bytes into the same chunks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.plan.save import ShardSpan, replicas_of
+from penstock.core.types import Kind, Region, Replica, regions_of_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.core.abc import StateObject
+    from penstock.core.plan.save import SavePlan
+
+WRITER_BYTES = 64 << 20
+"""The least bytes that one of several replicas writes: fewer would make many small blobs."""
+
+
+def chunks_of_rank(
+    plan: SavePlan, plain: Replica, *, writer_bytes: int = WRITER_BYTES
+) -> frozenset[int]:
+    """Return the numbers of the chunks that this rank writes.
+
+    Args:
+        plan: The plan of all that this rank holds, with even cuts.
+        plain: The place of this rank among those with the same structure, which hold all plain
+            tensors alike. Plain values are written by the first of them.
+        writer_bytes: The least bytes that one of several writers gets.
+    """
+    groups: dict[object, list[int]] = {}
+    places: dict[object, tuple[Replica, bool]] = {}
+    for number, chunk in enumerate(plan.chunks):
+        entry = plan.objects[chunk.pieces[0].item].entry
+        is_value = entry.replica is None and entry.kind is Kind.VALUE
+        key = (replicas_of(entry), is_value)
+        groups.setdefault(key, []).append(number)
+        places.setdefault(key, (entry.replica or plain, is_value))
+    found: set[int] = set()
+    for group, numbers in groups.items():
+        place, is_value = places[group]
+        total = sum(plan.chunks[number].length for number in numbers)
+        writers = 1 if is_value else min(place.count, max(1, total // writer_bytes))
+        done = 0
+        for number in numbers:
+            length = plan.chunks[number].length
+            if (2 * done + length) * writers // (2 * total) == place.index:
+                found.add(number)
+            done += length
+    return frozenset(found)
+
+
+def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:
+    """Return what a rank that writes the chunks `mine` stores of each object, by its number.
+
+    An object that it stores as one whole has no entry; one that it stores nothing of has an empty
+    one.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for number in sorted(mine):
+        for piece in plan.chunks[number].pieces:
+            first, _ = ranges.get(piece.item, (piece.start, 0))
+            ranges[piece.item] = first, piece.stop
+    found: dict[int, tuple[ShardSpan, ...]] = {}
+    for item, planned in enumerate(plan.objects):
+        entry = planned.entry
+        start, stop = ranges.get(item, (0, 0))
+        if start == 0 and stop == entry.spec.nbytes and _is_whole(entry):
+            continue
+        found[item] = tuple(_spans(entry.regions, entry.spec.itemsize, start, stop))
+    return found
+
+
+def _is_whole(entry: StateObject) -> bool:
+    return len(entry.regions) == 1 and entry.regions[0].sizes == entry.spec.shape
+
+
+def _spans(regions: Sequence[Region], itemsize: int, start: int, stop: int) -> Iterator[ShardSpan]:
+    """Yield the rectangles that bytes `[start, stop)` of some regions, one by one, make up."""
+    at = 0
+    for region in regions:
+        end = at + region.numel * itemsize
+        first, last = max(start, at), min(stop, end)
+        if first < last:
+            first_element, last_element = (first - at) // itemsize, (last - at) // itemsize
+            for part in regions_of_range(region.sizes, first_element, last_element):
+                offsets = map(sum, zip(region.offsets, part.offsets, strict=True))
+                yield ShardSpan(first, Region(tuple(offsets), part.sizes))
+                first += part.numel * itemsize
+        at = end

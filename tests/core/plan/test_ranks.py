@@ -1,0 +1,135 @@
+"""Which chunks each of several ranks writes, and which rectangles come of them."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core.planned import NoBytes
+
+from penstock.core.abc import StateObject
+from penstock.core.plan.ranks import chunks_of_rank, spans_of_rank
+from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.plan.save import Capture, PlannedObject, plan_save
+from penstock.core.types import Kind, Region, Replica, Role, TensorSpec
+
+CHUNK = 4 * 4096
+
+
+def of_shape(path, shape, *, phase=64, regions=None, replica=None, kind=Kind.TENSOR):
+    spec = TensorSpec("float32", 4, shape)
+    regions = (Region.whole(shape),) if regions is None else regions
+    nbytes = 4 * sum(region.numel for region in regions)
+    source = NoBytes(nbytes, phase=phase)
+    entry = StateObject(
+        path, kind, spec, regions, Role.PARAMETER, "tensor", source, replica=replica
+    )
+    return PlannedObject(entry, Capture.FROZEN if kind is Kind.VALUE else Capture.NOW)
+
+
+def plans_of(ranks):
+    return [
+        plan_save(objects, chunk_bytes=CHUNK, slab_limit_bytes=600, even_cuts=True)
+        for objects in ranks
+    ]
+
+
+def stored(plans, mine):
+    """What all ranks store, by path."""
+    found = {}
+    for plan, chunks in zip(plans, mine, strict=True):
+        spans = spans_of_rank(plan, chunks)
+        for item, planned in enumerate(plan.objects):
+            entry = planned.entry
+            whole = [Region.whole(entry.spec.shape)] if entry.spec.nbytes else []
+            regions = [s.region for s in spans[item]] if item in spans else whole
+            found.setdefault(entry.path, []).extend(regions)
+    return found
+
+
+shapes = st.lists(
+    st.lists(st.integers(1, 90), min_size=0, max_size=3).map(tuple), min_size=1, max_size=8
+)
+
+
+@given(shapes, st.integers(1, 5), st.integers(1, 100_000))
+def test_replicas_store_each_byte_once_wherever_their_memory_lies(sizes, count, writer_bytes):
+    ranks = [
+        [of_shape((f"t{n}",), s, phase=64 * (rank + n)) for n, s in enumerate(sizes)]
+        for rank in range(count)
+    ]
+    plans = plans_of(ranks)
+    mine = [
+        chunks_of_rank(plan, Replica(rank, count), writer_bytes=writer_bytes)
+        for rank, plan in enumerate(plans)
+    ]
+    assert sorted(n for chunks in mine for n in chunks) == list(range(len(plans[0].chunks)))
+    for path, regions in stored(plans, mine).items():
+        assert len(set(regions)) == len(regions)
+        shape = ranks[0][int(path[0][1:])].entry.spec.shape
+        assert flaw_of_cover(shape, regions) is None
+
+
+def test_writers_have_at_least_so_many_bytes_and_share_evenly():
+    objects = [of_shape((f"t{n}",), (256, 64)) for n in range(16)]  # 64 KiB each
+    plans = plans_of([objects] * 8)
+    for writer_bytes, writers in [(1 << 18, 4), (1 << 20, 1), (1 << 10, 8)]:
+        mine = [
+            chunks_of_rank(plan, Replica(rank, 8), writer_bytes=writer_bytes)
+            for rank, plan in enumerate(plans)
+        ]
+        sizes = [sum(plan.chunks[n].length for n in c) for plan, c in zip(plans, mine, strict=True)]
+        assert sum(sizes) == 1 << 20
+        assert [bool(size) for size in sizes] == [rank < writers for rank in range(8)]
+        assert max(sizes) - min(sizes[:writers]) <= CHUNK
+
+
+def test_values_are_written_by_the_first_rank_and_shards_by_whoever_holds_them():
+    def rank_objects(rank):
+        half = Region((16 * rank, 0), (16, 64))
+        return [
+            of_shape(("epoch",), (3,), kind=Kind.VALUE),
+            of_shape(("half",), (32, 64), regions=(half,), replica=Replica(0, 1, (rank,))),
+            of_shape(("none",), (1, 64), regions=() if rank else None, replica=Replica()),
+        ]
+
+    plans = plans_of([rank_objects(rank) for rank in range(2)])
+    mine = [chunks_of_rank(plan, Replica(n, 2), writer_bytes=1) for n, plan in enumerate(plans)]
+    found = stored(plans, mine)
+    assert found["epoch",] == [Region.whole((3,))]
+    assert found["half",] == [Region((0, 0), (16, 64)), Region((16, 0), (16, 64))]
+    assert found["none",] == [Region.whole((1, 64))]
+
+
+def test_objects_of_other_replicas_never_share_a_slab():
+    def rank_objects(rank):
+        return [
+            of_shape(("a",), (5,), replica=Replica(rank % 2, 2, (0, 1) if rank < 2 else (2, 3))),
+            of_shape(("b",), (5,)),
+            of_shape(("c",), (5,), replica=Replica(rank // 2, 2, (rank % 2, rank % 2 + 2))),
+            of_shape(("d",), (5,), replica=Replica(rank, 4)),
+        ]
+
+    plans = plans_of([rank_objects(rank) for rank in range(4)])
+    mine = [chunks_of_rank(plan, Replica(rank, 4)) for rank, plan in enumerate(plans)]
+    names = [
+        {plan.objects[p.item].entry.path[0] for n in chunks for p in plan.chunks[n].pieces}
+        for plan, chunks in zip(plans, mine, strict=True)
+    ]
+    assert names == [{"a", "b", "c", "d"}, {"c"}, {"a"}, set()]
+
+
+def test_bytes_in_several_rectangles_are_told_codecs_as_one_row():
+    from penstock.core.plan.save import context_of, elements_of
+
+    strided = of_shape(
+        ("w",), (8, 4096), regions=(Region((1, 0), (1, 4096)), Region((5, 0), (2, 4096)))
+    )
+    strided = replace(strided, chain=1)
+    plan = plan_save([strided], chunk_bytes=2 * CHUNK, even_cuts=True)
+    plan.spans.update(spans_of_rank(plan, frozenset(range(len(plan.chunks)))))
+    first, second = plan.chunks
+    assert context_of(plan, first).shape == (8192,)
+    assert elements_of(plan, first) == ("float32", 4)
+    assert context_of(plan, second).shape == (2, 4096)
+    assert context_of(plan, second).start == CHUNK
+    assert elements_of(plan, second) is None
