@@ -166,11 +166,11 @@ class Place:
     length: int
 
 
-def place_of(checkpoint, path, number=0):
-    """Where frame `number` of the object at `path` is."""
+def place_of(checkpoint, path, number=0, *, link=0):
+    """Where frame `number` of the object at `path` is; or the base of it so many links below."""
     contents = checkpoint.contents
     found = contents.find(parse_path(path))
-    frame = found.frames[found.record.shards[0].chunks[number].frame]
+    frame = [*found.frames[found.record.shards[0].chunks[number].frame].links()][link]
     blob = contents.head(found.part).blobs[frame.blob].name
     return Place(blob, frame.offset, frame.length)
 

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.integration.support import ENCODED, Run, blank, make_state, place_of,
 from penstock import CheckpointNotFoundError, DamagedError
 from penstock.core.cli.commands.ls import list_run
 from penstock.core.errors import PenstockError
-from penstock.core.format.records import intent_name
+from penstock.core.format.records import data_uid, intent_name
 from penstock.core.storage.open import open_backend
 
 STEP = 2
@@ -38,6 +38,7 @@ class Stage:
             ckpt.save(self.saved, STEP, mode="blocking", overwrite=True)
         self.ckpt = self.run.open()
         self.outside = folder / "outside"
+        self.told = []  # texts of the errors
         self.pieces = pieces_of(self.run, self.ckpt.open(STEP), 1)
         self.of_step_1 = pieces_of(self.run, self.ckpt.open(1), 0)
         with self.old.open() as old:
@@ -57,6 +58,7 @@ class Stage:
             except DamagedError as error:
                 assert error.damaged  # noqa: PT017 - it may be read
                 assert any(name in str(error) for name in error.damaged)  # noqa: PT017 - it may be read
+                self.told.append(str(error))
                 found[reader] = set(error.damaged)
             else:
                 assert same(got, expected), f"{reader} returned wrong values"
@@ -76,6 +78,8 @@ class Stage:
                 return set(error.damaged)
             assert report.ok is (not report.damaged)
             assert all(damage.detail for damage in report.damaged)
+            if deep:
+                self.links = [str(link) for link in report.links]
             return {damage.what for damage in report.damaged}
 
         def ls():
@@ -197,6 +201,77 @@ def gap_of(checkpoint, name):
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     stage = Stage(tmp_path_factory.mktemp("matrix"))
+    yield stage
+    stage.ckpt.close()
+
+
+def moved(number):
+    """A state whose optimizer moves a little, and whose table moves; the model stands still."""
+    state, drift = make_state(0), make_state(1)["optimizer"]
+    for name, tensor in state["optimizer"].items():
+        tensor.add_(drift[name], alpha=1e-6 * number)
+    return {**state, "table": state["table"] + number, "epoch": number}
+
+
+class Chained(Stage):
+    """Step 2 is encoded against its older generation, which is gone, and that against step 1.
+
+    Of that it also has what stands still. Step 0 has nothing of all that.
+    """
+
+    def __init__(self, folder):
+        self.run = Run(folder / "root")
+        self.saved = moved(STEP)
+        rules = [{"match": "optimizer/**", "codecs": ["delta", "zstd"]}]
+        with self.run.open() as ckpt:
+            ckpt.save(moved(0), 0, mode="blocking")
+        for every, step, number in ((1, 1, 1), (9, STEP, 1.5), (9, STEP, STEP)):
+            options = {"rules": rules, "share": True, "deltas": {"every": every}}
+            with self.run.open(**options) as ckpt:
+                ckpt.save(moved(number), step, mode="blocking", overwrite=step == STEP)
+        self.ckpt = self.run.open()
+        self.outside = folder / "outside"
+        self.told = []
+        self.pieces = pieces_of_chain(self.run, self.ckpt)
+
+
+def pieces_of_chain(run, ckpt):
+    """What of step 2 lies in the blobs of others, by whose it is; and what of these it is not."""
+    checkpoint, deep = ckpt.open(STEP), VALUES | {"verify"}
+    uid, table = ckpt.open(1).info.uid, place_of(ckpt.open(1), "table")
+
+    def of(path, link=0):
+        place = place_of(checkpoint, path, link=link)
+        return Piece(place.blob, place.offset, place.offset + place.length, deep, path)
+
+    def unseen(name):
+        return Piece(name, 0, len(run.read(name)), frozenset())
+
+    whole = of("model/weight")  # a region reads the first block
+    pieces = {
+        "shared raw frame": replace(whole, start=whole.start + 700, stop=whole.start + 1700),
+        "shared slab": of("model/bias"),
+        "own differences": of("optimizer/moment"),
+        "own slab of differences": of("optimizer/variance"),
+        "link": of("optimizer/moment", 1),
+        "link of a slab": of("optimizer/variance", 1),
+        "last link": of("optimizer/moment", 2),
+        "part of a lender": unseen(f"data/{uid}/parts/00000.json.zst"),
+        "raw frame of a lender": replace(
+            unseen(table.blob), start=table.offset, stop=table.offset + table.length
+        ),
+    }
+    uids = {"own": checkpoint.info.uid, "step 1": uid, "nobody": uid}
+    for kind, piece in pieces.items():
+        owner = uids.setdefault(LENT[kind], data_uid(piece.name))
+        assert data_uid(piece.name) == owner, kind
+    assert len(set(uids.values())) == 3
+    return pieces
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory):
+    stage = Chained(tmp_path_factory.mktemp("chained"))
     yield stage
     stage.ckpt.close()
 
@@ -400,6 +475,92 @@ def test_a_file_that_is_cut_or_replaced_is_named(what, damage, stage, cells):
             else:
                 made.unlink(missing_ok=True)
         path.write_bytes(data)
+
+
+# -- what a checkpoint has in the blobs of others --------------------------------------------------
+
+TOLD = {
+    "own": "Restore an older step",
+    "replaced": "in the blobs of step 2 (replaced), which step 2 is encoded against: its chain is "
+    "step 2, step 2 (replaced), step 1. Restore step 1, the newest older one that does not need it",
+    "step 1": "in the blobs of step 1, which step 2 is encoded against: its chain is "
+    "step 2, step 2 (replaced), step 1. Restore step 0, the newest older one that does not need it",
+    "nobody": "",
+}
+LENT = {  # by whose blob it lies in, or whether the step needs it at all
+    "own differences": "own", "own slab of differences": "own",
+    "link": "replaced", "link of a slab": "replaced",
+    "last link": "step 1", "shared raw frame": "step 1", "shared slab": "step 1",
+    "part of a lender": "nobody", "raw frame of a lender": "nobody",
+}  # fmt: skip
+LINKS = {"own": [], "replaced": ["step 2 (replaced)"], "step 1": ["step 1"], "nobody": []}
+
+
+def of_another_link(stage, kind, data, piece):
+    other = stage.pieces["last link" if kind != "last link" else "link"]
+    return _spliced(stage.run, data, piece, other)
+
+
+def check_told(chained, owner):
+    """Every reader told the link, the chain and the step to go back to; so did `verify`."""
+    assert all(TOLD[owner] in text for text in chained.told), chained.told
+    assert chained.links == LINKS[owner]
+    chained.told.clear()
+
+
+@pytest.mark.parametrize("kind", LENT)
+def test_changed_bytes_of_a_chain_are_named_with_the_link_and_the_step_to_restore(
+    kind, chained, cells
+):
+    piece, owner = chained.pieces[kind], LENT[kind]
+    data = chained.run.read(piece.name)
+    for damage in (flip("first"), flip("middle"), flip("last"), zeroed, of_another_link):
+        chained.run.write(piece.name, damage(chained, kind, data, piece))
+        assert chained.run.read(piece.name) != data
+        try:
+            check(chained, cells, piece.sees, piece.path)
+        finally:
+            chained.run.write(piece.name, data)
+        check_told(chained, owner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"), pairs(["shared raw frame", "link", "last link"], [missing, half, a_folder])
+)
+def test_a_lost_or_cut_blob_of_a_chain_is_named_with_the_link(kind, damage, chained, cells):
+    piece = chained.pieces[kind]
+    path = chained.run.root / piece.name
+    data = path.read_bytes()
+    either = {"open", "region"} if damage is half else set()  # of what may come before the cut
+    try:
+        damage(chained, path, data)
+        check(chained, cells, VALUES | BOTH, piece.path, either)
+    finally:
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.write_bytes(data)
+    check_told(chained, LENT[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fell_back"),
+    [("own differences", (2,)), ("link", (2,)), ("last link", (2, 1)), ("shared slab", (2, 1))],
+)
+def test_fallback_takes_the_newest_step_that_does_without_the_damaged_link(
+    kind, fell_back, chained
+):
+    piece = chained.pieces[kind]
+    at = (piece.start + piece.stop) // 2
+    chained.run.flip(piece.name, at)
+    tree = blank(chained.saved)
+    try:
+        report = chained.ckpt.restore(tree, on_damage="fallback")
+    finally:
+        chained.run.flip(piece.name, at)
+    assert report.fell_back_from == fell_back
+    assert report.step == fell_back[-1] - 1
+    assert same(tree, moved(report.step))
+    assert chained.ckpt.verify(STEP).ok
 
 
 # -- names, and records of an earlier time ---------------------------------------------------------
