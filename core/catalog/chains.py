@@ -77,9 +77,15 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
         else f"Restore step {sound}, the newest older one that does not need {them}, or pass "
         "on_damage='fallback'."
     )
+    # Without a base the others only have chunks that are equal: see `share`.
+    tie = (
+        "shares chunks with: it needs"
+        if record.base is None
+        else "is encoded against: its chain is"
+    )
     return (
-        f"The damage lies in the blobs of {listed(bad)}, which step {record.step} is encoded "
-        f"against: its chain is {listed([f'step {record.step}', *map(str, chain)])}. {way}"
+        f"The damage lies in the blobs of {listed(bad)}, which step {record.step} {tie} "
+        f"{listed([f'step {record.step}', *map(str, chain)])}. {way}"
     )
 
 

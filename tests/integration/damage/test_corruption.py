@@ -413,15 +413,15 @@ def test_without_its_commit_record_a_checkpoint_does_not_exist(run, ckpt, saved)
 
 
 def frames_of(checkpoint):
-    """`(start, stop)` of every frame by blob."""
+    """`(start, stop)` of every frame by blob, those included that others are encoded against."""
     contents = checkpoint.contents
     found = {}
     for located in contents.objects():
         for shard in located.record.shards:
             for ref in shard.chunks:
-                frame = located.frames[ref.frame]
-                name = contents.head(located.part).blobs[frame.blob].name
-                found.setdefault(name, set()).add((frame.offset, frame.offset + frame.length))
+                for frame in located.frames[ref.frame].links():
+                    name = contents.head(located.part).blobs[frame.blob].name
+                    found.setdefault(name, set()).add((frame.offset, frame.offset + frame.length))
     return found
 
 
@@ -453,6 +453,42 @@ def test_any_flipped_bit_is_found_or_harmless(run, ckpt, saved):
         run.flip(name, at, mask)
     assert {name for name, whole in outcomes if not whole} == set(names)
     assert ckpt.verify(STEP).ok
+
+
+def test_any_flipped_bit_of_a_chain_is_found_by_every_step_that_needs_it(tmp_path):
+    """By those alone: the model stands still and is shared, the optimizer is encoded."""
+    states, run = [make_state(0) for _ in range(4)], Run(tmp_path / "root")
+    options = {"rules": [{"match": "optimizer/**", "codecs": ["delta", "zstd"]}], "share": True}
+    with run.open(**options) as ckpt:
+        for step, state in enumerate(states):
+            state["optimizer"]["moment"] += 1e-6 * step
+            state["table"] += step
+            ckpt.save(state, step, mode="blocking")
+        needed = [frames_of(ckpt.open(step)) for step in range(4)]
+        manifests = [{run.commit(s), *run.names(f"{step_of(ckpt, s)}/parts/*")} for s in range(4)]
+        indexes = [f"{step_of(ckpt, step)}/index" for step in range(4)]
+        uids = [ckpt.info(step).uid for step in range(4)]
+    assert [len({name.split("/")[1] for name in frames}) for frames in needed] == [1, 2, 3, 4]
+    chance, found = random.Random(20261123), set()
+    names = sorted({*indexes}.union(*manifests, *needed))
+    for number in range(3 * len(names)):
+        name = names[number % len(names)]
+        at, mask = chance.randrange(len(run.read(name))), 1 << chance.randrange(8)
+        run.flip(name, at, mask)
+        with run.open() as ckpt:
+            for step, state in enumerate(states):
+                hit = any(a <= at < b for a, b in needed[step].get(name, ()))
+                hit |= name in manifests[step]
+                try:
+                    assert same(ckpt.load(step), state)
+                    assert not hit, (name, at, mask, step)
+                    assert ckpt.verify(step).ok is (name != indexes[step]), (name, at, mask, step)
+                except DamagedError:
+                    assert hit, (name, at, mask, step)
+                    found.add((name, step))
+        run.flip(name, at, mask)
+    by_blob = [{step for name, step in found if f"/{uid}/" in name} for uid in uids]
+    assert by_blob == [{0, 1, 2, 3}, {1, 2, 3}, {2, 3}, {3}]
 
 
 # -- what a failed restore leaves ------------------------------------------------------------------
