@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.core.catalog.commit_table import Action, Event
@@ -19,7 +18,6 @@ from penstock.core.errors import (
     LostRaceError,
     SaveAbortedError,
     SaveError,
-    StorageError,
     UnsyncedError,
 )
 from penstock.core.foreign import said
@@ -214,7 +212,8 @@ class Publisher:
         try:
             data = self._backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
             ours = decode_commit(data, name).uid == self._uid
-        except (FormatError, StorageError):
+        except BaseException as error:  # noqa: BLE001 - a plugin's, or want of memory: they prove nothing
+            log.debug("reading %s back: %s", name, said(error))
             return Event.RECORD_ABSENT  # an unreadable record may be ours or another saver's
         return Event.RECORD_IS_OURS if ours else Event.RECORD_IS_OTHER
 
@@ -252,17 +251,19 @@ class Publisher:
                 lost = f"what it borrows of other saves ({listed(missing)})"
             if not lost:
                 return
-        except StorageError as error:
-            log.warning("%s is published; whether its data is there: %s", name, str(error))
+        except BaseException as error:  # noqa: BLE001 - committed: a look that fails undoes nothing
+            log.warning("%s is published; whether its data is there: %s", name, said(error))
             return
         msg = (
             f"step {self._step}: {name} was published, but {lost} is not on {self._backend.url} "
             "any more. Was the folder removed or replaced, or the step deleted, while it was "
             "saved? Look at steps(), and save again."
         )
-        with suppress(StorageError):  # if the record stays, readers report the step as damaged
+        try:
             if self._read_back(name) is Event.RECORD_IS_OURS:
                 self._backend.delete([name])
+        except BaseException as error:  # noqa: BLE001 - readers report the step as damaged
+            log.warning("%s stays: %s", name, said(error))
         raise CommitUnknownError(msg)
 
     def _exists(self, name: str) -> bool:

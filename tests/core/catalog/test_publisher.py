@@ -68,6 +68,33 @@ def test_no_answer_and_no_record_leaves_the_outcome_open_and_the_data_in_place(s
         assert any("/blobs/" in blob.name for blob in store.list("data/"))
 
 
+FOREIGN = [StorageError("gone"), MemoryError(), ZeroDivisionError("in a plugin"), SystemExit(3)]
+
+
+@pytest.mark.parametrize("error", FOREIGN, ids=lambda e: type(e).__name__)
+def test_a_look_behind_the_commit_that_fails_makes_no_failure_of_it(store, error, caplog):
+    with penstock.Checkpointer(store) as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).result()
+        looks = sum("intent" in names[0] for call, names in store.calls if call == "stat")
+        fault = store.fail("stat", error, nth=looks, match="intent")
+        assert ckpt.save({"w": torch.ones(3)}, 2).result().step == 2
+        assert fault.reached.is_set()
+        assert ckpt.steps() == [1, 2]
+    assert "whether its data is there" in caplog.text
+
+
+@pytest.mark.parametrize("error", FOREIGN, ids=lambda e: type(e).__name__)
+def test_a_lost_answer_that_cannot_be_looked_up_leaves_the_outcome_open(store, error):
+    store.add(_fault(StorageError("connection reset"), late=True))
+    store.fail("read", error, match="commits/")
+    with penstock.Checkpointer(store) as ckpt:
+        handle = ckpt.save({"w": torch.ones(3)}, 1)
+        with pytest.raises(CommitUnknownError, match="unknown"):
+            handle.result()
+        assert ckpt.steps() == [1]
+        assert ckpt.verify(1).ok
+
+
 def test_an_intent_that_was_pruned_does_not_come_back(store):
     uid = "a" * 32
     clock = ShiftedClock()
