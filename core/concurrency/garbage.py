@@ -6,6 +6,9 @@ import gc
 import os
 import threading
 
+_MANY = 50_000
+"""Objects of a hold from which on they are old at once: the collector would visit each 3 times."""
+
 
 class _CollectionHold:
     """A context in which no collection starts; several threads may enter it, and nest it.
@@ -32,6 +35,10 @@ class _CollectionHold:
                 return  # this process was forked inside the block, and `leave_in_child` left it
             self._holders -= 1
             if not self._holders and self._enabled:
+                if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+                    # Both only join lists: what is young is of the oldest generation now.
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()
 
     def leave_in_child(self) -> None:
@@ -46,8 +53,10 @@ collections_held = _CollectionHold()
 """The hold of this process: no collection starts until the last thread has left it.
 
 Describing and planning 3,000 tensors makes so many objects that the collector ran some 60 times,
-and sometimes visited every object of the process, for up to 0.7 s. None of them are garbage. A
-collector that the user has disabled stays disabled.
+and sometimes visited every object of the process, for up to 0.7 s. None of them are garbage. Nor
+are they visited behind the hold, where they are many: they count as old, and wait for the next
+collection of all. A collector that the user has disabled stays disabled, and what the user has
+frozen stays frozen.
 """
 
 # A data loader may fork its workers when it is asked for its state, which is inside the block.

@@ -1,0 +1,56 @@
+"""What a hold on the garbage collector leaves behind."""
+
+import gc
+import weakref
+
+import pytest
+
+from penstock.core.concurrency.garbage import collections_held
+
+MANY = 120_000
+
+
+@pytest.fixture
+def visited():
+    """The objects that the collector may visit in the generations that it visits often."""
+    frozen = gc.get_freeze_count()  # conftest freezes what was imported
+    gc.unfreeze()
+    gc.collect()
+    yield lambda: len(gc.get_objects(0)) + len(gc.get_objects(1))
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+
+
+class Node:
+    """Garbage that refers to itself."""
+
+    def __init__(self):
+        self.me = self
+
+
+def test_many_objects_of_a_hold_are_not_visited_behind_it(visited):
+    with collections_held:
+        made = [[] for _ in range(MANY)]
+        cycle = weakref.ref(Node())
+    assert gc.isenabled()
+    assert visited() < len(made) / 2
+    assert not gc.get_freeze_count()
+    assert cycle() is not None
+    gc.collect()
+    assert cycle() is None
+
+
+def test_few_objects_of_a_hold_stay_young(visited):
+    with collections_held:
+        made = [[] for _ in range(1000)]
+    assert visited() >= len(made)
+
+
+def test_what_the_user_has_frozen_stays_frozen(visited):
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collections_held:
+        made = [[] for _ in range(MANY)]
+    assert gc.get_freeze_count() == frozen
+    assert made
