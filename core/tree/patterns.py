@@ -147,9 +147,15 @@ class Glob:
         return reached
 
 
+_PATTERN_PIECE = re.compile(r"\\.|\[!?.[^\]]*\]|.", re.DOTALL)
+_SAYS_NOTHING = frozenset("*?/._-")
+
+
 def is_catch_all(text: str) -> bool:
-    """Return whether a pattern names nothing: it is made of `*`, `?` and separators alone."""
-    return not text.strip("*?/")
+    """Return whether a pattern names nothing: wildcards, sets and separators, and no word."""
+    # A set names nothing either: `[a-z]*` takes nearly every path, and so does `*.*` in a module.
+    pieces = _PATTERN_PIECE.findall(text)
+    return all(piece in _SAYS_NOTHING or piece[0] == "[" for piece in pieces)
 
 
 def compile_all(option: str, patterns: str | Iterable[str]) -> tuple[Prefix | Glob, ...]:
