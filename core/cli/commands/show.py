@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     Column("PATH", flexible=True),
-    Column("TYPE", keep=10),
+    Column("TYPE", keep=9),
     Column("SHAPE", keep=8),
     Column("BYTES", right=True, keep=9),
-    Column("STORED", right=True, keep=3, spare=True),
+    Column("STORED", right=True, keep=10),
     Column("RATIO", right=True, keep=5, spare=True),
     Column("CODECS", keep=4, spare=True),
     Column("ROLE", keep=1, spare=True),

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.core.cli.command import caller
 
 import penstock
+from penstock.core.cli.commands import show
 from penstock.core.cli.output import stats as stats_module
+from penstock.core.cli.output.render import fitting
 from penstock.core.cli.output.stats import pieces
 from penstock.core.cli.output.tree import grown, rows_of
 from penstock.core.restore.checkpoint import Checkpoint
@@ -150,6 +152,16 @@ def test_stats_read_only_what_is_selected_and_say_what_is_damaged(call, saved, t
 def test_stats_columns_stay_when_others_must_go(call, saved):
     header = call("show", saved, "--stats", "--include", "model").out.splitlines()[3].split()
     assert header[-6:] == ["MIN", "MAX", "MEAN", "STD", "NAN", "INF"]
+
+
+@pytest.mark.parametrize("width", [34, 40, 60, 80, 100])
+def test_of_all_figures_the_stored_size_stays_longest(width):
+    row = ["transformer.h.0.attn.c_attn.weight", "bfloat16", "768x2304", "3.4 MiB", "574.8 KiB"]
+    row += ["3.48x", "delta+floatsplit", "parameter", "7.1 MiB", "3"]
+    columns = [*show._COLUMNS, show._BORROWED, show._LINKS]
+    shown = [columns[n].title for n in fitting(columns, [row], width)]
+    assert shown[0] == "PATH"
+    assert "STORED" in shown
 
 
 @pytest.mark.parametrize("limit", [1, 7, 50, 999])
