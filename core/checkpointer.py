@@ -465,11 +465,11 @@ class Checkpointer:
         dry_run: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> CompactReport:
-        """Rewrite checkpoints that borrow blobs of others as whole ones, by a next generation.
+        """Rewrite checkpoints that borrow blobs of others to stand alone, by a next generation.
 
         Each has the same step, objects, metadata and codecs as before, and restores to the same
         bits. Blobs that nothing borrows any more are freed. A crash at any moment leaves every step
-        whole. With tiers the whole checkpoints are in the last one.
+        whole. With tiers the compacted checkpoints are in the last one.
 
         Args:
             steps: The steps; those that borrow nothing are left alone. By default those because of

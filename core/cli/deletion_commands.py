@@ -106,7 +106,7 @@ def delete(
 
 @app.command(
     "compact",
-    short_help="Make checkpoints of a chain whole.",
+    short_help="Make checkpoints of a chain stand alone.",
     epilog="""\b
 Examples:
   penstock compact runs/gpt --dry-run
@@ -132,11 +132,11 @@ def compact(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Rewrite checkpoints that are encoded against others as whole ones, under the same step.
+    """Rewrite checkpoints that need data of others so that they stand alone, under the same step.
 
-    They restore to the same as before, and need no other checkpoint any more; data that nothing
-    needs any more is freed. The run may take more room afterwards: --dry-run says about how much.
-    Exits with 1 if a checkpoint could not be compacted; it is then as it was.
+    They restore to the same as before; data that nothing needs any more is freed. The run may take
+    more room afterwards: --dry-run says about how much. Exits with 1 if a checkpoint could not be
+    compacted; it is then as it was.
     """
     from penstock.core.cli.commands.compact import CompactOptions, run  # noqa: PLC0415
 

@@ -80,7 +80,7 @@ def copy(  # noqa: PLR0913 - its options
     flatten: Annotated[
         bool,
         typer.Option(
-            "--flatten", help="Store every object whole, without data of other checkpoints."
+            "--flatten", help="Make the copy stand alone, without data of other checkpoints."
         ),
     ] = False,
     overwrite: Annotated[

@@ -208,7 +208,7 @@ class Deltas(_Model):
     """How far checkpoints that the codec `delta` encodes depend on earlier ones.
 
     Attributes:
-        every: A checkpoint is whole after so many saves: the ones between refer to earlier ones.
+        every: After so many saves a checkpoint has no base: the ones between have an earlier one.
         max_chain: Most earlier frames that decoding one takes. Below `every - 1`, later checkpoints
             refer to an older base.
         memory_bytes: Host memory for the newest state, which the next one is compared with; None

@@ -1,4 +1,4 @@
-"""Compacts checkpoints: rewrites those of a chain into whole ones, which borrow nothing.
+"""Compacts checkpoints: rewrites those of a chain so that they stand alone: they borrow nothing.
 
 A compaction is a save whose memory is the checkpoint itself, as the next generation of its step.
 So a crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs
@@ -95,7 +95,7 @@ class Compactor:
         """Prepare to compact checkpoints of a run.
 
         Args:
-            backend: The run. With tiers, the whole checkpoints are written to the last of them.
+            backend: The run. With tiers, compacted checkpoints are written to the last of them.
             catalog: The catalog of the run.
             config: Sizes of chunks and blocks, staging budget and grace time.
             registry: Finds codecs.
@@ -148,7 +148,7 @@ class Compactor:
         Raises:
             DamagedError: A manifest cannot be read.
         """
-        sizes = {record.uid: self._size_as_whole(record) for record in chosen}
+        sizes = {record.uid: self._size_alone(record) for record in chosen}
         records = self._records()
         left = [record for record in records if record.uid not in sizes]
         steps = tuple(
@@ -167,7 +167,7 @@ class Compactor:
     def compact(
         self, record: CommitRecord, on_progress: Callable[[Progress], None] | None = None
     ) -> CompactedStep:
-        """Replace a checkpoint by a whole one, with the same objects, metadata and codecs.
+        """Replace a checkpoint by one that stands alone: same objects, metadata and codecs.
 
         Raises:
             CheckpointGoneError: It was deleted or saved anew meanwhile; it is as it was then.
@@ -219,7 +219,7 @@ class Compactor:
         found = (one for _, one in self._catalog.records())
         return [record for record in found if not isinstance(record, DamagedError)]
 
-    def _size_as_whole(self, record: CommitRecord) -> int:
+    def _size_alone(self, record: CommitRecord) -> int:
         """Return what the checkpoint takes if each chunk is as long as the lowest of its chain."""
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}

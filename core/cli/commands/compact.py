@@ -44,10 +44,10 @@ class CompactOptions:
 
 
 def run(url: str, steps: Iterable[int] | None, how: CompactOptions) -> bool:
-    """Rewrite checkpoints of chains into whole ones, and print the result of each.
+    """Make checkpoints of chains stand alone, and print the result of each.
 
     Returns:
-        Whether all of them are whole now.
+        Whether all of them stand alone now.
 
     Raises:
         CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
@@ -122,13 +122,13 @@ def _compact(
             bar.close()
         done.append(one)
         if not quiet:
-            print_line(f"{_sizes(one, 'is')} in {one.seconds:.1f} s", style="green")
+            print_line(f"{_sizes(one, 'stands')} in {one.seconds:.1f} s", style="green")
     return done
 
 
 def _sizes(one: CompactedStep, verb: str) -> str:
     after, before = size_text(one.bytes_after), size_text(one.bytes_before)
-    return f"step {one.step} {verb} whole: {after} instead of {before}"
+    return f"step {one.step} {verb} alone: {after} instead of {before}"
 
 
 def _print(
@@ -145,7 +145,7 @@ def _print(
         return
     if dry_run:
         for one in done:
-            print_line(_sizes(one, "would be"))
+            print_line(_sizes(one, "would stand"))
     change = f"{size_text(abs(after - before))} {'freed' if after <= before else 'more'}"
     would = "would take about" if dry_run else "takes"
     print_line(f"the run {would} {size_text(after)} instead of {size_text(before)}: {change}")

@@ -174,8 +174,8 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
 
 def free_by_compacting(url: str) -> str:
     """Return the words that say how to free what is kept; `url` is as the user gave it."""
-    # Not "frees that": whole checkpoints may take more than what is kept for them, most of all
-    # where `share` has stored something once for many steps.
+    # Not "frees that": checkpoints that stand alone may take more than what is kept for them,
+    # most of all where `share` has stored something once for many steps.
     return (
         f"`penstock compact {visible(shlex.quote(url))} --dry-run` says what the run would take "
         "without that"
@@ -344,7 +344,7 @@ def _base_cell(one: Listed, lenders: Mapping[str, LendingSave]) -> str | Cell:
         return "-"
     base = one.record.base
     if base is None:
-        return "whole"
+        return "none"
     state = lenders[base.uid].state
     return str(base.step) if state == "ok" else Cell(f"{state} {base.step}", "yellow")
 

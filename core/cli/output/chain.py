@@ -92,10 +92,11 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
 
     Args:
         links: The links.
-        age: How many saves ago the newest whole checkpoint was made; None: it has no base.
+        age: How many saves ago the newest checkpoint without a base was made; None: it has none
+            itself.
     """
     total = size_text(sum(link.bytes_read for link in links))
-    kind = "it borrows blobs" if age is None else f"save {age} behind a whole one"
+    kind = "it borrows blobs" if age is None else f"save {age} behind one without a base"
     print_line(f"{kind}; to restore it reads {total} of {len(links)} checkpoints\n")
     rows: list[list[str | Cell]] = []
     for number, link in enumerate(links):

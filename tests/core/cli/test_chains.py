@@ -38,7 +38,7 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     title, *rows, kept = done.out.splitlines()
     assert columns(title)[2] == "BASE"
     assert columns(title)[7] == "NEEDS"
-    assert [columns(row)[2] for row in rows] == ["whole", "0", "deleted 2", "whole"]
+    assert [columns(row)[2] for row in rows] == ["none", "0", "deleted 2", "none"]
     assert columns(rows[0])[6] == columns(rows[0])[7]
     assert re.fullmatch(
         r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it; "
@@ -56,7 +56,7 @@ def test_advice_to_compact_names_the_run_as_the_user_did(call, tmp_path):
     for line in (deleted, call("ls", url).out.splitlines()[-1]):
         command, *arguments = shlex.split(line.split("`")[1])
         assert command == "penstock"
-        assert call(*arguments).out.startswith("step 1 would be whole")
+        assert call(*arguments).out.startswith("step 1 would stand alone: ")
 
 
 def test_delete_names_who_needs_the_data_that_stays(call, tmp_path):
@@ -119,7 +119,7 @@ def test_show_of_some_objects_counts_what_these_need(call, chained):
 def test_show_prints_the_chain_above_the_objects(call, chained):
     done = call("show", chained, "--step", 3, "--tree", "--depth", 1)
     _, kind, _, title, *links = done.out.splitlines()
-    assert kind.startswith("save 3 behind a whole one; to restore it reads ")
+    assert kind.startswith("save 3 behind one without a base; to restore it reads ")
     assert columns(title) == ["CHAIN", "READ", "FRAMES", "UID"]
     names = [columns(line)[0] for line in links[:4]]
     assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]

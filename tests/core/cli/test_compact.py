@@ -34,7 +34,7 @@ def test_compact_makes_the_borrowers_of_deleted_checkpoints_whole(call, chained)
     done = call("compact", chained)
     assert (done.code, done.err) == (0, "")
     *steps, total = done.out.splitlines()
-    assert [line.split(":")[0] for line in steps] == [f"step {n} is whole" for n in (1, 2, 3)]
+    assert [line.split(":")[0] for line in steps] == [f"step {n} stands alone" for n in (1, 2, 3)]
     assert total.startswith("the run takes ")
     assert not borrowing(call, chained)
     assert call("ls", chained, "--json").json["kept"] == []
@@ -50,7 +50,7 @@ def test_a_dry_run_of_compact_changes_nothing(call, chained):
     before = tree_of(chained)
     done = call("compact", chained, "--dry-run")
     assert done.code == 0
-    assert "step 3 would be whole: " in done.out
+    assert "step 3 would stand alone: " in done.out
     assert "the run would take about " in done.out
     assert tree_of(chained) == before
 
