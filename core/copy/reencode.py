@@ -173,6 +173,7 @@ def save_stored(
         staging=staging_for(request, None, config),
         workers=workers,
         surroundings=surroundings,
+        log_failure=False,
     )
     return _followed(job, workers, on_progress)
 

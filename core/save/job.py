@@ -44,7 +44,7 @@ class SaveJob:
     Three threads work for it: one captures, one writes and commits, one watches the store.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts of one save, each by name
         self,
         request: SaveRequest,
         *,
@@ -55,6 +55,7 @@ class SaveJob:
         surroundings: SaveSurroundings,
         called: float | None = None,
         bases: SaveBases | None = None,
+        log_failure: bool = True,
     ) -> None:
         """Prepare the save; nothing has begun.
 
@@ -67,6 +68,8 @@ class SaveJob:
             surroundings: Makes room before the save and cleans up behind it.
             called: When `save` was called, on the monotonic clock; default: now.
             bases: What the save may refer to; None: every chunk is stored whole.
+            log_failure: Whether to log why the save failed. Not if the caller waits for the save
+                and raises its error: who reports the error would then print it twice.
         """
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
@@ -78,6 +81,7 @@ class SaveJob:
         # Copies to slower tiers do not hold up the next save.
         self._over = self.handle.durable if self._onward is None else self.handle.committed
         self._surroundings: SaveSurroundings | None = surroundings
+        self._log_failure = log_failure
         self._workers = workers
         self._timing = workers.timing
         self._lock = threading.Lock()  # guards `_started`
@@ -254,7 +258,8 @@ class SaveJob:
             assert error is not None
             self._capture.cancel(error)
             # Text: a kept log record would keep the error, its frames, and all that they hold.
-            log.error("save of step %d failed: %s", self.request.step, str(error))
+            level = logging.ERROR if self._log_failure else logging.DEBUG
+            log.log(level, "save of step %d failed: %s", self.request.step, str(error))
 
         self.ending.fail(why, first=first)
 

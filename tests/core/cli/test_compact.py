@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.core.cli.command import caller, tree_of
 from tests.integration.deltas.test_chains import damage, run_of
@@ -67,7 +69,7 @@ def test_compact_json_has_the_sizes(call, chained):
 def test_a_step_that_cannot_be_compacted_is_told_and_the_others_are_compacted(call, chained):
     damage(chained, 3)
     done = call("compact", chained)
-    assert done.code == 1
+    assert (done.code, done.err) == (1, "")  # said once: no log repeats it
     assert "step 3 is not compacted: " in done.out
     assert borrowing(call, chained) == [3]
     assert list(call("compact", chained, "--json").json["failed"]) == ["3"]
@@ -89,6 +91,16 @@ def test_a_flat_copy_stands_alone(call, chained, tmp_path):
     assert borrowing(call, tmp_path / "flat") == []
     assert call("diff", chained, tmp_path / "flat").code == 0
     assert call("verify", tmp_path / "flat").code == 0
+
+
+def test_a_flat_copy_of_damage_fails_with_one_message(call, chained, tmp_path):
+    damage(chained, 3)
+    done = call("copy", chained, tmp_path / "flat", "--flatten")
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"penstock: step 3 on .* is damaged in \d object\(s\): [^\n]*\n", done.err)
+    done = call("copy", chained, tmp_path / "flat", "--flatten", "--step", "all")
+    assert (done.code, done.err) == (1, "")
+    assert done.out.count("step 3 on ") == 1
 
 
 def test_a_copy_of_a_chain_says_what_it_brought_with_borrowed_blobs(call, chained, tmp_path):
