@@ -437,7 +437,8 @@ class Catalog:
     def _damaged(self, step: int, error: PenstockError) -> str:
         return (
             f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; restore "
-            "another step, or pass on_damage='fallback'"
+            "another step: `penstock verify --all` says which are whole, and "
+            "`restore(on_damage='fallback')` takes the newest"
         )
 
     def _not_found(self, step: int, steps: list[int]) -> CheckpointNotFoundError:

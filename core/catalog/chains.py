@@ -74,8 +74,8 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
     way = (
         f"No older step does without {them}."
         if sound is None
-        else f"Restore step {sound}, the newest older one that does not need {them}, or pass "
-        "on_damage='fallback'."
+        else f"Restore step {sound}, the newest older one that does not need {them}, as "
+        "`restore(on_damage='fallback')` does."
     )
     # Without a base the others only have chunks that are equal: see `share`.
     tie = (

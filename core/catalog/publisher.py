@@ -173,12 +173,14 @@ class Publisher:
             msg = (
                 f"step {record.step} (generation {record.generation}) on {self._backend.url} was "
                 "published by another saver first; its checkpoint stands unless it was deleted "
-                "since, this one is given up. Save at another step, or with overwrite=True."
+                "since, this one is given up. Save at another step, or with overwrite=True; "
+                "`penstock copy` has --overwrite."
             )
             raise LostRaceError(msg)
         msg = (
             f"step {record.step}: whether {name} was published on {self._backend.url} is unknown. "
-            "Look at steps() when the store answers again; nothing of it is deleted."
+            "Look at `penstock ls` or steps() when the store answers again; nothing of it is "
+            "deleted."
         )
         if lost is not None:
             msg += f" The store answered: {lost}"
@@ -257,7 +259,7 @@ class Publisher:
         msg = (
             f"step {self._step}: {name} was published, but {lost} is not on {self._backend.url} "
             "any more. Was the folder removed or replaced, or the step deleted, while it was "
-            "saved? Look at steps(), and save again."
+            "saved? Look at `penstock ls` or steps(), and save again."
         )
         try:
             if self._read_back(name) is Event.RECORD_IS_OURS:

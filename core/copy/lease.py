@@ -154,7 +154,8 @@ class Lease:
         if found is None or found.token != self._record.token:
             msg = (
                 f"{self._name} on {self._backend.url} is another copy's by now, or gone, so this "
-                "copy was given up. Look at steps() there, and copy again if the step is missing."
+                "copy was given up. Look at `penstock ls` there, and copy again if the step is "
+                "missing."
             )
             raise BusyError(msg)
 

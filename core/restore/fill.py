@@ -359,4 +359,7 @@ def _way_out(checkpoint: Opened, blobs: Collection[str]) -> str:
             return broken_chain(Catalog(checkpoint.backend), record, uids)
     except StorageError as error:
         log.warning("the chain of step %d cannot be looked at: %s", record.step, str(error))
-    return "Restore an older step, or pass on_damage='fallback'."
+    return (
+        "Restore an older step: `penstock verify --all` says which are whole, and "
+        "`restore(on_damage='fallback')` takes the newest."
+    )
