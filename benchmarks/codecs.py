@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import typer
 from matplotlib import pyplot as plt
+from matplotlib.transforms import Bbox
 from tables import insert, markdown_table
 
 from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig, entropy, planes
@@ -44,14 +45,12 @@ KINDS = ("w bf16", "w fp32", "m fp32", "v fp32", "m bf16", "v bf16")
 # 14 bytes for each parameter: what mixed-precision training with Adam keeps.
 STATE = ("w bf16", "w fp32", "m fp32", "v fp32")
 TITLES = {"w": "weights", "m": "first moments", "v": "second moments"}
-# Where labels stand, in points from the dot, so that those of near dots stay apart.
-LABELS = {
-    "floatsplit, numba": (6, 1),
-    "floatsplit": (6, -8),
-    "zipnn": (-6, -8),
-    "blosc2 zstd": (-6, 4),
-    "zstd 1": (-6, -8),
-}
+# Where a label may stand: in points from its dot, the best place first.
+PLACES = tuple(
+    (side * across, up)
+    for up, across in ((0, 7), (7, 5), (-7, 5), (12, 0), (-12, 0), (17, 0), (-17, 0))
+    for side in ((1, -1) if across else (1,))
+)
 OUR_COLOUR, PEER_COLOUR = "#00897b", "#90a4ae"
 
 
@@ -370,19 +369,18 @@ def draw(found: dict[str, Any], chart: Path) -> None:
     mpl.rcParams.update({"font.size": 9, "svg.hashsalt": "penstock", "font.family": "sans-serif"})
     kinds = ("w bf16", "w fp32", "v fp32", "v bf16")
     figure, axes = plt.subplots(2, 4, figsize=(12, 5.6), layout="constrained", sharex="col")
+    panels = []
     for column, kind in enumerate(kinds):
         which, dtype = kind.split()
         for row, way in enumerate(("encode", "decode")):
             axis = axes[row][column]
-            for name, of in found["results"].items():
+            dots = {
+                name: (of[kind]["ratio"], of[kind][way]) for name, of in found["results"].items()
+            }
+            for name, (x, y) in dots.items():
                 ours = name.startswith("floatsplit")
-                x, y = of[kind]["ratio"], of[kind][way]
                 axis.scatter(x, y, s=36, color=OUR_COLOUR if ours else PEER_COLOUR, zorder=3)
-                across, up = LABELS.get(name, (6, -3))
-                axis.annotate(
-                    name, (x, y), xytext=(across, up), textcoords="offset points",
-                    fontsize=7, ha="left" if across > 0 else "right",
-                )  # fmt: skip
+            panels.append((axis, dots))
             axis.set_ylim(bottom=0, top=1.25 * max(r[kind][way] for r in found["results"].values()))
             axis.margins(x=0.45)
             axis.spines[["top", "right"]].set_visible(False)
@@ -394,8 +392,46 @@ def draw(found: dict[str, Any], chart: Path) -> None:
                 axis.set_xlabel("times smaller")
             if not column:
                 axis.set_ylabel(f"{way}: GB/s of one core")
+    figure.canvas.draw()  # only now is known where the dots stand on the page, and there they stay
+    figure.set_layout_engine("none")
+    for axis, dots in panels:
+        label(axis, dots)
     chart.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(chart, facecolor="white", metadata={"Date": None})
+
+
+def label(axis: plt.Axes, dots: dict[str, tuple[float, float]]) -> None:
+    """Write the name of each dot beside it, where it covers no dot and no other name."""
+    radius = 6 * axis.figure.dpi / 72  # in pixels: the dot, and some room around it
+    places = axis.transData.transform(list(dots.values()))
+    taken = [Bbox.from_extents(*(place - radius), *(place + radius)) for place in places]
+    for name, dot in dots.items():
+        names = []
+        for across, up in PLACES:
+            side = "center" if not across else "left" if across > 0 else "right"
+            names.append(
+                axis.annotate(
+                    name, dot, xytext=(across, up), textcoords="offset points",
+                    fontsize=7, ha=side, va="center", zorder=4,
+                )
+            )  # fmt: skip
+        boxes = [text.get_window_extent() for text in names]
+        costs = [
+            sum(overlap(box, other) for other in taken)
+            + box.width * box.height
+            - overlap(box, axis.bbox)
+            for box in boxes
+        ]
+        best = costs.index(min(costs))
+        for text in names[:best] + names[best + 1 :]:
+            text.remove()
+        taken.append(boxes[best])
+
+
+def overlap(one: Bbox, other: Bbox) -> float:
+    """Return the area that two boxes have in common, in square pixels."""
+    both = Bbox.intersection(one, other)
+    return 0.0 if both is None else both.width * both.height
 
 
 if __name__ == "__main__":
