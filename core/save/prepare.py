@@ -153,6 +153,7 @@ class ChainTable:
             if chain is not None:
                 self.chains.append(chain)
                 _check_codecs(chain)
+        _warn_of_useless_deltas(config, self.chains)
         self._exact = {n: self._without_lossy(n) for n in range(len(self.chains))}
         self._unchecked = list(config.rules)
 
@@ -415,6 +416,22 @@ def _check_lossy(rule: Rule, chain: CodecChain | None) -> None:
                 "name what may be rounded, as in 'optimizer/**/exp_avg_sq'"
             )
             raise ConfigError(msg)
+
+
+def _warn_of_useless_deltas(
+    config: CheckpointerConfig, chains: Sequence[CodecChain | None]
+) -> None:
+    """Warn of options for chains of deltas that no rule makes.
+
+    No error: a file may be shared by jobs, or its rules be off for a while, and a run that is only
+    read needs neither.
+    """
+    if "deltas" in config.model_fields_set and not any(c and c.needs_base for c in chains):
+        log.warning(
+            "the option deltas has no effect: no rule has the codec delta, so every checkpoint is "
+            'stored without a base. Begin the codecs of a rule with it, as in ["delta", '
+            '"floatsplit"], or leave deltas out'
+        )
 
 
 def _check_codecs(chain: CodecChain) -> None:

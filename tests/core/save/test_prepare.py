@@ -132,3 +132,21 @@ def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, mos
         return calls
 
     assert calls_of(codecs) - calls_of([]) <= most * 400
+
+
+@pytest.mark.parametrize(
+    ("rules", "warned"),
+    [
+        ([], True),
+        ([{"match": "**", "codecs": ["floatsplit"]}], True),
+        ([{"match": "**", "codecs": "auto"}], True),
+        ([{"match": "w", "codecs": ["delta", "floatsplit"]}], False),
+    ],
+)
+def test_options_of_deltas_without_a_rule_that_makes_any_are_warned_of(rules, warned, caplog):
+    with penstock.Checkpointer("memory://", rules=rules, deltas={"every": 4}):
+        assert ("the option deltas has no effect" in caplog.text) == warned
+        assert ('as in ["delta", "floatsplit"]' in caplog.text) == warned
+    caplog.clear()
+    with penstock.Checkpointer("memory://", rules=rules):
+        assert not caplog.text
