@@ -153,6 +153,7 @@ class ChainTable:
             if chain is not None:
                 self.chains.append(chain)
                 _check_codecs(chain)
+                _warn_of_bare_deltas(rule, chain)
         _warn_of_useless_deltas(config, self.chains)
         self._exact = {n: self._without_lossy(n) for n in range(len(self.chains))}
         self._unchecked = list(config.rules)
@@ -431,6 +432,20 @@ def _warn_of_useless_deltas(
             "the option deltas has no effect: no rule has the codec delta, so every checkpoint is "
             'stored without a base. Begin the codecs of a rule with it, as in ["delta", '
             '"floatsplit"], or leave deltas out'
+        )
+
+
+def _warn_of_bare_deltas(rule: Rule, chain: CodecChain) -> None:
+    """Warn of a chain of `delta` alone, which couples checkpoints and makes none of them smaller.
+
+    Only of ours: another codec that needs a base may compress what it makes.
+    """
+    if [codec.name for codec in chain.codecs] == ["delta"]:
+        log.warning(
+            "%s: no codec follows delta, and differences take as much room as the data "
+            "itself: put a codec behind it that makes them smaller, as in "
+            '["delta", "floatsplit"]',
+            rule.shown,
         )
 
 

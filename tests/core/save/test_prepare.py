@@ -150,3 +150,12 @@ def test_options_of_deltas_without_a_rule_that_makes_any_are_warned_of(rules, wa
     caplog.clear()
     with penstock.Checkpointer("memory://", rules=rules):
         assert not caplog.text
+
+
+def test_differences_that_no_codec_makes_smaller_are_warned_of(caplog):
+    for codecs, count in ((["delta"], 1), (["delta", "floatsplit"], 0), (["floatsplit"], 0)):
+        caplog.clear()
+        with penstock.Checkpointer("memory://", rules=[{"match": "**", "codecs": codecs}]):
+            found = [r.getMessage() for r in caplog.records]
+        assert len(found) == count, codecs
+        assert all("rules[0]: no codec follows delta" in text for text in found)
