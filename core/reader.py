@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from penstock.core.foreign import memory_permitting
 from penstock.core.pipeline.reader import Loader
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent
@@ -17,6 +17,7 @@ from penstock.core.restore.fallback import Overwritten, with_fallback
 from penstock.core.restore.fill import Opened
 from penstock.core.restore.inspector import Inspector
 from penstock.core.restore.restore import build_new, restore_into
+from penstock.core.restore.together import Candidates, RestoreTogether
 from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.format.records import CommitRecord
     from penstock.core.plugins.registry import Registry
+    from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import (
         Progress,
         RestoreReport,
@@ -58,6 +60,7 @@ class Reader:
         workers: Workers,
         events: EventStream,
         drains: Drains | None,
+        ranks: Callable[[], RankGroup | None] = lambda: None,
     ) -> None:
         """Read the run of `backend`.
 
@@ -69,11 +72,13 @@ class Reader:
             workers: The threads that verify and place.
             events: Get an event for each restore, load and verification.
             drains: Copies between the tiers of the backend; None if it is one place.
+            ranks: Returns the ranks that restore and load together; None: this process is alone.
         """
         self._config = config
         self._registry = registry
         self._workers = workers
         self._events = events
+        self._ranks = ranks
         self._repairs = None if drains is None else drains.repairs
         # Blobs and records that were damaged or missing in one tier, each with the tier that had a
         # good copy. The next report lists them, and they are repaired from there.
@@ -107,7 +112,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> RestoreReport:
         """See `Checkpointer.restore`."""
-        refuse_ranks("restore")
+        round_ = self._begin_round("restore")
         # Live objects are about to change, and another run's pending save may be capturing them.
         fence_hook.fence_all()
         selection, renaming = Selection(include, exclude), Rename(rename)
@@ -124,9 +129,12 @@ class Reader:
                 strict=strict,
                 cast=cast,
                 overwritten=overwritten,
+                alone=round_ is None,
             )
 
-        (report, rescued), skipped = self._read("restore", step, on_damage, attempt, on_progress)
+        (report, rescued), skipped = self._read(
+            "restore", step, on_damage, attempt, on_progress, round_
+        )
         report = replace(report, fell_back_from=skipped, rescued=rescued)
         return self._tell_read("restore", report)
 
@@ -141,13 +149,14 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Any:
         """See `Checkpointer.load`."""
+        round_ = self._begin_round("load")
         selection = Selection(include, exclude)
 
         def attempt(checkpoint: Opened) -> tuple[Any, RestoreReport]:
             return build_new(checkpoint, selection=selection, device=device)
 
         ((tree, report), rescued), skipped = self._read(
-            "load", step, on_damage, attempt, on_progress
+            "load", step, on_damage, attempt, on_progress, round_
         )
         self._tell_read("load", replace(report, fell_back_from=skipped, rescued=rescued))
         return tree
@@ -186,15 +195,39 @@ class Reader:
             self._watched, record, self.loader, self._registry, allow_pickle=allow_pickle
         )
 
-    def _read(
+    def _begin_round(self, verb: str) -> tuple[RankGroup, int] | None:
+        """Return the ranks, and the number of the round in which all restore; None: it is alone.
+
+        Called before anything can fail: the number has to be the same on all ranks.
+
+        Raises:
+            UnsupportedStateError: This process is one of several ranks, and they have no group.
+        """
+        group = self._ranks()
+        if group is not None:
+            return group, group.next_number()
+        if verb == "restore":
+            refuse_ranks("restore")
+        return None
+
+    def _read(  # noqa: PLR0917 - what both have got from the caller
         self,
         verb: str,
         step: int | str,
         on_damage: str,
         attempt: Callable[[Opened], T],
         on_progress: Callable[[Progress], None] | None,
+        round_: tuple[RankGroup, int] | None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
         """Read a step, or with fallback the newest whole one, and emit events about the attempts.
+
+        Args:
+            verb: `restore` or `load`.
+            step: As the caller says.
+            on_damage: As the caller says.
+            attempt: Reads an open checkpoint.
+            on_progress: As the caller says.
+            round_: The ranks, and the number of their round; None if this process is alone.
 
         Returns:
             The result of `attempt`, with the blobs and records that came from another tier, and
@@ -202,16 +235,15 @@ class Reader:
         """
         # Views that `open` returned may have noted damage before, of any step.
         earlier = len(self._rescued)
-        candidates = self._candidates(step, on_damage)
-        trying = next(iter(candidates))
+        trying: int | None = None
 
-        def one(number: int) -> tuple[T, _Rescued]:
+        def one(number: int, open_step: Callable[[], Opened]) -> tuple[T, _Rescued]:
             nonlocal trying, earlier
             trying = number
             self._events.emit(RestoreEvent(f"{verb}_started", number))
             meter.begin("plan")
             try:
-                checkpoint = replace(candidates[number](), meter=meter)
+                checkpoint = replace(open_step(), meter=meter)
                 with memory_permitting(f"step {number}"):
                     found = attempt(checkpoint)
             except BaseException:
@@ -224,12 +256,63 @@ class Reader:
                 )
             return found, tuple(dict.fromkeys(self._rescued[earlier:]))
 
+        if round_ is None:
+            candidates = self._candidates(step, on_damage)
+            trying = next(iter(candidates))
+            read = partial(with_fallback, list(candidates), lambda n: one(n, candidates[n]))
+        else:
+            group, first = round_
+            together = self._together(group, verb, step, on_damage, one)
+            on_progress = together.listen(on_progress)
+            read = partial(together.run, first)
         try:
             with metered(on_progress, f"the {verb}", self._workers.timing) as meter:
-                return with_fallback(list(candidates), one)
+                return read()
         except BaseException as error:
-            self._events.emit(RestoreEvent(f"{verb}_failed", trying, error=error))
+            if trying is not None:
+                self._events.emit(RestoreEvent(f"{verb}_failed", trying, error=error))
             raise
+
+    def _together(
+        self,
+        group: RankGroup,
+        verb: str,
+        step: int | str,
+        on_damage: str,
+        one: Callable[[int, Callable[[], Opened]], T],
+    ) -> RestoreTogether[T]:
+        """Return the part of this rank in a restore or load of all ranks."""
+        return RestoreTogether(
+            group,
+            verb=verb,
+            step=step if step == "latest" else valid_step(step),
+            fallback=on_damage == "fallback",
+            candidates=lambda: Candidates(self._candidates(step, on_damage)),
+            follow=self._follow,
+            attempt=lambda opened: one(opened.step, lambda: opened),
+        )
+
+    def _follow(self, step: int, uid: str) -> Opened:
+        """Open the checkpoint that rank 0 has chosen.
+
+        Raises:
+            RestoreError: This rank sees another one at that step, or none.
+        """
+        try:
+            record = self.catalog.record(step)
+        except CheckpointNotFoundError as error:
+            msg = (
+                f"step {step}, which rank 0 has chosen, is not under {self._watched.url} as this "
+                "rank sees it: is the folder shared by all hosts?"
+            )
+            raise RestoreError(msg) from error
+        if record.uid != uid:
+            msg = (
+                f"step {step} under {self._watched.url} is another checkpoint here than on rank "
+                "0: is the folder shared by all hosts, and does no other job save there?"
+            )
+            raise RestoreError(msg)
+        return self._open_record(record)
 
     def _tell_read(self, verb: str, report: RestoreReport) -> RestoreReport:
         rescued = dict.fromkeys(self._rescued)

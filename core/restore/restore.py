@@ -53,6 +53,7 @@ def restore_into(
     strict: bool,
     cast: bool,
     overwritten: Overwritten,
+    alone: bool = True,
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
 
@@ -66,6 +67,8 @@ def restore_into(
         strict: Whether missing and differing objects are errors.
         cast: Whether stored floats may be converted into those of the template.
         overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
+        alone: Whether no other rank restores with this one. If one does, the template is a part of
+            what the checkpoint holds, and may be empty.
 
     Raises:
         RestoreMismatchError: Template and checkpoint differ; nothing was changed.
@@ -80,7 +83,7 @@ def restore_into(
     # A pattern may name objects that only the template has, such as a new head to leave alone.
     selection.check_used([*stored.every_path, *placement.missing, *plan.left_out])
     try:
-        unequal = _compare(placement, stored, strict=strict, step=checkpoint.step)
+        unequal = _compare(placement, stored, strict=strict, step=checkpoint.step, alone=alone)
         aside = _read_overlapping(checkpoint, placement.targets, stored)
     except RestoreMismatchError as error:
         overwritten.check_mismatch(error)
@@ -452,7 +455,9 @@ class _Unequal:
     skipped: Sequence[Difference]
 
 
-def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, step: int) -> _Unequal:
+def _compare(
+    placement: Placement, stored: StoredSelection, *, strict: bool, step: int, alone: bool
+) -> _Unequal:
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
     told = {difference.path for difference in placement.differences}
@@ -473,7 +478,7 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
         ]
     if problems or (strict and missing):
         raise _mismatch(problems, missing if strict else [], step, unexpected=unexpected)
-    if not used and not missing and not skipped and stored.every_path:
+    if alone and not used and not missing and not skipped and stored.every_path:
         msg = (
             f"nothing to restore from step {step}: template and checkpoint have nothing in common "
             "within the selection. Look at include, exclude and rename, and at the keys of the "
@@ -481,7 +486,8 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
         )
         raise RestoreMismatchError(msg, [msg])
     if unexpected:
-        log.warning(
+        log.log(
+            logging.WARNING if alone else logging.INFO,  # it may be what another rank restores
             "step %d holds %d object(s) that the template lacks; they are not restored: %s",
             step,
             len(unexpected),

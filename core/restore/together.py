@@ -1,0 +1,288 @@
+"""Restores one checkpoint on all ranks of a job: all of them return, or all of them raise."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from penstock.core.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CoordinationError,
+    DamagedError,
+    PenstockError,
+    RankError,
+    SelectionError,
+)
+from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.restore_round import RestoreRound
+from penstock.core.ranks.round_table import Step
+from penstock.core.reporting.progress import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from penstock.core.ranks.group import RankGroup
+    from penstock.core.reporting.reports import Progress
+    from penstock.core.restore.fill import Opened
+
+log = logging.getLogger("penstock")
+
+T = TypeVar("T")
+
+# A rank that finds damage begins its cause with this: the others then know that the next older
+# checkpoint may be tried.
+_DAMAGED = "found damage: "
+
+_MOST_SKIPPED = 64  # steps that rank 0 tells of; the word of rank 0 has a limit
+
+# Errors of rank 0 that all ranks raise as they are: a job that starts from scratch where there is
+# no checkpoint has to do so on every rank.
+_ALIKE: tuple[type[PenstockError], ...] = (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+    SelectionError,
+)
+
+
+_PAST = {"restore": "restored", "load": "loaded"}
+
+_LAST = frozenset(
+    {Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_STOPPED, Step.REPORT_UNKNOWN, None}
+)
+"""The steps behind which a round has no further ones; None: it has ended without any."""
+
+
+class Candidates:
+    """The checkpoints that rank 0 offers: the next one that can be opened, until none is left."""
+
+    def __init__(self, steps: Mapping[int, Callable[[], Opened]]) -> None:
+        """Offer `steps` in their order; each comes with the function that opens it."""
+        self._left: Iterator[tuple[int, Callable[[], Opened]]] = iter(steps.items())
+        self._damage: DamagedError | None = None
+        self.skipped: list[int] = []
+        """The steps that were found damaged, here or by another rank."""
+
+    def next(self) -> Opened:
+        """Open the next checkpoint.
+
+        Raises:
+            DamagedError: None is left; this is what the last one had.
+            CheckpointNotFoundError: As the function that opens a step.
+        """
+        for step, open_step in self._left:
+            try:
+                return open_step()
+            except DamagedError as error:
+                self.skip(step, error)
+        assert self._damage is not None
+        raise self._damage
+
+    def skip(self, step: int, error: DamagedError) -> None:
+        """Note that a step is damaged."""
+        log.warning("step %d is damaged: %s", step, str(error))
+        self.skipped.append(step)
+        self._damage = error
+
+
+class RestoreTogether(Generic[T]):
+    """The part of one rank in a restore, or a load, of all ranks.
+
+    Rank 0 chooses the checkpoint, and each rank plans and reads by itself. Where damage may be
+    answered with an older checkpoint, all ranks go on to that one together.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        verb: str,
+        step: int | str,
+        fallback: bool,
+        candidates: Callable[[], Candidates],
+        follow: Callable[[int, str], Opened],
+        attempt: Callable[[Opened], T],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            group: The ranks.
+            verb: `restore` or `load`.
+            step: What this rank was called for: all ranks have to be called for the same.
+            fallback: Whether damage leads to the next older checkpoint; the same on all ranks, too.
+            candidates: Returns the checkpoints to try; called on rank 0.
+            follow: Opens what rank 0 has chosen, by step and uid; called on the others.
+            attempt: Restores an open checkpoint on this rank.
+        """
+        self._group = group
+        self._verb = verb
+        self._asked: Mapping[str, Any] = {"verb": verb, "asked": step, "fallback": fallback}
+        self._fallback = fallback
+        self._find_candidates = candidates
+        self._follow = follow
+        self._attempt = attempt
+        self._candidates: Candidates | None = None
+        self._chosen: Opened | None = None
+        self._conductor: Conductor | None = None
+        self._error: BaseException | None = None
+
+    def run(self, number: int) -> tuple[T, tuple[int, ...]]:
+        """Restore on this rank, and wait until all have restored the same checkpoint.
+
+        Args:
+            number: The number of the first round; further ones are taken where it needs them.
+
+        Returns:
+            What `attempt` has returned, and the damaged steps that were skipped.
+
+        Raises:
+            RankError: Another rank failed, died or stood still; names it, its host and the cause.
+            CoordinationError: This rank has restored, but cannot learn whether all have.
+            PenstockError: This rank failed, or there is nothing that rank 0 could restore.
+        """
+        while True:
+            round_ = RestoreRound(
+                self._group.place,
+                number,
+                timeout_s=self._group.timeout_s,
+                expects=self._disagreement,
+            )
+            conductor = Conductor(round_, self._group.coordination)
+            self._conductor = conductor
+            conductor.start()
+            try:
+                found = self._go_through(round_, conductor)
+            except BaseException as error:
+                self._fail(conductor, error)
+                raise
+            finally:
+                # Behind its last post: the process may end when this returns.
+                conductor.wait_over(self._group.timeout_s)
+                self._conductor = None
+            if found is not None:
+                return found
+            number = self._group.next_number()
+
+    def listen(self, on_progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
+        """Return a callback that tells the others that this rank gets on, then calls the user's."""
+        user = Listener(on_progress, f"the {self._verb}")
+
+        def told(progress: Progress) -> None:
+            if (conductor := self._conductor) is not None:
+                done, total = progress.bytes_done, progress.bytes_total
+                conductor.tell(lambda round_: round_.moved(done, total))
+            user(progress)
+
+        return told
+
+    def _go_through(
+        self, round_: RestoreRound, conductor: Conductor
+    ) -> tuple[T, tuple[int, ...]] | None:
+        """Take the steps of one round; return None if all go on to an older checkpoint."""
+        found: list[T] = []
+        if self._error is not None:  # of the round before, which ended by damage elsewhere
+            self._fail(conductor, self._error)
+        elif self._group.place.rank == 0:
+            self._lead(conductor)
+        while (step := conductor.next_step()) not in _LAST:
+            if step is Step.WORK:
+                self._work(round_, conductor, found)
+        if step is Step.DONE:
+            return found[0], tuple(round_.terms["skipped"])
+        if step in {Step.CLEAN_UP, Step.KEEP} and self._may_go_on(round_):
+            return None
+        raise self._error or self._failure(step, round_, restored=bool(found))
+
+    def _lead(self, conductor: Conductor) -> None:
+        try:
+            if self._candidates is None:
+                self._candidates = self._find_candidates()
+            self._chosen = self._candidates.next()
+            record = self._chosen.contents.record
+            terms = {
+                **self._asked,
+                "step": record.step,
+                "uid": record.uid,
+                "skipped": self._candidates.skipped[-_MOST_SKIPPED:],
+            }
+            conductor.tell(lambda round_: round_.go(terms))
+        except Exception as error:  # noqa: BLE001 - raised when all others know of it
+            self._error = error
+            reason = f"{type(error).__name__}: {error}"
+            conductor.tell(lambda round_: round_.refuse(reason))
+
+    def _disagreement(self, terms: Mapping[str, Any]) -> str:
+        """Return how the call of this rank differs from that of rank 0; empty if it does not."""
+        for key, what in (("verb", ""), ("asked", "step "), ("fallback", "on_damage fallback ")):
+            here, there = self._asked[key], terms.get(key)
+            if here != there:
+                return f"was called for {what}{here}, but rank 0 for {what}{there}"
+        return ""
+
+    def _work(self, round_: RestoreRound, conductor: Conductor, found: list[T]) -> None:
+        try:
+            chosen = self._chosen
+            if chosen is None:
+                chosen = self._follow(round_.terms["step"], round_.terms["uid"])
+            found.append(self._attempt(chosen))
+            conductor.tell(lambda r: r.seal({}))
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
+            self._fail(conductor, error)
+
+    def _fail(self, conductor: Conductor, error: BaseException) -> None:
+        self._error = error
+        conductor.tell(lambda round_: round_.fail(_cause(error)))
+
+    def _may_go_on(self, round_: RestoreRound) -> bool:
+        """Return whether all ranks go on to an older checkpoint, since one has found damage."""
+        verdict = round_.verdict
+        if not self._fallback or verdict is None or not verdict.cause.startswith(_DAMAGED):
+            return False
+        if isinstance(self._error, DamagedError):
+            self._error = None
+        if self._candidates is not None:
+            damage = DamagedError(f"rank {verdict.rank} on {verdict.host} {verdict.cause}")
+            self._candidates.skip(round_.terms["step"], damage)
+            self._chosen = None
+        return True
+
+    def _failure(self, step: Step | None, round_: RestoreRound, *, restored: bool) -> PenstockError:
+        """Return the error of a rank that is not the cause of it."""
+        verb = self._verb
+        if step is Step.REPORT_STOPPED:
+            return _stopped(round_.stop, verb)
+        number = round_.terms.get("step")
+        if step is Step.REPORT_UNKNOWN:
+            msg = (
+                f"step {number} is here on this rank, but the place where the ranks agree cannot "
+                "be reached, so it is not known whether all ranks have it: restart the job"
+            )
+            return CoordinationError(msg)
+        what = "nothing" if number is None else f"step {number}"
+        error = round_.error(f"{what} was not {_PAST.get(verb, verb)}")
+        if error is None:  # no verdict: the place where the ranks agree could not be reached
+            msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
+            return CoordinationError(msg)
+        if restored:
+            error.add_note(f"This rank has the values of step {number} now.")
+        return error
+
+
+def _cause(error: BaseException) -> str:
+    """Return what the other ranks are told of an error, in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, DamagedError):
+        return f"{_DAMAGED}{text}"
+    return f"failed with {type(error).__name__}: {text}"
+
+
+def _stopped(reason: str, verb: str) -> PenstockError:
+    """Return the error for a round that rank 0 did not begin."""
+    name, _, text = reason.partition(": ")
+    for kind in _ALIKE:
+        if kind.__name__ == name:
+            return kind(text)
+    return RankError(f"there is nothing to {verb}: rank 0 failed with {reason}", 0, "", reason)

@@ -1,0 +1,321 @@
+"""All ranks of a job restore one checkpoint, or all raise: threads as ranks, one folder each.
+
+The folders are copies of one run, so that a fault in one is what one rank sees.
+"""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from tests.integration.support import Run, place_of
+
+from penstock.core.concurrency.workers import Workers
+from penstock.core.config.model import load_config
+from penstock.core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CoordinationError,
+    DamagedError,
+    RankError,
+    RestoreError,
+    RestoreMismatchError,
+)
+from penstock.core.plugins.registry import default_registry
+from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
+from penstock.core.reader import Reader
+from penstock.core.reporting.events import EventStream
+from penstock.core.storage.open import open_backend
+from penstock.core.storage.time_limited import TimeLimitedBackend
+
+WORLD = 3
+PATIENCE_S = 30.0
+STEPS = (100, 200)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """The folder of each rank."""
+    with Run(tmp_path / "0").open() as ckpt:
+        for step in STEPS:
+            ckpt.save(state_of(step), step, mode="blocking")
+    return [
+        Run(tmp_path / "0").copy_to(tmp_path / str(rank)) if rank else Run(tmp_path / "0")
+        for rank in range(WORLD)
+    ]
+
+
+def state_of(step):
+    return {"w": np.full(5000, step, np.float32), "step": step}
+
+
+def blank():
+    return {"w": np.zeros(5000, np.float32), "step": 0}
+
+
+def reader_of(run, group):
+    config = load_config({"backend": f"posix://{run.root}?direct_io=off"})
+    registry, workers = default_registry(), Workers(1)
+    backend = TimeLimitedBackend(open_backend(config.backend, registry=registry), workers, 60.0)
+    return Reader(
+        backend, config=config, registry=registry, workers=workers, events=EventStream(None),
+        drains=None, ranks=lambda: group,
+    )  # fmt: skip
+
+
+def restore_all(runs, call, *, timeout_s=PATIENCE_S, absent=()):
+    """What `call(rank, reader, state)` came to on each rank: the state, or the error."""
+    board = MemoryBoard()
+    results = [None] * WORLD
+
+    def one(rank):
+        member = MemoryCoordination(board)
+        group = RankGroup(rank, WORLD, member, timeout_s=timeout_s, host=f"node{rank}")
+        state = blank()
+        try:
+            report = call(rank, reader_of(runs[rank], group), state)
+            results[rank] = state, report
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            results[rank] = error
+
+    threads = [
+        threading.Thread(target=one, args=(r,), daemon=True)
+        for r in range(WORLD)
+        if r not in absent
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a rank waits for ever"
+    return results
+
+
+def latest(_rank, reader, state, **options):
+    return reader.restore(state, **options)
+
+
+def damage(run, step):
+    with run.open() as ckpt:
+        place = place_of(ckpt.open(step), "w")
+    run.flip(place.blob, place.offset)
+
+
+def restored(results, step):
+    for state, report in results:
+        assert state["w"].tobytes() == state_of(step)["w"].tobytes()
+        assert state["step"] == step == report.step
+
+
+def test_all_restore_what_rank_0_takes_for_the_latest(runs):
+    for run in runs[1:]:
+        with run.open() as ckpt:  # saved since rank 0 has looked, say
+            ckpt.save(state_of(300), 300, mode="blocking")
+    results = restore_all(runs, latest)
+    restored(results, 200)
+
+
+def test_all_restore_the_step_that_all_were_called_for(runs):
+    restored(restore_all(runs, lambda _, reader, state: reader.restore(state, np.int64(100))), 100)
+
+
+def test_all_load_together(runs):
+    for _, tree in restore_all(runs, lambda _, reader, __: reader.load()):
+        assert tree["step"] == 200
+
+
+def test_damage_on_one_rank_is_an_error_of_all_that_names_it(runs):
+    damage(runs[2], 200)
+    *others, own = restore_all(runs, latest)
+    assert isinstance(own, DamagedError)
+    for error in others:
+        assert isinstance(error, RankError)
+        assert (error.rank, error.host) == (2, "node2")
+        assert str(error).startswith("step 200 was not restored: rank 2 on node2 found damage: ")
+
+
+def test_damage_on_one_rank_leads_all_to_the_older_checkpoint(runs):
+    damage(runs[2], 200)
+    results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="fallback"))
+    restored(results, 100)
+    assert [report.fell_back_from for _, report in results] == [(200,)] * WORLD
+
+
+def test_record_that_rank_0_cannot_read_is_skipped_by_all(runs):
+    runs[0].write(runs[0].commit(200), b"{}")
+    results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="fallback"))
+    restored(results, 100)
+    assert [report.fell_back_from for _, report in results] == [(200,)] * WORLD
+
+
+def test_no_older_checkpoint_is_damage_on_all(runs):
+    damage(runs[1], 200)
+    damage(runs[0], 100)
+    results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="fallback"))
+    assert [type(error) for error in results] == [DamagedError] * WORLD
+
+
+def test_no_checkpoint_is_the_same_error_on_all(tmp_path):
+    """A job that begins from scratch then does so on every rank."""
+    results = restore_all([Run(tmp_path)] * WORLD, latest)
+    assert [type(error) for error in results] == [CheckpointNotFoundError] * WORLD
+
+
+def test_folder_that_is_not_shared_is_found(runs):
+    runs[1].remove(runs[1].commit(200))
+    error, own, other = restore_all(runs, latest)
+    assert isinstance(own, RestoreError)
+    assert "is the folder shared by all hosts?" in str(own)
+    for each in (error, other):
+        assert isinstance(each, RankError)
+        assert (each.rank, each.host) == (1, "node1")
+
+
+def test_another_checkpoint_of_the_same_step_is_refused(runs):
+    with runs[1].open() as ckpt:
+        ckpt.save(state_of(7), 200, mode="blocking", overwrite=True)
+    results = restore_all(runs, latest)
+    assert "is another checkpoint here than on rank 0" in str(results[1])
+    assert [type(error) for error in results] == [RankError, RestoreError, RankError]
+
+
+def test_template_of_one_rank_that_does_not_fit_is_an_error_of_all(runs):
+    def call(rank, reader, state):
+        if rank == 1:
+            state["w"] = np.zeros(4, np.float32)
+        return reader.restore(state)
+
+    first, own, last = restore_all(runs, call)
+    assert isinstance(own, RestoreMismatchError)
+    for error in (first, last):
+        assert (error.rank, error.host) == (1, "node1")
+        assert "RestoreMismatchError" in error.cause
+
+
+def test_rank_may_hold_nothing_of_what_the_others_restore(runs, caplog):
+    def call(rank, reader, state):
+        template = {"w": state["w"]} if rank else {}
+        return reader.restore(template, include="w")
+
+    first, *others = restore_all(runs, call)
+    assert first[1].restored == ()
+    assert [report.restored for _, report in others] == [("w",)] * 2
+    assert not caplog.records
+
+
+def test_template_of_all_that_does_not_fit_is_told_to_each(runs):
+    def call(_rank, reader, _state):
+        return reader.restore({"v": np.zeros(4, np.float32)})
+
+    kinds = {type(error) for error in restore_all(runs, call)}
+    assert kinds <= {RestoreMismatchError, RankError}
+    assert RestoreMismatchError in kinds
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda r, s: r.restore(s, 100), "was called for step 100, but rank 0 for step latest"),
+        (lambda r, _: r.load(), "was called for load, but rank 0 for restore"),
+        (lambda r, s: r.restore(s, on_damage="fallback"), "on_damage"),
+    ],
+)
+def test_ranks_that_are_called_for_different_things_are_told_so(runs, other, words):
+    def call(rank, reader, state):
+        return other(reader, state) if rank == 2 else reader.restore(state)
+
+    results = restore_all(runs, call)
+    for error in results:
+        assert isinstance(error, RestoreError)
+    assert words in str(results[0])
+
+
+def test_wrong_option_is_the_same_error_on_all(runs):
+    results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="ignore"))
+    assert [type(error) for error in results] == [ConfigError] * WORLD
+
+
+def test_interrupt_of_one_rank_ends_the_restore_of_all(runs):
+    def interrupted(_progress):
+        raise KeyboardInterrupt
+
+    def call(rank, reader, state):
+        return reader.restore(state, on_progress=interrupted if rank == 0 else None)
+
+    own, *others = restore_all(runs, call)
+    assert isinstance(own, KeyboardInterrupt)
+    assert [(e.rank, "KeyboardInterrupt" in e.cause) for e in others] == [(0, True)] * 2
+
+
+def test_rank_that_does_not_come_is_named(runs):
+    results = restore_all(runs, latest, timeout_s=0.8, absent=[1])
+    for error in (results[0], results[2]):
+        assert isinstance(error, RankError)
+        assert error.rank == 1
+        assert "has not begun to restore" in str(error)
+
+
+def test_rank_that_is_slow_and_moves_is_waited_for(runs):
+    def call(rank, reader, state):
+        def slow(_progress):
+            time.sleep(0.4)
+
+        return reader.restore(state, on_progress=slow if rank == 1 else None)
+
+    restored(restore_all(runs, call, timeout_s=1.0), 200)
+
+
+def test_further_restores_of_the_same_ranks_have_rounds_of_their_own(runs):
+    def call(_rank, reader, state):
+        with pytest.raises(CheckpointNotFoundError):
+            reader.restore(state, 150)
+        reader.restore(state, 100)
+        return reader.restore(state)
+
+    restored(restore_all(runs, call), 200)
+
+
+class Lost(MemoryCoordination):
+    """Cannot reach the store of the job once the rank has sealed."""
+
+    sealed = False
+
+    def post(self, key, value):
+        self.reach()
+        super().post(key, value)
+        self.sealed = b'"sealed"' in value
+
+    def read(self, keys):
+        self.reach()
+        return super().read(keys)
+
+    def wait(self, key, timeout_s):
+        self.reach()
+        return super().wait(key, timeout_s)
+
+    def reach(self):
+        if self.sealed:
+            time.sleep(0.05)
+            raise CoordinationError("the store is gone")
+
+
+def test_rank_that_cannot_learn_the_decision_says_so(runs):
+    board, errors = MemoryBoard(), []
+
+    def one(rank):
+        kind = Lost if rank == 1 else MemoryCoordination
+        group = RankGroup(rank, 2, kind(board), timeout_s=0.8)
+        try:
+            reader_of(runs[rank], group).restore(blank())
+        except CoordinationError as error:
+            errors.append((rank, str(error)))
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    ((rank, text),) = errors
+    assert rank == 1
+    assert "it is not known whether all ranks have it" in text
