@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING
 
 from penstock.core.catalog.chains import borrowed_bytes, lent_by_deleted
 from penstock.core.catalog.deletion import delete_records
+from penstock.core.catalog.retention import Housekeeper
 from penstock.core.catalog.survey import last_place, uids_named
 from penstock.core.copy.reencode import Reencoding, save_stored
 from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import commit_name
+from penstock.core.reporting.events import EventStream
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.contents import Contents
 from penstock.core.restore.fill import Opened
 from penstock.core.save.request import SaveSurroundings
+from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tree.select import Selection
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.core.catalog.catalog import Catalog
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.errors import StorageFullError
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plugins.registry import Registry
@@ -108,6 +112,13 @@ class Compactor:
         self._registry = registry
         self._workers = workers
         self._loader = loader
+        self._housekeeper = Housekeeper(
+            TimeLimitedBackend(backend, workers, config.io_timeout_s),
+            catalog,
+            retention=None,
+            grace_s=config.grace_s,
+            events=EventStream(None),
+        )
 
     def choose(
         self, steps: Iterable[int] | None = None, *, everything: bool = False
@@ -185,7 +196,7 @@ class Compactor:
             Reencoding(config=self._config, selection=Selection(None, None), keep_codecs=True),
             # Exactly the next one: above a generation that came meanwhile it would hide that.
             generation=record.generation + 1,
-            surroundings=_Compaction(self._catalog, record),
+            surroundings=_Compaction(self._catalog, record, self._housekeeper),
             registry=self._registry,
             workers=self._workers,
             on_progress=on_progress,
@@ -233,11 +244,23 @@ class Compactor:
 
 
 class _Compaction(SaveSurroundings):
-    """Deletes nothing to make room; commits only in place of what was compacted."""
+    """Takes what killed compactions have left; commits only in place of what was compacted."""
 
-    def __init__(self, catalog: Catalog, record: CommitRecord) -> None:
+    def __init__(self, catalog: Catalog, record: CommitRecord, housekeeper: Housekeeper) -> None:
         self._catalog = catalog
         self._record = record
+        self._housekeeper = housekeeper
+
+    def before_write(self, request: SaveRequest, url: str) -> None:
+        """Delete what killed savers and compactions of this machine have left; no checkpoint."""
+        self._housekeeper.before_save(url, request.plan.raw_bytes, protect=())
+
+    def when_full(
+        self, request: SaveRequest, uid: str, error: StorageFullError
+    ) -> StorageFullError:
+        """Delete the same, and return the error with what else would make room."""
+        del request
+        return self._housekeeper.when_full(error, uid, protect=())
 
     def before_commit(self, request: SaveRequest) -> None:
         """Check that the newest generation of the step is the one that is being compacted."""

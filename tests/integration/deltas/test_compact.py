@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests import interpreters
 from tests.integration.atomic.crash_scenarios import DAY_S, check_no_garbage, mortal
 from tests.integration.support import holding, same
 
@@ -361,6 +363,34 @@ def test_a_save_that_is_encoded_against_the_older_generation_meanwhile_is_whole(
         handle.result()
     assert records(tmp_path)[3].base.step == 2
     check(tmp_path, range(4))
+
+
+COMPACT = """
+import sys, penstock
+from penstock.core.storage.open import open_backend
+from penstock.core.testing.faults import EFFECTS, CrashAt
+store = CrashAt(open_backend(sys.argv[1]), int(sys.argv[2]), kill=True, operations=EFFECTS)
+penstock.Checkpointer(store).compact([2])
+"""
+
+
+def test_what_a_killed_compaction_had_written_goes_with_the_next_one(tmp_path):
+    blobs = 0
+    for n in itertools.count(1):
+        root = tmp_path / f"run{n}"
+        save(root, range(4))
+        before = folders(root)
+        done = interpreters.run("-c", COMPACT, root, n)
+        assert done.returncode == -signal.SIGKILL
+        left = [root / "data" / uid for uid in folders(root) - before]
+        if any((folder / "index").exists() for folder in left):
+            break  # its commit record may be on its way: all of it is left to `prune`
+        blobs += sum(len([*folder.glob("blobs/*")]) for folder in left)
+        with penstock.Checkpointer(root) as ckpt:
+            ckpt.compact([3])
+        assert not any(folder.exists() for folder in left)
+        check(root, range(4))
+    assert blobs
 
 
 def test_a_compaction_killed_at_random_moments_leaves_every_step_whole(tmp_path):
