@@ -69,13 +69,19 @@ def copy(  # noqa: PLR0913 - its options
     codec: Annotated[
         list[str] | None,
         typer.Option(
-            "--codec", help="Encode anew with this codec; repeatable, in the order of encoding."
+            "--codec",
+            help="Encode anew with this codec; repeatable, in the order of encoding. With delta a "
+            "copy is encoded against the newest earlier step that TO has.",
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Store anew without any codec.")] = False,
     rules: Annotated[
         str | None,
-        typer.Option("--rules", metavar="FILE", help="Encode anew by the [[rules]] of this file."),
+        typer.Option(
+            "--rules",
+            metavar="FILE",
+            help="Encode anew by the [[rules]] and [deltas] of this file.",
+        ),
     ] = None,
     flatten: Annotated[
         bool,

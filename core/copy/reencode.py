@@ -19,7 +19,9 @@ from penstock.core.errors import SelectionError, StepExistsError
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.reporting.events import EventStream
 from penstock.core.reporting.progress import follow
+from penstock.core.restore.earlier import EarlierReader
 from penstock.core.restore.stored_source import StoredReader, StoredSource
+from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.prepare import ChainTable, plan_state, staging_for
@@ -58,12 +60,15 @@ class Reencoding:
         keep_codecs: Whether to encode every object with the codecs that it has, instead of by the
             rules.
         overwrite: Whether to replace the target's checkpoint at that step.
+        alone: Whether the copy borrows nothing, though codecs of the rules need a base. With
+            `keep_codecs` it never does.
     """
 
     config: CheckpointerConfig
     selection: Selection
     keep_codecs: bool = False
     overwrite: bool = False
+    alone: bool = False
 
 
 def copy_objects(
@@ -79,7 +84,8 @@ def copy_objects(
 
     Metadata, roles, kinds of containers and ties stay; an object that is tied to one that is not
     selected is stored itself. Restoring the copy gives the same as restoring the original with that
-    selection.
+    selection. Where the rules have a codec that needs a base, the base is the target's newest
+    checkpoint of a step before, as `deltas` of the configuration says; it is read from the target.
 
     Args:
         checkpoint: The checkpoint to copy; its loader reads it.
@@ -120,8 +126,8 @@ def save_stored(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` as that generation of its step; see `copy_objects`.
 
-    Every chunk is stored whole, whatever the checkpoint borrows; of equal ones the first, if the
-    checkpoint was saved with `share`.
+    Nothing is borrowed, whatever the checkpoint borrows, unless `how` has rules with a codec that
+    needs a base. Of equal chunks the first is stored, if the checkpoint was saved with `share`.
 
     Args:
         checkpoint: The checkpoint to read.
@@ -173,9 +179,25 @@ def save_stored(
         staging=staging_for(request, None, config),
         workers=workers,
         surroundings=surroundings,
+        bases=None if how.keep_codecs or how.alone else _bases(request, how.config, registry),
         log_failure=False,
     )
     return _followed(job, workers, on_progress)
+
+
+def _bases(request: SaveRequest, config: CheckpointerConfig, registry: Registry) -> SaveBases:
+    return SaveBases(
+        request.plan,
+        request.chains,
+        # Never an older generation of the same step: it goes once it is replaced.
+        step=request.step - 1,
+        kept=KeptChunks(),
+        earlier=EarlierReader(registry),
+        # A copy has no memory for a whole state.
+        deltas=config.deltas.model_copy(update={"memory_bytes": 0}),
+        share=False,
+        block_bytes=request.block_bytes,
+    )
 
 
 class _CopyTarget(SaveSurroundings):

@@ -38,7 +38,7 @@ from penstock.core.tree.select import Selection
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.copy.checkpoint_copy import CopyReport
@@ -52,7 +52,8 @@ class CopyOptions:
     Attributes:
         include: Patterns of objects to take; None takes all.
         exclude: Patterns of objects to leave out.
-        rules: The rules to encode by; None copies the stored frames as they are.
+        rules: The rules to encode by, and the options of deltas if there are any, as in a
+            configuration; None copies the stored frames as they are.
         rules_from: The file or option that the rules come from, for messages.
         overwrite: Whether to replace another checkpoint at the same step.
         bytes_per_s: The most to copy per second; None sets no limit.
@@ -62,7 +63,7 @@ class CopyOptions:
 
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
-    rules: Sequence[Any] | None = None
+    rules: Mapping[str, Any] | None = None
     rules_from: str = "rules"
     overwrite: bool = False
     bytes_per_s: float | None = None
@@ -113,19 +114,21 @@ class Copied:
 
 def wanted_rules(
     codecs: Sequence[str] | None, file: str | None, *, raw: bool
-) -> Sequence[Any] | None:
-    """Return the rules that the options ask for; None if no option asks to encode.
+) -> dict[str, Any] | None:
+    """Return the options of a configuration that these options ask for: `rules`, maybe `deltas`.
+
+    None if no option asks to encode.
 
     Raises:
         ConfigError: The file cannot be read, or has no rules; or a codec needs options.
         PluginError: A codec is not installed.
     """
     if raw:
-        return []
+        return {"rules": []}
     if codecs:
         for name in codecs:
             _check_codec(name)
-        return [{"match": "**", "codecs": list(codecs)}]
+        return {"rules": [{"match": "**", "codecs": list(codecs)}]}
     if file is None:
         return None
     try:
@@ -140,7 +143,7 @@ def wanted_rules(
     if not isinstance(rules, list):
         msg = f"{file} has no [[rules]]; for copies without codecs pass --raw"
         raise ConfigError(msg)
-    return rules
+    return {name: values[name] for name in ("rules", "deltas") if name in values}
 
 
 def _check_codec(name: str) -> None:
@@ -330,9 +333,7 @@ class _Copier:
 
     def _encode(self, step: int, bar: ProgressBar) -> Copied:
         how = self._how
-        config = load_config(
-            {"backend": self._target, "rules": how.rules or ()}, what=how.rules_from
-        )
+        config = load_config({"backend": self._target, **(how.rules or {})}, what=how.rules_from)
         checkpoint = Checkpoint.open(self._source, step, loader=Loader(self._source, self._workers))
         selection = Selection(how.include, how.exclude)
         report = copy_objects(
@@ -343,6 +344,7 @@ class _Copier:
                 selection=selection,
                 keep_codecs=how.rules is None,
                 overwrite=how.overwrite,
+                alone=how.flatten,
             ),
             registry=default_registry(),
             workers=self._workers,
@@ -350,6 +352,7 @@ class _Copier:
         )
         everything = checkpoint.contents.objects()
         taken = (one for one in everything if selection.selects(one.record.path))
+        borrowed = Catalog(self._target).record(report.step).borrowed
         return Copied(
             step=report.step,
             state="copied",
@@ -360,6 +363,7 @@ class _Copier:
             objects=report.objects,
             bytes_stored=report.bytes_stored,
             bytes_copied=report.bytes_stored,
+            bytes_kept=sum(blob.length for blob in borrowed),
             seconds=report.seconds["total"],
         )
 

@@ -94,6 +94,55 @@ def test_a_flat_copy_stands_alone(call, chained, tmp_path):
     assert call("verify", tmp_path / "flat").code == 0
 
 
+DELTAS = ("--codec", "delta", "--codec", "floatsplit")
+
+
+def bases(call, root):
+    listed = call("ls", root, "--json").json["checkpoints"]
+    return {one["step"]: one["base"] and one["base"]["step"] for one in listed}
+
+
+def test_copies_that_encode_differences_are_a_chain_of_their_own(call, chained, tmp_path):
+    """Step 3 is not encoded against step 2 before that is there: a copy alone has no base."""
+    copied = tmp_path / "copied"
+    assert call("copy", chained, copied, "--step", 3, *DELTAS).code == 0
+    assert bases(call, copied) == {3: None}
+    done = call("copy", chained, copied, "--step", "all", "--overwrite", *DELTAS, "--json").json
+    assert bases(call, copied) == {1: None, 2: 1, 3: 2}
+    one, two, three = done["copies"]
+    assert one["bytes_kept"] == 0
+    assert two["bytes_kept"] == one["bytes_stored"] > 2 * two["bytes_stored"]
+    assert three["bytes_kept"] == one["bytes_stored"] + two["bytes_stored"]
+    for step in (1, 2, 3):
+        assert call("diff", chained, copied, "--step-a", step, "--step-b", step).code == 0
+    assert call("verify", copied, "--all").code == 0
+
+
+def test_a_flat_copy_stands_alone_whatever_its_codecs_need(call, chained, tmp_path):
+    flat = tmp_path / "flat"
+    assert call("copy", chained, flat, "--step", "all", "--flatten", *DELTAS).code == 0
+    assert borrowing(call, flat) == []
+    assert set(bases(call, flat).values()) == {None}
+
+
+def test_a_run_that_is_encoded_anew_in_its_place_refers_to_no_replaced_generation(call, chained):
+    assert call("compact", chained).code == 0
+    assert call("copy", chained, chained, "--step", "all", "--overwrite", *DELTAS).code == 0
+    assert bases(call, chained) == {1: None, 2: 1, 3: 2}
+    assert call("ls", chained, "--json").json["kept"] == []
+    assert call("verify", chained, "--all").code == 0
+
+
+def test_copies_by_the_rules_of_a_file_have_its_deltas(call, chained, tmp_path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[deltas]\nevery = 2\n[[rules]]\nmatch = "**"\ncodecs = ["delta", "floatsplit"]\n'
+    )
+    target = tmp_path / "copied"
+    assert call("copy", chained, target, "--step", "all", "--rules", rules).code == 0
+    assert bases(call, target) == {1: None, 2: 1, 3: None}
+
+
 def test_a_flat_copy_of_damage_fails_with_one_message(call, chained, tmp_path):
     damage(chained, 3)
     done = call("copy", chained, tmp_path / "flat", "--flatten")
