@@ -13,7 +13,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider, Target
 from penstock.core.errors import FormatError, UnsupportedStateError
+from penstock.core.markers import Shard
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
+from penstock.providers.tensor.by_hand import describe_shard, place_shard
 from penstock.providers.tensor.cuda import CudaSource
 from penstock.providers.tensor.memory import (
     ShardSink,
@@ -49,7 +51,7 @@ _KNOWN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class TensorProvider(StateProvider):
-    """Stores plain tensors and parameters, and classes that consist of such; refuses others."""
+    """Stores tensors and parameters, plain ones and shards, and classes that consist of such."""
 
     name = "tensor"
     forms = ("tensor", PARTS_FORM)
@@ -61,13 +63,16 @@ class TensorProvider(StateProvider):
         self._moments = WeakKeyDictionary()
 
     def claims(self, kind: type, /) -> int | None:
-        if kind in _KNOWN:
+        if kind in _KNOWN or kind is Shard:
             return EXACT
         return SUBCLASS if issubclass(kind, torch.Tensor) else None
 
     def describe(
-        self, value: torch.Tensor, path: ObjectPath, /, *, context: DescribeContext
+        self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterator[StateObject | Node]:
+        if isinstance(value, Shard):
+            yield from describe_shard(value, path, context=context)
+            return
         kind = type(value)
         # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long.
         is_parameter = kind is not torch.Tensor and isinstance(value, torch.nn.Parameter)
@@ -84,8 +89,10 @@ class TensorProvider(StateProvider):
         yield StateObject(path, Kind.TENSOR, spec, (region,), role, "tensor", source)
 
     def place(
-        self, value: torch.Tensor, path: ObjectPath, /, *, context: PlaceContext
+        self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: PlaceContext
     ) -> Placement:
+        if isinstance(value, Shard):
+            return place_shard(value, path, context=context)
         if has_parts(type(value)):
             return place_parts(value, path, context=context)
         if not context.selected(path):
@@ -102,6 +109,8 @@ class TensorProvider(StateProvider):
         return Placement([tensor_target(tensor, stored.path)], finish=lambda: tensor)
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
+        if isinstance(value, Shard):
+            return ()  # state of it would be local, too, and nothing says how it was cut
         return [("", value)] if value.requires_grad and value.is_leaf else ()
 
     def _sharded(

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         UnsyncedError,
         WrongPlaceError,
     )
-    from penstock.core.markers import Grads, Rng
+    from penstock.core.markers import Grads, Rng, Shard
     from penstock.core.reporting.events import (
         DeleteEvent,
         PruneEvent,
@@ -126,6 +126,7 @@ __all__ = [
     "SaveSkippedError",
     "SaverClosedError",
     "SelectionError",
+    "Shard",
     "StepExistsError",
     "StorageError",
     "StorageFullError",
@@ -154,6 +155,7 @@ _HOME = {
     "RestoreEvent": "penstock.core.reporting.events",
     "RestoreReport": "penstock.core.reporting.reports",
     "Rng": "penstock.core.markers",
+    "Shard": "penstock.core.markers",
     "SaveEvent": "penstock.core.reporting.events",
     "SaveHandle": "penstock.core.reporting.reports",
     "SaveReport": "penstock.core.reporting.reports",

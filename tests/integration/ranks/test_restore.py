@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.restore.test_scatter import splits
+from tests.core.restore.test_scatter import splits, wanted
 from tests.core.stored_ranks import STEP, reshard, store_ranks
 from tests.effort import examples
 from tests.integration.ranks.topologies import (
@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD
 
-from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
+import penstock
+from penstock import PenstockError, RestoreMismatchError, UnsupportedStateError
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.fallback import Overwritten
 from penstock.core.restore.restore import restore_into
@@ -371,3 +372,64 @@ def test_state_of_another_shape_than_its_sharded_parameter_wants_a_step_first():
             restore(store, {"names": {"weight": parameter}, "optimizer": SGD([parameter])})
 
     run_ranks(2, work)
+
+
+# -- shards that are cut by hand -------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(splits(Region.whole(SHAPE)), wanted(SHAPE), st.booleans(), st.data())
+def test_any_rectangles_come_back_in_any_shard_that_is_cut_by_hand(cut, held, of_numpy, data):
+    array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    ranks = [[] for _ in range(3)]
+    for rectangle in cut:
+        ranks[data.draw(st.integers(0, 2))].append(rectangle)
+    store = memory()
+    store_ranks(store, [[(("w",), array, regions)] for regions in ranks])
+    tensor = np.zeros(held.sizes, np.float32) if of_numpy else torch.zeros(held.sizes)
+    shard = penstock.Shard(tensor, SHAPE, held.offsets, replica=(1, 2))
+    state = {"w": shard}
+    restore(store, state)
+    assert state["w"] is shard
+    span = tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
+    assert np.asarray(tensor).tobytes() == array[span].tobytes()
+
+
+def test_shard_of_another_whole_is_told_with_both_shapes():
+    store, _ = stored_matrix()
+    shard = penstock.Shard(torch.zeros(2, 6), (9, 6), (0, 0))
+    with pytest.raises(RestoreMismatchError, match=r"w: shape \[8, 6\] is stored, .*\[9, 6\]"):
+        restore(store, {"w": shard})
+
+
+def test_shard_takes_other_floats_with_cast():
+    store, whole = stored_matrix(dtype=np.float64)
+    shard = penstock.Shard(torch.zeros(2, 2), (8, 6), (3, 1))
+    with pytest.raises(RestoreMismatchError, match="float64"):
+        restore(store, {"w": shard})
+    restore(store, {"w": shard}, cast=True)
+    assert torch.equal(shard.tensor, whole[3:5, 1:3].float())
+
+
+def test_shard_of_a_read_only_array_is_refused():
+    store, _ = stored_matrix()
+    array = np.zeros((2, 6), np.float32)
+    array.flags.writeable = False
+    with pytest.raises(UnsupportedStateError, match="read-only"):
+        restore(store, {"w": penstock.Shard(array, (8, 6), (0, 0))})
+
+
+def test_one_process_saves_a_shard_that_is_the_whole_tensor():
+    store = memory()
+    shard = penstock.Shard(torch.arange(12.0).reshape(4, 3), (4, 3), (0, 0))
+    with checkpointer(store) as ckpt:
+        ckpt.save({"w": shard}, STEP, mode="blocking")
+        assert torch.equal(ckpt.load()["w"], shard.tensor)
+
+
+def test_one_process_cannot_save_half_a_tensor():
+    half = penstock.Shard(torch.zeros(2, 3), (4, 3), (0, 0))
+    with checkpointer(memory()) as ckpt:
+        with pytest.raises(PenstockError, match="w"):
+            ckpt.save({"w": half}, STEP, mode="blocking")
+        assert ckpt.steps() == []
