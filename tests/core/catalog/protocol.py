@@ -310,6 +310,7 @@ class _Job(SaveJob):
         self.released = Latch()
         self.handle.durable.add_done_callback(self._told)
         self._surroundings = surroundings
+        self._log_failure = True
 
     def _told(self, durable):
         error = durable.exception()
