@@ -25,7 +25,8 @@ OPTIONS = {
     "chunk_bytes": 1 << 16,
     "block_bytes": 1 << 14,
     "workers": 2,
-    "rules": [{"match": "encoded", "codecs": ["zstd"]}],
+    "rules": [{"match": "encoded", "codecs": ["delta", "zstd"]}],
+    "share": True,
 }
 
 
@@ -119,14 +120,15 @@ def make(number):
     made = torch.Generator().manual_seed(number)
     return {
         "raw": torch.randint(0, 256, (200_000,), dtype=torch.uint8, generator=made),
-        "encoded": torch.randint(0, 9, (50_000,), generator=made),
+        "still": torch.arange(60_000.0),
+        "encoded": torch.arange(50_000) ** 2 + number,
         "number": number,
     }
 
 
 def blank():
-    return {"raw": torch.zeros(200_000, dtype=torch.uint8), "encoded": torch.zeros(50_000).long(),
-            "number": 0}  # fmt: skip
+    return {"raw": torch.zeros(200_000, dtype=torch.uint8), "still": torch.zeros(60_000),
+            "encoded": torch.zeros(50_000).long(), "number": 0}  # fmt: skip
 
 
 def open_files():
