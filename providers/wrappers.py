@@ -69,6 +69,16 @@ def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
+def bare_class(module: torch.nn.Module) -> type:
+    """Return the class of a module as it was before `fully_shard` put one in front of it."""
+    kind = type(module)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if sharded is None or not issubclass(kind, sharded):
+        return kind
+    # torch's class has two bases: its own, and that of the module, which may be a subclass of any.
+    return next((base for base in kind.__bases__ if not issubclass(base, sharded)), kind)
+
+
 def bare_names(root: torch.nn.Module) -> Callable[[str], str]:
     """Return a function that removes the wrappers inside `root` from names of its state dict."""
     wrappers = _loaded(_WRAPPERS)

@@ -226,6 +226,10 @@ class PlaceContext(ABC):
         """Return the stored container or composite at `path`, selected or not."""
 
     @abstractmethod
+    def nodes(self, path: ObjectPath, /) -> Sequence[Node]:
+        """Return the stored nodes right below `path`, selected or not, in stored order."""
+
+    @abstractmethod
     def provider_version(self, name: str, /) -> int | None:
         """Return the version of provider `name` that wrote the checkpoint; None if it took no part.
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import (
@@ -67,6 +68,7 @@ class Rebuilding(PlaceContext):
         self._selected = selected
         self._all = {o.path: o for o in stored.objects}
         self._nodes = {n.path: n for n in stored.nodes}
+        self._nodes_below: defaultdict[ObjectPath, list[Node]] | None = None
         self._values = stored.values
         self._aliases = stored.aliases
         self._versions = stored.providers
@@ -129,6 +131,14 @@ class Rebuilding(PlaceContext):
     def node(self, path: ObjectPath, /) -> Node | None:
         """Return the stored container or composite at `path`; None without one."""
         return self._nodes.get(path)
+
+    def nodes(self, path: ObjectPath, /) -> Sequence[Node]:
+        """Return the stored nodes right below `path`, selected or not, in stored order."""
+        if self._nodes_below is None:
+            self._nodes_below = defaultdict(list)
+            for node in self._nodes.values():
+                self._nodes_below[node.path[:-1]].append(node)
+        return self._nodes_below.get(path, [])
 
     def children(self, path: ObjectPath, /) -> Sequence[str]:
         """Return the next segments of all that is selected below `path`, in stored order."""

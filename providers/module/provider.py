@@ -16,7 +16,7 @@ from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import device_name
 from penstock.providers.tensor.provider import plain_tensors
 from penstock.providers.tensor.sharding import note_fully_shard, sharded_parameters
-from penstock.providers.wrappers import bare_names, unwrap
+from penstock.providers.wrappers import bare_class, bare_names, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ class ModuleProvider(StateProvider):
         module = unwrap(value)
         _refuse_sharded(module, path)
         note_fully_shard(module)
-        kind = type(module)
+        kind = bare_class(module)
         yield Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
         bare = bare_names(module)
         for shown, item in live_state(module).items():

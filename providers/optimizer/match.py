@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 FORM = "optimizer"
 PARAMETER_FORM = "optimizer.parameter"
 
+MEMBERSHIP = frozenset({"params", "param_names"})
+"""Keys of a group that say which parameters it has; they are no options."""
+
 
 class Matcher:
     """Matches the members of one optimizer, and adds problems to the placement."""

@@ -13,7 +13,7 @@ import torch
 from penstock.core.abc import Difference, Placement
 from penstock.core.errors import RestoreError
 from penstock.core.types import Kind, show_path
-from penstock.providers.optimizer.match import FORM, Matcher, index_of
+from penstock.providers.optimizer.match import FORM, MEMBERSHIP, Matcher, index_of
 from penstock.providers.optimizer.names import members
 from penstock.providers.overrides import is_override
 from penstock.providers.rebuild import leaves
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 # Keys of `param_groups` that are no options of an optimizer: names, and those that schedulers add.
 _SCHEDULED = {
-    "params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
-    "swa_lr",
+    "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", *MEMBERSHIP,
 }  # fmt: skip
 
 
@@ -312,7 +311,7 @@ class Placer:
     def _place_group(self, group: dict[str, Any], path: ObjectPath) -> None:
         for key in self._context.children(path):
             here = (*path, key)
-            if key == "params":
+            if key in MEMBERSHIP:  # version 1 has stored it
                 self._result.values.append(here)
                 continue
             live = group.get(key)

@@ -1,7 +1,9 @@
 """The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
 
 Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A node per parameter holds
-its shape and place, so that optimizers without names can be matched by order.
+its shape and place, so that optimizers without names can be matched by order. Which parameters a
+group has stands in these nodes alone: ranks that train different parameters have groups of
+different parameters, and together they describe all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from penstock.core.abc import Node, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Role, show_path
-from penstock.providers.optimizer.match import FORM, PARAMETER_FORM
+from penstock.providers.optimizer.match import FORM, MEMBERSHIP, PARAMETER_FORM
 from penstock.providers.optimizer.names import members
 from penstock.providers.optimizer.place import Placer
 from penstock.providers.optimizer.rebuild import Rebuilder
@@ -48,6 +50,7 @@ class OptimizerProvider(StateProvider):
     """
 
     name = "optimizer"
+    version = 2  # 1 stored the names of a group's parameters as a value
     forms = (FORM, PARAMETER_FORM)
 
     def claims(self, kind: type, /) -> int | None:
@@ -65,15 +68,14 @@ class OptimizerProvider(StateProvider):
         groups = [len(group["params"]) for group in value.param_groups]
         meta = {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": groups}
         yield Node(path, FORM, meta)
-        found = members(value, context.parameter_names)
-        for member in found:
+        for member in members(value, context.parameter_names):
             yield from _describe_member(value, member, path, context)
         for index, group in enumerate(value.param_groups):
-            names = [m.name for m in found if m.group == index]
             for key, item in group.items():
+                if key in MEMBERSHIP:  # the nodes of the parameters say it
+                    continue
                 here = (*path, "param_groups", str(index), _text(key, path))
-                what = names if key == "params" else item
-                yield from context.describe(what, here, role=Role.OPTIMIZER)
+                yield from context.describe(item, here, role=Role.OPTIMIZER)
         state: dict[Any, Any] = value.state  # some optimizers keep state of no parameter in it
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):

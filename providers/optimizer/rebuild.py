@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.abc import Placement
-from penstock.providers.optimizer.match import index_of, malformed
+from penstock.providers.optimizer.match import MEMBERSHIP, PARAMETER_FORM, index_of, malformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,11 +25,11 @@ class Rebuilder:
         if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise malformed(stored.path)
         self._path = stored.path
-        self._counts: list[int] = counts
-        self._starts = [sum(counts[:index]) for index in range(len(counts))]
         self._device = device
         self._context = context
         self._result = Placement()
+        self._counts: list[int] = counts
+        self._numbers = self._numbered()
 
     def rebuild(self) -> Placement:
         """Return the plan; its `finish` returns the dict.
@@ -48,11 +49,44 @@ class Rebuilder:
         self._result.finish = finish
         return self._result
 
+    def _numbered(self) -> dict[ObjectPath, int]:
+        """Return the number of each parameter by the path of its state, and correct the counts.
+
+        Ranks that train different parameters tell positions within their own groups. Then the
+        parameters of a group stand in stored order, those of the first rank first.
+        """
+        places: list[tuple[ObjectPath, int, int]] = []
+        for node in self._context.nodes((*self._path, "state")):
+            if node.form == PARAMETER_FORM:
+                group, position = node.meta.get("group"), node.meta.get("position")
+                if not isinstance(group, int) or not isinstance(position, int):
+                    raise malformed(node.path)
+                if not 0 <= group < len(self._counts):
+                    raise malformed(node.path)
+                places.append((node.path, group, position))
+        uses = Counter((group, position) for _, group, position in places)
+        of_one_rank = all(
+            count == 1 and position < self._counts[group]
+            for (group, position), count in uses.items()
+        )
+        if not of_one_rank:
+            seen: Counter[int] = Counter()
+            for at, (path, group, _) in enumerate(places):
+                places[at] = path, group, seen[group]
+                seen[group] += 1
+            self._counts = [seen[group] for group in range(len(self._counts))]
+        return {path: self._start(group) + position for path, group, position in places}
+
+    def _start(self, group: int) -> int:
+        return sum(self._counts[:group])
+
     def _state(self) -> list[tuple[int | str, Maker]]:
         found: list[tuple[int | str, Maker]] = []
         for name in self._context.children((*self._path, "state")):
             here = (*self._path, "state", name)
-            number = self._number(here)
+            number = self._numbers.get(here)
+            if number is None:
+                raise malformed(here)
             make = self._maker(here)
             if make is not None and self._context.children(here):
                 found.append((number, make))
@@ -70,25 +104,16 @@ class Rebuilder:
             if at >= len(self._counts):
                 raise malformed(here)
             makers = {key: self._maker((*here, key)) for key in self._context.children(here)}
-            numbers = list(range(self._starts[at], self._starts[at] + self._counts[at]))
-            group: dict[str, Maker] = {k: m for k, m in makers.items() if m is not None}
-            found.append(group | {"params": _constant(numbers)})
+            start = self._start(at)
+            numbers = list(range(start, start + self._counts[at]))
+            options = {k: m for k, m in makers.items() if m is not None and k not in MEMBERSHIP}
+            found.append(options | {"params": _constant(numbers)})
         return found
 
     def _maker(self, path: ObjectPath) -> Maker | None:
         placed = self._context.rebuild(path, device=self._device)
         self._result.absorb(placed)
         return placed.finish
-
-    def _number(self, path: ObjectPath) -> int:
-        node = self._context.node(path)
-        meta = {} if node is None else node.meta
-        group, position = meta.get("group"), meta.get("position")
-        if not isinstance(group, int) or not isinstance(position, int):
-            raise malformed(path)
-        if not 0 <= group < len(self._starts):
-            raise malformed(path)
-        return self._starts[group] + position
 
 
 def _constant(value: object) -> Maker:

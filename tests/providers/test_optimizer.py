@@ -4,6 +4,7 @@ import copy
 import inspect
 import operator
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from penstock.core.errors import RestoreError
 from penstock.core.testing.providers import check_provider
-from penstock.core.types import Role
+from penstock.core.types import Kind, Role
 
 CASES = {
     "Adam": {},
@@ -676,3 +677,66 @@ def test_an_optimizer_that_cannot_load_says_which(save):
     optimizer.register_load_state_dict_post_hook(lambda optimizer: 1 / 0)
     with pytest.raises(RestoreError, match=r"^a/o: .*own code failed .*ZeroDivisionError"):
         stored.restore({"m": model, "a": {"o": optimizer}})
+
+
+class Stage(torch.nn.Module):
+    """A stage of a pipeline: layers of the whole model, under their names there."""
+
+    def __init__(self, *numbers):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({str(n): torch.nn.Linear(2, n + 2) for n in numbers})
+
+    def stepped(self):
+        biases = [layer.bias for layer in self.layers.values()]
+        weights = [layer.weight for layer in self.layers.values()]
+        optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "lr": 0.5}])
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {"model": self, "optimizer": optimizer}
+
+
+def merged(one, other):
+    """What ranks have stored that describe different objects, as a reader sees it."""
+    known = {o.path for o in one.tree.objects} | {n.path for n in one.tree.nodes}
+    tree = replace(
+        one.tree,
+        objects=[*one.tree.objects, *(o for o in other.tree.objects if o.path not in known)],
+        nodes=[*one.tree.nodes, *(n for n in other.tree.nodes if n.path not in known)],
+    )
+    return replace(one, tree=tree, data={**other.data, **one.data})
+
+
+def test_groups_of_ranks_that_train_different_parameters_are_one_group_each(save):
+    stages = [Stage(0, 1).stepped(), Stage(2).stepped()]
+    stored = merged(*map(save, stages))
+    values = [o.path for o in stored.tree.objects if o.kind is Kind.VALUE]
+    assert len(values) == len(save(stages[0]).tree.values)  # nothing differs between the ranks
+
+    whole = Stage(0, 1, 2)
+    parameters = [*whole.parameters()]
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
+    optimizer = torch.optim.AdamW(groups)
+    stored.restore({"model": whole, "optimizer": optimizer})
+    moments = {n: optimizer.state[p]["exp_avg"] for n, p in whole.named_parameters()}
+    for stage in stages:
+        for name, parameter in stage["model"].named_parameters():
+            expected = stage["optimizer"].state[parameter]["exp_avg"]
+            assert torch.equal(moments[name], expected), name
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
+
+    # By number, as `load` gives it, it goes into an optimizer with the parameters in that order.
+    loaded = stored.load()["optimizer"]
+    assert [group["params"] for group in loaded["param_groups"]] == [[0, 1, 2], [3, 4, 5]]
+    fresh = torch.optim.AdamW(groups)
+    fresh.load_state_dict(loaded)
+    for parameter in parameters:
+        expected = optimizer.state[parameter]["exp_avg"]
+        assert torch.equal(fresh.state[parameter]["exp_avg"], expected)
+
+    # And back into one of the stages.
+    again = Stage(2)
+    its = again.layers["2"]
+    optimizer = torch.optim.AdamW([{"params": [its.weight]}, {"params": [its.bias]}])
+    stored.restore({"model": again, "optimizer": optimizer})
+    assert torch.equal(optimizer.state[its.bias]["exp_avg"], moments["layers.2.bias"])

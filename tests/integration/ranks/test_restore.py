@@ -38,6 +38,7 @@ from penstock.core.restore.restore import restore_into
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import Region, regions_of_range
 from penstock.providers.tensor.sharding import local_shard
+from penstock.providers.wrappers import bare_class
 
 
 def restore(store, state, **options):
@@ -229,6 +230,14 @@ def test_names_and_order_of_the_optimizer_alone_are_those_of_the_bare_module(tra
         equal({p: found[p] for p in of_optimizer}, {p: expected[p] for p in of_optimizer})
 
     run_ranks(6, work)
+
+
+def test_class_of_a_module_is_the_bare_one():
+    def work(_rank):
+        net = PLACES["FSDP2 2"][1](Net())
+        return type(net).__name__, bare_class(net), bare_class(net.norm)
+
+    assert run_ranks(2, work) == [("FSDPNet", Net, nn.LayerNorm)] * 2
 
 
 # -- single tensors --------------------------------------------------------------------------------
