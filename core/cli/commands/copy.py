@@ -120,7 +120,8 @@ def wanted_rules(
     None if no option asks to encode.
 
     Raises:
-        ConfigError: The file cannot be read, or has no rules; or a codec needs options.
+        ConfigError: The file cannot be read, or has no rules; or a codec needs options, or
+            another codec behind it.
         PluginError: A codec is not installed.
     """
     if raw:
@@ -128,6 +129,12 @@ def wanted_rules(
     if codecs:
         for name in codecs:
             _check_codec(name)
+        if list(codecs) == ["delta"]:
+            msg = (
+                "--codec delta alone makes no copy smaller: add a codec that makes differences "
+                "smaller, --codec delta --codec floatsplit"
+            )
+            raise ConfigError(msg)
         return {"rules": [{"match": "**", "codecs": list(codecs)}]}
     if file is None:
         return None

@@ -118,6 +118,13 @@ def test_copies_that_encode_differences_are_a_chain_of_their_own(call, chained, 
     assert call("verify", copied, "--all").code == 0
 
 
+def test_a_copy_whose_differences_no_codec_makes_smaller_is_refused(call, chained, tmp_path):
+    done = call("copy", chained, tmp_path / "copied", "--codec", "delta")
+    assert (done.code, done.out) == (1, "")
+    assert "--codec delta --codec floatsplit" in done.err
+    assert not (tmp_path / "copied").exists()
+
+
 def test_a_flat_copy_stands_alone_whatever_its_codecs_need(call, chained, tmp_path):
     flat = tmp_path / "flat"
     assert call("copy", chained, flat, "--step", "all", "--flatten", *DELTAS).code == 0
