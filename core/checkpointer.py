@@ -22,6 +22,12 @@ from penstock.core.errors import (
     StorageTimeoutError,
 )
 from penstock.core.plugins.registry import default_registry
+from penstock.core.ranks.group import (
+    RankGroup,
+    group_of_job,
+    obstacle_of_ranks,
+    promised_ranks,
+)
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
@@ -29,7 +35,6 @@ from penstock.core.save.saver import Saver
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
-from penstock.core.tree.describe import obstacle_of_ranks
 from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
@@ -69,6 +74,7 @@ class Checkpointer:
         *,
         registry: Registry | None = None,
         on_event: Callable[[Event], None] | None = None,
+        group: Any = None,
         **options: Unpack[CheckpointerOptions],
     ) -> None:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
@@ -80,10 +86,12 @@ class Checkpointer:
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
                 and `PruneEvent`, those of saves mostly on background threads. An exception of it is
                 logged and goes no further.
+            group: The process group of torch.distributed whose ranks save together; default: the
+                default group, if it is initialised.
             options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
                 `deltas`, `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`,
                 `fence_timeout_s`, `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`,
-                `grace_s`, `prefer`.
+                `grace_s`, `prefer`, `ranks`, `rank_timeout_s`.
 
         Raises:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.
@@ -109,6 +117,9 @@ class Checkpointer:
                 store.capabilities.exclusive_publish,
                 count,
             )
+        self._given_group = group
+        self._group: RankGroup | None = None
+        self._saves_alone = False
         self._events = EventStream(on_event)
         self._drains = self._drains_of(store, registry)
         self._reader = Reader(
@@ -118,6 +129,7 @@ class Checkpointer:
             workers=self._workers,
             events=self._events,
             drains=self._drains,
+            ranks=self._ranks,
         )
         self._catalog = self._reader.catalog
         self._saver = Saver(
@@ -129,6 +141,7 @@ class Checkpointer:
             events=self._events,
             tiers=self._drains,
             earlier=EarlierReader(registry),
+            ranks=self._ranks_of_save,
         )
         self._warn_early()
 
@@ -532,6 +545,8 @@ class Checkpointer:
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` has all of it to do
             raise
+        if self._group is not None:
+            self._group.close()
         self._closed = True  # not before: callbacks of the pending save may still read the run
         self._workers.close()
         if self._owns_backend:
@@ -587,15 +602,51 @@ class Checkpointer:
 
     def _warn_early(self) -> None:
         """Warn of obstacles that would make the first save fail; reading works all the same."""
-        ranks = obstacle_of_ranks()
-        if ranks is not None:
-            log.warning("%s", ranks)
+        ranks = promised_ranks()
+        if ranks > 1 and self._config.ranks == "auto" and self._given_group is None:
+            log.warning("%s", obstacle_of_ranks(ranks))
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
         try:
             TimeLimitedBackend(self._backend.inner, self._workers, limit_s).check_writable()
         except StorageError as error:
             log.warning("%s can only be read, every save will fail: %s", self._backend.url, error)
+
+    def _ranks_of_save(self) -> RankGroup | None:
+        """Return the ranks that save together; None: this process saves alone.
+
+        Raises:
+            ConfigError: There are several ranks, and this one cannot find the others.
+        """
+        found = self._ranks()
+        ranks = promised_ranks()
+        if found is None and ranks > 1 and self._config.ranks == "auto":
+            raise ConfigError(obstacle_of_ranks(ranks))
+        self._saves_alone = found is None
+        return found
+
+    def _ranks(self) -> RankGroup | None:
+        """Return the ranks that restore together; None: this process is alone.
+
+        Looked for when they are needed: a checkpointer may be made before the process group.
+
+        Raises:
+            ConfigError: This process is not in the group that it was given.
+        """
+        if self._config.ranks == "alone" or self._group is not None:
+            return self._group
+        given = self._given_group
+        found: RankGroup | None = given
+        if not isinstance(given, RankGroup):
+            found = group_of_job(given, timeout_s=self._config.rank_timeout_s)
+        if found is not None and self._saves_alone:
+            msg = (
+                f"the checkpointer of {self._backend.url} has saved before torch.distributed was "
+                "initialised, as one process: make a new one for the ranks"
+            )
+            raise ConfigError(msg)
+        self._group = found
+        return found
 
     def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
         """Return the drains that copy from tier to tier; None if the store is one place."""

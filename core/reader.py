@@ -22,7 +22,6 @@ from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
 from penstock.core.tiers.verify_repair import verify_and_repair
-from penstock.core.tree.describe import refuse_ranks
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import valid_step
 
@@ -112,7 +111,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> RestoreReport:
         """See `Checkpointer.restore`."""
-        round_ = self._begin_round("restore")
+        round_ = self._begin_round()
         # Live objects are about to change, and another run's pending save may be capturing them.
         fence_hook.fence_all()
         selection, renaming = Selection(include, exclude), Rename(rename)
@@ -149,7 +148,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Any:
         """See `Checkpointer.load`."""
-        round_ = self._begin_round("load")
+        round_ = self._begin_round()
         selection = Selection(include, exclude)
 
         def attempt(checkpoint: Opened) -> tuple[Any, RestoreReport]:
@@ -195,20 +194,13 @@ class Reader:
             self._watched, record, self.loader, self._registry, allow_pickle=allow_pickle
         )
 
-    def _begin_round(self, verb: str) -> tuple[RankGroup, int] | None:
+    def _begin_round(self) -> tuple[RankGroup, int] | None:
         """Return the ranks, and the number of the round in which all restore; None: it is alone.
 
         Called before anything can fail: the number has to be the same on all ranks.
-
-        Raises:
-            UnsupportedStateError: This process is one of several ranks, and they have no group.
         """
         group = self._ranks()
-        if group is not None:
-            return group, group.next_number()
-        if verb == "restore":
-            refuse_ranks("restore")
-        return None
+        return None if group is None else (group, group.next_number())
 
     def _read(  # noqa: PLR0917 - what both have got from the caller
         self,

@@ -186,6 +186,10 @@ class Publisher:
             msg += f" The store answered: {lost}"
         raise CommitUnknownError(msg) from lost
 
+    def look(self, generation: int) -> Event:
+        """Return what the commit record of the step with this generation is, as an event."""
+        return self._read_back(commit_name(self._step, generation))
+
     def _encoded(self, record: CommitRecord) -> bytes:
         # Before `begin`: behind it every failure counts as a record that may exist (UNKNOWN).
         try:

@@ -264,6 +264,9 @@ class CheckpointerConfig(_Model):
         fence_timeout_s: How long training waits for a pending capture before that save is
             aborted.
         io_timeout_s: How long one request may take before the store counts as stuck.
+        ranks: `"auto"`: the ranks of torch.distributed save together. `"alone"`: each process saves
+            for itself, to a root of its own.
+        rank_timeout_s: How long a rank may make no progress before the others give the save up.
         share: Whether a save refers to bytes that are stored already, instead of storing them
             again.
         chunk_bytes: Most raw bytes in one frame.
@@ -289,6 +292,8 @@ class CheckpointerConfig(_Model):
     defer: Patterns = ()
     fence_timeout_s: float = Field(default=600.0, gt=0)
     io_timeout_s: float = Field(default=600.0, gt=0)
+    ranks: Literal["auto", "alone"] = "auto"
+    rank_timeout_s: float = Field(default=60.0, gt=0)
     share: bool = False
     chunk_bytes: ChunkBytes = 16 << 20
     block_bytes: BlockBytes = 4 << 20
@@ -317,6 +322,8 @@ class CheckpointerOptions(TypedDict, total=False):
     defer: str | Sequence[str]
     fence_timeout_s: float
     io_timeout_s: float
+    ranks: Literal["auto", "alone"]
+    rank_timeout_s: float
     share: bool
     chunk_bytes: int | str
     block_bytes: int | str

@@ -122,6 +122,12 @@ class SavePlan:
     Filled when it is known which chunks this rank writes (`plan.ranks`).
     """
 
+    def bytes_of_chunks(self, numbers: Collection[int] | None) -> int:
+        """Return the bytes of objects in chunks with these numbers, without padding; None: all."""
+        if numbers is None:
+            return self.raw_bytes
+        return sum(p.stop - p.start for n in numbers for p in self.chunks[n].pieces)
+
     def bytes_of(self, capture: Capture) -> int:
         """Return the bytes of all objects that are captured then, without padding."""
         pieces = (p for chunk in self.chunks if chunk.capture is capture for p in chunk.pieces)

@@ -62,6 +62,17 @@ class Conductor:
             self._changed.notify_all()
             return result
 
+    def moved(self, done: int, total: int) -> None:
+        """Note progress; the next beat tells the others."""
+        with self._changed:
+            self._round.moved(done, total)
+
+    def wait_all_here(self, timeout_s: float) -> bool:
+        """Wait until rank 0 has heard of all ranks, or has something to do; return whether."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._round.all_here or self._has_news(), timeout_s)
+            return self._round.all_here
+
     def next_step(self, timeout_s: float | None = None) -> Step | None:
         """Wait for what this rank has to do next.
 

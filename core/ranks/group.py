@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
+import secrets
 import socket
-from typing import TYPE_CHECKING
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
+from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.ranks.posts import (
+    GoPost,
+    Kind,
+    Verdict,
+    decode_go,
+    encode_go,
+    encode_verdict,
+    end_key,
+    go_key,
+)
 from penstock.core.ranks.round import RankPlace
+from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.core.abc import Coordination
+    from penstock.core.types import Replica
+
+_NONCE_KEY = "nonce"
+_LEFT_POLL_S = 0.01
 
 
 class RankGroup:
@@ -32,15 +57,165 @@ class RankGroup:
         Args:
             rank: The number of this rank, from 0.
             world_size: How many there are.
-            coordination: Where they agree.
+            coordination: Where they agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
             host: The name of this machine, for messages; default: what it says itself.
         """
         self.place = RankPlace(rank, world_size, host or socket.gethostname())
         self.coordination = coordination
         self.timeout_s = timeout_s
+        self.alike: dict[str, Replica] = {}
+        """The place of this rank among those of equal structure, by the digest of the structure.
+
+        As rank 0 told it for the newest save; no other structure is known.
+        """
         self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards `_nonce` and `_last`
+        self._nonce = ""
+        self._last = -1
 
     def next_number(self) -> int:
         """Return the number of the next save or restore."""
         return next(self._numbers)
+
+    def uid(self, number: int) -> str:
+        """Return the uid of the save with this number, the same on every rank.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        with self._lock:
+            if not self._nonce:
+                drawn = secrets.token_hex(16).encode()
+                self._nonce = self.coordination.decide(_NONCE_KEY, drawn).decode()
+            seed = f"{self._nonce}/{number}"
+        return hashlib.blake2b(seed.encode(), digest_size=16).hexdigest()
+
+    def give_up(self, number: int, cause: str) -> None:
+        """Tell all ranks that this one cannot take part, since something failed before it began.
+
+        On a thread of its own: the caller is on its way out with an error.
+        """
+        verdict = Verdict(commit=False, rank=self.place.rank, host=self.place.host, cause=cause)
+        self._send(lambda: self.coordination.decide(end_key(number), encode_verdict(verdict)))
+        self.ended(number)
+
+    def refuse(
+        self, number: int, kind: Kind, reason: str, terms: Mapping[str, Any] | None = None
+    ) -> None:
+        """Tell all ranks that rank 0 does not begin; on a thread of its own."""
+        post = GoPost(kind, terms or {}, stop=reason)
+        self._send(lambda: self.coordination.post(go_key(number), encode_go(post)))
+        self.ended(number)
+
+    def word(self, number: int) -> GoPost | None:
+        """Wait for the word of rank 0 on a round; None if it does not come in time.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        if not self.coordination.wait(go_key(number), self.timeout_s):
+            return None
+        data = self.coordination.read([go_key(number)])[0]
+        return None if data is None else decode_go(data)
+
+    def ended(self, number: int) -> None:
+        """Note that this rank has learned how a round ended, and needs the store no longer for it.
+
+        Rank 0 waits for that before it closes, since the store may live in its process.
+        """
+        with self._lock:
+            self._last = max(self._last, number)
+        if self.place.rank:
+            self._send(
+                lambda: self.coordination.post(_left_key(self.place.rank), str(number).encode())
+            )
+
+    def close(self) -> None:
+        """Close the coordination; on rank 0 once the others know how the last round ended.
+
+        Waits for them at most as long as a rank may stand still.
+        """
+        with self._lock:
+            last = self._last
+        if last >= 0 and not self.place.rank:
+            deadline = time.monotonic() + self.timeout_s
+            while not self._all_left(last) and time.monotonic() < deadline:
+                time.sleep(_LEFT_POLL_S)
+        self.coordination.close()
+
+    def _all_left(self, last: int) -> bool:
+        keys = [_left_key(rank) for rank in range(1, self.place.world_size)]
+        try:
+            values = self.coordination.read(keys)
+        except CoordinationError:
+            return True  # nobody can learn anything there any more
+        return all(value is not None and int(value) >= last for value in values)
+
+    def _send(self, call: Any) -> None:
+        def send() -> None:
+            with suppress(CoordinationError):  # the others find this rank silent
+                call()
+
+        threading.Thread(target=send, name="penstock-ranks", daemon=True).start()
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what the other ranks are told of an error, in one line."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"failed with {type(error).__name__}: {text}"
+
+
+def _left_key(rank: int) -> str:
+    return f"left/{rank:05d}"
+
+
+def group_of_job(group: Any = None, *, timeout_s: float) -> RankGroup | None:
+    """Return the ranks of the torch.distributed job; None for a process that is alone.
+
+    Args:
+        group: A process group; None takes the default one.
+        timeout_s: As in `RankGroup`.
+
+    Raises:
+        ConfigError: This process is not in `group`, or the store of the job cannot be used.
+    """
+    # Looked up, not imported: a process that has not imported it has one rank.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank: int = distributed.get_rank(group)
+    world_size: int = distributed.get_world_size(group)
+    if rank < 0:
+        msg = (
+            "group= is a process group that this process is not in: give each process the group "
+            "that it saves with, or ranks='alone' where it saves for itself"
+        )
+        raise ConfigError(msg)
+    if world_size < 2:  # noqa: PLR2004 - one rank is alone
+        return None
+    members = () if group is None else tuple(distributed.get_process_group_ranks(group))
+    coordination = TorchCoordination(
+        prefix=job_prefix(members),
+        world_size=world_size,
+        call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
+    )
+    return RankGroup(rank, world_size, coordination, timeout_s=timeout_s)
+
+
+def promised_ranks() -> int:
+    """Return the number of ranks that the environment promises, while nothing is initialised."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return 1
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isascii() and text.isdigit() else 1
+
+
+def obstacle_of_ranks(ranks: int) -> str:
+    """Return what to do where the environment promises several ranks, and none can be found."""
+    return (
+        f"WORLD_SIZE is {ranks}, and torch.distributed is not initialised, so this rank cannot "
+        "find the others to save with: call torch.distributed.init_process_group(...) first, or "
+        "open the checkpointer with ranks='alone' and a root of its own for each process"
+    )

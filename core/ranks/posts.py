@@ -47,6 +47,7 @@ class SlotPost:
         done: Bytes done, for messages.
         total: Bytes to do.
         part: With `SEALED`: what rank 0 needs to know of the part, such as its length and digests.
+            With `HERE`: what it needs to know before it says go, such as a digest of the structure.
     """
 
     round: int
@@ -130,6 +131,11 @@ def end_key(number: int) -> str:
 def result_key(number: int) -> str:
     """Return the key of the result of a round."""
     return f"rounds/{number}/result"
+
+
+def values_key(number: int, rank: int, piece: int) -> str:
+    """Return the key of a piece of the digests of a rank's values, where they are not rank 0's."""
+    return f"rounds/{number}/values/{rank:05d}-{piece}"
 
 
 def encode_slot(post: SlotPost) -> bytes:

@@ -115,6 +115,8 @@ class Round:
         self.phase = Phase.WAITING
         self.steps: deque[Step] = deque()
         self.terms: Mapping[str, Any] = {}
+        self.arrived: dict[int, Mapping[str, Any]] = {}
+        """On rank 0: what the others have posted with `arrive`, by rank."""
         self.parts: dict[int, Mapping[str, Any]] = {}
         self.stop = ""
         self.verdict: Verdict | None = None
@@ -125,6 +127,7 @@ class Round:
         self._moves = 0
         self._done = (0, 0)
         self._part: Mapping[str, Any] = {}
+        self._arrival: Mapping[str, Any] | None = None
         self._sealed = False
         self._sealed_s = 0.0
         self._blame: Verdict | None = None
@@ -145,6 +148,23 @@ class Round:
     def over(self) -> bool:
         """Whether the round is over on this rank."""
         return self.phase in ENDS
+
+    @property
+    def all_here(self) -> bool:
+        """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
+        return len(self.arrived) == self.place.world_size - 1
+
+    def arrive(self, arrival: Mapping[str, Any]) -> None:
+        """Take what is posted with the first post; rank 0 then waits for that of all others.
+
+        To be called before `operations` runs.
+
+        Raises:
+            FormatError: `arrival` is larger than a post may be; nothing has changed.
+        """
+        most, host = MAX_INT, self.place.host
+        encode_slot(SlotPost(self.number, self.kind, At.HERE, most, host, most, most, arrival))
+        self._arrival = arrival
 
     def go(self, terms: Mapping[str, Any]) -> None:
         """Tell all ranks to begin, under `terms`; rank 0 alone.
@@ -244,7 +264,7 @@ class Round:
             self._hear_verdict(answer.value)
 
     def _look(self) -> Generator[Operation, Answer, None]:
-        due = self._now_s >= self._next_slots_s or self.phase is Phase.SEALED
+        due = self._now_s >= self._next_slots_s or self._waits_for_others
         slots = self._leads and due
         keys = self._keys(slots=slots)
         if keys:
@@ -264,7 +284,10 @@ class Round:
 
     @property
     def _waits_for_others(self) -> bool:
-        return self.phase is (Phase.SEALED if self._leads else Phase.WAITING)
+        if not self._leads:
+            return self.phase is Phase.WAITING
+        gathers = self._arrival is not None and not self.all_here
+        return self.phase is Phase.SEALED or (self.phase is Phase.WAITING and gathers)
 
     def _look_s(self) -> float:
         look_s = min(_LOOK_S + self.place.world_size * _LOOK_S_PER_RANK, _MOST_LOOK_S)
@@ -273,7 +296,7 @@ class Round:
     def _pause(self) -> Operation:
         pause_s = max(0.0, min(self._look_s(), self._next_beat_s - self._now_s))
         if self._leads:
-            if self.phase is Phase.SEALED:
+            if self._waits_for_others:
                 waited_s = self._looks.counted_s - self._sealed_s
                 least_s = max(_LEAST_LOOK_S, _LOOK_SHARE * self._took_s, _WAITED_SHARE * waited_s)
                 pause_s = min(pause_s, least_s)
@@ -312,14 +335,12 @@ class Round:
         return self._looks.counted_s - self._heard_s >= self.timeout_s
 
     def _slot(self) -> bytes:
-        at = At.SEALED if self._sealed else At.WORKING
+        at, part = (At.SEALED if self._sealed else At.WORKING), self._part
         if self.phase is Phase.WAITING:
-            at = At.HERE
+            at, part = At.HERE, self._arrival or {}
         done, total = self._done
         return encode_slot(
-            SlotPost(
-                self.number, self.kind, at, self._moves, self.place.host, done, total, self._part
-            )
+            SlotPost(self.number, self.kind, at, self._moves, self.place.host, done, total, part)
         )
 
     def _wish(self) -> bytes:
@@ -365,7 +386,7 @@ class Round:
         if post.kind != self.kind:
             self.fail(f"wants to {self.kind} while rank 0 wants to {post.kind}")
         elif post.stop:
-            self.stop = post.stop
+            self.stop, self.terms = post.stop, post.terms
             self._happen(Happening.STOP)
         elif reason := self._expects(post.terms):
             self.fail(reason)
@@ -388,6 +409,8 @@ class Round:
                 return
             self._slots[rank] = post
             self._still.moved(rank)
+            if post.round == self.number:
+                self.arrived.setdefault(rank, post.part)
             if post.round > self.number:
                 self._leader_or_rank_lost(rank, f"has left this {self.kind} behind")
             elif post.round == self.number and post.at is At.SEALED and self._leads:

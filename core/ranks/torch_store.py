@@ -7,8 +7,10 @@ and a rank that died breaks it for good.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+from collections import defaultdict
 from concurrent.futures import wait
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.ranks.polling import wait_by_reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import TypeVar
 
     T = TypeVar("T")
@@ -34,18 +36,24 @@ _FIRST_POLL_S = 0.002
 _POLLS_PER_S = 20_000
 _LEAST_POLL_S = 0.05
 # The n-th instance of each rank is one job's, since all ranks run the same program.
-_count = itertools.count()
+_counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-def job_prefix() -> str:
+def job_prefix(ranks: Sequence[int] = ()) -> str:
     """Return a prefix that the same call on every rank of a job returns, and no earlier one.
 
     Holds the number of restarts by torchrun, and how many prefixes this process has taken: ranks
     that sleep through a restart must not meet the ranks after it. All ranks have to take theirs in
     the same order.
+
+    Args:
+        ranks: The ranks that agree there, where they are not all of the job.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"penstock/{restarts}/{next(_count)}"
+    group = "all"
+    if ranks:
+        group = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    return f"penstock/{restarts}/{group}/{next(_counts[group])}"
 
 
 class TorchCoordination(Coordination):

@@ -60,7 +60,9 @@ class CaptureRun:
         need_writer: Callable[[], None],
         straight_first: bool,
         timing: Timing,
+        skip: Collection[int] = (),
     ) -> None:
+        self._skip = skip  # the chunks that other ranks write
         self._chunks = plan.chunks
         self._objects = plan.objects
         self._masters = plan.masters
@@ -71,8 +73,11 @@ class CaptureRun:
         self._need_writer = need_writer  # called before each wait that only writing can end
         self._timing = timing
         self._straight_first = straight_first  # blocking mode: no copies where memory allows
-        self._now = [i for i, c in enumerate(plan.chunks) if c.capture is not Capture.DEFERRED]
-        self._later = [i for i, c in enumerate(plan.chunks) if c.capture is Capture.DEFERRED]
+        taken = [(i, c) for i, c in enumerate(plan.chunks) if i not in skip]
+        self.chunk_count = len(taken)
+        """How many chunks are handed on."""
+        self._now = [i for i, c in taken if c.capture is not Capture.DEFERRED]
+        self._later = [i for i, c in taken if c.capture is Capture.DEFERRED]
         self._issued: deque[tuple[Captured, list[PendingCopy]]] = deque()
         self._lock = threading.Lock()  # guards the fields below, and `_issued`
         self._waiting: list[Latch] = []  # opened when no chunk is lent any more
@@ -86,7 +91,7 @@ class CaptureRun:
         self._samples: MemorySamples | None = None  # of deferred memory, as `take_now` left it
         self.has_device_copies = False
         self.straight_bytes = 0
-        self.deferred_bytes = plan.bytes_of(Capture.DEFERRED)  # behind the fence
+        self.deferred_bytes = plan.bytes_of_chunks(self._later)  # behind the fence
 
     def take_now(self) -> None:
         """Capture everything that is not deferred; on return that memory may change.
@@ -472,8 +477,8 @@ class CaptureRun:
     def _items(self, *, deferred: bool) -> dict[int, None]:
         return {
             piece.item: None
-            for chunk in self._chunks
-            if (chunk.capture is Capture.DEFERRED) is deferred
+            for number, chunk in enumerate(self._chunks)
+            if (chunk.capture is Capture.DEFERRED) is deferred and number not in self._skip
             for piece in chunk.pieces
         }
 

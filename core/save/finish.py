@@ -13,11 +13,12 @@ import secrets
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.commit_table import Commit, Event, State
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.concurrency.garbage import collections_held
+from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.processes import identity_of
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import (
@@ -27,15 +28,22 @@ from penstock.core.errors import (
     SaveError,
     StorageTimeoutError,
 )
+from penstock.core.format.records import index_name, intent_name, part_name
 from penstock.core.pipeline.choices import ChainChoices
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
+from penstock.core.plan.ranks import chunks_of_rank, spans_of_rank
+from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.posts import Result
 from penstock.core.reporting.reports import SaveReport
+from penstock.core.save.agreement import SaveAgreement
+from penstock.core.save.manifest import ALONE, RankShare
+from penstock.core.save.merge import PartsOfRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.core.concurrency.latch import Latch
     from penstock.core.concurrency.workers import Workers
+    from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chunks import Captured, ChunkResult
     from penstock.core.reporting.handle import Ending
     from penstock.core.save.bases import SaveBases
@@ -46,7 +54,7 @@ if TYPE_CHECKING:
         PartSummary,
         RankManifest,
     )
-    from penstock.core.save.request import Destination, SaveRequest
+    from penstock.core.save.request import Destination, RankTurn, SaveRequest
 
 log = logging.getLogger("penstock")
 
@@ -88,6 +96,7 @@ class Finish:
         workers: Workers,
         bases: SaveBases | None,
         before_commit: Callable[[SaveRequest], None],
+        turn: RankTurn | None = None,
     ) -> None:
         """Prepare to write; nothing has begun.
 
@@ -101,10 +110,29 @@ class Finish:
             workers: The threads that hash and encode.
             bases: What the save may refer to; None: every chunk is stored whole.
             before_commit: Called right before the commit; raises if the save must not commit.
+            turn: The ranks that save together; None: this process saves alone.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
         """
-        self.uid = secrets.token_hex(16)
         self.bytes_done = 0
         self.commit = Commit()
+        self.may_write = Latch()
+        """With several ranks: opens when the capture no longer wants the memory for itself."""
+        self._agreement: SaveAgreement | None = None
+        if turn is not None:
+            self._agreement = SaveAgreement(
+                turn.group,
+                turn.number,
+                commit=self.commit,
+                step=request.step,
+                alive=self._stay,
+                look=self._look,
+            )
+        self._turn = turn
+        self.uid = secrets.token_hex(16) if self._agreement is None else self._agreement.uid
+        self._share = ALONE
+        self._has_intent = False
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
         self.request = request
         self._manifest = manifest
@@ -139,7 +167,7 @@ class Finish:
             choices=self._choices,
             block_bytes=request.block_bytes,
             workers=workers,
-            blob_prefix=f"data/{self.uid}/blobs/00000-0",
+            blob_prefix=f"data/{self.uid}/blobs/{0 if turn is None else turn.rank:05d}-0",
             release=capture.release,
             tick=self._tick,
             share=request.share,
@@ -159,24 +187,31 @@ class Finish:
             PenstockError: A step failed; call `clean_up`.
         """
         self._raise_if_failed()
-        self._publish_intent()
+        self._begin()
         self._tick(0)
         self._write_chunks()
         self._wait_captured()
         blobs = self._writer.finish()
         results = {n: r for n, r in enumerate(self._writer.results) if r is not None}
-        if len(results) != len(self.request.plan.chunks):
+        chunks = self.request.plan.chunks
+        if len(results) != sum(map(self._share.writes, range(len(chunks)))):
             msg = f"step {self.request.step}: not every chunk was written; this is a bug"
             raise SaveError(msg)
         self._clock.commit_began = time.monotonic()
         part = self._encoded_part(results, blobs)
-        manifest = self._encoded_manifest(results, [part.summary])
-        self.commit.feed(Event.SEALED)
-        self._publish(part.summary.entry.name, part.data)
+        if self._agreement is None:
+            manifest = self._encoded_manifest(results, [part.summary])
+            self.commit.feed(Event.SEALED)
+            self._publish(part.summary.entry.name, part.data)
+        else:
+            posts = self._seal_with_all(self._agreement, part)
+            if not self._agreement.leads:
+                return self._report(blobs)
+            manifest = self._merged_manifest(self._agreement, results, part, posts)
         self._publish(manifest.index_name, manifest.index)
         if self._onward is not None:
             self._onward.prepare(manifest.record)
-        self._publisher.publish_commit(manifest.record, begin=self._begin_to_publish)
+        self._publish_commit(manifest.record)
         self._tick(0)
         if self._bases is not None:
             self._bases.committed(self.uid, part.stored_frames(self.request.block_bytes))
@@ -201,13 +236,54 @@ class Finish:
             log.debug("step %d: data/%s stays for prune", self.request.step, self.uid)
             return
         try:
-            names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
-            # Names of aborted blobs too: a store of files then removes the empty folder.
-            self._backend.delete(list(dict.fromkeys([*names, *self._writer.blob_names])))
+            self._backend.delete(self._own_names())
         except BaseException as error:  # noqa: BLE001 - the data is left to `prune`
             log.warning("data/%s stays until prune: %s", self.uid, repr(error))
         else:
             log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
+
+    def arrive(self) -> None:
+        """Tell the other ranks, if there are any, that this one takes part; waits for nothing."""
+        if self._agreement is not None and self._turn is not None:
+            self._agreement.arrive(self._turn.structure, self._turn.values)
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Tell the other ranks, if there are any, that this one has failed; return the error.
+
+        On return it is known what may be deleted. The error names the rank that is the cause.
+        """
+        if self._agreement is None:
+            return error
+        cause = self._ending.error if isinstance(error, SaveAbortedError) else None
+        found = self._agreement.give_up(cause or error)
+        return error if found is cause else found
+
+    def leave(self) -> None:
+        """Wait until the other ranks, if there are any, can learn how the save has ended."""
+        if self._agreement is not None:
+            self._agreement.finish()
+
+    def check_ranks(self) -> None:
+        """Raise if another rank has failed; for a thread that finds the save thread waiting.
+
+        Raises:
+            PenstockError: The save is given up.
+        """
+        if self._agreement is not None:
+            self._agreement.check()
+
+    def _own_names(self) -> list[str]:
+        """Return the names of all that this process has stored for the save."""
+        blobs = self._writer.blob_names
+        if self._agreement is None:
+            names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
+            # Names of aborted blobs too: a store of files then removes the empty folder.
+            return list(dict.fromkeys([*names, *blobs]))
+        # The other ranks delete theirs, or have to keep it.
+        names = [part_name(self.uid, self._agreement.rank), *blobs]
+        if self._agreement.leads:
+            names += [index_name(self.uid), intent_name(self.uid)]
+        return names
 
     def forget(self) -> None:
         """Drop all references to the state once the save is over: the user may free it now."""
@@ -237,13 +313,113 @@ class Finish:
 
     def _tick(self, size_bytes: int) -> None:
         """Note that the store made progress."""
-        self.watchdog.moved()
         self.bytes_done += size_bytes
+        self._moved()
 
-    def _raise_if_failed(self) -> None:
+    def _moved(self) -> None:
+        self.watchdog.moved()
+        if self._agreement is not None:
+            self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
+
+    def _stay(self) -> None:
+        """Go on waiting for other ranks, which is no fault of the store; raise if given up."""
+        self.watchdog.moved()
+        self._raise_if_given_up()
+        if self._has_intent:
+            self._publisher.refresh_intent()
+
+    def _look(self, generation: int) -> Event:
+        return self._publisher.look(generation)
+
+    def _raise_if_given_up(self) -> None:
         if self._ending.error is not None:
             msg = f"step {self.request.step}: given up"
             raise SaveAbortedError(msg) from self._ending.error
+
+    def _raise_if_failed(self) -> None:
+        self._raise_if_given_up()
+        self.check_ranks()
+
+    def _begin(self) -> None:
+        """Begin to write, with several ranks once rank 0 says so."""
+        agreement = self._agreement
+        if agreement is None:
+            self._publish_intent()
+            return
+        if agreement.leads:
+            agreement.gather()
+            self._publish_intent()
+            self._has_intent = True
+            providers = dict(self.request.providers)
+            agreement.go({"generation": self.request.generation, "providers": providers})
+        place = agreement.wait_for_go()
+        self.request = replace(self.request, generation=int(agreement.terms["generation"]))
+        plan = self.request.plan
+        chunks = chunks_of_rank(plan, place)
+        plan.spans.update(spans_of_rank(plan, chunks))
+        self._share = RankShare(
+            agreement.rank,
+            agreement.world_size,
+            chunks,
+            lists_all=place.index == 0,
+            own_paths=self.request.own_paths,
+        )
+        # Before that, writing would take memory bandwidth from the copies that training waits for.
+        while not self.may_write.wait(self._timing.capture_poll_s):
+            self._moved()
+            self._raise_if_failed()
+
+    def _seal_with_all(
+        self, agreement: SaveAgreement, part: RankManifest
+    ) -> dict[int, Mapping[str, Any]]:
+        """Publish the part of this rank, and wait for the others; return what they have told."""
+        self._capture.check()
+        summary = part.summary
+        entry = summary.entry
+        post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
+        if agreement.leads or len(summary.shards) or self.request.own_paths:
+            self._publish(entry.name, part.data)
+            post["part"] = [entry.length, entry.head_length, entry.head_sha256]
+        known = agreement.terms["providers"]
+        more = {name: n for name, n in self.request.providers if name not in known}
+        return agreement.seal(post | ({"providers": more} if more else {}))
+
+    def _merged_manifest(
+        self,
+        agreement: SaveAgreement,
+        results: Mapping[int, ChunkResult],
+        part: RankManifest,
+        posts: Mapping[int, Mapping[str, Any]],
+    ) -> EncodedManifest:
+        agreement.check_values(posts)
+        reader = PartsOfRanks(
+            self._backend,
+            uid=self.uid,
+            step=self.request.step,
+            world_size=agreement.world_size,
+            tick=self._moved,
+        )
+        parts = reader.read(part.summary, posts)
+        reader.check_cover(parts, self.request.entries)
+        self._moved()
+        providers: dict[str, int] = {}
+        for post in posts.values():
+            providers |= post.get("providers", {})
+        return self._encoded_manifest(results, parts, agreement.world_size, providers)
+
+    def _publish_commit(self, record: CommitRecord) -> None:
+        agreement = self._agreement
+        if agreement is None:
+            self._publisher.publish_commit(record, begin=self._begin_to_publish)
+            return
+        agreement.merged()
+        try:
+            self._publisher.publish_commit(record, begin=self._begin_to_publish)
+        except BaseException as error:
+            unknown = self.commit.state in {State.PUBLISHING, State.UNKNOWN}
+            agreement.published(Result.UNKNOWN if unknown else Result.NEVER, cause_of(error))
+            raise
+        agreement.published(Result.COMMITTED)
 
     def _publish_intent(self) -> None:
         if self._bases is None:
@@ -256,16 +432,27 @@ class Finish:
         self._bases.confirm()
 
     def _write_chunks(self) -> None:
-        left = len(self.request.plan.chunks)
+        left = self._capture.chunk_count
+        leads = self._agreement is None or self._agreement.leads
         while left:
             self._raise_if_failed()
-            self._publisher.refresh_intent()
+            if leads:
+                self._publisher.refresh_intent()
             batch = self._next_batch()
             if batch:
                 left -= len(batch)
-                self._writer.put(batch)
+                self._writer.put(self._own(batch))
             else:
                 self._writer.settle_oldest()
+
+    def _own(self, batch: list[Captured]) -> list[Captured]:
+        """Return the chunks that this rank writes, and release those that other ranks write."""
+        if self._share.chunks is None:
+            return batch
+        for captured in batch:
+            if not self._share.writes(captured.index):
+                self._capture.release(captured)
+        return [captured for captured in batch if self._share.writes(captured.index)]
 
     def _next_batch(self) -> list[Captured]:
         """Return captured chunks, at most a batch; wait a little if nothing is in flight."""
@@ -279,7 +466,7 @@ class Finish:
         except queue.Empty:
             pass
         if not batch and self._writer.idle:
-            self.watchdog.moved()  # the wait is for training, so the store is not stuck
+            self._moved()  # the wait is for training, so the store is not stuck
         return batch
 
     def _wait_captured(self) -> None:
@@ -287,7 +474,7 @@ class Finish:
         while not self._writer.idle:
             self._writer.settle_oldest()
         while not self._ending.handle.captured.done():
-            self.watchdog.moved()
+            self._moved()
             self._ending.handle.captured.wait(self._timing.capture_poll_s)
         self._raise_if_failed()
 
@@ -301,10 +488,15 @@ class Finish:
                 blobs,
                 derived=self._capture.derived,
                 choices=self._choices.report(results),
+                share=self._share,
             )
 
     def _encoded_manifest(
-        self, results: Mapping[int, ChunkResult], parts: Sequence[PartSummary]
+        self,
+        results: Mapping[int, ChunkResult],
+        parts: Sequence[PartSummary],
+        world_size: int = 1,
+        providers: Mapping[str, int] | None = None,
     ) -> EncodedManifest:
         base = None if self._bases is None else self._bases.entry(results.values())
         with self._refusing_manifest(), collections_held:
@@ -314,6 +506,8 @@ class Finish:
                 engine=self._backend.name,
                 created=self._timing.clock.now_iso(),
                 base=base,
+                world_size=world_size,
+                providers=providers,
             )
 
     @contextmanager
@@ -350,7 +544,7 @@ class Finish:
             step=request.step,
             uid=self.uid,
             generation=request.generation,
-            bytes_raw=request.plan.raw_bytes,
+            bytes_raw=request.plan.bytes_of_chunks(self._share.chunks),
             bytes_stored=sum(length for _, length in blobs),
             blobs=len(blobs),
             objects=request.objects,

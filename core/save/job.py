@@ -16,6 +16,7 @@ from penstock.core.errors import (
     PenstockError,
     SaveAbortedError,
     SaveError,
+    SaveSkippedError,
     StorageFullError,
 )
 from penstock.core.foreign import said
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import SaveReport
     from penstock.core.save.bases import SaveBases
     from penstock.core.save.manifest import ManifestWriter
-    from penstock.core.save.request import Destination, SaveRequest, SaveSurroundings
+    from penstock.core.save.request import (
+        Destination,
+        RankTurn,
+        SaveRequest,
+        SaveSurroundings,
+    )
 
 log = logging.getLogger("penstock")
 
@@ -56,6 +62,7 @@ class SaveJob:
         called: float | None = None,
         bases: SaveBases | None = None,
         log_failure: bool = True,
+        turn: RankTurn | None = None,
     ) -> None:
         """Prepare the save; nothing has begun.
 
@@ -70,6 +77,10 @@ class SaveJob:
             bases: What the save may refer to; None: every chunk is stored whole.
             log_failure: Whether to log why the save failed. Not if the caller waits for the save
                 and raises its error: who reports the error would then print it twice.
+            turn: The ranks that save together; None: this process saves alone.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
         """
         self.handle = SaveHandle(request.step)
         self.handle.captured.on_result = self._captured_was_awaited
@@ -84,6 +95,7 @@ class SaveJob:
         self._log_failure = log_failure
         self._workers = workers
         self._timing = workers.timing
+        self._rank_turn = turn
         self._lock = threading.Lock()  # guards `_started`
         self._started = False
         # Acquired once: by the capture thread when it starts, or by `interrupt` before that.
@@ -97,6 +109,7 @@ class SaveJob:
             need_writer=self.start,
             straight_first=request.mode == "blocking",
             timing=self._timing,
+            skip=() if turn is None else turn.skip,
         )
         self._finish = Finish(
             request,
@@ -108,6 +121,7 @@ class SaveJob:
             workers=workers,
             bases=bases,
             before_commit=surroundings.before_commit,
+            turn=turn,
         )
 
     @property
@@ -126,6 +140,10 @@ class SaveJob:
         A save that blocks only for its capture starts when the capture is complete, or needs room:
         writing at the same time takes memory bandwidth from the copies that training waits for.
         """
+        self._finish.may_write.open()
+        self._start_threads()
+
+    def _start_threads(self) -> None:
         with self._lock:
             started, self._started = self._started, True
         if not started:
@@ -142,6 +160,11 @@ class SaveJob:
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
         """
+        if self._rank_turn is not None:
+            # The other ranks learn at once that this one is here, and this one what rank 0 says.
+            self._rank_turn.begun = True
+            self._finish.arrive()
+            self._start_threads()
         if self.request.mode == "blocking":
             self.start()
         self._workers.spawn("capture", self._take_all)
@@ -320,6 +343,10 @@ class SaveJob:
             if isinstance(error, StorageFullError):
                 with watchdog.paused(), self.ending.calling_back():
                     error = surroundings.when_full(self.request, self.uid, error)
+            with watchdog.paused():  # for the word of other ranks
+                error = self._finish.give_up(error)
+            if isinstance(error, SaveSkippedError):
+                self._skip(error)
             self.fail(_of_our_tree(error, self.request.step))
             self._finish.clean_up(self._capture_over)
         else:
@@ -333,10 +360,17 @@ class SaveJob:
             )
             self._after_commit(report)
         finally:
+            self._finish.leave()
             self._finish.forget()  # the user may keep the handle, and the handle keeps this
             self.released.open()
             if self._onward is None or self.handle.durable.done():
                 self._surroundings = None  # they hold the checkpointer, which holds this
+
+    def _skip(self, error: SaveSkippedError) -> None:
+        """Make this a save that rank 0 has skipped, which is no failure that a user has to see."""
+        self.handle.skipped = True
+        self.handle.error_seen = True
+        log.debug("%s", str(error))
 
     def _after_commit(self, report: SaveReport) -> None:
         surroundings = self._surroundings
@@ -374,6 +408,11 @@ class SaveJob:
                 # The save thread may hang in the store for ever, and other threads may wait until
                 # this memory is no longer held.
                 self._capture.release_unwritten()
+            if self.ending.error is None:
+                try:  # the save thread may hang in the store, and learns nothing there
+                    self._finish.check_ranks()
+                except PenstockError as error:
+                    self.fail(error)
             stuck_s = watchdog.taken_s()
             if watchdog.is_over() and not self._over.done():
                 self._fail_because(partial(self._finish.stuck_error, stuck_s))

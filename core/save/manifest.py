@@ -214,16 +214,12 @@ class ManifestWriter:
                 *(ChoiceRecord(one.objects, one.codec, one.why) for one in choices),
             ],
         )
-        chunks = request.plan.chunks
-        raw_bytes = request.plan.raw_bytes
-        if share.chunks is not None:
-            raw_bytes = sum(p.stop - p.start for n in share.chunks for p in chunks[n].pieces)
         summary = PartSummary(
             part.entry,
             part.shards,
             codecs_of(tables.chains),
             borrowed,
-            raw_bytes,
+            request.plan.bytes_of_chunks(share.chunks),
             sum(blob.length for blob in tables.blobs if blob not in borrowed),
         )
         return RankManifest(part.data, summary, frames, tables)

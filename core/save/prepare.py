@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig, Rule
     from penstock.core.plan.save import SavePlan
     from penstock.core.plugins.registry import Registry
+    from penstock.core.ranks.round import RankPlace
     from penstock.core.tree.describe import Description
     from penstock.core.types import ObjectPath
 
@@ -258,7 +259,7 @@ def codec_chain(rule: Rule, registry: Registry) -> CodecChain | None:
         raise ConfigError(msg) from error
 
 
-def plan_state(
+def plan_state(  # noqa: PLR0913 - options, each by name
     description: Description,
     *,
     config: CheckpointerConfig,
@@ -268,8 +269,20 @@ def plan_state(
     mode: str,
     share: bool,
     derive: bool,
+    place: RankPlace | None = None,
 ) -> SaveRequest:
-    """Plan the save of a described tree; with `derive`, look for objects that may be derived.
+    """Plan the save of a described tree.
+
+    Args:
+        description: The tree.
+        config: Sizes, budgets, times.
+        table: The codec chains.
+        step: The step.
+        generation: The generation.
+        mode: The mode.
+        share: Whether chunks that are stored already are not stored again.
+        derive: Whether to look for objects that may be derived.
+        place: This rank among those that save together; None: this process saves alone.
 
     Raises:
         PluginError: A source cannot say its version.
@@ -284,7 +297,7 @@ def plan_state(
         count += 1
         if entry.same_as is not None:
             continue
-        if entry.replica is not None and not _is_whole(entry):
+        if place is None and entry.replica is not None and not _is_whole(entry):
             _refuse_piece(entry)
         capture = _capture(entry, description, mode=mode, defer=defer)
         if capture is Capture.DEFERRED and entry.source.memory not in description.deferrable:
@@ -295,7 +308,9 @@ def plan_state(
         planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
         objects.append(planned)
     masters = find_masters(objects, is_exact=table.is_exact) if derive else None
-    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=share)
+    # Ranks share the chunks of what they hold alike, so all have to cut alike.
+    even = share or place is not None
+    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even)
     return SaveRequest(
         step=step,
         generation=generation,
@@ -313,6 +328,8 @@ def plan_state(
         block_bytes=config.block_bytes,
         grace_s=config.grace_s,
         io_timeout_s=config.io_timeout_s,
+        rank=0 if place is None else place.rank,
+        world_size=1 if place is None else place.world_size,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.choices import AutoChains
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
+    from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport
+    from penstock.core.types import ObjectPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,9 @@ class SaveRequest:
         block_bytes: Distance of the checksums in raw frames.
         grace_s: The grace time of the intent, in seconds.
         io_timeout_s: The save is given up when the store makes no progress for so many seconds.
+        rank: The number of this rank.
+        world_size: Number of ranks.
+        own_paths: Paths below which each rank has objects of its own.
     """
 
     step: int
@@ -57,6 +62,35 @@ class SaveRequest:
     block_bytes: int
     grace_s: float
     io_timeout_s: float
+    rank: int = 0
+    world_size: int = 1
+    own_paths: tuple[ObjectPath, ...] = ()
+
+
+@dataclass(slots=True)
+class RankTurn:
+    """One save of several ranks: its number, and what this rank brings along.
+
+    Attributes:
+        group: The ranks.
+        number: The number of the round, the same on all of them.
+        structure: The digest of the structure of the state here.
+        values: The digests of the plain values here, by shown path.
+        skip: The chunks that other ranks write, as far as that is known before the capture.
+        begun: Whether a job goes on with it, and tells the others how it ends.
+    """
+
+    group: RankGroup
+    number: int
+    structure: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    skip: frozenset[int] = frozenset()
+    begun: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.group.place.rank
 
 
 class EarlierCheckpoints(Protocol):

@@ -12,7 +12,9 @@ from penstock.core.abc import StateObject
 from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import ConfigError
+from penstock.core.plan.ranks import chunks_of_rank
 from penstock.core.plan.save import Capture
+from penstock.core.ranks.group import cause_of
 from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
@@ -28,7 +30,8 @@ from penstock.core.save.prepare import (
     plan_state,
     staging_for,
 )
-from penstock.core.save.request import Destination, SaveSurroundings
+from penstock.core.save.request import Destination, RankTurn, SaveSurroundings
+from penstock.core.save.structure import structure_digest, value_digests
 from penstock.core.tree.describe import describe_tree, warn_of_forms
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.core.errors import StorageFullError
     from penstock.core.pipeline.staging import Staging
     from penstock.core.plugins.registry import Registry
+    from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.events import EventStream
     from penstock.core.reporting.reports import Progress, SaveHandle, SaveReport
     from penstock.core.save.request import EarlierCheckpoints, SaveRequest, TiersOfSave
@@ -64,6 +68,7 @@ class _SaveCall:
     metadata: Mapping[str, Any]
     overwrite: bool
     called: float
+    turn: RankTurn | None = None
 
 
 class Saver(SaveSurroundings):
@@ -72,7 +77,7 @@ class Saver(SaveSurroundings):
     The thread that trains uses it. A save thread calls the methods of `SaveSurroundings`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts, each by name
         self,
         backend: TimeLimitedBackend,
         catalog: Catalog,
@@ -83,6 +88,7 @@ class Saver(SaveSurroundings):
         events: EventStream,
         tiers: TiersOfSave | None,
         earlier: EarlierCheckpoints,
+        ranks: Callable[[], RankGroup | None] = lambda: None,
     ) -> None:
         """Make the saver of a run.
 
@@ -96,6 +102,7 @@ class Saver(SaveSurroundings):
             events: Receives the saves, and the deletions by retention.
             tiers: The tiers of the backend, if it has any.
             earlier: Reads the checkpoints that saves refer to.
+            ranks: Returns the ranks that save together; None: this process saves alone.
         """
         self.pending = Pending(tiers)
         self.staging: Staging | None = None
@@ -110,6 +117,7 @@ class Saver(SaveSurroundings):
         self._events = events
         self._tiers = tiers
         self._earlier = earlier
+        self._ranks = ranks
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
         self._warned_straight = False
@@ -140,21 +148,29 @@ class Saver(SaveSurroundings):
         called: float,
     ) -> SaveHandle:
         """See `Checkpointer.save`; `called` is its time on the monotonic clock."""
-        if not self.pending.may_prepare(self._config.on_busy):
-            return self._skipped(valid_step(step), on_progress, _BUSY)
-        return self.pending.prepare(
-            lambda: self._save(
-                _SaveCall(
-                    state,
-                    valid_step(step),
-                    mode=self._valid_mode(mode),
-                    metadata=check_metadata({} if metadata is None else metadata),
-                    overwrite=overwrite,
-                    called=called,
-                ),
-                on_progress,
+        group = self._ranks()
+        turn = None if group is None else RankTurn(group, group.next_number())
+        try:
+            if not self.pending.may_prepare(self._config.on_busy):
+                return self._skipped(valid_step(step), on_progress, _BUSY, turn)
+            return self.pending.prepare(
+                lambda: self._save(
+                    _SaveCall(
+                        state,
+                        valid_step(step),
+                        mode=self._valid_mode(mode),
+                        metadata=check_metadata({} if metadata is None else metadata),
+                        overwrite=overwrite,
+                        called=called,
+                        turn=turn,
+                    ),
+                    on_progress,
+                )
             )
-        )
+        except BaseException as error:
+            if turn is not None and not turn.begun:
+                turn.group.give_up(turn.number, cause_of(error))
+            raise
 
     def check(
         self,
@@ -172,7 +188,7 @@ class Saver(SaveSurroundings):
         self._backend.check_writable()
         if step is not None:
             self._claim_generation(number, overwrite=overwrite)
-        request = self._planned(state, number, 0, mode=mode)
+        request = self._planned(state, number, 0, mode=mode, group=self._ranks())
         return CheckReport(
             objects=request.objects,
             bytes_raw=request.plan.raw_bytes,
@@ -218,9 +234,9 @@ class Saver(SaveSurroundings):
         )
 
     def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
-        if not self.pending.take_turn(self._config.on_busy):
+        if not self._take_turn(call.turn):
             self.pending.prepared()
-            return self._skipped(call.step, on_progress, _BUSY)
+            return self._skipped(call.step, on_progress, _BUSY, call.turn)
         with collections_held:
             job = self._prepared(call)
             if job is None:
@@ -240,10 +256,35 @@ class Saver(SaveSurroundings):
         job.handle.result()
         return job.handle
 
+    def _take_turn(self, turn: RankTurn | None) -> bool:
+        """Wait for the save under way; False when this one is to be skipped.
+
+        With several ranks rank 0 alone decides that.
+        """
+        on_busy = self._config.on_busy
+        if turn is None or not turn.rank:
+            return self.pending.take_turn(on_busy)
+        if on_busy == "skip" and not self.pending.take_turn("skip"):
+            word = turn.group.word(turn.number)
+            if word is not None and word.stop:
+                return False
+        return self.pending.take_turn("wait")
+
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
         """Return the planned save; None: no tier has room for it."""
-        generation = self._claim_generation(call.step, overwrite=call.overwrite)
-        request = self._planned(call.state, call.step, generation, mode=call.mode)
+        turn = call.turn
+        group = None if turn is None else turn.group
+        generation = 0
+        if turn is None or not turn.rank:  # rank 0 tells the others
+            generation = self._claim_generation(call.step, overwrite=call.overwrite)
+        request = self._planned(call.state, call.step, generation, mode=call.mode, group=group)
+        if turn is not None:
+            turn.structure = structure_digest(request.entries, request.own_paths)
+            turn.values = value_digests(request.entries, request.own_paths)
+            place = turn.group.alike.get(turn.structure)
+            if place is not None:
+                mine = chunks_of_rank(request.plan, place)
+                turn.skip = frozenset(range(len(request.plan.chunks))) - mine
         destination: Destination | None = Destination(self._backend.inner)
         if self._tiers is not None:
             destination = self._tiers.destination(request)
@@ -266,6 +307,7 @@ class Saver(SaveSurroundings):
             surroundings=self,
             called=call.called,
             bases=self._bases(request),
+            turn=turn,
         )
         _log_plan(job, staging)
         return job
@@ -317,8 +359,16 @@ class Saver(SaveSurroundings):
             raise
 
     def _planned(
-        self, state: Mapping[str, Any], step: int, generation: int, *, mode: str
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        generation: int,
+        *,
+        mode: str,
+        group: RankGroup | None,
     ) -> SaveRequest:
+        if group is not None:
+            self._refuse_of_ranks()
         description = describe_tree(
             state, providers=self._registry.providers, allow_pickle=self._config.allow_pickle
         )
@@ -332,15 +382,46 @@ class Saver(SaveSurroundings):
             mode=mode,
             share=self._config.share,
             derive=self._config.share,
+            place=None if group is None else group.place,
         )
         if self._config.rules:
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]
             self._table.warn_of_unused(paths, step)
         return request
 
+    def _refuse_of_ranks(self) -> None:
+        """Refuse what several ranks cannot do together yet.
+
+        Raises:
+            ConfigError: The configuration asks for it.
+        """
+        what = ""
+        if self._tiers is not None:
+            what = "a backend of several tiers"
+        elif self._config.share:
+            what = "share=True"
+        elif any(chain is not None and chain.needs_base for chain in self._table.chains):
+            what = "a codec that needs an earlier checkpoint, such as delta,"
+        if what:
+            msg = (
+                f"{what} is not supported with several ranks yet: leave it out, or open the "
+                "checkpointer with ranks='alone' and a root of its own for each process"
+            )
+            raise ConfigError(msg)
+
     def _skipped(
-        self, step: int, on_progress: Callable[[Progress], None] | None, reason: str
+        self,
+        step: int,
+        on_progress: Callable[[Progress], None] | None,
+        reason: str,
+        turn: RankTurn | None = None,
     ) -> SaveHandle:
+        if turn is not None:
+            turn.begun = True
+            if turn.rank:
+                turn.group.ended(turn.number)
+            else:
+                turn.group.refuse(turn.number, "save", reason, {"skipped": True})
         self._events.emit(SaveEvent("skipped", step))
         handle = skipped_save(step, reason)
         self._watch(handle, on_progress)
@@ -370,7 +451,7 @@ class Saver(SaveSurroundings):
 
     def before_write(self, request: SaveRequest, url: str) -> None:
         """See `SaveSurroundings`."""
-        if not self._is_tier_silent():
+        if not request.rank and not self._is_tier_silent():
             protect = self._protected_from(request.step)
             self._housekeeper.before_save(url, request.plan.raw_bytes, protect=protect)
 
@@ -378,7 +459,7 @@ class Saver(SaveSurroundings):
         self, request: SaveRequest, uid: str, error: StorageFullError
     ) -> StorageFullError:
         """See `SaveSurroundings`."""
-        if self._is_tier_silent():
+        if request.rank or self._is_tier_silent():
             return error
         protect = self._protected_from(request.step)
         return self._housekeeper.when_full(error, uid, protect=protect)
@@ -394,6 +475,8 @@ class Saver(SaveSurroundings):
             log.debug("step %d: nothing is cleaned up while a tier is away", report.step)
             return
         self._catalog.note_own(report.uid)
+        if request.rank:
+            return  # rank 0 cleans up
         clean_up_after(
             report,
             self._catalog,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -71,7 +69,6 @@ def describe_tree(state: object, *, providers: Providers, allow_pickle: bool) ->
         TornSnapshotError: Other threads keep moving tensors of the tree to other memory.
     """
     root = check_root(state)
-    refuse_ranks("save")
     moved: list[str] = []
     for _ in range(_MOST_MOVES):
         description = _describe(root, providers, allow_pickle=allow_pickle)
@@ -147,59 +144,6 @@ def check_root(state: object) -> dict[Any, Any]:
 
 
 _DICTS = (dict, OrderedDict, defaultdict)
-
-_HELP_WITH_RANKS: dict[str, str] = {
-    "save": (
-        "save from a process of its own, or gather the state to one rank and save it after "
-        "destroy_process_group()"
-    ),
-    "restore": (
-        "load() works in every rank, module.load_state_dict(ckpt.load(include='model')['model']) "
-        "and the same for an optimizer; or restore before init_process_group()"
-    ),
-}
-
-
-def refuse_ranks(verb: str) -> None:
-    """Refuse a process that is one of several ranks; `verb` is `save` or `restore`.
-
-    Raises:
-        UnsupportedStateError: torch.distributed runs with more than one rank.
-    """
-    ranks = _initialised_ranks()
-    if ranks > 1:
-        msg = (
-            f"torch.distributed runs with {ranks} ranks, and Penstock cannot {verb} in several "
-            f"ranks yet: {_HELP_WITH_RANKS[verb]}"
-        )
-        raise UnsupportedStateError(msg)
-
-
-def obstacle_of_ranks() -> str | None:
-    """Return a warning for a process that is one of several ranks; None for a single process."""
-    ranks = _initialised_ranks()
-    said_by = f"torch.distributed runs with {ranks} ranks"
-    if ranks < 2:  # noqa: PLR2004 - one rank is no group
-        text = os.environ.get("WORLD_SIZE", "")
-        ranks = int(text) if text.isascii() and text.isdigit() else 1
-        said_by = f"WORLD_SIZE is {ranks}"
-    if ranks < 2:  # noqa: PLR2004 - likewise
-        return None
-    return (
-        f"{said_by}, and Penstock does not support several ranks yet: once torch.distributed runs, "
-        f"save() and restore() are refused. To save, {_HELP_WITH_RANKS['save']}. To restore, "
-        f"{_HELP_WITH_RANKS['restore']}"
-    )
-
-
-def _initialised_ranks() -> int:
-    # Looked up, not imported: torch must stay out of this module, and a process that has not
-    # imported it has one rank.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    ranks: int = distributed.get_world_size()
-    return ranks
 
 
 def plugin_error(

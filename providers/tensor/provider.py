@@ -252,8 +252,8 @@ def same_kind(
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield those of the tensors that `tensor` consists of whose bytes can be stored."""
-    return filter(is_plain, plain_parts(tensor))
+    """Yield those of the tensors that `tensor` consists of here whose bytes can be stored."""
+    return filter(is_plain, plain_parts(local_of(tensor) if is_sharded(tensor) else tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

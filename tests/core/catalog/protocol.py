@@ -69,7 +69,7 @@ from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import SaveHandle
 from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
-from penstock.core.save.manifest import EncodedManifest, RankManifest
+from penstock.core.save.manifest import ALONE, EncodedManifest, RankManifest
 from penstock.core.save.prepare import claim_generation
 from penstock.core.types import Capabilities
 
@@ -230,6 +230,9 @@ class _Finish(Finish):
         self.bytes_done = 0
         self.commit = Commit()
         self.watchdog = Watchdog(600)
+        self.may_write = Latch()
+        self._agreement = None
+        self._share = ALONE
         self._backend = turn
         self._onward = None
         self._before_commit = lambda request: None
@@ -280,6 +283,7 @@ class _Capture:
 
     def __init__(self, chunks):
         self.derived = {}
+        self.chunk_count = len(chunks)
         self.handed_on = queue.SimpleQueue()
         for chunk in chunks:
             self.handed_on.put(chunk)
@@ -301,6 +305,7 @@ class _Job(SaveJob):
         self.handle = SaveHandle(step)
         self._over = self.handle.durable
         self._onward = None
+        self._rank_turn = None
         self.ending = Ending(self.handle)
         self.ending.capture()
         self._finish = _Finish(turn, clock, self.ending, **finish)

@@ -92,33 +92,22 @@ def test_a_root_in_no_real_file_system_says_so():
         ckpt.save({"a": 1}, 1, mode="blocking")
 
 
-def test_several_ranks_are_said_when_a_run_is_opened(monkeypatch, caplog):
+def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, caplog):
     store = memory()
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with checkpointer(store):
+    with checkpointer(store) as ckpt:
         (warning,) = warnings_of(caplog)
-    assert "WORLD_SIZE is 4, and Penstock does not support several ranks yet" in warning
-    assert "load() works in every rank" in warning
+        with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*init_process_group.*'alone'"):
+            ckpt.save({"a": 1}, 1)
+    assert "WORLD_SIZE is 4" in warning
     caplog.clear()
+    with checkpointer(store, ranks="alone") as ckpt:
+        ckpt.save({"a": 1}, 1, mode="blocking")
+        assert ckpt.load() == {"a": 1}
+    assert warnings_of(caplog) == []
     monkeypatch.setenv("WORLD_SIZE", "1")
     with checkpointer(store):
         assert warnings_of(caplog) == []
-
-
-def test_ranks_that_run_can_load_and_are_told_so_by_restore(monkeypatch, caplog):
-    store = memory()
-    with checkpointer(store) as ckpt:
-        ckpt.save({"model": nn.Linear(2, 2)}, 1, mode="blocking")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with checkpointer(store) as ckpt:
-        assert "torch.distributed runs with 2 ranks" in caplog.text
-        model = nn.Linear(2, 2)
-        with pytest.raises(UnsupportedStateError, match=r"load\(\) works in every rank"):
-            ckpt.restore({"model": model})
-        with pytest.raises(UnsupportedStateError, match="save from a process of its own"):
-            ckpt.check({"model": model})
-        model.load_state_dict(ckpt.load(include="model")["model"])
 
 
 def test_check_tells_what_a_save_would_be_and_writes_nothing():

@@ -1,0 +1,347 @@
+"""One save of several ranks, as this rank takes part in it: what it tells, and what it waits for.
+
+The save thread calls it. It carries the steps of the round out as far as they are waiting; what is
+written and published is `finish`'s.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import (
+    CommitUnknownError,
+    CoordinationError,
+    FormatError,
+    LostRaceError,
+    PenstockError,
+    RankError,
+    SaveError,
+    SaveSkippedError,
+)
+from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.posts import Result, values_key
+from penstock.core.ranks.round_table import ENDS, Phase, Step
+from penstock.core.ranks.save_round import SaveRound
+from penstock.core.save.structure import (
+    classes_of,
+    difference_of,
+    digest_of,
+    dump_values,
+    load_values,
+    place_in,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.catalog.commit_table import Commit, Event
+    from penstock.core.ranks.group import RankGroup
+    from penstock.core.types import Replica
+
+_POLL_S = 0.05
+
+_FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
+
+
+class SaveAgreement:
+    """This rank's side of a save that several ranks make together.
+
+    Methods that wait call `alive` again and again, which may raise to give up.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        number: int,
+        *,
+        commit: Commit,
+        step: int,
+        alive: Callable[[], None],
+        look: Callable[[int], Event],
+    ) -> None:
+        """Prepare; nothing is sent before `arrive`.
+
+        Args:
+            group: The ranks.
+            number: The number of the round.
+            commit: The table of this rank's save.
+            step: The step that this rank was told to save.
+            alive: Called while this waits; raises if the save was given up.
+            look: Returns what the commit record with a generation is: ours, another's or none.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached.
+        """
+        self.uid = group.uid(number)
+        self._group = group
+        self._number = number
+        self._step = step
+        self._alive = alive
+        self._look = look
+        self._structure = ""
+        self._arrived = False
+        self._values: Mapping[str, str] = {}
+        self._round = SaveRound(
+            group.place,
+            number,
+            commit=commit,
+            timeout_s=group.timeout_s,
+            expects=self._obstacle,
+        )
+        self._conductor = Conductor(self._round, group.coordination)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self._group.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._group.place.world_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which publishes."""
+        return self.rank == 0
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        """What rank 0 has decided for all."""
+        return self._round.terms
+
+    def arrive(self, structure: str, values: Mapping[str, str]) -> None:
+        """Tell the others that this rank takes part; nothing waits.
+
+        Args:
+            structure: The digest of the structure of the state here.
+            values: The digests of the plain values here.
+        """
+        self._values = values
+        self._structure = structure
+        self._round.arrive({"structure": structure})
+        self._arrived = True
+        self._conductor.start()
+
+    def gather(self) -> None:
+        """Wait until all ranks are here; rank 0 alone.
+
+        Raises:
+            PenstockError: The save is given up.
+        """
+        while not self._conductor.wait_all_here(_POLL_S):
+            self._alive()
+            self.check()
+
+    def go(self, terms: Mapping[str, Any]) -> None:
+        """Tell all ranks to write; rank 0 alone."""
+        digests = {0: self._structure}
+        arrived: Mapping[int, Mapping[str, Any]] = self._conductor.tell(lambda r: dict(r.arrived))
+        digests |= {rank: str(post.get("structure")) for rank, post in arrived.items()}
+        every = {
+            **terms,
+            "step": self._step,
+            "uid": self.uid,
+            "values": digest_of(self._values),
+            "classes": classes_of([digests[rank] for rank in range(self.world_size)]),
+        }
+        try:
+            self._conductor.tell(lambda r: r.go(every))
+        except FormatError:  # too many classes for a post: each rank stores all that it holds
+            self._conductor.tell(lambda r: r.go({**every, "classes": []}))
+
+    def wait_for_go(self) -> Replica:
+        """Wait for the word of rank 0; return the place of this rank among those alike.
+
+        Raises:
+            PenstockError: The save is given up.
+        """
+        self._next(Step.WORK)
+        place = place_in(self.terms["classes"], self.rank)
+        assumed = self._group.alike.get(self._structure, place)
+        self._group.alike = {self._structure: place}
+        if assumed != place:
+            msg = (
+                f"step {self._step}: the state of another rank has another structure than when it "
+                "was saved last, and this rank has captured its share for the old one. The next "
+                "save is planned for the new one"
+            )
+            raise SaveError(msg)
+        return place
+
+    def moved(self, done: int, total: int) -> None:
+        """Note progress."""
+        if self._arrived:
+            self._conductor.moved(done, total)
+
+    def check(self) -> None:
+        """Raise if the round is over, since another rank has failed.
+
+        Raises:
+            PenstockError: The save is given up.
+        """
+        phase = self._round.phase  # read without the lock: an end stays one
+        if self._arrived and phase in ENDS and phase is not Phase.COMMITTED:
+            raise self._error(phase)
+
+    def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Tell that the part of this rank is durable, and wait until all have told so.
+
+        Returns:
+            On rank 0 what the others have told, by rank; on all others nothing, and the checkpoint
+            is committed.
+
+        Raises:
+            PenstockError: The save is given up.
+        """
+        own = digest_of(self._values)
+        pieces: list[bytes] = []
+        if own != self.terms["values"]:
+            pieces = dump_values(self._values)
+            for number, piece in enumerate(pieces):
+                key = values_key(self._number, self.rank, number)
+                self._group.coordination.post(key, piece)
+        post = {**part, "values": own, "pieces": len(pieces)}
+        self._conductor.tell(lambda r: r.seal(post))
+        if not self.leads:
+            self._next(Step.DONE)
+            return {}
+        self._next(Step.MERGE)
+        return self._conductor.tell(lambda r: dict(r.parts))
+
+    def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> None:
+        """Compare the plain values of all ranks; rank 0 alone.
+
+        Raises:
+            SaveError: A value is not equal on all ranks that have it; names its path and ranks.
+        """
+        ranks: dict[str, list[int]] = {digest_of(self._values): [0]}
+        pieces = {}
+        for rank, post in sorted(parts.items()):
+            ranks.setdefault(post["values"], []).append(rank)
+            pieces[rank] = post["pieces"]
+        maps: list[tuple[Sequence[int], Mapping[str, str]]] = []
+        for alike in ranks.values():
+            values = self._values if alike[0] == 0 else self._values_of(alike[0], pieces[alike[0]])
+            maps.append((alike, values))
+        difference = difference_of(maps)
+        if difference is not None:
+            msg = f"step {self._step}: {difference}"
+            raise SaveError(msg)
+
+    def _values_of(self, rank: int, pieces: int) -> dict[str, str]:
+        keys = [values_key(self._number, rank, piece) for piece in range(pieces)]
+        found = self._group.coordination.read(keys)
+        return load_values([piece or b"" for piece in found], f"the values of rank {rank}")
+
+    def merged(self) -> None:
+        """Ask for the commit, and wait for the right to publish; rank 0 alone.
+
+        Raises:
+            PenstockError: The save is given up.
+        """
+        self._conductor.tell(lambda r: r.merged())
+        self._next(Step.PUBLISH)
+
+    def published(self, result: Result, cause: str = "") -> None:
+        """Tell what came of the publish; rank 0 alone."""
+        self._conductor.tell(lambda _: self._round.published(result, cause))
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Tell the others that this rank has failed, and wait until the end of the round is known.
+
+        Returns:
+            The error to report: `error`, or one that names the rank that was the first to fail.
+        """
+        cause = cause_of(error)
+        if not self._arrived:
+            self._group.give_up(self._number, cause)
+            return error
+        if self._round.phase in ENDS:
+            return error
+        self._conductor.tell(lambda r: r.fail(cause))
+        self._alive = _nothing
+        try:
+            self._next()
+        except PenstockError as other:
+            return other if isinstance(other, RankError) else error
+        return error
+
+    def finish(self) -> None:
+        """Wait until the others can learn all that they need of this rank."""
+        if self._arrived:
+            self._conductor.wait_over(self._group.timeout_s)
+            self._group.ended(self._number)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _obstacle(self, terms: Mapping[str, Any]) -> str:
+        if terms.get("step") == self._step:
+            return ""
+        return f"was called to save step {self._step} while rank 0 saves step {terms.get('step')}"
+
+    def _next(self, *wanted: Step) -> None:
+        """Wait for one of the steps, or for the end.
+
+        Raises:
+            PenstockError: The round has ended in another way; or `alive` raised.
+        """
+        while True:
+            step = self._conductor.next_step(_POLL_S)
+            if step is not None and step in wanted:
+                return
+            if step is Step.RESOLVE:
+                found = self._look(int(self.terms["generation"]))
+                self._conductor.tell(partial(self._resolve, found))
+            elif step in _FINAL:
+                raise self._error(self._round.phase)
+            elif step is None:
+                self._alive()
+
+    def _resolve(self, found: Event, _: object) -> None:
+        self._round.resolved(found)
+
+    def _error(self, phase: Phase) -> PenstockError:
+        step = self._step
+        latest = self.terms.get("latest")
+        stays = "" if latest is None else f"Step {latest} stays the latest."
+        if phase is Phase.COMMITTED:
+            error: PenstockError = SaveError(
+                f"step {step} is committed: this rank gave up too late"
+            )
+        elif phase is Phase.STOPPED:
+            error = self._stopped(f"step {step} was not saved")
+        elif phase is Phase.UNKNOWN:
+            error = CommitUnknownError(
+                f"step {step}: rank 0 and the store of the job are silent, and there is no "
+                "commit record yet: the checkpoint may or may not exist. Look at steps() later; "
+                "nothing of it is deleted"
+            )
+        else:
+            error = self._aborted(f"step {step} was not saved", stays)
+        return error
+
+    def _aborted(self, what: str, stays: str) -> PenstockError:
+        result, verdict = self._round.result, self._round.verdict
+        if result is not None and result.result is not Result.COMMITTED:
+            msg = f"{what}: rank 0 {result.cause}. {stays}".rstrip()
+            return RankError(msg, 0, "", result.cause)
+        if verdict is not None and verdict.commit:
+            return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
+        found = self._round.error(what, stays)
+        if found is not None:
+            return found
+        silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
+        return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
+
+    def _stopped(self, what: str) -> PenstockError:
+        if self.terms.get("skipped"):
+            return SaveSkippedError(f"step {self._step} was skipped: {self._round.stop}")
+        cause = self._round.stop
+        return RankError(f"{what}: rank 0 did not begin: {cause}", 0, "", cause)
+
+
+def _nothing() -> None:
+    """The save is given up already."""

@@ -1,0 +1,216 @@
+"""Reads the parts of all ranks back from the root, and checks that they hold everything once.
+
+Rank 0 does so before it asks for the commit. What it cannot read, nobody could: so a root that the
+hosts do not share is found here, and so are bytes that no rank has stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.core.abc import StateObject
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    SaveError,
+)
+from penstock.core.format.index import NO_BYTES, WHOLE, merged
+from penstock.core.format.part import decode_section, decode_shards, read_head
+from penstock.core.format.records import PartEntry, data_prefix, part_name
+from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.save.manifest import PartSummary, codecs_of
+from penstock.core.tree.paths import path_hash, show_path
+from penstock.core.types import ReadRequest, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.core.abc import Backend, Node
+    from penstock.core.format.index import ShardTable
+    from penstock.core.format.records import PartHead
+
+_BATCH = 64  # parts that are read at once
+
+
+class PartsOfRanks:
+    """The parts of a save whose ranks have all sealed; rank 0 alone."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        uid: str,
+        step: int,
+        world_size: int,
+        tick: Callable[[], None],
+    ) -> None:
+        """Prepare to read.
+
+        Args:
+            backend: The root.
+            uid: The uid of the save.
+            step: The step.
+            world_size: Number of ranks.
+            tick: Called whenever something was read.
+        """
+        self._backend = backend
+        self._uid = uid
+        self._step = step
+        self._world_size = world_size
+        self._tick = tick
+        self._heads: dict[int, PartHead] = {}
+
+    def read(self, own: PartSummary, posts: Mapping[int, Mapping[str, Any]]) -> list[PartSummary]:
+        """Return all parts, in order of ranks.
+
+        Args:
+            own: The part of rank 0.
+            posts: What the other ranks have told of theirs, by rank.
+
+        Raises:
+            SaveError: A part, or a blob of it, is not there as rank 0 sees the root.
+            FormatError: A part is damaged.
+        """
+        entries = {
+            rank: PartEntry(part_name(self._uid, rank), *post["part"])
+            for rank, post in sorted(posts.items())
+            if post.get("part")
+        }
+        heads = self._ranges({r: (0, one.head_length) for r, one in entries.items()}, entries)
+        for rank, data in heads.items():
+            self._heads[rank] = read_head(
+                data, entries[rank], uid=self._uid, rank=rank, world_size=self._world_size
+            )
+        places = {r: (h.shards.offset, h.shards.length) for r, h in self._heads.items()}
+        tables = self._ranges(places, entries)
+        self._check_blobs()
+        return [
+            own,
+            *(
+                PartSummary(
+                    entries[rank],
+                    decode_shards(tables[rank], head),
+                    codecs_of(head.chains),
+                    (),
+                    posts[rank]["raw"],
+                    sum(blob.length for blob in head.blobs),
+                )
+                for rank, head in sorted(self._heads.items())
+            ),
+        ]
+
+    def check_cover(
+        self, parts: Sequence[PartSummary], entries: Sequence[StateObject | Node]
+    ) -> None:
+        """Check that the parts hold every byte of every object, and none twice.
+
+        Args:
+            parts: The parts, from `read`.
+            entries: What rank 0 describes. Of other objects the shape is read from the parts.
+
+        Raises:
+            SaveError: Bytes of an object are missing, or shards overlap; names the object.
+        """
+        table = merged([part.shards for part in parts])
+        doubtful = _doubtful(table)
+        if not len(doubtful):
+            return
+        known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
+        chosen = table.take(doubtful)
+        regions = chosen.regions()
+        starts = np.flatnonzero(np.diff(chosen.hashes, prepend=chosen.hashes[0] + 1)).tolist()
+        for start, stop in zip(starts, [*starts[1:], len(chosen)], strict=True):
+            rows = slice(start, stop)
+            entry = known.get(int(chosen.hashes[start]))
+            if entry is not None:
+                path, shape, needs = show_path(entry.path), entry.spec.shape, _needs_bytes(entry)
+            else:
+                path, shape, needs = self._described(parts, chosen.take(np.arange(start, stop)))
+            if not needs:
+                continue
+            stored = [
+                Region.whole(shape) if dims == WHOLE else region
+                for dims, region in zip(chosen.dims[rows].tolist(), regions[rows], strict=True)
+                if dims != NO_BYTES
+            ]
+            flaw = flaw_of_cover(shape, [one for one in stored if one is not None])
+            if flaw is not None:
+                msg = (
+                    f"step {self._step}: of {path}, of shape {list(shape)}, {flaw}: do all ranks "
+                    "put the same state into save(), and is every rank in it?"
+                )
+                raise SaveError(msg)
+
+    def _described(
+        self, parts: Sequence[PartSummary], rows: ShardTable
+    ) -> tuple[str, tuple[int, ...], bool]:
+        """Return shown path and shape of an object that rank 0 does not have, from its part."""
+        part, number = rows.places()[0]
+        entry = parts[part].entry
+        head = self._heads[entry.rank]
+        info = head.sections[number]
+        data = self._ranges({entry.rank: (info.offset, info.length)}, {entry.rank: entry})
+        section = decode_section(data[entry.rank], info, head)
+        wanted = int(rows.hashes[0])
+        record = next(o for o in section.objects if path_hash(o.path) == wanted)
+        needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
+        return show_path(record.path), record.spec.shape, needs
+
+    def _ranges(
+        self, places: Mapping[int, tuple[int, int]], entries: Mapping[int, PartEntry]
+    ) -> dict[int, bytes]:
+        """Return a range of the part of each rank."""
+        buffers = {rank: bytearray(length) for rank, (_, length) in places.items()}
+        ranks = list(places)
+        for at in range(0, len(ranks), _BATCH):
+            requests = {
+                rank: ReadRequest(entries[rank].name, places[rank][0], memoryview(buffers[rank]))
+                for rank in ranks[at : at + _BATCH]
+            }
+            try:
+                self._backend.read(list(requests.values()))
+            except (BlobNotFoundError, BlobTruncatedError) as error:
+                raise self._lost(self._first_lost(requests), error) from error
+            self._tick()
+        return {rank: bytes(buffer) for rank, buffer in buffers.items()}
+
+    def _first_lost(self, requests: Mapping[int, ReadRequest]) -> int:
+        for rank, request in requests.items():
+            try:
+                self._backend.read([request])
+            except (BlobNotFoundError, BlobTruncatedError):
+                return rank
+        return next(iter(requests))
+
+    def _check_blobs(self) -> None:
+        prefix = f"{data_prefix(self._uid)}blobs/"
+        sizes = {blob.name: blob.size_bytes for blob in self._backend.list(prefix)}
+        self._tick()
+        for rank, head in self._heads.items():
+            for blob in head.blobs:
+                if sizes.get(blob.name) != blob.length:
+                    raise self._lost(rank, None)
+
+    def _lost(self, rank: int, error: Exception | None) -> SaveError:
+        detail = "" if error is None else f" ({error})"
+        return SaveError(
+            f"step {self._step}: what rank {rank} has stored is not on {self._backend.url} as rank "
+            f"0 sees it: is the folder shared by all hosts?{detail}"
+        )
+
+
+def _doubtful(table: ShardTable) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return the rows of objects that are not plainly stored as one whole by one rank."""
+    hashes = table.hashes
+    first = np.ones(len(table), bool)
+    first[1:] = hashes[1:] != hashes[:-1]
+    group = np.cumsum(first) - 1
+    alone = np.bincount(group) == 1
+    plain = alone[group] & (table.dims == WHOLE) if len(table) else first
+    return np.flatnonzero(~plain)
+
+
+def _needs_bytes(entry: StateObject) -> bool:
+    return entry.same_as is None and entry.spec.nbytes > 0

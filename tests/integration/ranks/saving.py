@@ -1,0 +1,52 @@
+"""Ranks as threads that save together, each with a checkpointer of its own."""
+
+import threading
+
+from tests.integration.support import TINY
+
+from penstock import Checkpointer
+from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
+
+PATIENCE_S = 60.0
+TIMEOUT_S = 3.0
+
+
+class Job:
+    """The ranks of one job over one store: each thread gets its own checkpointer."""
+
+    def __init__(self, world_size, store, **options):
+        self.world_size = world_size
+        self.board = MemoryBoard()
+        self._store = store
+        self._options = {**TINY, **options}
+
+    def group(self, rank, *, coordination=None, timeout_s=TIMEOUT_S):
+        member = coordination or MemoryCoordination(self.board)
+        return RankGroup(rank, self.world_size, member, timeout_s=timeout_s, host=f"node{rank}")
+
+    def checkpointer(self, rank, **group):
+        store = self._store(rank) if callable(self._store) else self._store
+        return Checkpointer(store, group=self.group(rank, **group), **self._options)
+
+    def run(self, work):
+        """Return what `work(checkpointer, rank)` returns, or raises, on each rank."""
+        results = [None] * self.world_size
+
+        def one(rank):
+            try:
+                with self.checkpointer(rank) as ckpt:
+                    results[rank] = work(ckpt, rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(n,)) for n in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        return results
+
+    def save(self, state_of, step=1, **options):
+        """Save `state_of(rank)` on each rank; return the reports, or errors."""
+        return self.run(lambda ckpt, rank: ckpt.save(state_of(rank), step, **options).result(30))

@@ -1,0 +1,160 @@
+"""Real processes that train together by torch.distributed, and save together as they stand."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import interpreters
+
+from penstock import Checkpointer
+
+LIMIT_S = 5
+
+START = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import penstock
+
+rank, count, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+store = dist.TCPStore("127.0.0.1", port, is_master=False)  # as with torchrun, an agent hosts it
+dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+torch.manual_seed(0)
+"""
+
+TRAIN = """
+net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+for part in (net[0], net[2]):
+    fully_shard(part)
+fully_shard(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+def step():
+    net(torch.ones(4, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def tensors():
+    found = {f"model/{n}": p.full_tensor() for n, p in net.state_dict().items()}
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"optimizer/state/{name}/{key}"] = full
+    return {path: tensor.detach().clone() for path, tensor in found.items()}
+
+state = {"model": net, "optimizer": optimizer, "epoch": 3}
+with penstock.Checkpointer(root) as ckpt:
+    for number, mode in enumerate(["blocking", "async", "lazy"], 1):
+        step()
+        expected = tensors()
+        handle = ckpt.save(state, number, mode=mode)
+        if rank == 0:
+            torch.save(expected, f"{root}-{number}.pt")
+        step()  # the fence of the lazy save
+        handle.result(60)
+print("saved", flush=True)
+dist.destroy_process_group()
+"""
+
+HANG = """
+from penstock.core.abc.delegating import DelegatingBackend
+from penstock.core.plugins.registry import default_registry
+from penstock.core.storage.open import open_backend
+
+class Hanging(DelegatingBackend):
+    hangs = False
+
+    def create(self, name, /, *, size_hint=0):
+        if self.hangs:
+            print("writes", flush=True)
+            time.sleep(1000)
+        return super().create(name, size_hint=size_hint)
+
+from penstock.core.config.model import load_config
+config = load_config({"backend": root})
+backend = Hanging(open_backend(config.backend, registry=default_registry()))
+victim, limit_s = int(sys.argv[5]), float(sys.argv[6])
+ckpt = penstock.Checkpointer(backend, rank_timeout_s=limit_s)
+half = lambda n: penstock.Shard(torch.full((9, 4), float(n)), (9 * count, 4), (9 * rank, 0))
+ckpt.save({"w": half(1), "epoch": 1}, 1, mode="blocking")
+Hanging.hangs = rank == victim
+handle = ckpt.save({"w": half(2), "epoch": 1}, 2)
+if rank != victim:
+    print("saves", flush=True)
+try:
+    handle.result(100)
+except penstock.RankError as error:
+    print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
+    Hanging.hangs = False
+    print(ckpt.latest(), flush=True)
+"""
+
+
+def start(program, count, port, *arguments):
+    return [
+        interpreters.start("-c", program, rank, count, port, *arguments, stdout=subprocess.PIPE)
+        for rank in range(count)
+    ]
+
+
+def end(processes):
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
+    root = tmp_path / "run"
+    processes = start(START + TRAIN, 2, store.port, root)
+    try:
+        assert [process.communicate(timeout=100)[0] for process in processes] == ["saved\n"] * 2
+    finally:
+        end(processes)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.steps() == [1, 2, 3]
+        for step in ckpt.steps():
+            expected = torch.load(f"{root}-{step}.pt")
+            assert ckpt.verify(step).ok
+            checkpoint = ckpt.open(step)
+            assert checkpoint["epoch"] == 3
+            for path, tensor in expected.items():
+                assert torch.equal(checkpoint[path], tensor), (step, path)
+            assert ckpt.load(step)["model"].keys() == {
+                path.partition("/")[2] for path in expected if path.startswith("model")
+            }
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_rank_that_dies_ends_the_save_by_name_and_the_latest_stays(store, tmp_path, victim, how):
+    root = tmp_path / "run"
+    processes = start(START + HANG, 3, store.port, root, victim, LIMIT_S)
+    others = [process for rank, process in enumerate(processes) if rank != victim]
+    try:
+        assert processes[victim].stdout.readline() == "writes\n"
+        assert [process.stdout.readline() for process in others] == ["saves\n"] * 2
+        os.kill(processes[victim].pid, how)
+        began_s = time.monotonic()
+        words = f"{victim}|stood still for {LIMIT_S}\n"
+        assert [process.stdout.readline() for process in others] == [words, words]
+        print(f"known after {time.monotonic() - began_s:.2f} s of {LIMIT_S} s")
+        assert [process.stdout.readline() for process in others] == ["1\n", "1\n"]
+    finally:
+        end(processes)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.steps() == [1]
+        assert ckpt.load()["w"].tolist() == [[1.0] * 4] * 27

@@ -1,0 +1,219 @@
+"""What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
+
+import threading
+import time
+
+import pytest
+import torch
+from tests.integration.ranks.saving import TIMEOUT_S, Job
+from tests.integration.support import checkpointer, memory
+
+from penstock import Checkpointer, Shard
+from penstock.core.abc.delegating import DelegatingBackend
+from penstock.core.errors import (
+    ConfigError,
+    RankError,
+    SaveError,
+    SaveSkippedError,
+    StepExistsError,
+    StorageError,
+    UnsupportedStateError,
+)
+
+WEIGHT = torch.arange(60_000.0)
+
+
+def state_of(rank):
+    del rank
+    return {"weight": WEIGHT, "epoch": 7, "options": {"lr": 0.1}}
+
+
+def names(store):
+    return [blob.name for blob in store.list("data/")]
+
+
+def told(errors):
+    return [(type(error), getattr(error, "rank", None)) for error in errors]
+
+
+@pytest.fixture
+def job():
+    store = memory()
+    job = Job(3, store)
+    job.store = store
+    assert [report.step for report in job.save(state_of)] == [1, 1, 1]
+    job.before = names(store)
+    return Job(3, store), store, job.before
+
+
+def assert_unchanged(store, before):
+    assert names(store) == before
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [1]
+        assert torch.equal(ckpt.load()["weight"], WEIGHT)
+
+
+def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
+    job, store, before = job
+    errors = job.save(lambda rank: {**state_of(rank), "epoch": 7 + (rank == 1)}, 2)
+    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    for error in errors:
+        assert "epoch is not equal on ranks 0, 2 and rank 1" in str(error)
+    assert_unchanged(store, before)
+
+
+def test_a_value_that_one_rank_lacks_is_no_difference(job):
+    job, store, _ = job
+    reports = job.save(lambda rank: state_of(rank) | ({"mine": 5} if rank == 2 else {}), 2)
+    assert [report.step for report in reports] == [2, 2, 2]
+    with checkpointer(store) as ckpt:
+        tree = ckpt.load(2)
+        assert (tree["mine"], tree["epoch"]) == (5, 7)
+        assert torch.equal(tree["weight"], WEIGHT)
+        assert ckpt.verify(2).ok
+
+
+def test_ranks_that_are_called_with_other_steps_say_so(job):
+    job, store, before = job
+    errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(30))
+    assert told(errors)[:2] == [(RankError, 2), (RankError, 2)]
+    assert "was called to save step 3 while rank 0 saves step 2" in str(errors[0])
+    assert isinstance(errors[2], SaveError)
+    assert_unchanged(store, before)
+
+
+class Full(DelegatingBackend):
+    """A store without room for blobs."""
+
+    def create(self, name, /, *, size_hint=0):
+        msg = f"{name}: No space left on device"
+        raise StorageError(msg)
+
+
+def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job):
+    _, store, before = job
+    big = {"weight": torch.ones(40_000), "epoch": 7}
+
+    def shard_of(rank):
+        half = Shard(big["weight"], (120_000,), (40_000 * rank,))
+        return {"weight": half, "epoch": 7}
+
+    job = Job(3, lambda rank: Full(store) if rank == 2 else store)
+    began = time.monotonic()
+    errors = job.save(shard_of, 2)
+    assert time.monotonic() - began < TIMEOUT_S
+    assert told(errors) == [(RankError, 2), (RankError, 2), (StorageError, None)]
+    assert "rank 2 on node2" in str(errors[0])
+    assert "No space left" in str(errors[0])
+    assert_unchanged(store, before)
+
+
+def test_what_no_rank_holds_fails_the_save_by_name(job):
+    job, store, before = job
+    errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (12, 3), (4 * (rank % 2), 0))}, 2)
+    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    assert "of w, of shape [12, 3], no shard has elements [8:12, 0:3]" in str(errors[0])
+    assert_unchanged(store, before)
+
+
+def test_a_root_that_hosts_do_not_share_is_found():
+    stores = [memory(), memory()]
+    job = Job(2, lambda rank: stores[rank])
+    errors = job.save(lambda rank: {"w": Shard(torch.ones(4, 3), (8, 3), (4 * rank, 0))})
+    assert "what rank 1 has stored is not on memory:" in str(errors[0])
+    assert "is the folder shared by all hosts?" in str(errors[1])
+    assert [names(store) for store in stores] == [[], []]
+
+
+def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
+    job, store, before = job
+    began = time.monotonic()
+    errors = job.save(lambda rank: state_of(rank) | ({"bad": object()} if rank == 1 else {}), 2)
+    assert time.monotonic() - began < TIMEOUT_S
+    assert told(errors) == [(RankError, 1), (UnsupportedStateError, None), (RankError, 1)]
+    assert_unchanged(store, before)
+
+
+def test_a_step_that_exists_is_refused_on_all(job):
+    job, store, before = job
+    errors = job.save(state_of, 1)
+    assert told(errors) == [(StepExistsError, None), (RankError, 0), (RankError, 0)]
+    assert "exists" in str(errors[2])
+    assert_unchanged(store, before)
+    reports = Job(3, store).save(state_of, 1, overwrite=True)
+    assert [report.generation for report in reports] == [1, 1, 1]
+
+
+def test_a_job_goes_on_saving_after_a_save_that_failed():
+    store = memory()
+    job = Job(2, store)
+
+    def work(ckpt, rank):
+        with pytest.raises((RankError, SaveError)):
+            ckpt.save({"epoch": rank}, 1).result(30)
+        return ckpt.save({"epoch": 1}, 2).result(30).step
+
+    assert job.run(work) == [2, 2]
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [2]
+
+
+def test_a_rank_that_never_comes_is_named_after_the_time_out():
+    store = memory()
+    job = Job(2, store)
+    began = time.monotonic()
+    error = None
+    with job.checkpointer(0, timeout_s=1.0) as ckpt:
+        handle = ckpt.save(state_of(0), 1)
+        with pytest.raises(RankError, match="has not begun to save, and stood") as info:
+            handle.result(30)
+        error = info.value
+    assert error.rank == 1
+    assert time.monotonic() - began < 4.0
+    assert names(store) == []
+
+
+class Slow(DelegatingBackend):
+    """A store whose first blob waits until the test lets it go on."""
+
+    gate = threading.Event()
+
+    def create(self, name, /, *, size_hint=0):
+        self.gate.wait(20)
+        return super().create(name, size_hint=size_hint)
+
+
+def test_what_rank_0_skips_is_skipped_by_all():
+    store = memory()
+    Slow.gate.clear()
+    job = Job(2, lambda rank: store if rank else Slow(store), on_busy="skip")
+
+    def work(ckpt, rank):
+        first = ckpt.save(state_of(rank), 1)
+        second = ckpt.save(state_of(rank), 2)
+        if rank == 0:
+            Slow.gate.set()
+        with pytest.raises(SaveSkippedError):
+            second.result(30)
+        return first.result(30).step, second.skipped, ckpt.save(state_of(rank), 3).result(30).step
+
+    assert job.run(work) == [(1, True, 3), (1, True, 3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"share": True}, "share=True"),
+        ({"rules": [{"match": "weight", "codecs": ["delta", "zstd"]}]}, "delta"),
+    ],
+)
+def test_what_ranks_cannot_do_yet_is_refused(options, what):
+    job = Job(2, memory(), **options)
+    for error in job.save(state_of):
+        assert isinstance(error, ConfigError)
+        assert what in str(error)
+
+
+def test_a_process_alone_refuses_a_piece_of_a_tensor():
+    with Checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match="is a piece"):
+        ckpt.save({"w": Shard(torch.ones(4, 3), (8, 3), (0, 0))}, 1)
