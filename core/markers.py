@@ -10,7 +10,7 @@ from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Region, Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Rng:
@@ -23,6 +23,53 @@ class Rng:
 
     def __repr__(self) -> str:
         return "penstock.Rng()"
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class PerRank:
+    """A value that differs between ranks: each rank stores its own.
+
+    On restore each rank gets its own back if there are as many ranks as at the save.
+
+    Attributes:
+        value: Whatever may stand in a state tree.
+        index: Which of the values this is; default: the number of the rank. Ranks that give the
+            same number store the same, such as those that read the same data.
+        count: How many values there are; default: the number of ranks.
+        on_change: What a restore does where another number of values is stored: `"error"`;
+            `"keep"` what is live; or a function that takes a list of all stored ones and returns
+            the value for this rank.
+
+    Raises:
+        UnsupportedStateError: `index` and `count` are not a place among ranks, or only one of them
+            is given; or `on_change` is none of these.
+    """
+
+    value: Any
+    index: int | None = None
+    count: int | None = None
+    on_change: str | Callable[[list[Any]], Any] = "error"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no place among ranks."""
+        given = self.index is not None and self.count is not None
+        if given and not 0 <= operator.index(self.index) < operator.index(self.count):  # type: ignore[arg-type]
+            msg = f"penstock.PerRank has index={self.index} of count={self.count}"
+            raise UnsupportedStateError(msg)
+        if not given and (self.index is not None or self.count is not None):
+            msg = "penstock.PerRank takes index= and count= together, or neither"
+            raise UnsupportedStateError(msg)
+        if self.on_change not in {"error", "keep"} and not callable(self.on_change):
+            msg = (
+                f"penstock.PerRank has on_change={self.on_change!r}: 'error', 'keep' or a function"
+            )
+            raise UnsupportedStateError(msg)
+
+    def place(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Return which of the values this is on a rank, and how many there are."""
+        if self.index is None or self.count is None:
+            return rank, world_size
+        return self.index, self.count
 
 
 class Grads:

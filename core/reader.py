@@ -236,6 +236,9 @@ class Reader:
             meter.begin("plan")
             try:
                 checkpoint = replace(open_step(), meter=meter)
+                if round_ is not None:
+                    place = round_[0].place
+                    checkpoint = replace(checkpoint, rank=place.rank, world_size=place.world_size)
                 with memory_permitting(f"step {number}"):
                     found = attempt(checkpoint)
             except BaseException:

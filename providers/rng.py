@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.core.abc import Node, Placement, StateProvider
+from penstock.core.abc import Node, Placement, StateProvider, ranks_node, ranks_of
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Rng
 from penstock.core.types import show_path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PRIORITY = 50
 FORM = "rng"
+log = logging.getLogger("penstock")
 _KINDS = (Rng, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CUDA = "cuda."
 
@@ -35,6 +37,7 @@ class RngProvider(StateProvider):
 
     name = "rng"
     forms = (FORM,)
+    per_rank = True
     describes_last = True  # the `state_dict` of a data loader may draw from the global generator
 
     def claims(self, kind: type, /) -> int | None:
@@ -43,11 +46,31 @@ class RngProvider(StateProvider):
     def describe(
         self, value: Any, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterator[StateObject | Node]:
+        if context.world_size > 1:
+            yield ranks_node(path, context.world_size)
+            path = (*path, str(context.rank))
         yield Node(path, FORM, {"class": _class(value)})
         for name, state in _states(value, path).items():
             yield from context.describe(state, (*path, name))
 
     def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
+        ranks = ranks_of(context.node(path))
+        stored = 1 if ranks is None and context.node(path) is not None else ranks
+        if stored is not None and stored != context.world_size:
+            # All ranks would go on with equal random numbers, or with those of few.
+            if context.children(path):
+                log.warning(
+                    "%s is random state of %d ranks, and here are %d: it stays as it is",
+                    show_path(path),
+                    stored,
+                    context.world_size,
+                )
+            return Placement(finish=lambda: value)
+        if context.world_size > 1 and stored is not None:
+            path = (*path, str(context.rank))
+        return self._place_at(value, path, context)
+
+    def _place_at(self, value: Any, path: ObjectPath, context: PlaceContext) -> Placement:
         result = Placement(finish=lambda: value)
         node = context.node(path)
         chosen = context.children(path)

@@ -36,6 +36,8 @@ from penstock.core.abc.provider import (
     StoredObject,
     Target,
     cast_advice,
+    ranks_node,
+    ranks_of,
 )
 from penstock.core.abc.roots import (
     ROOT_NAME,
@@ -97,6 +99,8 @@ __all__ = [
     "first_durable",
     "misplaced_roots",
     "parse_size",
+    "ranks_node",
+    "ranks_of",
     "read_root",
     "says_its_version",
     "without_credentials",

@@ -61,6 +61,17 @@ class Node:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+def ranks_node(path: ObjectPath, count: int, /) -> Node:
+    """Return the node of what each of `count` ranks stores for itself, below its number."""
+    return Node(path, "dict", {"ranks": count})
+
+
+def ranks_of(node: Node | None, /) -> int | None:
+    """Return how many ranks have stored something of their own there; None: another node."""
+    count = None if node is None or node.form != "dict" else node.meta.get("ranks")
+    return count if type(count) is int and count > 0 else None
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """One object of a checkpoint, under its path in the template."""
@@ -168,9 +179,17 @@ class Placement:
 
 
 class DescribeContext(ABC):
-    """What a provider may call while it describes."""
+    """What a provider may call while it describes.
+
+    Attributes:
+        allow_pickle: Whether values may be pickled.
+        rank: The number of this rank among those that save together.
+        world_size: How many there are.
+    """
 
     allow_pickle: bool
+    rank: int = 0
+    world_size: int = 1
 
     @abstractmethod
     def describe(
@@ -194,10 +213,14 @@ class PlaceContext(ABC):
         allow_pickle: Whether stored pickles may be loaded.
         cast: Whether stored floats may be converted into those of the template (`restore` with
             `cast=True`). Core does it: a target keeps the dtype of its memory.
+        rank: The number of this rank among those that restore together.
+        world_size: How many there are.
     """
 
     allow_pickle: bool
     cast: bool = False
+    rank: int = 0
+    world_size: int = 1
 
     def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
         """Return whether core fills memory of `spec` with a tensor of the spec `stored`.
@@ -279,6 +302,8 @@ class StateProvider(ABC):
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
         describes_last: Whether its values are described after all others that stand in dicts, lists
             and tuples of the tree, since describing the others may change them (random state).
+        per_rank: Whether its values differ between ranks by nature. With several ranks `describe`
+            gives each rank paths of its own, below its number.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -286,6 +311,7 @@ class StateProvider(ABC):
     version: ClassVar[int] = 1
     forms: ClassVar[tuple[str, ...]] = ()
     describes_last: ClassVar[bool] = False
+    per_rank: ClassVar[bool] = False
 
     @abstractmethod
     def claims(self, kind: type, /) -> int | None:

@@ -54,6 +54,8 @@ class Opened:
         registry: Finds providers and codecs.
         allow_pickle: Whether stored pickles may be loaded.
         meter: Counts the bytes that are read.
+        rank: The number of this rank among those that restore together.
+        world_size: How many there are.
     """
 
     backend: Backend
@@ -62,6 +64,8 @@ class Opened:
     registry: Registry
     allow_pickle: bool = False
     meter: Meter = field(default_factory=Meter)
+    rank: int = 0
+    world_size: int = 1
 
     @classmethod
     def open(

@@ -204,7 +204,7 @@ def _placing(
     *,
     cast: bool = False,
 ) -> Placing:
-    return Placing(
+    placing = Placing(
         checkpoint.registry.providers,
         tree,
         selected,
@@ -212,6 +212,8 @@ def _placing(
         cast=cast,
         below=below,
     )
+    placing.rank, placing.world_size = checkpoint.rank, checkpoint.world_size
+    return placing
 
 
 def build_new(

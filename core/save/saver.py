@@ -370,7 +370,11 @@ class Saver(SaveSurroundings):
         if group is not None:
             self._refuse_of_ranks()
         description = describe_tree(
-            state, providers=self._registry.providers, allow_pickle=self._config.allow_pickle
+            state,
+            providers=self._registry.providers,
+            allow_pickle=self._config.allow_pickle,
+            rank=0 if group is None else group.place.rank,
+            world_size=1 if group is None else group.place.world_size,
         )
         warn_of_forms(description, self._registry.providers)
         request = plan_state(

@@ -98,7 +98,7 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
             if other != digest:
                 return (
                     f"{path} is not equal on {shown_ranks(where)} and {shown_ranks(ranks)}: make "
-                    "it equal on all ranks"
+                    "it equal on all ranks, or put it into penstock.PerRank"
                 )
     return None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.limits import MAX_KEY_DIGITS
+from penstock.core.markers import PerRank
 from penstock.core.types import (
     FACTORIES,
     collide,
@@ -118,6 +119,9 @@ class Scan:
         provider = self.provider_for(kind)
         if provider is not None:
             self.found.append(Found(path, provider, value))
+            return True
+        if kind is PerRank:
+            self._visit(value.value, path)
             return True
         if not isinstance(value, dict | list | tuple):
             return False

@@ -6,10 +6,10 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider
+from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider, ranks_node
 from penstock.core.errors import (
     PenstockError,
     PluginError,
@@ -17,6 +17,7 @@ from penstock.core.errors import (
     UnsupportedStateError,
 )
 from penstock.core.foreign import said, shipped_by
+from penstock.core.markers import PerRank
 from penstock.core.tree.checks import BrokenEntryError, check_limits, checked_entries
 from penstock.core.tree.containers import (
     CONTAINERS,
@@ -28,7 +29,7 @@ from penstock.core.tree.containers import (
     tuple_class,
 )
 from penstock.core.tree.paths import show_path
-from penstock.core.types import collide
+from penstock.core.types import Replica, collide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,15 +54,31 @@ class Description:
         entries: Objects and nodes, in order; a node comes before the entries below it.
         deferrable: Memory that only an optimizer's step in this tree changes.
         providers_used: Name and version of every provider that took part, sorted.
+        own_paths: The paths at or below which each rank has objects of its own.
     """
 
     entries: tuple[StateObject | Node, ...]
     deferrable: frozenset[MemoryKey]
     providers_used: tuple[tuple[str, int], ...]
+    own_paths: tuple[ObjectPath, ...] = ()
 
 
-def describe_tree(state: object, *, providers: Providers, allow_pickle: bool) -> Description:
+def describe_tree(
+    state: object,
+    *,
+    providers: Providers,
+    allow_pickle: bool,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Description:
     """Describe `state` without copying tensors; plain values are frozen to bytes here.
+
+    Args:
+        state: The state tree.
+        providers: The providers.
+        allow_pickle: Whether values may be pickled.
+        rank: The number of this rank.
+        world_size: How many ranks save together.
 
     Raises:
         UnsupportedStateError: Something in the tree cannot be saved; names its path.
@@ -71,7 +88,10 @@ def describe_tree(state: object, *, providers: Providers, allow_pickle: bool) ->
     root = check_root(state)
     moved: list[str] = []
     for _ in range(_MOST_MOVES):
-        description = _describe(root, providers, allow_pickle=allow_pickle)
+        scan = Scan(providers)
+        context = _Describing(scan, providers, allow_pickle=allow_pickle)
+        context.rank, context.world_size = rank, world_size
+        description = _describe(root, scan, context)
         moved = [show_path(e.path) for e in description.entries if _has_moved(e)]
         if not moved:
             return description
@@ -95,9 +115,7 @@ def _has_moved(entry: StateObject | Node) -> bool:
     return at is not None and at != key.storage + key.offset
 
 
-def _describe(root: dict[Any, Any], providers: Providers, *, allow_pickle: bool) -> Description:
-    scan = Scan(providers)
-    context = _Describing(scan, providers, allow_pickle=allow_pickle)
+def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Description:
     try:
         scan.is_container(root, ())
         entries = _checked(context.describe_root(root))
@@ -105,7 +123,7 @@ def _describe(root: dict[Any, Any], providers: Providers, *, allow_pickle: bool)
         msg = "the state tree is nested too deeply to be saved"
         raise UnsupportedStateError(msg) from error
     used = sorted({(p.name, p.version) for p in context.used})
-    return Description(entries, _deferrable(context.seen), tuple(used))
+    return Description(entries, _deferrable(context.seen), tuple(used), tuple(context.own_paths))
 
 
 def warn_of_forms(description: Description, providers: Providers) -> None:
@@ -204,6 +222,7 @@ class _Describing(DescribeContext):
         # The providers that took part, and whether each claims memory or names unsteady memory.
         self.used: dict[StateProvider, bool] = {}
         self.seen: list[Found] = []  # the objects of providers that do
+        self.own_paths: list[ObjectPath] = []
         self._scan = scan
         self._names = NameTable(scan)
         self._late: dict[ObjectPath, object] = {}
@@ -239,6 +258,8 @@ class _Describing(DescribeContext):
         return self._entries(value, path)
 
     def _entries(self, value: Any, path: ObjectPath) -> Iterator[StateObject | Node]:
+        if type(value) is PerRank:
+            return self._per_rank(value, path)
         provider = self._scan.provider_for(type(value))
         if provider is None:
             if self._scan.is_container(value, path):
@@ -249,7 +270,20 @@ class _Describing(DescribeContext):
             tells = self.used[provider] = _tells_of_memory(type(provider))
         if tells:
             self.seen.append(Found(path, provider, value))
-        return self._described(provider, value, path)
+        described = self._described(provider, value, path)
+        if provider.per_rank and self.world_size > 1:
+            self.own_paths.append(path)
+            return _with_owner(described)
+        return described
+
+    def _per_rank(self, value: PerRank, path: ObjectPath) -> Iterator[StateObject | Node]:
+        index, count = value.place(self.rank, self.world_size)
+        yield ranks_node(path, count)
+        described = self._entries(value.value, (*path, str(index)))
+        if self.world_size > 1:
+            self.own_paths.append(path)
+            described = _with_owner(described)
+        yield from described
 
     def _described(
         self, provider: StateProvider, value: Any, path: ObjectPath
@@ -319,6 +353,13 @@ def _with_role(entries: Iterator[StateObject | Node], role: Role) -> Iterator[St
                 entry.path, entry.kind, entry.spec, entry.regions, role, entry.form, entry.source,
                 entry.same_as, entry.replica,
             )  # fmt: skip
+
+
+def _with_owner(entries: Iterator[StateObject | Node]) -> Iterator[StateObject | Node]:
+    """Yield entries as those of objects that this rank alone has."""
+    for entry in entries:
+        is_plain = isinstance(entry, StateObject) and entry.replica is None
+        yield replace(entry, replica=Replica()) if is_plain else entry  # type: ignore[arg-type]
 
 
 def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node, ...]:

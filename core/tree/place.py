@@ -7,23 +7,23 @@ targets are filled only if the stored bytes agree about the memory that they sha
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import MutableMapping
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from penstock.core.abc import (
-    Placement,
-    StateObject,
-)
+from penstock.core.abc import Placement, StateObject, ranks_of
 from penstock.core.errors import (
     PenstockError,
     RestoreError,
     UnsupportedStateError,
 )
+from penstock.core.markers import PerRank
 from penstock.core.tree.containers import CONTAINERS, Scan, key_segment
 from penstock.core.tree.describe import (
     NameTable,
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from penstock.core.tree.stored_tree import StoredTree
     from penstock.core.types import ObjectPath
 
+log = logging.getLogger("penstock")
+
 _TUPLE = "a tuple"
 _READ_ONLY = "a read-only mapping"
 _ADVICE = {_TUPLE: "make it a list", _READ_ONLY: "pass a dict"}
@@ -58,6 +60,10 @@ _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 _NAMED = 50
+
+
+def _with_value(marker: PerRank, value: object) -> PerRank:
+    return marker if value is marker.value else replace(marker, value=value)
 
 
 class Placing(Rebuilding):
@@ -118,6 +124,8 @@ class Placing(Rebuilding):
         """Plan the restore of a child into `value`, if anything at or below `path` is selected."""
         if not self._leads_on(path):
             return Placement()
+        if type(value) is PerRank:
+            return self._place_per_rank(value, path)
         provider = self.scan.provider_for(type(value))
         if provider is not None:
             return self._place_by_provider(provider, value, path)
@@ -237,6 +245,41 @@ class Placing(Rebuilding):
         assert isinstance(entry, StateObject)
         frozen = bytes(entry.source.view() or b"")
         return entry.form == stored.form and frozen == self.value_bytes(path)
+
+    def _place_per_rank(self, value: PerRank, path: ObjectPath) -> Placement:
+        """Plan the restore of what each rank has stored for itself."""
+        index, count = value.place(self.rank, self.world_size)
+        stored = ranks_of(self.node(path))
+        if stored == count:
+            result = self.place(value.value, (*path, str(index)))
+            inner = result.finish
+            result.finish = lambda: value if inner is None else _with_value(value, inner())
+            return result
+        if not self.children(path) and self.stored(path) is None:
+            return Placement(missing=[path] if self.selected(path) else [])
+        if stored is None:
+            return Placement(problems=[f"{show_path(path)} is not stored for each rank"])
+        return self._place_of_other_ranks(value, path, stored, count)
+
+    def _place_of_other_ranks(
+        self, value: PerRank, path: ObjectPath, stored: int, count: int
+    ) -> Placement:
+        """Plan what `on_change` says, since another number of ranks has stored theirs."""
+        shown = f"{show_path(path)} is stored for {stored} ranks, and here are {count}"
+        if value.on_change == "keep":
+            log.warning("%s: it stays as it is", shown)
+            return Placement(finish=lambda: value)
+        if not callable(value.on_change):
+            remedy = "say on_change='keep', or on_change= with a function of all stored ones"
+            return Placement(problems=[f"{shown}: {remedy}"])
+        result, choose = Placement(), value.on_change
+        made = [self.rebuild((*path, str(index))) for index in range(stored)]
+        for one in made:
+            result.absorb(one)
+        result.finish = lambda: replace(
+            value, value=choose([None if one.finish is None else one.finish() for one in made])
+        )
+        return result
 
     def _is_other_kind(self, value: object, path: ObjectPath, result: Placement) -> bool:
         """Note a problem where the checkpoint has something else than such a container."""

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         UnsyncedError,
         WrongPlaceError,
     )
-    from penstock.core.markers import Grads, Rng, Shard
+    from penstock.core.markers import Grads, PerRank, Rng, Shard
     from penstock.core.reporting.events import (
         DeleteEvent,
         PruneEvent,
@@ -107,6 +107,7 @@ __all__ = [
     "LostRaceError",
     "NotDrainedError",
     "PenstockError",
+    "PerRank",
     "PluginError",
     "Progress",
     "ProgressBar",
@@ -154,6 +155,7 @@ _HOME = {
     "Region": "penstock.core.types",
     "RestoreEvent": "penstock.core.reporting.events",
     "RestoreReport": "penstock.core.reporting.reports",
+    "PerRank": "penstock.core.markers",
     "Rng": "penstock.core.markers",
     "Shard": "penstock.core.markers",
     "SaveEvent": "penstock.core.reporting.events",

@@ -398,15 +398,6 @@ def test_nodes_that_do_not_fit_are_a_format_error(node):
         placement.finish()
 
 
-def test_several_ranks_are_refused(monkeypatch):
-    # One process cannot be two ranks; what torch would answer then is put in its place.
-    distributed = torch.distributed
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-    with pytest.raises(UnsupportedStateError, match=r"2 ranks.*several.*process of its own"):
-        save({"a": t(1)})
-
-
 class Below(TensorProvider):
     """Puts an object below an object."""
 
