@@ -19,6 +19,7 @@ from penstock.core.errors import (
 from penstock.core.format.index import NO_BYTES, WHOLE, merged
 from penstock.core.format.part import decode_section, decode_shards, read_head
 from penstock.core.format.records import PartEntry, data_prefix, part_name
+from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.save.manifest import PartSummary, codecs_of
 from penstock.core.tree.paths import path_hash, show_path
@@ -26,6 +27,8 @@ from penstock.core.types import ReadRequest, Region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from penstock.core.abc import Backend, Node
     from penstock.core.format.index import ShardTable
@@ -119,23 +122,19 @@ class PartsOfRanks:
             return
         known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
         chosen = table.take(doubtful)
-        regions = chosen.regions()
-        starts = np.flatnonzero(np.diff(chosen.hashes, prepend=chosen.hashes[0] + 1)).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(chosen)], strict=True):
-            rows = slice(start, stop)
-            entry = known.get(int(chosen.hashes[start]))
+        firsts = np.flatnonzero(np.diff(chosen.hashes, prepend=chosen.hashes[0] + 1)).tolist()
+        bounds = np.cumsum(np.where(chosen.dims > MAX_DIMENSIONS, 0, chosen.dims)).tolist()
+        for first, stop in zip(firsts, [*firsts[1:], len(chosen)], strict=True):
+            entry = known.get(int(chosen.hashes[first]))
+            rows = slice(first, stop)
             if entry is not None:
                 path, shape, needs = show_path(entry.path), entry.spec.shape, _needs_bytes(entry)
             else:
-                path, shape, needs = self._described(parts, chosen.take(np.arange(start, stop)))
+                path, shape, needs = self._described(parts, chosen.take(np.arange(first, stop)))
             if not needs:
                 continue
-            stored = [
-                Region.whole(shape) if dims == WHOLE else region
-                for dims, region in zip(chosen.dims[rows].tolist(), regions[rows], strict=True)
-                if dims != NO_BYTES
-            ]
-            flaw = flaw_of_cover(shape, [one for one in stored if one is not None])
+            own = chosen.bounds[bounds[first - 1] if first else 0 : bounds[stop - 1]]
+            flaw = _flaw(shape, chosen.dims[rows], own)
             if flaw is not None:
                 msg = (
                     f"step {self._step}: of {path}, of shape {list(shape)}, {flaw}: do all ranks "
@@ -201,7 +200,7 @@ class PartsOfRanks:
         )
 
 
-def _doubtful(table: ShardTable) -> np.ndarray[Any, np.dtype[np.intp]]:
+def _doubtful(table: ShardTable) -> NDArray[np.intp]:
     """Return the rows of objects that are not plainly stored as one whole by one rank."""
     hashes = table.hashes
     first = np.ones(len(table), bool)
@@ -210,6 +209,42 @@ def _doubtful(table: ShardTable) -> np.ndarray[Any, np.dtype[np.intp]]:
     alone = np.bincount(group) == 1
     plain = alone[group] & (table.dims == WHOLE) if len(table) else first
     return np.flatnonzero(~plain)
+
+
+def _flaw(shape: tuple[int, ...], dims: NDArray[np.uint8], bounds: NDArray[np.int64]) -> str | None:
+    """Return how shards fail to hold a tensor once; None if they do not.
+
+    Args:
+        shape: Shape of the tensor.
+        dims: Dimensions of the region of each shard, or what stands in their place.
+        bounds: Offset and size in each dimension of each region, one behind the other.
+    """
+    held = dims[dims != NO_BYTES]
+    if len(held) and (held == len(shape)).all() and _are_rows(shape, bounds):
+        return None
+    regions = [Region.whole(shape)] * int((held == WHOLE).sum())
+    pairs = iter(bounds.tolist())
+    for dimensions in held[held != WHOLE].tolist():
+        region = [next(pairs) for _ in range(dimensions)]
+        regions.append(Region(tuple(o for o, _ in region), tuple(n for _, n in region)))
+    return flaw_of_cover(shape, regions)
+
+
+def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
+    """Return whether regions are runs of whole rows that follow each other, first to last.
+
+    So most tensors are cut. Looking at the regions one by one takes seconds for each million.
+    """
+    if not shape:
+        return False
+    boxes = bounds.reshape(-1, len(shape), 2)
+    inner = boxes[:, 1:]
+    if (inner[:, :, 0] != 0).any() or (inner[:, :, 1] != shape[1:]).any():
+        return False
+    rows = boxes[:, 0][np.argsort(boxes[:, 0, 0])]
+    ends = rows.sum(axis=1)
+    follows = rows[0, 0] == 0 and ends[-1] == shape[0] and (rows[1:, 0] == ends[:-1]).all()
+    return bool(follows and (rows[:, 1] > 0).all())
 
 
 def _needs_bytes(entry: StateObject) -> bool:

@@ -79,6 +79,7 @@ class Plan:
     publish_s: float = 0.02
     publish: str = "ok"
     refuse: bool = False
+    gathers: bool = False  # rank 0 waits for all ranks before it says go, as saves do
     differs: int | None = None  # the rank that is at another step
     restores: int | None = None  # the rank that restores while the others save
     faults: list[Fault] = field(default_factory=list)
@@ -359,8 +360,11 @@ class Rank:
                 member, self.number, timeout_s=plan.timeout_s, expects=expects
             )
         self._phase = None
+        self._gathers = plan.gathers and isinstance(self.round, SaveRound)
+        if self._gathers:
+            self.round.arrive({"structure": "0" * 32})
         self._operations = self.round.operations(self.world.now)
-        if self.rank == 0:
+        if self.rank == 0 and not self._gathers:
             number = self.number
             self.deliver(2 * plan.latency_s, lambda: self._begin_all(number))
         self._go_on(None)
@@ -413,6 +417,9 @@ class Rank:
     def _after_a_change(self):
         while self.round.steps:
             self._carry_out(self.round.steps.popleft())
+        if self.rank == 0 and self._gathers and self.round.all_here:
+            self._gathers, number = False, self.number
+            self.deliver(2 * self.world.plan.latency_s, lambda: self._begin_all(number))
         if self.round.phase is not self._phase:
             self._phase = self.round.phase
             for fault in self.world.plan.faults:
@@ -532,6 +539,7 @@ def drawn(seed, *, most_ranks=200):
         plan.differs = pick.randrange(1, plan.world_size)
     for _ in range(pick.choice([0, 1, 1, 1, 2, 3])):
         plan.faults.append(_fault(pick, plan))
+    plan.gathers = random.Random(seed * 7919 + 2).random() < 0.5
     return plan
 
 

@@ -1,0 +1,92 @@
+"""Rank 0 checks that the parts of all ranks hold every byte once."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core.manifests import UID, tensor, tied
+
+from penstock.core.errors import SaveError
+from penstock.core.format.index import SectionShards, shard_table
+from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.save.merge import PartsOfRanks
+from penstock.core.tree.paths import path_hash
+from penstock.core.types import Region
+
+
+def check(entries, ranks):
+    """Check parts of ranks that store `{path: regions}`; True: the whole, False: nothing."""
+    parts = []
+    for held in ranks:
+        pairs = [(path_hash(path), one) for path, regions in held.items() for one in regions]
+        hashes, regions = zip(*pairs, strict=True) if pairs else ((), ())
+        parts.append(SimpleNamespace(shards=shard_table([SectionShards(hashes, regions)])))
+    reader = PartsOfRanks(None, uid=UID, step=7, world_size=len(ranks), tick=lambda: None)
+    reader.check_cover(parts, entries)
+
+
+def rows(start, stop, width=5):
+    return Region((start, 0), (stop - start, width))
+
+
+W = ("model", "w")
+ENTRY = tensor(W, (9, 5))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flaw"),
+    [
+        ([[rows(0, 4)], [rows(4, 9)]], None),
+        ([[rows(4, 9)], [], [rows(0, 4)]], None),
+        ([[rows(0, 4)], [rows(5, 9)]], "no shard has elements [4:5, 0:5]"),
+        ([[rows(0, 4)], [rows(4, 8)]], "no shard has elements [8:9, 0:5]"),
+        ([[rows(0, 5)], [rows(4, 9)]], "several shards have elements [4:5, 0:5]"),
+        ([[rows(0, 4)], [rows(0, 4)], [rows(4, 9)]], None),  # replicas
+        ([[True], [rows(4, 9)]], "several shards have elements [4:9, 0:5]"),
+        ([[True], [True]], None),
+        ([[True], [False]], None),
+        ([[False], [False]], "no shard has elements [0:9, 0:5]"),
+        ([[Region((0, 0), (9, 2))], [Region((0, 2), (9, 3))]], None),
+        ([[Region((0, 0), (9, 2))], [Region((0, 2), (9, 2))]], "no shard has elements [0:9, 4:5]"),
+        ([[rows(0, 4), rows(6, 9)], [rows(4, 6)]], None),
+    ],
+)
+def test_what_is_missing_or_stored_twice_is_named(ranks, flaw):
+    held = [{W: regions} for regions in ranks]
+    if flaw is None:
+        check([ENTRY], held)
+        return
+    with pytest.raises(SaveError) as info:
+        check([ENTRY], held)
+    assert f"step 7: of model/w, of shape [9, 5], {flaw}" in str(info.value)
+
+
+def test_an_object_without_bytes_of_its_own_needs_none():
+    entries = [ENTRY, tied(("tied",), ENTRY), tensor(("empty",), (0, 5))]
+    check(entries, [{W: [True], ("tied",): [False], ("empty",): [False]}])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
+def test_rows_are_judged_as_regions_are(spans):
+    regions = [rows(min(a, b), max(a, b)) for a, b in spans]
+    flaw = flaw_of_cover((9, 5), regions)
+    ranks = [{W: [region]} for region in regions]
+    if flaw is None:
+        check([ENTRY], ranks)
+        return
+    with pytest.raises(SaveError) as info:
+        check([ENTRY], ranks)
+    assert flaw in str(info.value)
+
+
+def test_many_objects_are_told_apart():
+    paths = [("model", str(n)) for n in range(50)]
+    entries = [tensor(path, (8, 5)) for path in paths]
+    ranks = [{path: [rows(2 * rank, 2 * rank + 2)] for path in paths} for rank in range(4)]
+    check(entries, ranks)
+    del ranks[2][paths[17]]
+    with pytest.raises(SaveError, match=r"model/17, of shape .*no shard has elements \[4:6"):
+        check(entries, ranks)
+    assert np.unique([path_hash(path) for path in paths]).size == 50
