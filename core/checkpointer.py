@@ -327,6 +327,7 @@ class Checkpointer:
         """
         self._check_open()
         self._saver.distrust()  # damage may be found, or be the reason for the restore
+        self._end_save_of_ranks()
         report = self._reader.restore(
             state,
             step,
@@ -370,6 +371,7 @@ class Checkpointer:
             SelectionError: A pattern matches nothing.
         """
         self._check_open()
+        self._end_save_of_ranks()
         return self._reader.load(
             step,
             include=include,
@@ -611,6 +613,15 @@ class Checkpointer:
             TimeLimitedBackend(self._backend.inner, self._workers, limit_s).check_writable()
         except StorageError as error:
             log.warning("%s can only be read, every save will fail: %s", self._backend.url, error)
+
+    def _end_save_of_ranks(self) -> None:
+        """Wait for the pending save of several ranks; its own errors stay to be raised.
+
+        All ranks go through their rounds one after the other: the others cannot see one that is in
+        two at once, in both.
+        """
+        if self._ranks() is not None:
+            self._saver.pending.wait(None)
 
     def _ranks_of_save(self) -> RankGroup | None:
         """Return the ranks that save together; None: this process saves alone.

@@ -162,6 +162,7 @@ class RestoreTogether(Generic[T]):
                 # Behind its last post: the process may end when this returns.
                 conductor.wait_over(self._group.timeout_s)
                 self._conductor = None
+                self._group.ended(number)
             if found is not None:
                 return found
             number = self._group.next_number()

@@ -167,7 +167,8 @@ def test_every_rank_gets_what_it_holds_bit_by_bit(trained, where):
             state = fresh(place, stepped=stepped)
             report = restore(store, state)
             equal(held_of(state), equal_to)
-            assert (state["epoch"], report.missing, report.unexpected) == (7, (), ())
+            assert (state["epoch"], report.missing) == (7, ())
+            assert bool(report.unexpected) == where.startswith("pipeline")  # of the other stage
             assert report.matched_by == "name"
 
     run_ranks(count, work)

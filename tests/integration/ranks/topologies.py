@@ -64,6 +64,15 @@ def fsdp2_tp(dp, tp):
     return place
 
 
+def pipeline(net):
+    """The half of the net that this rank's stage has, sharded over the ranks of the stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages = (("embed", "up"), ("down", "norm", "head"))
+    for name in stages[1 - mesh.get_coordinate()[0]]:
+        delattr(net, name)
+    return fully_shard(net, mesh=mesh["dp"])
+
+
 PLACES = {
     "one process": (1, alone),
     "DDP 2": (2, alone),
@@ -74,6 +83,7 @@ PLACES = {
     "TP 4": (4, tp(4)),
     "FSDP2 x TP 2 x 2": (4, fsdp2_tp(2, 2)),
     "FSDP2 x TP 3 x 2": (6, fsdp2_tp(3, 2)),
+    "pipeline 2 x FSDP2 2": (4, pipeline),
 }
 
 
@@ -121,13 +131,14 @@ def held_of(state):
 
 def expected_of(values, place):
     """What this rank has to hold: torch itself distributes modules that are made of `values`."""
-    expected = {}
+    expected, here = {}, place(Net()).state_dict().keys()
     for key in {path[2] for path in values if path[0] == "optimizer"} | {None}:
         net = Net()
         of_key = {p[1]: t for p, t in values.items() if (p[2:] or (None,))[0] == key}
         like = dict(net.state_dict())
         if any(of_key[name].shape != like[name].shape for name in of_key):  # numbers, as `step`
-            expected |= {("optimizer", name, key): tensor for name, tensor in of_key.items()}
+            numbers = {name: of_key[name] for name in here & of_key.keys()}
+            expected |= {("optimizer", name, key): tensor for name, tensor in numbers.items()}
             continue
         net.load_state_dict(of_key, strict=False)
         for name, tensor in place(net).state_dict().items():

@@ -1,0 +1,115 @@
+"""What the ranks of one topology save is restored by those of each other one, bit by bit."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.core.pipeline.test_reader import peak_bytes
+from tests.core.stored_ranks import STEP
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.topologies import PLACES, Net, adam, expected_of, held_of, values_of
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+
+import penstock
+from penstock import Checkpointer
+from penstock.core.testing.faults import FaultyBackend
+
+_alone = threading.Lock()  # threads share torch's generator, and would draw different weights
+
+
+def state_of(place, *, seed):
+    """A state after two steps; without a forward, which torch refuses under uneven TP."""
+    with _alone:
+        net = Net(seed)
+    net = place(net)
+    optimizer = adam(net)
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    return {"model": net, "optimizer": optimizer, "epoch": 7 + seed}
+
+
+@pytest.fixture(scope="module")
+def stores():
+    """A checkpoint that the ranks of each topology have saved together, by its name."""
+    found = {}
+    for name, (count, place) in PLACES.items():
+        store = found[name] = memory()
+        job = Job(count, store) if count > 1 else None
+
+        def rank_saves(rank, job=job, place=place, store=store):
+            state = state_of(place, seed=0)
+            with checkpointer_of(job, rank, store) as ckpt:
+                ckpt.save(state, STEP, mode="async").result(60)
+
+        run_ranks(count, rank_saves)
+    return found
+
+
+def checkpointer_of(job, rank, store):
+    """A checkpointer of this rank, or of a process that is alone."""
+    return checkpointer(store) if job is None else job.checkpointer(rank)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_every_topology_restores_what_every_other_has_saved(stores, where):
+    values = values_of(state_of(lambda net: net, seed=0))
+    count, place = PLACES[where]
+    for saved, store in stores.items():
+        job = Job(count, store) if count > 1 else None
+
+        def rank_restores(rank, job=job, store=store):
+            expected = expected_of(values, place)
+            state = state_of(place, seed=1)
+            with checkpointer_of(job, rank, store) as ckpt:
+                report = ckpt.restore(state)
+            return expected, held_of(state), state["epoch"], report
+
+        for expected, held, epoch, report in run_ranks(count, rank_restores):
+            assert held.keys() == expected.keys()
+            for path, tensor in expected.items():
+                assert torch.equal(held[path], tensor), (saved, path)
+            assert (epoch, report.step, report.missing) == (7, STEP, ())
+
+
+def test_restore_waits_for_the_save_that_is_under_way():
+    """The others could not tell which of two rounds a rank is in."""
+    store = FaultyBackend(memory())
+    store.slow("create", 0.3)
+    job = Job(2, store)
+
+    def work(ckpt, rank):
+        rows = torch.full((2, 3), float(rank))
+        ckpt.save({"w": penstock.Shard(rows, (4, 3), (2 * rank, 0))}, STEP)
+        found = torch.zeros(4, 3)
+        assert ckpt.restore({"w": found}).step == STEP
+        return found[:, 0].tolist()
+
+    assert job.run(work) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak")
+@pytest.mark.parametrize("cut", ["rows", "columns", "strided"])
+def test_memory_beside_the_targets_is_bounded(tmp_path, cut):
+    """Rank 1 of 2 restores what four ranks have saved as columns, of a tensor of 256 MiB."""
+    rows, columns = 4096, 16384
+    job = Job(4, f"posix://{tmp_path}", chunk_bytes="16 MiB", block_bytes="4 MiB")
+
+    def piece(rank):
+        tensor = torch.full((rows, columns // 4), float(rank))
+        return {"w": penstock.Shard(tensor, (rows, columns), (0, rank * columns // 4))}
+
+    job.save(piece, STEP, mode="blocking")
+    tensor, offsets = torch.ones(rows // 2, columns), (rows // 2, 0)
+    if cut != "rows":
+        tensor, offsets = torch.ones(rows, columns // 2), (0, columns // 2)
+    if cut == "strided":
+        tensor = torch.ones(columns // 2, rows).t()
+    with Checkpointer(f"posix://{tmp_path}") as ckpt:
+        state = {"w": penstock.Shard(tensor, (rows, columns), offsets)}
+        assert peak_bytes(lambda: ckpt.restore(state)) < 128 << 20
+    expected = torch.arange(4.0).repeat_interleave(columns // 4)
+    assert torch.equal(tensor[-1], expected if cut == "rows" else expected[columns // 2 :])

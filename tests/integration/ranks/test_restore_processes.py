@@ -1,0 +1,117 @@
+"""Real processes restore together: by torchrun, on another number of ranks, and when one dies."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
+from tests.integration.support import run_python
+
+TORCHRUN = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+import penstock
+
+root, expected = sys.argv[1], sys.argv[2]
+dist.init_process_group("gloo")
+count = dist.get_world_size()
+
+def make(seed):
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    fully_shard(net[0]), fully_shard(net[2]), fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return {"model": net, "optimizer": optimizer, "epoch": seed}
+
+def step(state):
+    loss = state["model"](torch.ones(4, 5)).square().sum()
+    loss.backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    return loss.item()
+
+def tensors(state):
+    net, optimizer = state["model"], state["optimizer"]
+    found = dict(net.state_dict())
+    for name, parameter in net.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+
+with penstock.Checkpointer(root) as ckpt:
+    state = make(1)
+    if ckpt.latest() is None:
+        for _ in range(3):
+            step(state)
+        ckpt.save(state, 3)  # asynchronous: the restore below waits for it
+        found = {n: t.detach().clone() for n, t in tensors(state).items()}
+        if dist.get_rank() == 0:
+            torch.save(found, expected)
+        other = make(2)
+        report = ckpt.restore(other)
+    else:
+        other = make(2)
+        report = ckpt.restore(other)
+        found = torch.load(expected)
+    mine = tensors(other)
+    assert mine.keys() == found.keys()
+    assert all(torch.equal(mine[name], found[name]) for name in found)
+    assert (report.step, other["epoch"]) == (3, 1)
+    losses = [step(other), step(other)]
+dist.destroy_process_group()
+print("restored", dist.is_initialized(), flush=True)
+"""
+
+HANG = """
+def stands_still(progress):
+    if rank == victim and progress.phase == "read":
+        print("reads", flush=True)
+        time.sleep(1000)
+
+victim, limit_s = int(sys.argv[5]), float(sys.argv[6])
+ckpt = penstock.Checkpointer(root, rank_timeout_s=limit_s)
+part = lambda n: penstock.Shard(torch.full((9, 4), float(n)), (9 * count, 4), (9 * rank, 0))
+ckpt.save({"w": part(1)}, 1, mode="blocking")
+if rank != victim:
+    print("restores", flush=True)
+try:
+    ckpt.restore({"w": part(0)}, on_progress=stands_still)
+except penstock.RankError as error:
+    print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_torchrun_restores_on_another_number_of_processes(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(TORCHRUN)
+    for count in (2, 3):
+        done = run_python(
+            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", script,
+            tmp_path / "run", tmp_path / "expected.pt", timeout=200, OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("restored False") == count
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize(("victim", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = start(START + HANG, 3, store.port, tmp_path / "run", victim, LIMIT_S)
+    others = [process for rank, process in enumerate(processes) if rank != victim]
+    try:
+        assert processes[victim].stdout.readline() == "reads\n"
+        assert [process.stdout.readline() for process in others] == ["restores\n"] * 2
+        os.kill(processes[victim].pid, how)
+        began_s = time.monotonic()
+        words = f"{victim}|stood still for {LIMIT_S}\n"
+        assert [process.stdout.readline() for process in others] == [words, words]
+        print(f"known after {time.monotonic() - began_s:.2f} s of {LIMIT_S} s")
+    finally:
+        end(processes)
