@@ -49,6 +49,7 @@ from penstock.core.errors import (
     SaveAbortedError,
     StepExistsError,
     StorageError,
+    StorageFullError,
 )
 from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
 from penstock.core.format.records import (
@@ -96,6 +97,7 @@ class Turn(Backend):
         self._timeless = not scenario.ticks
         self._notes = {}
         self.stop = None  # the operation that has no answer, with the notes of that moment
+        self.beside = None  # on a rank: the round of its job, whose operations may come in between
 
     @property
     def url(self):
@@ -110,13 +112,25 @@ class Turn(Backend):
         self._notes = {**self._notes, **notes}
 
     def ask(self, *operation):
+        if self._timeless and operation[0] in {"time", "clock"} and self.stop is None:
+            return 0.0
+        while self.beside is not None and (other := self.beside.pending()) is not None:
+            mine, answer = self._ask(("either", operation, other))
+            if mine:
+                return _unless_error(answer)
+            self.beside.hear(answer)
+        return _unless_error(self._ask(operation))
+
+    def wait(self):
+        """Let the round beside go on by one operation; the actor itself has nothing to do."""
+        other = self.beside.pending()
+        assert other is not None, "a rank waits for a round that does nothing"
+        self.beside.hear(self._ask(("either", None, other))[1])
+
+    def _ask(self, operation):
         if self.stop is None:
-            if self._timeless and operation[0] in {"time", "clock"}:
-                return 0.0
             answer = next(self._answers, _Pause)
             if answer is not _Pause:
-                if isinstance(answer, PenstockError):
-                    raise type(answer)(str(answer))
                 return answer
             self.stop = operation, self._notes
         raise _Pause
@@ -151,7 +165,30 @@ class Turn(Backend):
         raise FormatError("the model has no manifests", [request.name for request in requests])
 
 
+def _unless_error(answer):
+    if isinstance(answer, PenstockError):
+        raise type(answer)(str(answer))
+    return answer
+
+
 # -- actors ----------------------------------------------------------------------------------------
+
+
+class Actor:
+    """What moves in a search; `run` is a function of what its turn has been answered."""
+
+    words = frozenset()  # what it may be told
+    saves = False
+    deletes = False  # whether it may delete a step
+    tires = True  # whether it ends even if no other actor ever goes on
+
+    def violations(self, store, records):
+        """Yield what is wrong with a store, as far as it concerns this actor."""
+        return ()
+
+    def violations_at_the_end(self, store, notes):
+        """Yield what is wrong with a store once nothing happens any more."""
+        return ()
 
 
 class _Writer:
@@ -177,7 +214,7 @@ class _Writer:
         pass
 
 
-class _ModelClock(Clock):
+class ModelClock(Clock):
     """Time is the model's, and stands still for an actor whose clock is stopped."""
 
     def __init__(self, turn, *, stopped):
@@ -319,10 +356,10 @@ class _Job(SaveJob):
 
     def _told(self, durable):
         error = durable.exception()
-        self._turn.note(told="success" if error is None else _word(error))
+        self._turn.note(told="success" if error is None else word_of(error))
 
 
-def _word(error):
+def word_of(error):
     words = {
         LostRaceError: "lost", CommitUnknownError: "unknown", SaveAbortedError: "aborted",
         StepExistsError: "refused", CheckpointGoneError: "gone", CheckpointNotFoundError: "none",
@@ -332,8 +369,11 @@ def _word(error):
 
 
 @dataclass(frozen=True)
-class Saver:
+class Saver(Actor):
     """Claims a step, saves, cleans up as `Checkpointer` does. `like`: a step to borrow from."""
+
+    words = frozenset({"success", "lost", "unknown", "aborted", "refused", "failed", "none"})
+    saves = True
 
     uid: str
     step: int
@@ -343,6 +383,11 @@ class Saver:
     batches: int = 1
     keep_last: int | None = None
     stopped_clock: bool = False
+
+    @property
+    def deletes(self):
+        """Retention does."""
+        return self.keep_last is not None
 
     def run(self, turn):
         catalog = Catalog(turn)
@@ -357,7 +402,7 @@ class Saver:
                 blob = BlobRecord(f"data/{base.uid}/blobs/0.raw", 32)
                 borrowed = borrowed_from([blob, *base.borrowed], self.uid)
         except (StepExistsError, CheckpointNotFoundError) as error:
-            turn.note(told=_word(error))
+            turn.note(told=word_of(error))
             return
 
         def after_commit(request, report):
@@ -377,36 +422,40 @@ class Saver:
             after_commit=after_commit,
         )
         job = _Job(
-            turn, _ModelClock(turn, stopped=self.stopped_clock), surroundings,
+            turn, ModelClock(turn, stopped=self.stopped_clock), surroundings,
             uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,
             batches=self.batches, borrowed=borrowed, base=base,
         )  # fmt: skip
         name = commit_name(self.step, generation)
         turn.note(name=name, uid=self.uid)
-        publisher = job._finish._publisher
-        publish, read_back = publisher.publish_commit, publisher._read_back
-        check_data = publisher._check_data
-
-        def publish_commit(record, *, begin):
-            turn.note(looking=True)
-            publish(record, begin=begin)
-
-        def resolve(name):
-            turn.note(looking=False)
-            return read_back(name)
-
-        def landed(name, record):
-            turn.note(looking=False)
-            check_data(name, record)
-
-        publisher.publish_commit = publish_commit
-        publisher._read_back = resolve
-        publisher._check_data = landed
+        note_looks(job._finish._publisher, turn)
         job._run()
 
 
+def note_looks(publisher, turn):
+    """Note when a publisher has looked at its intent, and its record is still to land."""
+    publish, read_back = publisher.publish_commit, publisher._read_back
+    check_data = publisher._check_data
+
+    def publish_commit(record, *, begin):
+        turn.note(looking=True)
+        publish(record, begin=begin)
+
+    def resolve(name):
+        turn.note(looking=False)
+        return read_back(name)
+
+    def landed(name, record):
+        turn.note(looking=False)
+        check_data(name, record)
+
+    publisher.publish_commit = publish_commit
+    publisher._read_back = resolve
+    publisher._check_data = landed
+
+
 @dataclass(frozen=True)
-class Pruner:
+class Pruner(Actor):
     """`prune`, by another process or (`own`) by a saver's; then perhaps `delete` of a step.
 
     It takes all that it ever takes, so that what else protects data is put to the test.
@@ -417,6 +466,11 @@ class Pruner:
     then_delete: int | None = None
     everything: bool = True
 
+    @property
+    def deletes(self):
+        """`prune` itself deletes no step."""
+        return self.then_delete is not None
+
     def run(self, turn):
         catalog = Catalog(turn)
         catalog.prune(grace_s=self.grace_s, own_uids=self.own, everything=self.everything)
@@ -426,8 +480,11 @@ class Pruner:
 
 
 @dataclass(frozen=True)
-class Deleter:
+class Deleter(Actor):
     """`delete`, or `rewind` to a step; then perhaps `delete` of another step."""
+
+    words = frozenset({"none"})
+    deletes = True
 
     step: int
     rewind: bool = False
@@ -471,8 +528,10 @@ class _Mover:
 
 
 @dataclass(frozen=True)
-class Copier:
+class Copier(Actor):
     """Copies a checkpoint from a source that stays as it is; its leases never end by themselves."""
+
+    words = frozenset({"copied", "busy", "aborted", "unknown", "lost"})
 
     uid: str
     step: int
@@ -481,7 +540,7 @@ class Copier:
     def run(self, turn):
         files, name = _one_stored(self.step, 0, self.uid, self.borrows)
         record = _decode(files[name][0], name)
-        clock = _ModelClock(turn, stopped=True)
+        clock = ModelClock(turn, stopped=True)
         made = partial(_named_lease, f"copy of step {self.step}")
         with patch.object(blob_sites, "Lease", made):
             copy = CheckpointCopy(
@@ -508,8 +567,10 @@ def _named_lease(token, backend, uid, timing):
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(Actor):
     """Reads all that a checkpoint has, in the order in which a restore does."""
+
+    words = frozenset({"whole", "gone", "none"})
 
     step: int
 
@@ -527,15 +588,16 @@ class Reader:
                     turn.note(told="a mix")
                     return
         except BlobNotFoundError as error:
-            turn.note(told=_word(catalog.gone_or_damaged(self.step, record.uid, error)))
+            turn.note(told=word_of(catalog.gone_or_damaged(self.step, record.uid, error)))
         else:
             turn.note(told="whole")
 
 
 def needed_names(record):
     yield record.index.name
-    yield from (part.name for part in record.parts)
-    yield f"data/{record.uid}/blobs/0.raw"
+    for part in record.parts:
+        yield part.name
+        yield f"data/{record.uid}/blobs/{part.rank}.raw"
     yield from (blob.name for blob in record.borrowed)
 
 
@@ -551,6 +613,8 @@ class Scenario:
     the landing of its record (the engine's assumption: less than half the grace time); `late`:
     whether a record whose answer was lost may land after that; `alone`: nobody else moves then;
     `scattered`: a call that deletes several names does so in any order, not only in one.
+    Of ranks (see `ranks.py`): `cuts` is how often one cannot reach the others for a whole time-out,
+    `full` how often one has no room for its data.
     """
 
     actors: tuple
@@ -564,6 +628,8 @@ class Scenario:
     late: bool = False
     alone: bool = False
     scattered: bool = False
+    cuts: int = 0
+    full: int = 0
 
 
 class _Actor(NamedTuple):  # made a million times: a dataclass takes three times as long
@@ -580,6 +646,8 @@ class _State(NamedTuple):
     flying: tuple = ()  # publishes without an answer that may still land: (operation, slept)
     faults: int = 0
     crashes: int = 0
+    cuts: int = 0
+    full: int = 0
     deleted: frozenset = frozenset()  # names of commit records that somebody deleted
 
 
@@ -602,6 +670,10 @@ class Search:
         self._histories = [(None, None)]  # number -> (previous, answer)
         self._history_numbers = {}
         self._runs = {}
+        self._folds = {}
+        self._steps_before = None  # the steps that had a checkpoint at the beginning
+        by_name = [a for a in scenario.actors if isinstance(a, Deleter | Pruner)]
+        self._empties = any(actor.deletes for actor in by_name)
         self._applied = {}
         self._parents = {}
         self._records = {}  # of a store, by its number
@@ -617,6 +689,8 @@ class Search:
             tuple(_Actor() for _ in self._scenario.actors),
             faults=self._scenario.faults,
             crashes=self._scenario.crashes,
+            cuts=self._scenario.cuts,
+            full=self._scenario.full,
         )
         self._parents[first] = None
         result = Explored()
@@ -628,6 +702,7 @@ class Search:
             ended = all(a.dead or self._peek(n, a)[0] is None for n, a in enumerate(state.actors))
             if ended:
                 result.told.add(tuple(note.get("told", "-") for note in notes))
+                self._check_end(state, notes)
             for label, following in self._following(state):
                 if following not in self._parents:
                     self._parents[following] = (state, label)
@@ -647,11 +722,17 @@ class Search:
                 continue
             if scenario.alone and looking and number not in looking:
                 continue
-            if operation[0] == "awaits" and {*operation[1]} & self._deletions(state):
+            if operation[0] == "either":
+                steps = [*self._steps_of_rank(state, number, actor, *operation[1:])]
+                if not steps and self._scenario.actors[number].tires:
+                    self._fail(state, f"{number} cannot go on unless others do")
+                yield from steps
+            elif operation[0] == "awaits" and {*operation[1]} & self._deletions(state):
                 continue
-            yield from self._steps(state, number, actor, operation)
+            else:
+                yield from self._steps(state, number, actor, operation)
             if state.crashes:
-                dead = actor._replace(dead=True)
+                dead = self._folded(number, actor, dead=True)
                 crashed = self._with(state, number, dead, crashes=state.crashes - 1)
                 yield f"{number} crashes", crashed
         for place, (operation, _) in enumerate(state.flying):
@@ -685,11 +766,40 @@ class Search:
         flying = tuple((operation, slept + 1) for operation, slept in state.flying)
         yield "time passes", state._replace(now=state.now + 1, actors=actors, flying=flying)
 
-    def _steps(self, state, number, actor, operation):
+    def _steps_of_rank(self, state, number, actor, own, other):
+        """A rank has two threads: the one of its save, and the one that agrees with the others."""
+        if own is not None:
+            yield from self._steps(state, number, actor, own, threads=True)
+        kind, name, *rest = other
+        keep = {"slept": actor.slept, "left": actor.left}
+
+        def said(answer, store=state.store, **changes):
+            return self._answered(state, number, (False, answer), store, **keep, **changes)
+
+        if kind == "look":
+            seen, wide, patient = rest
+            found, _ = self._apply(state, ("look", name))
+            if found != seen:
+                yield f"{number} reads {_shown(found)}", said(("said", found))
+            elif patient:
+                found, _ = self._apply(state, ("look", wide))
+                yield f"{number} waits in vain", said(("vain", found))
+        else:
+            answer, store = self._apply(state, other)
+            yield f"{number} {kind}s {_shown([rest[0]])}", said(("said", answer), store)
+        if state.cuts:
+            fewer = {"cuts": state.cuts - 1}
+            yield f"{number} is cut off", said(("cut",), **fewer)
+            if kind != "look" and store != state.store:
+                lands = said(("cut",), store, **fewer)
+                yield f"{number} {kind}s {_shown([rest[0]])}, and is cut off", lands
+
+    def _steps(self, state, number, actor, operation, *, threads=False):
         if operation[0] == "delete":
             left = actor.left if actor.left is not None else frozenset(operation[1:])
             for name in sorted(left)[: None if self._scenario.scattered else 1]:
-                yield f"{number} deletes {name}", self._delete(state, number, actor, name, left)
+                following = self._delete(state, number, actor, name, left, threads=threads)
+                yield f"{number} deletes {name}", following
             return
         if operation[0] in {"deletions", "awaits"}:
             begun = tuple(sorted(self._deletions(state)))
@@ -700,21 +810,26 @@ class Search:
             return
         answer, store = self._apply(state, operation)
         word = f"{number} {' '.join(map(str, operation[:2]))}"
+
+        def said(answer, store=state.store, **changes):
+            answer = (True, answer) if threads else answer
+            return self._answered(state, number, answer, store, **changes)
+
         slept = actor.slept if operation[0] == "stat" else 0
-        yield word, self._answered(state, number, answer, store, slept=slept)
+        yield word, said(answer, store, slept=slept)
+        if state.full and operation[0] == "write":
+            yield word + " finds no room", said(StorageFullError("no room"), full=state.full - 1)
         if operation[0] == "publish" and operation[1].startswith("commits/") and state.faults:
             lost = StorageError("no answer")
             fewer = {"faults": state.faults - 1}
-            yield word + " lost", self._answered(state, number, lost, state.store, **fewer)
-            yield word + " lost answer", self._answered(state, number, lost, store, **fewer)
+            yield word + " lost", said(lost, **fewer)
+            yield word + " lost answer", said(lost, store, **fewer)
             flying = ((operation, actor.slept), *state.flying)
-            late = self._answered(state, number, lost, state.store, flying=flying, **fewer)
-            yield word + " late", late
+            yield word + " late", said(lost, flying=flying, **fewer)
             if self._scenario.exclusive:
-                met = BlobExistsError("a retry met itself")
-                yield word + " twice", self._answered(state, number, met, store, **fewer)
+                yield word + " twice", said(BlobExistsError("a retry met itself"), store, **fewer)
 
-    def _delete(self, state, number, actor, name, left):
+    def _delete(self, state, number, actor, name, left, *, threads):
         _, store = self._apply(state, ("delete", name))
         left = left - {name}
         deleted = state.deleted | {name} if name.startswith("commits/") else state.deleted
@@ -722,18 +837,30 @@ class Search:
             return self._with(
                 state, number, actor._replace(left=left), store=store, deleted=deleted
             )
-        return self._answered(state, number, None, store, deleted=deleted)
+        answer = (True, None) if threads else None
+        return self._answered(state, number, answer, store, deleted=deleted)
 
-    def _answered(self, state, number, answer, store, *, slept=0, **changes):
+    def _answered(self, state, number, answer, store, *, slept=0, left=None, **changes):
         before = state.actors[number].history
-        key = (before, repr(answer) if isinstance(answer, Exception) else answer)
+        key = (before, answer if not _has_error(answer) else repr(answer))
         if key not in self._history_numbers:
             self._history_numbers[key] = len(self._histories)
             self._histories.append((before, answer))
-        actor = _Actor(self._history_numbers[key], None, slept)
+        actor = self._folded(number, _Actor(self._history_numbers[key], left, slept))
         if changes.get("flying") is None:
             changes.pop("flying", None)
         return self._with(state, number, actor, store=store, **changes)
+
+    def _folded(self, number, actor, *, dead=False):
+        """Return the actor, with the same history as all that ended, or died, with its notes.
+
+        How it came to that changes nothing any more, and there are many ways.
+        """
+        operation, notes = self._peek(number, actor)
+        if not dead and operation is not None:
+            return actor
+        key = number, dead, tuple(notes.items())
+        return _Actor(self._folds.setdefault(key, actor.history), dead=dead)
 
     @staticmethod
     def _with(state, number, actor, **changes):
@@ -744,6 +871,8 @@ class Search:
         if actor.dead:
             return False
         operation, notes = self._peek(number, actor)
+        if operation is not None and operation[0] == "either":
+            operation = operation[1]
         return operation is not None and operation[0] != "clock" and notes.get("looking", False)
 
     # -- actors and store --------------------------------------------------------------------------
@@ -763,7 +892,7 @@ class Search:
             except _Pause:
                 pass
             except Exception as error:  # noqa: BLE001 - told to whoever called
-                turn.note(told=_word(error))
+                turn.note(told=word_of(error))
             turn.end()
             self._runs[key] = turn.stop
         return self._runs[key]
@@ -793,6 +922,21 @@ class Search:
                 answer = memory.read_record(rest[0], limit_bytes=1 << 20)
             elif kind == "list":
                 answer = tuple(memory.list(rest[0]))
+            elif kind == "write":
+                data, *names = rest
+                blobs.update({name: _Blob(data, float(now)) for name in names})
+                answer = None
+            elif kind == "remove":
+                for name in rest:
+                    blobs.pop(name, None)
+                answer = None
+            elif kind == "look":
+                answer = tuple(blobs[n].data if n in blobs else None for n in rest[0])
+            elif kind in {"post", "decide"}:
+                name, data = rest
+                if kind == "post" or name not in blobs:
+                    blobs[name] = _Blob(data, 0.0)
+                answer = blobs[name].data
             else:
                 answer = memory.stat(rest[0])
         except PenstockError as error:
@@ -812,16 +956,22 @@ class Search:
         if state.store not in self._records:
             self._records[state.store] = self._check_store(state)
         records = self._records[state.store]
-        succeeded = set()
+        owners, told_of = {}, {}
         for number, actor in enumerate(state.actors):
             _, notes = self._peek(number, actor)
             told = notes.get("told")
             self._check_actor(state, number, told, notes, records)
-            if told == "success":
-                name = notes["name"]
-                if self._scenario.exclusive and name in succeeded and name not in state.deleted:
-                    self._fail(state, f"two savers were told that they own {name}")
-                succeeded.add(name)
+            if told is None or "uid" not in notes:
+                continue
+            name, uid = notes["name"], notes["uid"]
+            told_of.setdefault((uid, name), set()).add(told)
+            other = told == "success" and owners.setdefault(name, uid) != uid
+            if self._scenario.exclusive and other and name not in state.deleted:
+                self._fail(state, f"two savers were told that they own {name}")
+        for (_, name), words in told_of.items():  # of one save by many ranks
+            lost = "lost" in words and self._scenario.exclusive and name not in state.deleted
+            if "success" in words and (lost or words & {"aborted", "refused"}):
+                self._fail(state, f"ranks were told {sorted(words)} of {name}")
 
     def _check_store(self, state):
         """The records that are there, of which all must have what they need."""
@@ -833,20 +983,30 @@ class Search:
                 missing = [n for n in needed_names(record) if n not in store]
                 if missing:
                     self._fail(state, f"{name} is there without {missing}")
+        for actor in self._scenario.actors:
+            for violation in actor.violations(store, records):
+                self._fail(state, violation)
+        if self._steps_before is None:
+            self._steps_before = {record.step for record in records.values()}
+        lost = self._steps_before - {record.step for record in records.values()}
+        if lost and not any(actor.deletes for actor in self._scenario.actors):
+            self._fail(state, f"nobody was to delete steps {lost}")
+        if self._steps_before and not records and not self._empties:
+            self._fail(state, "no checkpoint is left")
         return records
+
+    def _check_end(self, state, notes):
+        for number, actor in enumerate(self._scenario.actors):
+            if not state.actors[number].dead:
+                store = self._stores[state.store]
+                for violation in actor.violations_at_the_end(store, notes[number]):
+                    self._fail(state, violation)
 
     def _check_actor(self, state, number, told, notes, records):
         actor = self._scenario.actors[number]
-        allowed = {
-            Saver: {"success", "lost", "unknown", "aborted", "refused", "failed", "none"},
-            Reader: {"whole", "gone", "none"},
-            Copier: {"copied", "busy", "aborted", "unknown", "lost"},
-            Deleter: {"none"},
-            Pruner: set(),
-        }[type(actor)]
-        if told is not None and told not in allowed:
+        if told is not None and told not in actor.words:
             self._fail(state, f"{actor} was told {told}")
-        if not isinstance(actor, Saver) or told is None or "uid" not in notes:
+        if not actor.saves or told is None or "uid" not in notes:
             return
         name = notes["name"]
         ours = name in records and records[name].uid == notes["uid"]
@@ -865,6 +1025,16 @@ class Search:
             at, label = self._parents[at]
             lines.append(label)
         raise ViolationError("\n  ".join([why, *reversed(lines)]))
+
+
+def _has_error(answer):
+    if isinstance(answer, tuple) and len(answer) == 2:  # of one of the threads of a rank
+        answer = answer[1]
+    return isinstance(answer, Exception)
+
+
+def _shown(values):
+    return " ".join("-" if value is None else value.decode() for value in values)
 
 
 @contextmanager

@@ -1,0 +1,442 @@
+"""The ranks of a job as actors of the search in `protocol.py`.
+
+What runs is the product's own: the round of each rank, its table, the table of its save, and on
+rank 0 the claim of a step, `Publisher` and the clean-up. `_Engine` stands for the thread of a save,
+and `_Conducted` for the thread that carries the round out. A rank is both; the search chooses which
+of them goes on.
+
+The search has the clock of the time-outs: a rank that waits may have waited for a whole time-out at
+any moment, whether the others are dead, asleep or only slow. So it also does too early what it does
+after a time-out, and a rank that sleeps is one that has no turn meanwhile. Beats are left out: they
+change nothing but when a time-out is over. An abort is the same whoever asks for it, and why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+from tests.core.catalog.protocol import (
+    Actor,
+    ModelClock,
+    note_looks,
+    word_of,
+)
+
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.commit_table import Commit, Event, State
+from penstock.core.catalog.publisher import Publisher
+from penstock.core.catalog.retention import clean_up_after
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CommitUnknownError,
+    CoordinationError,
+    LostRaceError,
+    PenstockError,
+    SaveAbortedError,
+    SaveError,
+)
+from penstock.core.format.records import (
+    CommitRecord,
+    IndexEntry,
+    PartEntry,
+    commit_name,
+    index_name,
+    intent_name,
+    part_name,
+)
+from penstock.core.ranks.operations import Answer, Decide, Post, Read
+from penstock.core.ranks.posts import (
+    At,
+    Result,
+    Verdict,
+    decode_slot,
+    decode_verdict,
+    encode_slot,
+    encode_verdict,
+    end_key,
+    slot_key,
+)
+from penstock.core.ranks.round import RankPlace
+from penstock.core.ranks.round_table import ENDS, Phase, Step
+from penstock.core.ranks.save_round import SaveRound
+from penstock.core.save.prepare import claim_generation
+
+_TIMEOUT_S = 8.0
+_LEAP_S = _TIMEOUT_S / 4  # the most that counts between two looks
+_ROUND = 0
+_ABORT = encode_verdict(Verdict(commit=False))  # whoever asks for it, and why
+_PART = {"bytes": 32}
+_WATCHING = frozenset({Phase.WAITING, Phase.WORKING, Phase.SEALED, Phase.PUBLISHING})
+
+
+def board_name(job, key):
+    """The name under which the model's store has what the ranks of a job post and decide."""
+    return f"board/{job}/{key}"
+
+
+class _Conducted:
+    """In place of `Conductor`: hands what a round asks for to the search, one after the other.
+
+    A read that finds nothing new is no step of the search; it is answered here.
+    """
+
+    def __init__(self, round_, job, *, tires):
+        self._round = round_
+        self._job = job
+        self._tires = tires
+        self._now_s = 0.0
+        self._posted = {}
+        self._seen = {}
+        self._looked = None  # the phase of the last read
+        self._waited = None  # the phase in which a time-out has passed, and changed nothing
+        self._told = self._rests = False
+        self._operations = round_.operations(0.0)
+        self._operation = next(self._operations)
+
+    def tell(self, what):
+        """Call `what` with the round, as the thread of the save does."""
+        what(self._round)
+        self._told = True
+
+    def pending(self):
+        """Return the operation to come; None: none before the save has told something."""
+        while (operation := self._operation) is not None:
+            match operation:
+                case Post(key, value):
+                    value = self._settled(key, value)
+                    if value is not None and self._posted.get(key) != value:
+                        return "post", board_name(self._job, key), value
+                    self._go_on()
+                case Decide(key, value):
+                    if not decode_verdict(value).commit:
+                        value = _ABORT
+                    return "decide", board_name(self._job, key), value
+                case Read(keys):
+                    if not self._told and self._looked is self._round.phase:
+                        return self._look(keys)
+                    self._told, self._looked = False, self._round.phase
+                    self._go_on([self._seen.get(key) for key in keys])
+                case _:
+                    if self._rests and not self._told:
+                        return None
+                    self._told = False
+                    self._go_on()
+                    self._rests = True
+        return None
+
+    def hear(self, answer):
+        """Go on with what the search has answered."""
+        kind, *rest = answer
+        operation = self._operation
+        if kind == "cut":
+            self._leap(None)
+        elif isinstance(operation, Read):
+            keys = operation.keys if kind == "said" else self._wide(operation.keys)
+            found = dict(zip(keys, rest[0], strict=True))
+            self._seen |= found
+            if kind == "vain":
+                self._waited = self._round.phase
+                self._leap(found)
+            else:
+                self._go_on([found[key] for key in keys])
+        elif isinstance(operation, Post):
+            self._posted[operation.key] = self._settled(operation.key, operation.value)
+            self._go_on()
+        else:
+            self._go_on(rest[0])
+
+    def _look(self, keys):
+        wide = self._wide(keys)
+        seen = tuple(self._seen.get(key) for key in keys)
+        names = [tuple(board_name(self._job, key) for key in some) for some in (keys, wide)]
+        phase = self._round.phase
+        patient = self._tires and phase in _WATCHING and phase is not self._waited
+        return "look", names[0], seen, names[1], patient
+
+    def _wide(self, keys):
+        """What this rank looks at in the course of a time-out."""
+        place = self._round.place
+        others = range(1, place.world_size) if place.rank == 0 else ()
+        return tuple(dict.fromkeys([*keys, *map(slot_key, others)]))
+
+    def _settled(self, key, value):
+        """Return what a post says but for the time; None: nothing that anybody asks for."""
+        if not key.startswith("slots/"):
+            return value
+        post = decode_slot(value)
+        if post.at is not At.SEALED or self._round.place.rank == 0:
+            return None
+        return encode_slot(replace(post, moves=0, done=0, total=0))
+
+    def _leap(self, board):
+        """Let a time-out pass, with `board` as it is, or (None) with no answer to anything."""
+        phase, until_s = self._round.phase, self._now_s + 2 * _TIMEOUT_S
+        while self._operation is not None and self._round.phase is phase and self._now_s < until_s:
+            operation = self._operation
+            if board is None:
+                self._now_s += _LEAP_S
+                self._go_on(error=CoordinationError("no answer"))
+            elif isinstance(operation, Read):
+                self._go_on([board[key] for key in operation.keys])
+            elif isinstance(operation, Decide):
+                return
+            elif isinstance(operation, Post):
+                value = self._settled(operation.key, operation.value)
+                if value is not None and self._posted.get(operation.key) != value:
+                    return
+                self._go_on()
+            else:
+                self._now_s += _LEAP_S
+                self._go_on()
+
+    def _go_on(self, value=None, error=None):
+        self._rests = False
+        try:
+            self._operation = self._operations.send(Answer(self._now_s, value, error))
+        except StopIteration:
+            self._operation = None
+
+
+class _Engine:
+    """In place of the thread of a save: one blob and one part on each rank."""
+
+    def __init__(self, turn, actor):
+        self._turn = turn
+        self._actor = actor
+        self._commit = Commit()
+        self._publisher = None
+        self._name = ""
+        self._error = None  # of the publish, on rank 0
+        self.round = SaveRound(
+            RankPlace(actor.rank, actor.world_size),
+            _ROUND,
+            commit=self._commit,
+            timeout_s=_TIMEOUT_S,
+            expects=lambda terms: "" if terms["step"] == actor.step else "saves another step",
+        )
+        self._beside = turn.beside = _Conducted(self.round, actor.job, tires=actor.tires)
+
+    def run(self):
+        if self._actor.rank == 0:
+            self._begin_all()
+        while (step := self._next_step()) not in _TOLD:
+            if step is Step.WORK:
+                self._try(self._work)
+            elif step is Step.MERGE:
+                self._try(self._merge)
+            elif step is Step.PUBLISH:
+                self._publish()
+            elif step is Step.RESOLVE:
+                self._resolve()
+        self._end(step)
+        while self._beside.pending() is not None:
+            self._turn.wait()
+
+    def _next_step(self):
+        while True:
+            self._beside.pending()  # goes on with all that needs no answer
+            if self.round.steps:
+                return self.round.steps.popleft()
+            self._turn.wait()
+
+    def _try(self, work):
+        try:
+            work()
+        except PenstockError as error:
+            commit, cause = self._commit, str(error)
+            # Its intent was too old: what it has sealed is left to `prune`, whatever is decided.
+            pruned = commit.state is State.ABORTED and not commit.may_delete_own_data
+            self._turn.note(pruned=pruned)
+            self._beside.tell(lambda r: r.fail(cause))
+
+    def _raise_if_over(self):
+        if self.round.phase in ENDS:
+            msg = "the ranks gave up"
+            raise SaveAbortedError(msg)
+
+    def _begin_all(self):
+        actor, catalog = self._actor, Catalog(self._turn)
+        try:
+            generation = claim_generation(
+                actor.step, catalog.entries(), url=self._turn.url, overwrite=actor.overwrite
+            )
+            self._learn(generation)
+            self._publisher.publish_intent()
+        except PenstockError as error:
+            reason = str(error)
+            self._beside.tell(lambda r: r.refuse(reason))
+            return
+        terms = {"step": actor.step, "generation": generation, "uid": actor.uid}
+        self._beside.tell(lambda r: r.go(terms))
+
+    def _learn(self, generation):
+        actor, turn = self._actor, self._turn
+        self._name = commit_name(actor.step, generation)
+        clock = ModelClock(turn, stopped=actor.stopped_clock)
+        self._publisher = Publisher(
+            turn, self._commit, uid=actor.uid, step=actor.step, grace_s=actor.grace_s, clock=clock
+        )
+        note_looks(self._publisher, turn)
+        turn.note(name=self._name, uid=actor.uid)
+
+    def _work(self):
+        actor = self._actor
+        if actor.rank != 0:
+            self._learn(self.round.terms["generation"])
+        else:
+            self._publisher.refresh_intent()
+        names = actor.own_names()
+        for some in [names] if actor.at_once else [[name] for name in names]:
+            self._raise_if_over()
+            self._turn.ask("write", actor.uid.encode(), *some)
+        self._beside.tell(lambda r: r.seal(_PART))
+
+    def _merge(self):
+        actor = self._actor
+        for rank in range(1, actor.world_size):
+            try:
+                self._turn.read_record(part_name(actor.uid, rank), limit_bytes=64)
+            except BlobNotFoundError as error:
+                msg = f"what rank {rank} has stored is not there: is the root shared?"
+                raise SaveError(msg) from error
+        self._raise_if_over()
+        self._publisher.refresh_intent()
+        self._turn.publish(index_name(actor.uid), actor.uid.encode())
+        self._beside.tell(lambda r: r.merged())
+
+    def _publish(self):
+        try:
+            self._publisher.publish_commit(self._record(), begin=self._begin_to_publish)
+        except CommitUnknownError as error:
+            result, self._error = Result.UNKNOWN, error
+        except LostRaceError as error:
+            # Unless the store has refused it, the record may still land where another's is gone.
+            for_good = self._commit.may_delete_own_data
+            result, self._error = Result.NEVER if for_good else Result.UNKNOWN, error
+        except PenstockError as error:
+            result, self._error = Result.NEVER, error
+        else:
+            result = Result.COMMITTED
+        self._beside.tell(lambda r: r.published(result))
+
+    def _resolve(self):
+        found = self._publisher._read_back(self._name)
+        self._beside.tell(lambda r: r.resolved(found))
+
+    def _begin_to_publish(self):
+        self._commit.feed(Event.PUBLISH_STARTED)
+
+    def _record(self):
+        actor = self._actor
+        parts = [
+            PartEntry(part_name(actor.uid, rank), 32, 32, "0" * 64)
+            for rank in range(actor.world_size)
+        ]
+        generation = self.round.terms["generation"]
+        return CommitRecord(
+            actor.uid, actor.step, generation, "2026-01-01T00:00:00Z", actor.world_size,
+            IndexEntry(index_name(actor.uid), 32, 32, "0" * 64), tuple(parts),
+            1, 32 * actor.world_size, 32 * actor.world_size,
+        )  # fmt: skip
+
+    def _end(self, step):
+        actor = self._actor
+        told = _TOLD[step] if self._error is None else word_of(self._error)
+        if step is Step.KEEP and actor.rank != 0:
+            told = "lost"
+        self._turn.note(told=told, verdict=self.round.verdict, looking=False)
+        if step is Step.DONE:
+            if actor.rank == 0:
+                self._clean_up_older()
+            return
+        self._commit.feed(Event.FAILED)
+        if self._publisher is not None and self._commit.may_delete_own_data:
+            if actor.rank == 0:
+                self._turn.delete([intent_name(actor.uid)])
+                self._turn.delete([index_name(actor.uid)])
+            names = actor.own_names()
+            for some in [names] if actor.at_once else [[name] for name in names]:
+                self._turn.ask("remove", *some)
+
+    def _clean_up_older(self):
+        actor = self._actor
+        retention = actor.keep_last and SimpleNamespace(keep_last=actor.keep_last, keep_every=None)
+        clean_up_after(
+            SimpleNamespace(step=actor.step),
+            Catalog(self._turn),
+            overwrite=actor.overwrite,
+            retention=retention,
+            protect=(),
+            events=SimpleNamespace(emit=lambda event: None),
+        )
+
+
+_TOLD = {
+    Step.DONE: "success",
+    Step.CLEAN_UP: "aborted",
+    Step.KEEP: "aborted",
+    Step.REPORT_UNKNOWN: "unknown",
+    Step.REPORT_STOPPED: "refused",
+}
+
+
+def blob_name(uid, rank):
+    """The only blob that a rank writes."""
+    return f"data/{uid}/blobs/{rank}.raw"
+
+
+@dataclass(frozen=True)
+class Rank(Actor):
+    """One rank of a job that saves a step; the others of the job are actors of their own."""
+
+    rank: int
+    world_size: int
+    uid: str
+    step: int
+    job: str = "job"
+    overwrite: bool = False
+    keep_last: int | None = None
+    grace_s: float = 4.0
+    stopped_clock: bool = False
+    at_once: bool = False  # whether blob and part appear, and go, in one step: fewer states
+    tires: bool = True  # whether it ever waits for so long that it counts others as dead
+
+    words = frozenset({"success", "lost", "unknown", "aborted", "refused"})
+    saves = True
+
+    def run(self, turn):
+        _Engine(turn, self).run()
+
+    @property
+    def deletes(self):
+        """Retention does."""
+        return self.keep_last is not None
+
+    def own_names(self):
+        """The data that this rank writes, and may delete; rank 0 has intent and index as well."""
+        return [blob_name(self.uid, self.rank), part_name(self.uid, self.rank)]
+
+    def violations(self, store, records):
+        """What a record of this job needs beside its data: all parts, and the register's word."""
+        end = store.get(board_name(self.job, end_key(_ROUND)))
+        for name, record in records.items():
+            if record.uid != self.uid:
+                continue
+            if end is None or not decode_verdict(end[0]).commit:
+                yield f"{name} is there, and the register does not say commit"
+            if len(record.parts) != self.world_size:
+                yield f"{name} is there without the parts of all ranks"
+
+    def violations_at_the_end(self, store, notes):
+        """An abort that was decided lets each rank delete its own data at once."""
+        verdict = notes.get("verdict")
+        if verdict is not None and not verdict.commit and not notes.get("pruned"):
+            left = [name for name in self.own_names() if name in store]
+            if left:
+                yield f"rank {self.rank} knows of the abort, and has left {left}"
+
+
+def ranks(world_size, uid, step, **options):
+    """All ranks of one job."""
+    return tuple(Rank(rank, world_size, uid, step, **options) for rank in range(world_size))
