@@ -74,6 +74,7 @@ class SaveReport:
         tiers: The tiers that have the whole checkpoint when the report is made, the fastest first;
             empty if the backend is one place.
         codecs: What rules with `codecs = "auto"` chose, by class of objects.
+        ranks: How many ranks saved it together. What is counted here is what this one has written.
     """
 
     step: int
@@ -91,6 +92,7 @@ class SaveReport:
     seconds: Mapping[str, float]
     tiers: tuple[str, ...] = ()
     codecs: tuple[CodecChoice, ...] = ()
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

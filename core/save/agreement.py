@@ -333,6 +333,9 @@ class SaveAgreement:
         found = self._round.error(what, stays)
         if found is not None:
             return found
+        if verdict is not None:
+            why = f"the other ranks gave it up, since this one {verdict.cause}"
+            return SaveError(f"{what}: {why}. {stays}".rstrip())
         silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
         return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
 

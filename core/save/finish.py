@@ -351,7 +351,13 @@ class Finish:
             self._publish_intent()
             self._has_intent = True
             providers = dict(self.request.providers)
-            agreement.go({"generation": self.request.generation, "providers": providers})
+            agreement.go(
+                {
+                    "generation": self.request.generation,
+                    "providers": providers,
+                    "latest": None if self._turn is None else self._turn.latest,
+                }
+            )
         place = agreement.wait_for_go()
         self.request = replace(self.request, generation=int(agreement.terms["generation"]))
         plan = self.request.plan
@@ -562,6 +568,7 @@ class Finish:
                 "commit": now - (clock.commit_began or now),
                 "total": now - clock.called,
             },
+            ranks=request.world_size,
             codecs=self._choices.report(
                 {n: r for n, r in enumerate(self._writer.results) if r is not None}
             ),

@@ -77,6 +77,7 @@ class RankTurn:
         structure: The digest of the structure of the state here.
         values: The digests of the plain values here, by shown path.
         skip: The chunks that other ranks write, as far as that is known before the capture.
+        latest: On rank 0 the latest step when the save was called; None: there was none.
         begun: Whether a job goes on with it, and tells the others how it ends.
     """
 
@@ -85,6 +86,7 @@ class RankTurn:
     structure: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
     skip: frozenset[int] = frozenset()
+    latest: int | None = None
     begun: bool = False
 
     @property

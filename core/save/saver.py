@@ -123,6 +123,7 @@ class Saver(SaveSurroundings):
         self._warned_straight = False
         self._warned_not_lazy = False
         self._committed: int | None = None
+        self._latest: int | None = None  # when the newest save was called
         self._housekeeper = Housekeeper(
             backend,
             catalog,
@@ -225,6 +226,7 @@ class Saver(SaveSurroundings):
             if self._tiers is None
             else self._tiers.entries(strict=overwrite)
         )
+        self._latest = max(entries, default=None)
         return claim_generation(
             step,
             entries,
@@ -279,6 +281,7 @@ class Saver(SaveSurroundings):
             generation = self._claim_generation(call.step, overwrite=call.overwrite)
         request = self._planned(call.state, call.step, generation, mode=call.mode, group=group)
         if turn is not None:
+            turn.latest = self._latest
             turn.structure = structure_digest(request.entries, request.own_paths)
             turn.values = value_digests(request.entries, request.own_paths)
             place = turn.group.alike.get(turn.structure)

@@ -15,7 +15,7 @@ from penstock import Checkpointer
 LIMIT_S = 5
 
 START = """
-import sys, time
+import sys, threading, time
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 import penstock
@@ -67,11 +67,12 @@ from penstock.core.storage.open import open_backend
 
 class Hanging(DelegatingBackend):
     hangs = False
+    gate = threading.Event()
 
     def create(self, name, /, *, size_hint=0):
         if self.hangs:
             print("writes", flush=True)
-            time.sleep(1000)
+            self.gate.wait()
         return super().create(name, size_hint=size_hint)
 
 from penstock.core.config.model import load_config
@@ -89,8 +90,11 @@ try:
     handle.result(100)
 except penstock.RankError as error:
     print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
-    Hanging.hangs = False
     print(ckpt.latest(), flush=True)
+except penstock.SaveError as error:  # of the rank that the others have given up
+    print("since this one stood still" in str(error), flush=True)
+    Hanging.gate.set()
+    ckpt.wait()
 """
 
 
@@ -153,6 +157,12 @@ def test_a_rank_that_dies_ends_the_save_by_name_and_the_latest_stays(store, tmp_
         assert [process.stdout.readline() for process in others] == [words, words]
         print(f"known after {time.monotonic() - began_s:.2f} s of {LIMIT_S} s")
         assert [process.stdout.readline() for process in others] == ["1\n", "1\n"]
+        if how == signal.SIGSTOP:
+            os.kill(processes[victim].pid, signal.SIGCONT)
+            assert processes[victim].communicate(timeout=60)[0] == "True\n"
+            others[0].wait(60)
+            others[1].wait(60)
+            assert len(list((root / "data").iterdir())) == 1  # what it wrote is deleted, too
     finally:
         end(processes)
     with Checkpointer(root) as ckpt:

@@ -60,6 +60,7 @@ def test_what_ranks_save_is_loaded_by_one_process(name, mode):
     assert found.keys() == values.keys()
     for path, tensor in values.items():
         assert torch.equal(found[path], tensor), path
+    assert {report.ranks for report in reports} == {count}
     # Each byte is written once: replicas share them.
     raw = sum(t.nbytes for t in values.values())
     values_bytes = sum(report.bytes_raw for report in reports) - raw

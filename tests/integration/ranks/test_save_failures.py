@@ -59,6 +59,7 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     for error in errors:
         assert "epoch is not equal on ranks 0, 2 and rank 1" in str(error)
+    assert str(errors[1]).endswith("Step 1 stays the latest.")
     assert_unchanged(store, before)
 
 
