@@ -65,3 +65,78 @@ def test_what_ranks_save_is_loaded_by_one_process(name, mode):
     raw = sum(t.nbytes for t in values.values())
     values_bytes = sum(report.bytes_raw for report in reports) - raw
     assert 0 < values_bytes < 4096
+
+
+@pytest.mark.parametrize("codecs", [["zstd"], ["floatsplit", "zstd"], "auto"])
+@pytest.mark.parametrize("name", ["DDP 2", "FSDP2 x TP 3 x 2"])
+def test_codecs_decode_what_ranks_have_cut(name, codecs):
+    count, place = PLACES[name]
+    store = memory()
+    job = Job(count, store, rules=[{"match": "**", "codecs": codecs}])
+
+    def rank_saves(rank):
+        state = trained(place)
+        with job.checkpointer(rank) as ckpt:
+            return ckpt.save(state, STEP).result(30)
+
+    run_ranks(count, rank_saves)
+    net = Net(1)
+    fresh = {"model": net, "optimizer": adam(net), "epoch": 0}
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        ckpt.restore(fresh)
+    values = values_of(trained(lambda net: net))
+    for path, tensor in values_of(fresh).items():
+        assert torch.equal(tensor, values[path]), path
+
+
+@pytest.mark.parametrize("codecs", [[], ["zstd"]])
+def test_replicas_share_the_bytes_and_capture_no_more_once_that_is_known(codecs):
+    count, store = 3, memory()
+    state = {
+        "big": torch.arange(52_000_000, dtype=torch.int32).view(-1, 1000),  # 3 times 64 MiB
+        "more": [torch.full((300, 7), float(n)) for n in range(9)],
+        "epoch": 1,
+    }
+    job = Job(count, store, chunk_bytes="8MiB", rules=[{"match": "big", "codecs": codecs}])
+    total = 208_000_000 + 9 * 300 * 7 * 4
+
+    def work(ckpt, rank):
+        found = []
+        for step in (1, 2):
+            report = ckpt.save(state, step).result(60)
+            found.append((report.bytes_raw, ckpt._saver.job._capture.chunk_count))
+        return found
+
+    first, second = zip(*job.run(work), strict=True)
+    for reports in (first, second):
+        sizes = [size for size, _ in reports]
+        assert total <= sum(sizes) <= total + 100
+        assert max(sizes) - min(sizes) <= 2 * (8 << 20)
+    assert {chunks for _, chunks in first} == {first[0][1]}  # all that each holds
+    assert max(chunks for _, chunks in second) < first[0][1] / 2  # its share
+    with checkpointer(store) as ckpt:
+        for step in (1, 2):
+            tree = ckpt.load(step)
+            assert torch.equal(tree["big"], state["big"])
+            assert all(map(torch.equal, tree["more"], state["more"]))
+
+
+def test_stages_of_a_pipeline_store_what_each_has_and_what_they_share():
+    store = memory()
+    shared = torch.randn(40, 3)
+
+    def state_of(rank):
+        stage = rank // 2
+        own = {f"layer{stage}": torch.full((20, 5), float(stage)), "embedding": shared}
+        return {"model": own, "epoch": 2, f"only{stage}": stage}
+
+    reports = Job(4, store).save(state_of)
+    assert [report.bytes_raw > 0 for report in reports] == [True, False, True, False]
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        tree = ckpt.load()
+    assert torch.equal(tree["model"]["embedding"], shared)
+    for stage in range(2):
+        assert tree["model"][f"layer{stage}"].eq(stage).all()
+        assert tree[f"only{stage}"] == stage
