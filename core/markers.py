@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.types import Region, Replica
+from penstock.core.types import Region, Replica, regions_of_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,67 +90,106 @@ class Grads:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Shard:
-    """A rectangle of a tensor that is cut by hand: this rank holds it as a tensor of its own.
+    """A piece of a tensor that is cut by hand: this rank holds it as a tensor of its own.
 
     All ranks put one under the same path, and together they hold each element of the whole tensor.
+    The piece is a rectangle, which starts at `offsets`, or a range of the flattened tensor.
 
     Attributes:
-        tensor: The elements of the rectangle; a tensor or array.
+        tensor: The elements of the piece, row-major; a tensor or array.
         global_shape: Shape of the whole tensor.
         offsets: Where the rectangle starts, in each dimension, in elements.
-        replica: `(i, n)`: this rank is the `i`-th, from 0, of `n` ranks that hold this rectangle.
+        replica: `(i, n)`: this rank is the `i`-th, from 0, of `n` ranks that hold this piece.
+        flat_range: `(start, stop)`, in place of `offsets`: the piece is elements `[start, stop)` of
+            the whole tensor, counted row by row, as they stand in a flat buffer.
 
     Raises:
-        UnsupportedStateError: The rectangle does not lie within the whole tensor, the tensor is
-            itself distributed, or `replica` is not a place among ranks.
+        UnsupportedStateError: The piece does not lie within the whole tensor, the tensor has
+            another number of elements, or is itself distributed, or `replica` is not a place among
+            ranks.
     """
 
     tensor: Any
     global_shape: Sequence[int]
-    offsets: Sequence[int]
+    offsets: Sequence[int] | None = None
     replica: tuple[int, int] = (0, 1)
+    flat_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Take any sequences of integers, and refuse what does not fit together."""
         shape = _integers("global_shape", self.global_shape)
-        offsets = _integers("offsets", self.offsets)
         replica = _integers("replica", self.replica)
         if hasattr(self.tensor, "placements"):
             _refuse("is given a DTensor: put the DTensor itself into the state")
         sizes = getattr(self.tensor, "shape", None)
         if sizes is None:
             _refuse(f"is given a {type(self.tensor).__name__}: it takes a tensor or array")
-        sizes = tuple(sizes)
-        if not len(sizes) == len(offsets) == len(shape):
+        if (self.offsets is None) == (self.flat_range is None):
             _refuse(
-                f"has a tensor of {len(sizes)} dimensions, {len(offsets)} offsets and a global "
-                f"shape of {len(shape)} dimensions: they must be equally many"
+                f"has offsets={self.offsets!r} and flat_range={self.flat_range!r}: it takes one of "
+                "them, the start of a rectangle or a range of the flattened tensor"
             )
-        for d, (offset, size, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
-            if not 0 <= offset <= offset + size <= whole:
-                _refuse(
-                    f"has elements {offset}:{offset + size} of dimension {d}, which has {whole}: "
-                    "offsets count elements of the whole tensor, from 0"
-                )
+        if self.offsets is not None:
+            offsets = _integers("offsets", self.offsets)
+            _check_rectangle(shape, offsets, tuple(sizes))
+            object.__setattr__(self, "offsets", offsets)
+        if self.flat_range is not None:
+            bounds = _integers("flat_range", self.flat_range)
+            _check_range(shape, bounds, tuple(sizes))
+            object.__setattr__(self, "flat_range", bounds)
         if len(replica) != 2 or not 0 <= replica[0] < replica[1]:  # noqa: PLR2004 - place, count
             _refuse(
                 f"has replica={self.replica!r}: say (i, n) on the i-th, from 0, of n ranks that "
-                "hold the same rectangle"
+                "hold the same piece"
             )
         object.__setattr__(self, "global_shape", shape)
-        object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "replica", replica)
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The rectangle that this rank holds; none if it is empty."""
+        """The rectangles that this rank holds, one for `offsets`; none if the piece is empty."""
+        if not math.prod(self.global_shape):
+            return (Region.whole(self.global_shape),)  # without elements, so every piece is all
+        if self.flat_range is not None:
+            return tuple(regions_of_range(self.global_shape, *self.flat_range))
+        assert self.offsets is not None
         region = Region(tuple(self.offsets), tuple(self.tensor.shape))
         return (region,) if region.numel else ()
 
     @property
     def place(self) -> Replica:
-        """Which of the ranks that hold the rectangle this rank is; their ranks are not known."""
+        """Which of the ranks that hold the piece this rank is; their ranks are not known."""
         return Replica(*self.replica)
+
+
+def _check_rectangle(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    if not len(sizes) == len(offsets) == len(shape):
+        _refuse(
+            f"has a tensor of {len(sizes)} dimensions, {len(offsets)} offsets and a global "
+            f"shape of {len(shape)} dimensions: they must be equally many"
+        )
+    for d, (offset, size, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
+        if not 0 <= offset <= offset + size <= whole:
+            _refuse(
+                f"has elements {offset}:{offset + size} of dimension {d}, which has {whole}: "
+                "offsets count elements of the whole tensor, from 0"
+            )
+
+
+def _check_range(shape: tuple[int, ...], bounds: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    whole = math.prod(shape)
+    if min(shape, default=0) < 0 or len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1] <= whole:  # noqa: PLR2004 - start, stop
+        _refuse(
+            f"has flat_range={bounds} of a global shape {list(shape)}: say (start, stop), counted "
+            f"in elements of the whole tensor, which has {whole}"
+        )
+    if math.prod(sizes) != bounds[1] - bounds[0]:
+        _refuse(
+            f"has a tensor of shape {list(sizes)} for the {bounds[1] - bounds[0]} elements of "
+            f"flat_range={bounds}: leave out what pads it"
+        )
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:

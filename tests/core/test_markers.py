@@ -22,6 +22,11 @@ def test_empty_shard_has_no_rectangle():
     assert Shard(torch.zeros(0, 3), (4, 3), (4, 0)).regions == ()
 
 
+def test_tensor_without_elements_is_whole_everywhere():
+    for where in ({"offsets": (0, 0)}, {"flat_range": (0, 0)}):
+        assert Shard(torch.zeros(0, 3), (0, 3), **where).regions == (Region((0, 0), (0, 3)),)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -30,7 +35,8 @@ def test_empty_shard_has_no_rectangle():
         (((4, 3), (2,)), "2 dimensions, 1 offsets"),
         (((4,), (2,)), "2 dimensions, 1 offsets and a global shape of 1"),
         (((4, 3.0), (2, 0)), "global_shape=(4, 3.0)"),
-        (((4, 3), None), "offsets=None"),
+        (((4, 3), 2), "offsets=2"),
+        (((4, 3), None), "offsets=None and flat_range=None"),
         (((4, 3), (2, 0), (2, 2)), "replica=(2, 2)"),
         (((4, 3), (2, 0), (-1, 2)), "replica=(-1, 2)"),
         (((4, 3), (2, 0), (0, 1, 2)), "replica=(0, 1, 2)"),
@@ -41,6 +47,36 @@ def test_empty_shard_has_no_rectangle():
 def test_what_does_not_fit_together_is_refused(arguments, said):
     with pytest.raises(UnsupportedStateError) as caught:
         Shard(torch.zeros(2, 3), *arguments)
+    assert said in str(caught.value)
+
+
+def test_flat_range_is_as_many_rectangles_as_it_takes():
+    shard = Shard(np.zeros(6), (3, 4), flat_range=np.array([3, 9]), replica=(0, 2))
+    assert shard.regions == (Region((0, 3), (1, 1)), Region((1, 0), (1, 4)), Region((2, 0), (1, 1)))
+    assert shard.place == Replica(0, 2)
+    assert shard.flat_range == (3, 9)
+    assert Shard(torch.zeros(2, 2), (3, 4), flat_range=(4, 8)).regions == (Region((1, 0), (1, 4)),)
+    assert Shard(torch.zeros(()), (), flat_range=(0, 1)).regions == (Region((), ()),)
+    assert Shard(torch.zeros(0), (3, 4), flat_range=(12, 12)).regions == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        ((3, 4), {"offsets": (0, 0), "flat_range": (0, 6)}, "it takes one of them"),
+        ((3, 4), {"flat_range": (7, 13)}, "which has 12"),
+        ((3, 4), {"flat_range": (-1, 5)}, "flat_range=(-1, 5)"),
+        ((3, 4), {"flat_range": (9, 3)}, "say (start, stop)"),
+        ((-3, -4), {"flat_range": (0, 6)}, "global shape [-3, -4]"),
+        ((3, 4), {"flat_range": (0, 6, 1)}, "say (start, stop)"),
+        ((3, 4), {"flat_range": 6}, "flat_range=6"),
+        ((3, 4), {"flat_range": (0, 5)}, "leave out what pads it"),
+    ],
+    ids=str,
+)
+def test_flat_range_that_does_not_fit_is_refused(shape, options, said):
+    with pytest.raises(UnsupportedStateError) as caught:
+        Shard(torch.zeros(6), shape, **options)
     assert said in str(caught.value)
 
 

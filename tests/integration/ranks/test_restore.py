@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.restore.test_scatter import splits, wanted
-from tests.core.stored_ranks import STEP, reshard, store_ranks
+from tests.core.stored_ranks import STEP, cut, reshard, store_ranks
 from tests.effort import examples
 from tests.integration.ranks.topologies import (
     PLACES,
@@ -32,9 +32,13 @@ from torch.optim import SGD
 
 import penstock
 from penstock import PenstockError, RestoreMismatchError, UnsupportedStateError
+from penstock.core.abc import StateObject
+from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.fallback import Overwritten
 from penstock.core.restore.restore import restore_into
+from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import Region, regions_of_range
 from penstock.providers.tensor.sharding import local_shard
@@ -54,6 +58,12 @@ def restore(store, state, **options):
         cast=options.get("cast", False),
         overwritten=Overwritten(state, providers, allow_pickle=False),
     )
+
+
+def described(state):
+    """The objects of a state."""
+    found = describe_tree(state, providers=default_registry().providers, allow_pickle=False)
+    return [entry for entry in found.entries if isinstance(entry, StateObject)]
 
 
 def rows(count):
@@ -403,6 +413,33 @@ def test_any_rectangles_come_back_in_any_shard_that_is_cut_by_hand(cut, held, of
     assert state["w"] is shard
     span = tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
     assert np.asarray(tensor).tobytes() == array[span].tobytes()
+
+
+@settings(deadline=None, max_examples=examples(25))
+@given(st.data())
+def test_any_flat_ranges_come_back_in_any_other_flat_ranges(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4), label="shape"))
+    array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+    def ranges(label):
+        cuts = data.draw(st.lists(st.integers(0, array.size), max_size=4), label=label)
+        return list(itertools.pairwise([0, *sorted(cuts), array.size]))
+
+    stored = []
+    for a, b in ranges("stored"):
+        piece = array.reshape(-1)[a:b]
+        shard = penstock.Shard(torch.from_numpy(piece.copy()), shape, flat_range=(a, b))
+        (entry,) = described({"w": shard})
+        assert entry.spec.shape == shape
+        assert b"".join(cut(array, region).tobytes() for region in entry.regions) == piece.tobytes()
+        stored.append([(("w",), array, entry.regions)])
+    assert flaw_of_cover(shape, [one for held in stored for one in held[0][2]]) is None
+    store = memory()
+    store_ranks(store, stored)
+    for a, b in ranges("restored"):
+        flat = torch.zeros(b - a)
+        restore(store, {"w": penstock.Shard(flat, shape, flat_range=(a, b))})
+        assert flat.numpy().tobytes() == array.reshape(-1)[a:b].tobytes()
 
 
 def test_shard_of_another_whole_is_told_with_both_shapes():
