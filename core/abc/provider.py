@@ -205,6 +205,14 @@ class DescribeContext(ABC):
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         """Return the names that modules of the tree give to this very tensor, best first."""
 
+    def of_this_rank(self, path: ObjectPath, /) -> None:
+        """Say that at and below `path` each rank has objects of its own, which others may lack.
+
+        Ranks that differ only there still count as equal, and share what they write of the rest.
+        The objects there need a `replica`: without one they would count as equal on all ranks.
+        """
+        del path
+
 
 class PlaceContext(ABC):
     """What a provider may call while it plans a restore. Paths are the template's.

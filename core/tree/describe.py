@@ -247,6 +247,10 @@ class _Describing(DescribeContext):
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         return self._names.names(tensor)
 
+    def of_this_rank(self, path: ObjectPath, /) -> None:
+        if self.world_size > 1:
+            self.own_paths.append(path)
+
     def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterator[StateObject | Node]:
         """Describe a child of a container; `late` if the container is the tree's, no provider's."""
         provider = self._scan.provider_for(type(value))

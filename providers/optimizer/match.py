@@ -10,10 +10,9 @@ from penstock.core.errors import FormatError
 from penstock.core.types import show_path
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.core.abc import Node, PlaceContext, Placement
     from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer.held import Held
     from penstock.providers.optimizer.names import Member
 
 FORM = "optimizer"
@@ -28,12 +27,12 @@ class Matcher:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        held: Held,
         path: ObjectPath,
         context: PlaceContext,
         result: Placement,
     ) -> None:
-        self._optimizer = optimizer
+        self._held = held
         self._path = path
         self._state = (*path, "state")
         self._context = context
@@ -103,7 +102,7 @@ class Matcher:
             )
 
     def _by_order(self) -> None:
-        here = [len(group["params"]) for group in self._optimizer.param_groups]
+        here = [len(group["params"]) for group in self._held.groups]
         node = self._context.node(self._path)
         there = None if node is None else node.meta.get("groups")
         if here != there:

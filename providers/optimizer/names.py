@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -34,16 +34,16 @@ class Member:
 
 
 def members(
-    optimizer: torch.optim.Optimizer, names_of: Callable[[object], Sequence[str]]
+    groups: Sequence[Mapping[str, Any]], names_of: Callable[[object], Sequence[str]]
 ) -> list[Member]:
-    """Return the parameters of `optimizer`, in order, each once.
+    """Return the parameters of the param groups of an optimizer, in order, each once.
 
     A parameter takes the first of its names that no other parameter of this optimizer has: the
     bare one, or, where two modules clash, the one with the tree key in front.
     """
     found: list[tuple[torch.Tensor, int, int, tuple[str, ...]]] = []
     seen: set[int] = set()
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         own: Any = group.get("param_names") or ()
         for position, parameter in enumerate(group["params"]):
             if id(parameter) in seen:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.core.abc import Difference, Placement
+from penstock.core.abc import Difference, Placement, Target
 from penstock.core.errors import RestoreError
 from penstock.core.types import Kind, show_path
 from penstock.providers.optimizer.match import FORM, MEMBERSHIP, Matcher, index_of
 from penstock.providers.optimizer.names import members
 from penstock.providers.overrides import is_override
 from penstock.providers.rebuild import leaves
-from penstock.providers.tensor.memory import device_name
+from penstock.providers.tensor.memory import device_name, make_sink
 from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.provider import (
     is_sharded,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Node, PlaceContext
     from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer.held import Held
     from penstock.providers.optimizer.names import Member
 
 
@@ -44,15 +45,14 @@ _SCHEDULED = {
 class Placer:
     """Plans the restore of one optimizer."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, path: ObjectPath, context: PlaceContext
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, held: Held, path: ObjectPath, context: PlaceContext) -> None:
+        self._held = held
+        self._optimizer = held.local
         self._path = path
         self._context = context
         self._state = (*path, "state")
         self._groups = (*path, "param_groups")
-        self._members = members(optimizer, context.parameter_names)
+        self._members = members(held.groups, context.parameter_names)
         self._result = Placement(finish=self._finish)
         self._finishes: list[Callable[[], object]] = []
 
@@ -60,13 +60,16 @@ class Placer:
         """Return the plan; its `finish` sets state and groups, then runs the load hooks."""
         if not self._is_there() or self._is_of_another_kind():
             return self._result
-        matcher = Matcher(self._optimizer, self._path, self._context, self._result)
+        matcher = Matcher(self._held, self._path, self._context, self._result)
         matches = matcher.match(self._members)
         if matcher.hopeless:
             return self._result
         for member in self._members:
             node = matches.get(member.name)
-            if node is None:
+            if not self._held.owns(member.parameter):
+                if node is not None:
+                    self._pass_over(node.path)
+            elif node is None:
                 self._place_unknown(member)
             elif node.meta.get("shape") != list(member.parameter.shape):
                 self._leave_misfit(member, node)
@@ -82,12 +85,15 @@ class Placer:
         for call in self._finishes:
             call()
         if self._finishes:
+            self._held.publish_groups()
             self._run_load_hooks()
-        return self._optimizer
+        return self._held.value
 
     def _run_load_hooks(self) -> None:
         try:
             _run_own_hooks(self._optimizer)
+            for hook in self._held.hooks():
+                hook(self._held.value)
         except Exception as error:
             msg = (
                 f"{show_path(self._path)}: its state is restored, but its own code failed to load "
@@ -146,7 +152,7 @@ class Placer:
     def _wanted(self) -> bool:
         paths = [self._path]
         paths += [(*self._state, m.name, key) for m in self._members for key in self._keys(m)]
-        for index, group in enumerate(self._optimizer.param_groups):
+        for index, group in enumerate(self._held.groups):
             paths += [(*self._groups, str(index), str(key)) for key in group]
         # A list, so that `any` does not stop early: `selected` notes which patterns matched.
         return any([self._context.selected(path) for path in paths])  # noqa: C419
@@ -186,6 +192,17 @@ class Placer:
                 skippable=member.named,
             )
         )
+
+    def _pass_over(self, path: ObjectPath) -> None:
+        """Count what another rank restores as known: this rank takes nothing of it."""
+        stored = self._context.stored(path)
+        if stored is not None and stored.kind is Kind.TENSOR:
+            sink = make_sink(torch.empty(0, device="cpu"), path)
+            self._result.targets.append(Target(path, stored.spec, (), sink))
+        elif stored is not None:
+            self._result.values.append(path)
+        for key in self._context.children(path):
+            self._pass_over((*path, key))
 
     def _place_known(self, member: Member, node: Node) -> None:
         found, whole = leaves(self._context, node.path), node.meta.get("objects")
@@ -257,7 +274,7 @@ class Placer:
         """Return the device on which torch itself would have created this piece of state."""
         if isinstance(live, torch.Tensor):
             return live.device
-        group = self._optimizer.param_groups[member.group]
+        group = self._held.groups[member.group]
         on_device = group.get("capturable") or group.get("fused")
         counts_on_host = key == "step" and not isinstance(self._optimizer, torch.optim.ASGD)
         if not on_device and (counts_on_host or key in node.meta.get("host", ())):
@@ -270,7 +287,7 @@ class Placer:
         chosen = self._context.children(self._groups)
         if not chosen:
             return
-        groups = self._optimizer.param_groups
+        groups = self._held.groups
         difference = self._difference_of_groups(matches)
         if difference is not None:
             self._result.differ(difference)
@@ -282,7 +299,7 @@ class Placer:
 
     def _difference_of_groups(self, matches: dict[str, Node]) -> Difference | None:
         """Return how the groups differ, if they do: options would go to the wrong parameters."""
-        shown, groups = show_path(self._groups), self._optimizer.param_groups
+        shown, groups = show_path(self._groups), self._held.groups
         node = self._context.node(self._path)
         count = len(groups) if node is None else len(node.meta.get("groups", ()))
         stored, here = _groups(count), _groups(len(groups))

@@ -1,20 +1,23 @@
 """The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
 
-Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A node per parameter holds
-its shape and place, so that optimizers without names can be matched by order. Which parameters a
-group has stands in these nodes alone: ranks that train different parameters have groups of
-different parameters, and together they describe all of them.
+Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A rank that has the state
+of some parameters only, as with `ZeroRedundancyOptimizer`, describes these. A node per parameter
+holds its shape and place, so that optimizers without names can be matched by order. Which
+parameters a group has stands in these nodes alone: ranks that train different parameters have
+groups of different parameters, and together they describe all of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.core.abc import Node, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.types import Role, show_path
+from penstock.core.types import Replica, Role, show_path
+from penstock.providers.optimizer.held import held_of, is_zero
 from penstock.providers.optimizer.match import FORM, MEMBERSHIP, PARAMETER_FORM
 from penstock.providers.optimizer.names import members
 from penstock.providers.optimizer.place import Placer
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
         StoredObject,
     )
     from penstock.core.types import ObjectPath
+    from penstock.providers.optimizer.held import Held
     from penstock.providers.optimizer.names import Member
 
 PRIORITY = 40
@@ -56,7 +60,7 @@ class OptimizerProvider(StateProvider):
     def claims(self, kind: type, /) -> int | None:
         base = torch.optim.Optimizer
         plain = issubclass(kind, base) and kind.state_dict is base.state_dict
-        return PRIORITY if plain or is_wrapper(kind, OPTIMIZERS) else None
+        return PRIORITY if plain or is_zero(kind) or is_wrapper(kind, OPTIMIZERS) else None
 
     def describe(
         self, value: torch.optim.Optimizer, path: ObjectPath, /, *, context: DescribeContext
@@ -65,18 +69,23 @@ class OptimizerProvider(StateProvider):
         if is_wrapper(kind, OPTIMIZERS):
             yield from context.describe(wrapped(value, OPTIMIZERS), path)
             return
-        groups = [len(group["params"]) for group in value.param_groups]
+        held = held_of(value, path)
+        kind = type(held.local)
+        groups = [len(group["params"]) for group in held.groups]
         meta = {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": groups}
         yield Node(path, FORM, meta)
-        for member in members(value, context.parameter_names):
-            yield from _describe_member(value, member, path, context)
-        for index, group in enumerate(value.param_groups):
+        if held.owned is not None:
+            context.of_this_rank((*path, "state"))
+        for member in members(held.groups, context.parameter_names):
+            if held.owns(member.parameter):
+                yield from _describe_member(held, member, path, context)
+        for index, group in enumerate(held.groups):
             for key, item in group.items():
                 if key in MEMBERSHIP:  # the nodes of the parameters say it
                     continue
                 here = (*path, "param_groups", str(index), _text(key, path))
                 yield from context.describe(item, here, role=Role.OPTIMIZER)
-        state: dict[Any, Any] = value.state  # some optimizers keep state of no parameter in it
+        state: dict[Any, Any] = held.local.state  # some optimizers keep state of no parameter in it
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
@@ -87,7 +96,7 @@ class OptimizerProvider(StateProvider):
     ) -> Placement:
         if is_wrapper(type(value), OPTIMIZERS):
             return place_wrapped(value, path, OPTIMIZERS, context=context)
-        return Placer(value, path, context).place()
+        return Placer(held_of(value, path), path, context).place()
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
@@ -101,6 +110,7 @@ class OptimizerProvider(StateProvider):
     def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
         if is_wrapper(type(value), OPTIMIZERS):
             return ()  # the wrapped optimizer was described as well, and claims its own memory
+        state = value.optim.state if is_zero(type(value)) else value.state  # type: ignore[attr-defined]  # ZeRO's
         claimed: set[MemoryKey] = set()
         settings: set[MemoryKey] = set()
         for group in value.param_groups:
@@ -114,17 +124,17 @@ class OptimizerProvider(StateProvider):
             for parameter in group["params"]:
                 if parameter.is_leaf:
                     claimed.update(_own_memory(parameter))
-                claimed.update(_own_memory(value.state.get(parameter)))
+                claimed.update(_own_memory(state.get(parameter)))
         # Options that are tensors change outside of the step: a scheduler sets the learning rate.
         return claimed - settings
 
 
 def _describe_member(
-    optimizer: torch.optim.Optimizer, member: Member, path: ObjectPath, context: DescribeContext
+    held: Held, member: Member, path: ObjectPath, context: DescribeContext
 ) -> Iterator[StateObject | Node]:
     parameter = member.parameter
     here = (*path, "state", member.name)
-    state: Any = optimizer.state.get(parameter, {})
+    state: Any = held.local.state.get(parameter, {})
     for item in state.values():
         if is_sharded(item) and is_sharded(parameter):
             note_like(item, parameter)
@@ -133,6 +143,8 @@ def _describe_member(
         for key, item in state.items()
         for entry in context.describe(item, (*here, _text(key, here)), role=Role.OPTIMIZER)
     ]
+    if held.owned is not None:
+        entries = [_of_this_rank(entry) for entry in entries]
     meta: dict[str, Any] = {
         "shape": list(parameter.shape),
         "group": member.group,
@@ -150,6 +162,12 @@ def _describe_member(
         ]
     yield Node(here, PARAMETER_FORM, meta)
     yield from entries
+
+
+def _of_this_rank(entry: StateObject | Node) -> StateObject | Node:
+    if isinstance(entry, Node) or entry.replica is not None:
+        return entry
+    return replace(entry, replica=Replica())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
