@@ -134,10 +134,11 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
 class Commit:
     """One save's way through the table. Not thread-safe: the engine feeds it under a lock."""
 
-    __slots__ = ("_may_delete", "_state")
+    __slots__ = ("_may_delete", "_state", "_tried")
 
     def __init__(self) -> None:
         self._state = State.WRITING
+        self._tried = False
         self._may_delete = False
 
     @property
@@ -154,6 +155,15 @@ class Commit:
         """
         return self._may_delete
 
+    @property
+    def never_published(self) -> bool:
+        """Whether no commit record of this save is there, or can come, unless one is begun now.
+
+        A record that was tried may still land where another saver's was deleted: of a lost answer
+        only the store's own "taken" is definite. Until then other ranks keep their data, too.
+        """
+        return self._may_delete or not self._tried
+
     def feed(self, event: Event) -> Action:
         """Go to the next state for `event`, and return the action to carry out.
 
@@ -166,5 +176,6 @@ class Commit:
             msg = f"a save that is {self._state} cannot see: {event}"
             raise IllegalEventError(msg) from None
         self._state = state
+        self._tried |= action is Action.PUBLISH
         self._may_delete |= action in {Action.FAIL_MAY_DELETE, Action.FAIL_LOST_MAY_DELETE}
         return action

@@ -422,8 +422,8 @@ class Finish:
         try:
             self._publisher.publish_commit(record, begin=self._begin_to_publish)
         except BaseException as error:
-            unknown = self.commit.state in {State.PUBLISHING, State.UNKNOWN}
-            agreement.published(Result.UNKNOWN if unknown else Result.NEVER, cause_of(error))
+            result = Result.NEVER if self.commit.never_published else Result.UNKNOWN
+            agreement.published(result, cause_of(error))
             raise
         agreement.published(Result.COMMITTED)
 

@@ -29,9 +29,7 @@ from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.retention import clean_up_after
 from penstock.core.errors import (
     BlobNotFoundError,
-    CommitUnknownError,
     CoordinationError,
-    LostRaceError,
     PenstockError,
     SaveAbortedError,
     SaveError,
@@ -308,14 +306,9 @@ class _Engine:
     def _publish(self):
         try:
             self._publisher.publish_commit(self._record(), begin=self._begin_to_publish)
-        except CommitUnknownError as error:
-            result, self._error = Result.UNKNOWN, error
-        except LostRaceError as error:
-            # Unless the store has refused it, the record may still land where another's is gone.
-            for_good = self._commit.may_delete_own_data
-            result, self._error = Result.NEVER if for_good else Result.UNKNOWN, error
         except PenstockError as error:
-            result, self._error = Result.NEVER, error
+            result = Result.NEVER if self._commit.never_published else Result.UNKNOWN
+            self._error = error
         else:
             result = Result.COMMITTED
         self._beside.tell(lambda r: r.published(result))

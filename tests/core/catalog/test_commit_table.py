@@ -86,6 +86,36 @@ def test_sealed_data_may_be_deleted_where_nobody_can_publish_it_any_more(history
     assert replay(history).may_delete_own_data
 
 
+@pytest.mark.parametrize(
+    ("history", "never"),
+    [
+        ([Event.SEALED, Event.INTENT_GONE], True),
+        ([Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_OK], False),
+        ([Event.SEALED, Event.PUBLISH_STARTED, Event.PUBLISH_ANSWER_LOST], False),
+        (
+            [
+                Event.SEALED,
+                Event.PUBLISH_STARTED,
+                Event.PUBLISH_ANSWER_LOST,
+                Event.RECORD_IS_OTHER,
+            ],
+            False,
+        ),
+        (
+            [
+                Event.SEALED,
+                Event.PUBLISH_STARTED,
+                Event.PUBLISH_LOST,
+                Event.RECORD_IS_OTHER_FOR_GOOD,
+            ],
+            True,
+        ),
+    ],
+)
+def test_a_record_that_was_tried_may_come_unless_the_store_has_refused_it(history, never):
+    assert replay(history).never_published is never
+
+
 def test_an_abort_that_was_decided_cannot_follow_a_publish_nor_be_followed_by_one():
     for events, actions, _ in HISTORIES:
         if (Event.ABORT_DECIDED, Action.FAIL_MAY_DELETE) in zip(events, actions, strict=True):

@@ -26,6 +26,7 @@ ONE = ((1, 0, OLD),)
 TWO = ranks(2, A, 2)
 # With others on the root: what a rank writes appears at once, as far as that cannot matter.
 PAIR = ranks(2, A, 2, at_once=True)
+PATIENT = ranks(2, A, 2, at_once=True, tires=False)
 THREE = ranks(3, A, 2, at_once=True)
 # One tick is more than all of this grace time.
 GRACE_S = 0.9
@@ -45,6 +46,9 @@ SCENARIOS = {
     ),
     "overwrite and a reader": Scenario(
         (*ranks(2, A, 1, overwrite=True, at_once=True), Reader(1)), ONE
+    ),
+    "a late record, and the one in its place is deleted": Scenario(
+        (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
     ),
     "without exclusive publish": Scenario(
         (*PAIR, Saver(B, 2)), ONE, exclusive=False, crashes=1
