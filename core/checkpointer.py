@@ -300,6 +300,9 @@ class Checkpointer:
     ) -> RestoreReport:
         """Restore a checkpoint into the live objects of `state`, in place.
 
+        The ranks of a job all call it alike. Each restores what its template holds of the
+        checkpoint that rank 0 has chosen; all return, or all raise.
+
         Args:
             state: The template, a dict of the objects to restore.
             step: A step, or `"latest"`.
@@ -321,6 +324,7 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: There is no such step.
+            RankError: Another rank failed, died or stood still; names it.
             RestoreMismatchError: Template and checkpoint differ; lists every difference.
             DamagedError: Stored bytes are not those that were written; names the paths.
             SelectionError: A pattern matches nothing.
@@ -353,6 +357,8 @@ class Checkpointer:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Any:
         """Load a checkpoint, or a part of it, without a template.
+
+        The ranks of a job all call it alike, and get the same checkpoint; `open` is of each alone.
 
         Args:
             step: A step, or `"latest"`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -10,6 +11,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from penstock.core.foreign import memory_permitting
 from penstock.core.pipeline.reader import Loader
+from penstock.core.ranks.group import cause_of
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent
 from penstock.core.reporting.progress import metered
 from penstock.core.restore.checkpoint import Checkpoint
@@ -26,7 +28,7 @@ from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
@@ -112,12 +114,13 @@ class Reader:
     ) -> RestoreReport:
         """See `Checkpointer.restore`."""
         round_ = self._begin_round()
-        # Live objects are about to change, and another run's pending save may be capturing them.
-        fence_hook.fence_all()
-        selection, renaming = Selection(include, exclude), Rename(rename)
-        overwritten = Overwritten(
-            state, self._registry.providers, allow_pickle=self._config.allow_pickle
-        )
+        with _giving_up(round_):
+            # Live objects are about to change, and another run's save may be capturing them.
+            fence_hook.fence_all()
+            selection, renaming = Selection(include, exclude), Rename(rename)
+            overwritten = Overwritten(
+                state, self._registry.providers, allow_pickle=self._config.allow_pickle
+            )
 
         def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(
@@ -149,7 +152,8 @@ class Reader:
     ) -> Any:
         """See `Checkpointer.load`."""
         round_ = self._begin_round()
-        selection = Selection(include, exclude)
+        with _giving_up(round_):
+            selection = Selection(include, exclude)
 
         def attempt(checkpoint: Opened) -> tuple[Any, RestoreReport]:
             return build_new(checkpoint, selection=selection, device=device)
@@ -257,7 +261,8 @@ class Reader:
             read = partial(with_fallback, list(candidates), lambda n: one(n, candidates[n]))
         else:
             group, first = round_
-            together = self._together(group, verb, step, on_damage, one)
+            with _giving_up(round_):
+                together = self._together(group, verb, step, on_damage, one)
             on_progress = together.listen(on_progress)
             read = partial(together.run, first)
         try:
@@ -343,6 +348,18 @@ class Reader:
             return self._open_record(self.catalog.record(number, entries=entries))
 
         return {s: partial(open_listed, s) for s in newest_first}
+
+
+@contextmanager
+def _giving_up(round_: tuple[RankGroup, int] | None) -> Iterator[None]:
+    """Tell the other ranks of an error in the block, which comes before this one takes part."""
+    try:
+        yield
+    except BaseException as error:
+        if round_ is not None:
+            group, number = round_
+            group.give_up(number, cause_of(error))
+        raise
 
 
 def _note(rescued: list[tuple[str, str]], name: str, good: str) -> None:

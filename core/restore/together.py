@@ -16,6 +16,7 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.restore_round import RestoreRound
 from penstock.core.ranks.round_table import Step
 from penstock.core.reporting.progress import Listener
@@ -274,10 +275,9 @@ class RestoreTogether(Generic[T]):
 
 def _cause(error: BaseException) -> str:
     """Return what the other ranks are told of an error, in one line."""
-    text = " ".join(str(error).split())
     if isinstance(error, DamagedError):
-        return f"{_DAMAGED}{text}"
-    return f"failed with {type(error).__name__}: {text}"
+        return _DAMAGED + " ".join(str(error).split())
+    return cause_of(error)
 
 
 def _stopped(reason: str, verb: str) -> PenstockError:

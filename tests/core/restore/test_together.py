@@ -20,6 +20,7 @@ from penstock.core.errors import (
     RankError,
     RestoreError,
     RestoreMismatchError,
+    SelectionError,
 )
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RankGroup
@@ -234,6 +235,15 @@ def test_ranks_that_are_called_for_different_things_are_told_so(runs, other, wor
 def test_wrong_option_is_the_same_error_on_all(runs):
     results = restore_all(runs, lambda _, r, state: r.restore(state, on_damage="ignore"))
     assert [type(error) for error in results] == [ConfigError] * WORLD
+
+
+def test_call_that_is_wrong_on_one_rank_ends_the_restore_of_all_at_once(runs):
+    def call(rank, reader, state):
+        return reader.restore(state, include="w[" if rank == 1 else None)
+
+    first, own, last = restore_all(runs, call)
+    assert isinstance(own, SelectionError)
+    assert [(error.rank, error.host) for error in (first, last)] == [(1, "node1")] * 2
 
 
 def test_interrupt_of_one_rank_ends_the_restore_of_all(runs):
