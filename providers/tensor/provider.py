@@ -17,6 +17,7 @@ from penstock.core.markers import Shard
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
 from penstock.providers.tensor.by_hand import describe_shard, place_shard
 from penstock.providers.tensor.cuda import CudaSource
+from penstock.providers.tensor.megatron import describe_megatron, is_megatron, place_megatron
 from penstock.providers.tensor.memory import (
     ShardSink,
     TensorSource,
@@ -63,7 +64,7 @@ class TensorProvider(StateProvider):
         self._moments = WeakKeyDictionary()
 
     def claims(self, kind: type, /) -> int | None:
-        if kind in _KNOWN or kind is Shard:
+        if kind in _KNOWN or kind is Shard or is_megatron(kind):
             return EXACT
         return SUBCLASS if issubclass(kind, torch.Tensor) else None
 
@@ -74,6 +75,9 @@ class TensorProvider(StateProvider):
             yield from describe_shard(value, path, context=context)
             return
         kind = type(value)
+        if kind not in _KNOWN and is_megatron(kind):
+            yield from describe_megatron(value, path, context=context)
+            return
         # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long.
         is_parameter = kind is not torch.Tensor and isinstance(value, torch.nn.Parameter)
         role = Role.PARAMETER if is_parameter else Role.OTHER
@@ -93,6 +97,8 @@ class TensorProvider(StateProvider):
     ) -> Placement:
         if isinstance(value, Shard):
             return place_shard(value, path, context=context)
+        if is_megatron(type(value)):
+            return place_megatron(value, path, context=context)
         if has_parts(type(value)):
             return place_parts(value, path, context=context)
         if not context.selected(path):
@@ -109,7 +115,7 @@ class TensorProvider(StateProvider):
         return Placement([tensor_target(tensor, stored.path)], finish=lambda: tensor)
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        if isinstance(value, Shard):
+        if isinstance(value, Shard) or is_megatron(type(value)):
             return ()  # state of it would be local, too, and nothing says how it was cut
         return [("", value)] if value.requires_grad and value.is_leaf else ()
 

@@ -1,0 +1,122 @@
+"""The `ShardedTensor` of Megatron's `dist_checkpointing`, known by its fields: nothing is imported.
+
+It says where its local tensor stands in the whole one. Axes that Megatron puts in front of it
+number tensors, as layers of a pipeline: each number is an object of its own, below the path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import Node, Placement, StateObject
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.types import Region, Replica, TensorSpec, regions_of_range, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.core.abc import DescribeContext, PlaceContext
+    from penstock.core.types import ObjectPath
+
+_FIELDS = frozenset(
+    {
+        "key",
+        "data",
+        "local_shape",
+        "global_shape",
+        "global_offset",
+        "replica_id",
+        "prepend_axis_num",
+    }
+)
+
+
+def is_megatron(kind: type) -> bool:
+    """Return whether `kind` has the fields of Megatron's `ShardedTensor`."""
+    if kind.__name__ != "ShardedTensor" or not dataclasses.is_dataclass(kind):
+        return False
+    return _FIELDS.issubset(field.name for field in dataclasses.fields(kind))
+
+
+def describe_megatron(
+    value: Any, path: ObjectPath, *, context: DescribeContext
+) -> Iterator[StateObject | Node]:
+    """Yield what this rank stores of the whole tensor: nothing, unless it is the main replica.
+
+    Raises:
+        UnsupportedStateError: There is no local tensor, it cannot be stored, or it does not lie
+            within the whole one.
+    """
+    here, shape, regions = _place(value, path)
+    # Megatron counts replicas by coordinates, and does not say how many there are.
+    is_main = not any(_numbers(value.replica_id))
+    local = value.data if is_main else value.data.new_empty(0)
+    entries = list(context.describe(local, path))
+    if len(entries) != 1 or isinstance(entries[0], Node):
+        raise _refusal(path, f"holds a {type(local).__name__}, which is stored as several tensors")
+    if here != path:
+        yield Node(path, "dict")
+    spec = _whole(entries[0].spec, shape)
+    held = regions if is_main else ()
+    yield replace(entries[0], path=here, spec=spec, regions=held, replica=Replica())
+
+
+def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Placement:
+    """Plan the restore of the local tensor, whichever replica it is.
+
+    Raises:
+        UnsupportedStateError: There is no local tensor, or it cannot be written in place.
+    """
+    here, shape, regions = _place(value, path)
+    placed = context.place(value.data, here)
+    if any(target.path != here for target in placed.targets):
+        raise _refusal(path, f"holds a {type(value.data).__name__}, stored as several tensors")
+    placed.targets = [
+        replace(target, spec=_whole(target.spec, shape), regions=regions)
+        for target in placed.targets
+    ]
+    placed.finish = lambda: value
+    return placed
+
+
+def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], tuple[Region, ...]]:
+    """Return path and shape of the whole tensor, and the rectangles of it that are held."""
+    if value.data is None:
+        raise _refusal(path, "has no data: call its init_data() first")
+    count = value.prepend_axis_num
+    front, offsets = tuple(value.global_offset[:count]), tuple(value.global_offset[count:])
+    shape, sizes = tuple(value.global_shape[count:]), tuple(value.local_shape)
+    inside = len(shape) == len(sizes) == len(offsets) and all(
+        0 <= a <= a + n <= whole for a, n, whole in zip(offsets, sizes, shape, strict=True)
+    )
+    flat = getattr(value, "flattened_range", None)  # of older releases
+    held = [Region((0,) * len(sizes), sizes)] if flat is None else []
+    if flat is not None and inside:
+        inside = 0 <= flat.start <= flat.stop <= Region((0,) * len(sizes), sizes).numel
+        held = regions_of_range(sizes, flat.start, flat.stop) if inside else []
+    if not inside or sum(one.numel for one in held) != value.data.numel():
+        raise _refusal(
+            path,
+            f"has data of shape {list(value.data.shape)} for local_shape {list(sizes)} at "
+            f"{list(offsets)} of {list(shape)}: they do not fit together",
+        )
+    regions = tuple(
+        Region(tuple(a + b for a, b in zip(offsets, one.offsets, strict=True)), one.sizes)
+        for one in held
+        if one.numel or one.sizes == shape
+    )
+    return (*path, *map(str, front)), shape, regions
+
+
+def _numbers(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (replica_id,) if isinstance(replica_id, int) else tuple(replica_id)
+
+
+def _whole(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(spec.dtype, spec.itemsize, shape)
+
+
+def _refusal(path: ObjectPath, reason: str) -> UnsupportedStateError:
+    return UnsupportedStateError(f"{show_path(path)} is a ShardedTensor of Megatron and {reason}")
