@@ -69,6 +69,8 @@ class RankGroup:
 
         As rank 0 told it for the newest save; no other structure is known.
         """
+        self.lost: set[int] = set()
+        """The ranks that were found dead, or have failed; nobody waits for them any more."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards `_nonce` and `_last`
         self._nonce = ""
@@ -145,7 +147,8 @@ class RankGroup:
         self.coordination.close()
 
     def _all_left(self, last: int) -> bool:
-        keys = [_left_key(rank) for rank in range(1, self.place.world_size)]
+        others = set(range(1, self.place.world_size)) - self.lost
+        keys = [_left_key(rank) for rank in sorted(others)]
         try:
             values = self.coordination.read(keys)
         except CoordinationError:

@@ -332,6 +332,7 @@ class SaveAgreement:
             return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
         found = self._round.error(what, stays)
         if found is not None:
+            self._group.lost.add(found.rank)
             return found
         if verdict is not None:
             why = f"the other ranks gave it up, since this one {verdict.cause}"

@@ -61,6 +61,23 @@ print("saved", flush=True)
 dist.destroy_process_group()
 """
 
+GROUPS = """
+group = dist.new_group([2, 0])  # rank 2 of the job is rank 1 of the group, whatever the order here
+half = lambda: penstock.Shard(torch.full((3, 2), float(rank)), (6, 2), (3 * (rank > 0), 0))
+if rank == 1:
+    try:
+        penstock.Checkpointer(root, group=group).save({"w": half()}, 1)
+    except penstock.ConfigError as error:
+        print("that this process is not in" in str(error), flush=True)
+    with penstock.Checkpointer(f"{root}-alone", ranks="alone") as ckpt:
+        ckpt.save({"rank": rank}, 1, mode="blocking")
+else:
+    for step in (1, 2):  # one checkpointer after the other, in the same order on both
+        with penstock.Checkpointer(root, group=group) as ckpt:
+            print(ckpt.save({"w": half()}, step).result(60).ranks, flush=True)
+dist.destroy_process_group()
+"""
+
 HANG = """
 from penstock.core.abc.delegating import DelegatingBackend
 from penstock.core.plugins.registry import default_registry
@@ -139,6 +156,23 @@ def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
             assert ckpt.load(step)["model"].keys() == {
                 path.partition("/")[2] for path in expected if path.startswith("model")
             }
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
+    root = tmp_path / "run"
+    processes = start(START + GROUPS, 3, store.port, root)
+    try:
+        told = [process.communicate(timeout=100)[0] for process in processes]
+        assert told == ["2\n2\n", "True\n", "2\n2\n"]
+    finally:
+        end(processes)
+    with Checkpointer(root) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.load()["w"].tolist() == [[0.0, 0.0]] * 3 + [[2.0, 2.0]] * 3
+    with Checkpointer(f"{root}-alone") as ckpt:
+        assert ckpt.load() == {"rank": 1}
 
 
 @pytest.mark.process
