@@ -388,7 +388,12 @@ class SaveJob:
             if error is not None:
                 self.ending.leave(error)
                 return
-            self.ending.succeed(replace(report, tiers=onward.tiers()))
+            try:
+                tiers = onward.tiers()
+            except BaseException as raised:
+                self.ending.leave(raised)  # or whoever waits for the save would wait for ever
+                raise
+            self.ending.succeed(replace(report, tiers=tiers))
             if gone_on:
                 # Retention keeps older checkpoints until a durable tier has this one.
                 self._after_commit(report)

@@ -258,7 +258,7 @@ class Drains:
         """Return the names of the tiers that have a checkpoint, of those that answer."""
         found = []
         for number, tier in enumerate(self._tiers):
-            with suppress(StorageError):
+            with suppress(Exception):  # of any kind: the save itself has succeeded
                 if self._outages.ask(number, partial(is_whole, tier.backend, record)):
                     found.append(tier.name)
         return tuple(found)
