@@ -508,8 +508,11 @@ def test_prune_leaves_what_an_intent_refers_to(old_run):
     leftover(old_run, A)
     leftover(old_run, B, references=(A,))
     os.utime(old_run.root / intent_name(B))  # B is under way
+    blobs = sorted((old_run.root / "data" / A / "blobs").iterdir())
     with old_run.open() as ckpt:
-        assert ckpt.prune().uids == ()
+        assert ckpt.prune().uids == (A,)  # all but the blobs, which B may borrow
+        assert blobs
+        assert sorted(p for p in (old_run.root / "data" / A).rglob("*") if p.is_file()) == blobs
         age(old_run, B)
         assert ckpt.prune().uids == (A, B)
 
