@@ -31,6 +31,7 @@ from penstock.core.types import PAGE_BYTES, Kind, Region, Role, TensorSpec, Writ
 
 STEP = 5
 BLOCK_BYTES = PAGE_BYTES
+DICTS = ({}, [], {"ndarray": 1})
 
 
 def cut(array, region):
@@ -83,13 +84,13 @@ def store_ranks(backend, ranks, *, per_section=3, like=None):
         like: The records of the objects by path, all nodes, and the versions of providers; of
             objects that are not there, and without it, those of arrays in dicts.
     """
-    like = like or ({}, [], {"ndarray": 1})
+    like = like or DICTS
     parts, tables, stored, names = [], [], 0, set()
     world_size = len(ranks)
     for rank, held in enumerate(ranks):
         if not held and rank:
             continue  # a rank without a share writes no part
-        part, blob = _part(rank, world_size, held, per_section, like)
+        part, blob = part_of_rank(rank, world_size, held, per_section=per_section, like=like)
         name = blob_name(UID, rank, 0, "raw")
         writer = backend.create(name)
         writer.write([WriteRequest(0, (memoryview(blob),))])
@@ -121,7 +122,8 @@ def store_ranks(backend, ranks, *, per_section=3, like=None):
     return record
 
 
-def _part(rank, world_size, held, per_section, like):
+def part_of_rank(rank, world_size, held, *, per_section=256, like=DICTS):
+    """Return the encoded part of one rank, and the bytes of its blob."""
     blob = bytearray()
     known, stored_nodes, _ = like
     sections, nodes = [], {}
