@@ -7,8 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import Difference, Node, Placement, StateProvider, cast_advice
+from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Grads
 from penstock.core.types import Kind, Role, TensorSpec, show_path
+from penstock.providers.module.flat import is_flattened
 from penstock.providers.module.provider import named_parameters
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import device_name, dtype_name
@@ -48,12 +50,14 @@ class GradsProvider(StateProvider):
     def describe(
         self, value: Grads, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterator[StateObject | Node]:
+        _refuse_flattened(value, path)
         yield Node(path, FORM)
         for name, parameter in _parameters(value).items():
             if parameter.grad is not None:
                 yield from context.describe(parameter.grad, (*path, name), role=Role.OTHER)
 
     def place(self, value: Grads, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
+        _refuse_flattened(value, path)
         result = Placement()
         assigns: list[Callable[[], object]] = []
         parameters = _parameters(value)
@@ -86,6 +90,20 @@ class GradsProvider(StateProvider):
     ) -> Placement:
         """Plan a dict of gradients by parameter name."""
         return rebuild_dict(stored.path, device=device, context=context)
+
+
+def _refuse_flattened(value: Grads, path: ObjectPath) -> None:
+    """Refuse gradients that FSDP1 has flattened, or keeps whole on each rank to accumulate them.
+
+    Raises:
+        UnsupportedStateError: The model is one of FSDP1.
+    """
+    if is_flattened(value.model):
+        msg = (
+            f"{show_path(path)} is penstock.Grads of a model of FSDP1, whose gradients cannot be "
+            "stored: save behind the step of the optimizer, or use fully_shard"
+        )
+        raise UnsupportedStateError(msg)
 
 
 def _parameters(value: Grads) -> dict[str, torch.Tensor]:

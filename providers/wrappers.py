@@ -24,6 +24,11 @@ _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "ActivationWrapper",
         "_checkpoint_wrapped_module",

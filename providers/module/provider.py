@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.core.abc import Node, Placement, StateProvider
-from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Role, show_path
+from penstock.providers.module.flat import (
+    flat_parameters,
+    flat_state,
+    is_flattened,
+    place_flat,
+)
 from penstock.providers.module.load_hooks import live_state
 from penstock.providers.module.place import ModulePlacer
 from penstock.providers.rebuild import rebuild_dict
+from penstock.providers.tensor.flat import is_stored_as_tensor, refuse_unknown
 from penstock.providers.tensor.memory import device_name
 from penstock.providers.tensor.provider import plain_tensors
 from penstock.providers.tensor.sharding import note_fully_shard, sharded_parameters
@@ -40,10 +45,16 @@ class ModuleProvider(StateProvider):
         self, value: torch.nn.Module, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterator[StateObject | Node]:
         module = unwrap(value)
-        _refuse_sharded(module, path)
         note_fully_shard(module)
         kind = bare_class(module)
         yield Node(path, "module", {"class": f"{kind.__module__}.{kind.__qualname__}"})
+        if is_flattened(value):
+            for name, item, is_parameter in flat_state(value, path):
+                is_tensor = is_stored_as_tensor(item)
+                role = Role.PARAMETER if is_parameter else Role.BUFFER if is_tensor else None
+                yield from context.describe(item, (*path, name), role=role)
+            return
+        refuse_unknown(module.parameters(), path, known=lambda _: False)
         bare = bare_names(module)
         for shown, item in live_state(module).items():
             name = bare(shown)
@@ -57,7 +68,6 @@ class ModuleProvider(StateProvider):
         self, value: torch.nn.Module, path: ObjectPath, /, *, context: PlaceContext
     ) -> Placement:
         module = unwrap(value)
-        _refuse_sharded(module, path)
         if context.stored(path) is not None:
             return Placement(
                 problems=[
@@ -66,6 +76,9 @@ class ModuleProvider(StateProvider):
                 finish=lambda: value,
             )
         note_fully_shard(module)
+        if is_flattened(value):
+            return place_flat(value, path, context)
+        refuse_unknown(module.parameters(), path, known=lambda _: False)
         return ModulePlacer(value, path, context).place()
 
     def rebuild(
@@ -90,23 +103,12 @@ class ModuleProvider(StateProvider):
 
 def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every name of every parameter, without wrappers; a tied one comes once per name."""
+    if is_flattened(value):
+        yield from flat_parameters(value)
+        return
     module = unwrap(value)
     bare = bare_names(module)
     note_fully_shard(module)
     sharded = sharded_parameters(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield bare(name), sharded.get(id(parameter), parameter)
-
-
-def _refuse_sharded(module: torch.nn.Module, path: ObjectPath) -> None:
-    kind = getattr(
-        sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel"),
-        "FullyShardedDataParallel",
-        None,
-    )
-    if kind is not None and any(isinstance(m, kind) for m in module.modules()):
-        msg = (
-            f"{show_path(path)} is sharded by FSDP, which is not supported yet: save its full "
-            "state dict from one rank"
-        )
-        raise UnsupportedStateError(msg)

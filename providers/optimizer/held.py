@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import show_path
+from penstock.providers.tensor.flat import flat_of, refuse_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,8 +70,9 @@ def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
     Raises:
         UnsupportedStateError: A `ZeroRedundancyOptimizer` runs within the backward of DDP.
     """
+    refuse_unknown((p for group in value.param_groups for p in group["params"]), path)
     if not is_zero(type(value)):
-        return Held(value, value, value.param_groups)
+        return Held(value, value, value.param_groups, _with_elements(value))
     zero: Any = value
     if zero._overlap_with_ddp:  # noqa: SLF001 - torch has no other name for it
         msg = (
@@ -80,3 +82,13 @@ def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
         raise UnsupportedStateError(msg)
     owned = frozenset(id(p) for group in zero.optim.param_groups for p in group["params"])
     return Held(value, zero.optim, value.param_groups, owned)
+
+
+def _with_elements(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
+    """Return the ids of the parameters that have elements here; None if none is cut by ranges."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    flats = [flat_of(p) for p in parameters]
+    if not any(flats):
+        return None
+    pairs = zip(parameters, flats, strict=True)
+    return frozenset(id(p) for p, flat in pairs if flat is None or flat.start < flat.stop)

@@ -6,10 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.providers.tensor.flat import flat_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
+
+    from penstock.providers.tensor.flat import Flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,16 @@ class Member:
     name: str
     named: bool
     candidates: tuple[str, ...]
+
+    @property
+    def flat(self) -> Flat | None:
+        """Which elements of the whole parameter this rank has, if it is cut by flat ranges."""
+        return flat_of(self.parameter)
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the whole parameter."""
+        return list(self.parameter.shape if self.flat is None else self.flat.shape)
 
 
 def members(

@@ -6,6 +6,7 @@ load hooks of the optimizer, which `load_state_dict` would run, are run here aft
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,13 @@ from penstock.core.abc import Difference, Placement, Target
 from penstock.core.errors import RestoreError
 from penstock.core.types import Kind, show_path
 from penstock.providers.optimizer.match import FORM, MEMBERSHIP, Matcher, index_of
-from penstock.providers.optimizer.names import members
 from penstock.providers.overrides import is_override
 from penstock.providers.rebuild import leaves
-from penstock.providers.tensor.memory import device_name, make_sink
+from penstock.providers.tensor.flat import flat_of
+from penstock.providers.tensor.memory import device_name, dtype_name, make_sink
 from penstock.providers.tensor.parts import fits
 from penstock.providers.tensor.provider import (
+    empty_tensor,
     is_sharded,
     local_of,
     new_like,
@@ -30,10 +32,11 @@ from penstock.providers.tensor.provider import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.core.abc import Node, PlaceContext
+    from penstock.core.abc import Node, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
     from penstock.providers.optimizer.held import Held
     from penstock.providers.optimizer.names import Member
+    from penstock.providers.tensor.flat import Flat
 
 
 # Keys of `param_groups` that are no options of an optimizer: names, and those that schedulers add.
@@ -45,14 +48,16 @@ _SCHEDULED = {
 class Placer:
     """Plans the restore of one optimizer."""
 
-    def __init__(self, held: Held, path: ObjectPath, context: PlaceContext) -> None:
+    def __init__(
+        self, held: Held, named: list[Member], path: ObjectPath, context: PlaceContext
+    ) -> None:
         self._held = held
         self._optimizer = held.local
         self._path = path
         self._context = context
         self._state = (*path, "state")
         self._groups = (*path, "param_groups")
-        self._members = members(held.groups, context.parameter_names)
+        self._members = named
         self._result = Placement(finish=self._finish)
         self._finishes: list[Callable[[], object]] = []
 
@@ -71,7 +76,7 @@ class Placer:
                     self._pass_over(node.path)
             elif node is None:
                 self._place_unknown(member)
-            elif node.meta.get("shape") != list(member.parameter.shape):
+            elif node.meta.get("shape") != member.shape:
                 self._leave_misfit(member, node)
             else:
                 self._place_known(member, node)
@@ -176,7 +181,7 @@ class Placer:
         live = [self._context.selected((*node.path, key)) for key in self._keys(member)]
         if not leaves(self._context, node.path) and not any(live):
             return
-        stored, here = node.meta.get("shape"), list(member.parameter.shape)
+        stored, here = node.meta.get("shape"), member.shape
         sentence = (
             f"{show_path(node.path)} is the state of a parameter of shape {stored}, which has "
             f"{here} in the template"
@@ -249,6 +254,9 @@ class Placer:
         parameter: torch.Tensor | None = None,
     ) -> Placement:
         stored = self._context.stored(path)
+        flat = None if parameter is None else flat_of(parameter)
+        if flat is not None and stored is not None and stored.spec.shape == flat.shape:
+            return self._place_piece(live, path, stored, flat, parameter)
         if same_kind(live, stored, device, self._context):
             target = tensor_target(live, path, like=parameter)
             return Placement([target], finish=lambda: live)
@@ -269,6 +277,22 @@ class Placer:
                 )
                 return Placement()
         return self._context.rebuild(path, device=device_name(device))
+
+    def _place_piece(
+        self, live: Any, path: ObjectPath, stored: StoredObject, flat: Flat, parameter: Any
+    ) -> Placement:
+        """Plan the restore of the elements that this rank has of the whole state."""
+        size, dtype = flat.stop - flat.start, stored.spec.dtype
+        local = live
+        if not isinstance(live, torch.Tensor) or live.shape != (size,):
+            spec = replace(stored.spec, shape=(size,))
+            local = empty_tensor(replace(stored, spec=spec), device_name(parameter.device))
+        elif dtype_name(live.dtype)[0] != dtype and not self._context.cast:
+            spec = replace(stored.spec, shape=(size,))
+            local = empty_tensor(replace(stored, spec=spec), device_name(live.device))
+        placed = self._context.place(flat.shard(local), path)
+        placed.finish = lambda: local
+        return placed
 
     def _device(self, member: Member, node: Node, key: str, live: object) -> torch.device:
         """Return the device on which torch itself would have created this piece of state."""

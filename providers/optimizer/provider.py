@@ -69,6 +69,8 @@ class OptimizerProvider(StateProvider):
         if is_wrapper(kind, OPTIMIZERS):
             yield from context.describe(wrapped(value, OPTIMIZERS), path)
             return
+        # First, since modules tell with the names how their parameters are cut.
+        named = members(value.param_groups, context.parameter_names)
         held = held_of(value, path)
         kind = type(held.local)
         groups = [len(group["params"]) for group in held.groups]
@@ -76,7 +78,7 @@ class OptimizerProvider(StateProvider):
         yield Node(path, FORM, meta)
         if held.owned is not None:
             context.of_this_rank((*path, "state"))
-        for member in members(held.groups, context.parameter_names):
+        for member in named:
             if held.owns(member.parameter):
                 yield from _describe_member(held, member, path, context)
         for index, group in enumerate(held.groups):
@@ -96,7 +98,8 @@ class OptimizerProvider(StateProvider):
     ) -> Placement:
         if is_wrapper(type(value), OPTIMIZERS):
             return place_wrapped(value, path, OPTIMIZERS, context=context)
-        return Placer(held_of(value, path), path, context).place()
+        named = members(value.param_groups, context.parameter_names)  # first, as in `describe`
+        return Placer(held_of(value, path), named, path, context).place()
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
@@ -141,12 +144,14 @@ def _describe_member(
     entries = [
         entry
         for key, item in state.items()
-        for entry in context.describe(item, (*here, _text(key, here)), role=Role.OPTIMIZER)
+        for entry in context.describe(
+            _piece(item, member), (*here, _text(key, here)), role=Role.OPTIMIZER
+        )
     ]
     if held.owned is not None:
         entries = [_of_this_rank(entry) for entry in entries]
     meta: dict[str, Any] = {
-        "shape": list(parameter.shape),
+        "shape": member.shape,
         "group": member.group,
         "position": member.position,
         "named": member.named,
@@ -162,6 +167,18 @@ def _describe_member(
         ]
     yield Node(here, PARAMETER_FORM, meta)
     yield from entries
+
+
+def _piece(item: object, member: Member) -> object:
+    """Return state of a parameter that is cut by flat ranges as a piece of the whole state."""
+    flat = member.flat
+    if (
+        flat is None
+        or not isinstance(item, torch.Tensor)
+        or item.shape != (flat.stop - flat.start,)
+    ):
+        return item
+    return flat.shard(item)
 
 
 def _of_this_rank(entry: StateObject | Node) -> StateObject | Node:

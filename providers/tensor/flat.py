@@ -1,0 +1,86 @@
+"""Parameters of which this rank holds a range of the flattened elements, as FSDP1 cuts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from penstock.core.errors import UnsupportedStateError
+from penstock.core.markers import Shard
+from penstock.core.types import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from penstock.core.types import ObjectPath
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Elements `[start, stop)` of a flattened parameter.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        start: The first element.
+        stop: The element behind the last one.
+        replica: `(i, n)`: this rank is the `i`-th of `n` ranks that hold them.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    replica: tuple[int, int] = (0, 1)
+
+    def shard(self, local: torch.Tensor) -> Shard:
+        """Return `local`, which has these elements, as a piece of a tensor of that shape."""
+        return Shard(local, self.shape, replica=self.replica, flat_range=(self.start, self.stop))
+
+
+def is_stored_as_tensor(item: object) -> bool:
+    """Return whether `item` is a tensor or a piece of one."""
+    return isinstance(item, torch.Tensor | Shard)
+
+
+def note_flat(parameter: torch.Tensor, flat: Flat | None) -> None:
+    """Note which elements `parameter` has, for its optimizer, which does not know the module.
+
+    None: all of them.
+    """
+    _flats[parameter] = flat
+
+
+def is_noted(parameter: torch.Tensor) -> bool:
+    """Return whether it was noted which elements `parameter` has."""
+    return parameter in _flats
+
+
+def refuse_unknown(
+    parameters: Iterable[torch.Tensor],
+    path: ObjectPath,
+    *,
+    known: Callable[[torch.Tensor], bool] = is_noted,
+) -> None:
+    """Refuse parameters that FSDP1 has flattened, unless it is known which elements are here.
+
+    Raises:
+        UnsupportedStateError: Of one of them it is not known.
+    """
+    if any(getattr(p, "_fsdp_flattened", False) and not known(p) for p in parameters):
+        msg = (
+            f"{show_path(path)} has parameters that FSDP1 has flattened, and it is not known which "
+            "elements of them are here: put the FullyShardedDataParallel module itself, the "
+            "outermost, into the state"
+        )
+        raise UnsupportedStateError(msg)
+
+
+def flat_of(parameter: torch.Tensor) -> Flat | None:
+    """Return which elements a parameter has; None for one that is no such range."""
+    found: Flat | None = _flats.get(parameter)  # type: ignore[no-untyped-call]  # torch has no type
+    return found
+
+
+_flats = WeakIdKeyDictionary()

@@ -1,0 +1,222 @@
+"""FSDP1 with `use_orig_params=True`: parameters and optimizer state are flat ranges."""
+
+import threading
+
+import pytest
+import torch
+from tests.core.stored_ranks import STEP
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.topologies import Net, adam, train, values_of
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from penstock import Grads, UnsupportedStateError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
+
+_alone = threading.Lock()  # threads share torch's generator, and would draw different weights
+
+STRATEGIES = {
+    "FULL_SHARD 2": (2, {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+    "FULL_SHARD 3": (3, {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+    "SHARD_GRAD_OP 4": (4, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "NO_SHARD 2": (2, {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    "HYBRID_SHARD 2 x 2": (4, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+}
+
+
+def fresh(where, seed=1, **options):
+    with _alone:
+        net = Net(seed)
+    if where is not None:
+        _, chosen = STRATEGIES[where]
+        chosen = chosen | options
+        if "HYBRID" in where:
+            chosen["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+        chosen = {"use_orig_params": True, "device_id": torch.device("cpu")} | chosen
+        for name in ("up", "down"):
+            setattr(net, name, FullyShardedDataParallel(getattr(net, name), **chosen))
+        net = FullyShardedDataParallel(net, **chosen)
+    return {"model": net, "optimizer": adam(net), "epoch": 0}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    state = fresh(None, seed=0) | {"epoch": 7}
+    train(state["model"], state["optimizer"], 2)
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save(state, STEP, mode="blocking")
+    return values_of(state), train(state["model"], state["optimizer"], 2, start=2), store
+
+
+@pytest.mark.parametrize("where", STRATEGIES)
+def test_one_process_restores_what_ranks_have_saved(where, plain):
+    values, losses, stored = plain
+    count, _ = STRATEGIES[where]
+    store = memory()
+    job, reader = Job(count, store), Job(count, stored)
+
+    def work(rank):
+        state = fresh(where)
+        with reader.checkpointer(rank) as ckpt:
+            report = ckpt.restore(state)
+        assert (report.missing, report.unexpected, report.matched_by) == ((), (), "name")
+        with job.checkpointer(rank) as ckpt:
+            report = ckpt.save(state | {"epoch": 7}, STEP, mode="blocking").result(30)
+        return report, train(state["model"], state["optimizer"], 2, start=2)
+
+    for _, found in run_ranks(count, work):
+        assert found == pytest.approx(losses, rel=1e-6)
+    state = fresh(None)
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        ckpt.restore(state)
+    found = values_of(state)
+    assert found.keys() == values.keys()
+    for path, tensor in values.items():
+        assert torch.equal(found[path], tensor), path
+
+
+def test_ranks_hold_ranges_and_save_each_byte_once(plain):
+    values, _, stored = plain
+    store = memory()
+    job, reader = Job(3, store), Job(3, stored)
+
+    def work(rank):
+        state = fresh("FULL_SHARD 3")
+        with reader.checkpointer(rank) as ckpt:
+            ckpt.restore(state)
+        with job.checkpointer(rank) as ckpt:
+            return ckpt.save(state, STEP, mode="blocking").result(30)
+
+    reports = run_ranks(3, work)
+    raw = sum(tensor.nbytes for tensor in values.values())
+    # Of a parameter that is cut between ranks each stores the count of its steps.
+    assert 0 <= sum(report.bytes_raw for report in reports) - raw < 500
+    assert min(report.bytes_raw for report in reports) > raw // 5
+
+
+@pytest.mark.parametrize("where", ["FULL_SHARD 2", "SHARD_GRAD_OP 4"])
+@pytest.mark.parametrize("mode", ["blocking", "lazy"])
+def test_saved_between_forward_and_backward(where, mode, plain):
+    values, _, stored = plain
+    count, _ = STRATEGIES[where]
+    store = memory()
+    job, reader = Job(count, store), Job(count, stored)
+
+    def work(rank):
+        # The optimizer first: it needs the names of parameters that are gathered.
+        state = dict(sorted(fresh(where).items(), reverse=True))
+        with reader.checkpointer(rank) as ckpt:
+            ckpt.restore(state)
+        loss = state["model"](torch.arange(5)).square().sum()
+        with job.checkpointer(rank) as ckpt:
+            handle = ckpt.save(state, STEP, mode=mode)
+            loss.backward()
+            state["optimizer"].step()
+            handle.result(30)
+
+    run_ranks(count, work)
+    state = fresh(None)
+    with checkpointer(store) as ckpt:
+        ckpt.restore(state)
+    found = values_of(state)
+    for path, tensor in values.items():
+        assert torch.equal(found[path], tensor), path
+
+
+@pytest.mark.parametrize("where", ["FULL_SHARD 2", "SHARD_GRAD_OP 4"])
+def test_what_was_gathered_before_a_restore_is_used_no_more(where, plain):
+    _, losses, stored = plain
+    count, _ = STRATEGIES[where]
+    reader = Job(count, stored)
+
+    def work(rank):
+        state = fresh(where)
+        state["model"](torch.arange(5))  # leaves gathered parameters behind
+        with reader.checkpointer(rank) as ckpt:
+            ckpt.restore(state)
+        return train(state["model"], state["optimizer"], 2, start=2)
+
+    for found in run_ranks(count, work):
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
+def test_flat_parameters_without_names_are_refused():
+    def work(rank):
+        state = fresh("FULL_SHARD 2", use_orig_params=False)
+        refused = pytest.raises(UnsupportedStateError, match="use_orig_params=True")
+        with Job(1, memory()).checkpointer(0) as ckpt, refused:
+            ckpt.save(state, STEP)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("state_of", "said"),
+    [
+        (lambda s: {"optimizer": s["optimizer"]}, "FullyShardedDataParallel module itself"),
+        (lambda s: {"model": s["model"].module}, "FullyShardedDataParallel module itself"),
+        (lambda s: {"model": s["model"].module.up.module}, "FullyShardedDataParallel module itse"),
+        (lambda s: {"grads": Grads(s["model"])}, "cannot be stored"),
+    ],
+    ids=["optimizer alone", "bare module", "bare part", "gradients"],
+)
+def test_what_does_not_say_which_elements_it_has_is_refused(state_of, said):
+    def work(rank):
+        state = state_of(fresh("FULL_SHARD 2"))
+        refused = pytest.raises(UnsupportedStateError, match=said)
+        with Job(1, memory()).checkpointer(0) as ckpt, refused:
+            ckpt.save(state, STEP)
+
+    run_ranks(2, work)
+
+
+class Counted(torch.nn.Module):
+    """Has extra state, a buffer, and, if asked to, code of its own that loads."""
+
+    def __init__(self, *, hook=False):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(5, 3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.count = 0
+        if hook:
+            self.register_load_state_dict_post_hook(lambda *_: None)
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
+    store = memory()
+    job = Job(2, store)
+
+    def sharded(module):
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        return FullyShardedDataParallel(torch.nn.Sequential(module), **options)
+
+    def work(rank):
+        saved, found = Counted(), Counted()
+        saved.count, saved.seen = 5, torch.ones(2)
+        model = sharded(saved)
+        with torch.no_grad():
+            saved.weight.add_(torch.arange(float(saved.weight.numel())) + 100 * rank)
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save({"model": model}, STEP, mode="blocking").result(30)
+            other = sharded(found)
+            ckpt.restore({"model": other})
+            assert torch.equal(found.weight, saved.weight)
+            assert (found.count, found.seen.tolist()) == (5, [1.0, 1.0])
+            with pytest.raises(UnsupportedStateError, match="code of their own"):
+                ckpt.restore({"model": sharded(Counted(hook=True))})
+
+    run_ranks(2, work)
