@@ -59,7 +59,7 @@ def flat_state(value: torch.nn.Module, path: ObjectPath) -> Iterator[tuple[str, 
     """Yield bare name, item, and whether it is a parameter, of all that `state_dict` would show.
 
     Raises:
-        UnsupportedStateError: FSDP1 was given `use_orig_params=False`.
+        UnsupportedStateError: FSDP1 was given `use_orig_params=False`, or DTensors.
     """
     held = _held(value, path)
     module = unwrap(value)
@@ -172,6 +172,12 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
                 f"{show_path(path)} is sharded by FSDP1 with use_orig_params=False, which leaves "
                 "optimizers no parameters with names: pass use_orig_params=True, or use "
                 "fully_shard"
+            )
+            raise UnsupportedStateError(msg)
+        if any(one is not None for one in flat_param._param_extensions):  # noqa: SLF001 - as above
+            msg = (
+                f"{show_path(path)} is sharded by FSDP1 over DTensors, of which it keeps the local "
+                "tensors alone: use fully_shard with tensor parallelism"
             )
             raise UnsupportedStateError(msg)
         replica = _replica(state)

@@ -11,6 +11,7 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from penstock import Grads, UnsupportedStateError
 
@@ -220,3 +221,17 @@ def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
                 ckpt.restore({"model": sharded(Counted(hook=True))})
 
     run_ranks(2, work)
+
+
+def test_ranges_of_tensor_parallel_parameters_are_refused():
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8))
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(net, device_mesh=mesh["dp"], **options)
+        refused = pytest.raises(UnsupportedStateError, match="FSDP1 over DTensors")
+        with Job(1, memory()).checkpointer(0) as ckpt, refused:
+            ckpt.save({"model": model}, STEP)
+
+    run_ranks(4, work)
