@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.core.plan.save import ShardSpan, replicas_of
-from penstock.core.types import Kind, Region, Replica, regions_of_range
+from penstock.core.types import Kind, Region, Replica, Role, regions_of_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,22 +29,24 @@ def chunks_of_rank(
     Args:
         plan: The plan of all that this rank holds, with even cuts.
         plain: The place of this rank among those with the same structure, which hold all plain
-            tensors alike. Plain values are written by the first of them.
+            tensors alike. Plain values are written by the first of them; buffers too, which each
+            rank may have computed from its own data, so that they belong together.
         writer_bytes: The least bytes that one of several writers gets.
     """
     groups: dict[object, list[int]] = {}
-    places: dict[object, tuple[Replica, bool]] = {}
+    places: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
     for number, chunk in enumerate(plan.chunks):
         entry = plan.objects[chunk.pieces[0].item].entry
-        is_value = entry.replica is None and entry.kind is Kind.VALUE
-        key = (replicas_of(entry), is_value)
+        of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
+        one_writes = entry.replica is None and of_one
+        key = (replicas_of(entry), one_writes)
         groups.setdefault(key, []).append(number)
-        places.setdefault(key, (entry.replica or plain, is_value))
+        places.setdefault(key, (entry.replica or plain, one_writes))
     found: set[int] = set()
     for group, numbers in groups.items():
-        place, is_value = places[group]
+        place, one_writes = places[group]
         total = sum(plan.chunks[number].length for number in numbers)
-        writers = 1 if is_value else min(place.count, max(1, total // writer_bytes))
+        writers = 1 if one_writes else min(place.count, max(1, total // writer_bytes))
         done = 0
         for number in numbers:
             length = plan.chunks[number].length

@@ -203,8 +203,8 @@ def test_without_an_argument_it_takes_the_store_of_the_default_group():
         numbers = itertools.count(int(job_prefix().rpartition("/")[2]) + 1)
         with TorchCoordination() as first, TorchCoordination() as second:
             assert [first._prefix, second._prefix] == [
-                f"penstock/0/{next(numbers)}",
-                f"penstock/0/{next(numbers)}",
+                f"penstock/0/all/{next(numbers)}",
+                f"penstock/0/all/{next(numbers)}",
             ]
             first.post("slots/00000", b"x")
             assert first.read(["slots/00000"]) == [b"x"]

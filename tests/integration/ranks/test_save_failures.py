@@ -21,6 +21,7 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
+from penstock.core.plan.ranks import chunks_of_rank
 
 WEIGHT = torch.arange(60_000.0)
 
@@ -271,3 +272,40 @@ def test_a_rank_deletes_only_what_it_has_written_itself():
     for rank, deleted in Listening.deleted.items():
         assert {name for name in deleted if name} <= {f"0000{rank}-0.raw", f"0000{rank}-0.enc"}
     assert Listening.deleted.keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("where", [0, 1, 59_999])
+def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job, where):
+    """Ranks share its bytes: the checkpoint would hold a mixture."""
+    job, store, before = job
+
+    def drifted(rank):
+        weight = WEIGHT.clone()
+        weight[where] += rank == 2
+        return {**state_of(rank), "weight": weight}
+
+    for error in job.save(drifted, 2):
+        assert isinstance(error, SaveError | RankError)
+        assert "weight is not equal on ranks 0-1 and rank 2" in str(error)
+    assert_unchanged(store, before)
+
+
+class Normed(torch.nn.Module):
+    """Each rank computes its buffers from its own data."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(40_000))
+        for name in ("mean", "var", "count"):
+            self.register_buffer(name, torch.full((30_000,), float(rank)))
+
+
+def test_buffers_that_differ_come_from_one_rank(monkeypatch):
+    monkeypatch.setattr(chunks_of_rank, "__kwdefaults__", {"writer_bytes": 4096})
+    store = memory()
+    reports = Job(3, store).save(lambda rank: {"model": Normed(rank)})
+    assert [report.step for report in reports] == [1, 1, 1]
+    with checkpointer(store) as ckpt:
+        model = ckpt.load()["model"]
+    assert all((model[name] == 0).all() for name in ("mean", "var", "count"))
+    assert (model["weight"] == 1).all()
