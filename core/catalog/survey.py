@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     )
     from penstock.core.types import BlobInfo
 
+_LOOKS = 5
+"""How often a record is read that is listed, and not found."""
+
 Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
 """A function that returns whether one place has all data of a checkpoint; see `has_data`."""
 
@@ -194,13 +197,26 @@ def has(backend: Backend, record: CommitRecord) -> bool:
         DamagedError: The commit record exists, and is unreadable.
         StorageError: The tier does not answer.
     """
-    name = commit_name(record.step, record.generation)
-    try:
-        return read_commit(backend, name).uid == record.uid
-    except BlobNotFoundError:
-        if is_listed(backend, name):
-            raise unreadable(backend, name) from None
-        return False
+    found = read_listed(backend, commit_name(record.step, record.generation))
+    return found is not None and found.uid == record.uid
+
+
+def read_listed(backend: Backend, name: str) -> CommitRecord | None:
+    """Read a commit record; None if it does not exist.
+
+    Read again while it is listed and not found: in between a step may have been deleted, and saved
+    again under the same name.
+
+    Raises:
+        DamagedError: It exists, and is unreadable.
+        StorageError: The tier does not answer.
+    """
+    for _ in range(_LOOKS):
+        with suppress(BlobNotFoundError):
+            return read_commit(backend, name)
+        if not is_listed(backend, name):
+            return None
+    raise unreadable(backend, name)
 
 
 def records_named(backend: Backend, names: Iterable[str]) -> dict[str, CommitRecord | None]:
@@ -208,12 +224,12 @@ def records_named(backend: Backend, names: Iterable[str]) -> dict[str, CommitRec
     records: dict[str, CommitRecord | None] = {}
     for name in names:
         try:
-            records[name] = read_commit(backend, name)
-        except BlobNotFoundError:
-            if is_listed(backend, name):
-                records[name] = None
+            record = read_listed(backend, name)
         except DamagedError:
             records[name] = None  # its data is left to `prune`, which finds that no record names it
+        else:
+            if record is not None:
+                records[name] = record
     return records
 
 
@@ -246,13 +262,12 @@ def survey_records(backend: Backend) -> Survey:
             if parse_commit_name(info.name) is None:
                 msg = f"{info.name} on {backend.url} is no name of a commit record; move it away"
                 raise FormatError(msg, [info.name])
-            survey.records[info.name] = read_commit(backend, info.name)
-        except BlobNotFoundError:
-            # Deleted after the listing; unless the store still lists a record that it cannot read.
-            if is_listed(backend, info.name):
-                survey.unreadable[info.name] = unreadable(backend, info.name)
+            record = read_listed(backend, info.name)
         except DamagedError as error:
             survey.unreadable[info.name] = error
+        else:
+            if record is not None:  # else it was deleted after the listing
+                survey.records[info.name] = record
     return survey
 
 

@@ -20,6 +20,7 @@ from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.survey import (
+    has,
     has_data,
     missing_borrowed,
     survey_records,
@@ -243,6 +244,32 @@ def test_a_record_that_is_listed_but_never_found_is_damaged_and_stops_prune(stor
         with pytest.raises(FormatError, match="is listed"):
             look()
     assert "is listed" in catalog.prune().refused[0]
+
+
+def test_a_record_that_is_deleted_and_published_again_while_it_is_read_stops_nothing(store):
+    commit(store, 10)
+    write_data(store, uid_of(1))
+    store.now_s += 2 * DAY
+    name = commit_name(10, 0)
+    reads = []
+
+    class Replaced(WrapperBackend):
+        def read_record(self, wanted, /, *, limit_bytes):
+            if wanted == name:
+                reads.append(wanted)
+                if len(reads) % 2:  # deleted since the listing, and here again behind this
+                    raise BlobNotFoundError(name)
+            return self.inner.read_record(wanted, limit_bytes=limit_bytes)
+
+    replaced = Replaced(store)
+    report = Catalog(replaced).prune()
+    assert (report.refused, report.uids) == ((), (uid_of(1),))
+    assert has_record(replaced, store)
+    assert uids_named(replaced, [name])[name] is not None
+
+
+def has_record(backend, store):
+    return has(backend, survey_records(store).records[commit_name(10, 0)])
 
 
 def test_whether_a_uid_is_needed_is_said_of_names_and_references(store):
