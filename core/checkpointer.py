@@ -22,12 +22,7 @@ from penstock.core.errors import (
     StorageTimeoutError,
 )
 from penstock.core.plugins.registry import default_registry
-from penstock.core.ranks.group import (
-    RankGroup,
-    group_of_job,
-    obstacle_of_ranks,
-    promised_ranks,
-)
+from penstock.core.ranks.group import RanksOfJob
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
@@ -117,9 +112,8 @@ class Checkpointer:
                 store.capabilities.exclusive_publish,
                 count,
             )
-        self._given_group = group
-        self._group: RankGroup | None = None
-        self._saves_alone = False
+        # Of its own: reader and saver hold it, and a checkpointer that is dropped is freed at once.
+        self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url)
         self._events = EventStream(on_event)
         self._drains = self._drains_of(store, registry)
         self._reader = Reader(
@@ -129,7 +123,7 @@ class Checkpointer:
             workers=self._workers,
             events=self._events,
             drains=self._drains,
-            ranks=self._ranks,
+            ranks=self._ranks.of_restore,
         )
         self._catalog = self._reader.catalog
         self._saver = Saver(
@@ -141,7 +135,7 @@ class Checkpointer:
             events=self._events,
             tiers=self._drains,
             earlier=EarlierReader(registry),
-            ranks=self._ranks_of_save,
+            ranks=self._ranks.of_save,
         )
         self._warn_early()
 
@@ -553,8 +547,7 @@ class Checkpointer:
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` has all of it to do
             raise
-        if self._group is not None:
-            self._group.close()
+        self._ranks.close()
         self._closed = True  # not before: callbacks of the pending save may still read the run
         self._workers.close()
         if self._owns_backend:
@@ -610,9 +603,8 @@ class Checkpointer:
 
     def _warn_early(self) -> None:
         """Warn of obstacles that would make the first save fail; reading works all the same."""
-        ranks = promised_ranks()
-        if ranks > 1 and self._config.ranks == "auto" and self._given_group is None:
-            log.warning("%s", obstacle_of_ranks(ranks))
+        if (obstacle := self._ranks.obstacle()) is not None:
+            log.warning("%s", obstacle)
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
         try:
@@ -626,44 +618,8 @@ class Checkpointer:
         All ranks go through their rounds one after the other: the others cannot see one that is in
         two at once, in both.
         """
-        if self._ranks() is not None:
+        if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)
-
-    def _ranks_of_save(self) -> RankGroup | None:
-        """Return the ranks that save together; None: this process saves alone.
-
-        Raises:
-            ConfigError: There are several ranks, and this one cannot find the others.
-        """
-        found = self._ranks()
-        ranks = promised_ranks()
-        if found is None and ranks > 1 and self._config.ranks == "auto":
-            raise ConfigError(obstacle_of_ranks(ranks))
-        self._saves_alone = found is None
-        return found
-
-    def _ranks(self) -> RankGroup | None:
-        """Return the ranks that restore together; None: this process is alone.
-
-        Looked for when they are needed: a checkpointer may be made before the process group.
-
-        Raises:
-            ConfigError: This process is not in the group that it was given.
-        """
-        if self._config.ranks == "alone" or self._group is not None:
-            return self._group
-        given = self._given_group
-        found: RankGroup | None = given
-        if not isinstance(given, RankGroup):
-            found = group_of_job(given, timeout_s=self._config.rank_timeout_s)
-        if found is not None and self._saves_alone:
-            msg = (
-                f"the checkpointer of {self._backend.url} has saved before torch.distributed was "
-                "initialised, as one process: make a new one for the ranks"
-            )
-            raise ConfigError(msg)
-        self._group = found
-        return found
 
     def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
         """Return the drains that copy from tier to tier; None if the store is one place."""

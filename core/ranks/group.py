@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.core.abc import Coordination
+    from penstock.core.config.model import CheckpointerConfig
     from penstock.core.types import Replica
 
 _NONCE_KEY = "nonce"
@@ -161,6 +162,68 @@ class RankGroup:
                 call()
 
         threading.Thread(target=send, name="penstock-ranks", daemon=True).start()
+
+
+class RanksOfJob:
+    """Finds the ranks of a checkpointer when they are needed: it may be older than the group."""
+
+    def __init__(self, given: Any, *, config: CheckpointerConfig, url: str) -> None:
+        """Prepare; nothing is looked for.
+
+        Args:
+            given: A process group, or a `RankGroup`; None takes the default process group.
+            config: Says whether this process is alone, and the time-out.
+            url: The run, for messages.
+        """
+        self._given = given
+        self._config = config
+        self._url = url
+        self._group: RankGroup | None = None
+        self._saves_alone = False
+
+    def obstacle(self) -> str | None:
+        """Return why this process cannot save as one of several ranks by now; None if it can."""
+        ranks = promised_ranks()
+        waits = ranks > 1 and self._config.ranks == "auto" and self._given is None
+        return obstacle_of_ranks(ranks) if waits else None
+
+    def of_save(self) -> RankGroup | None:
+        """Return the ranks that save together; None: this process saves alone.
+
+        Raises:
+            ConfigError: There are several ranks, and this one cannot find the others.
+        """
+        found = self.of_restore()
+        ranks = promised_ranks()
+        if found is None and ranks > 1 and self._config.ranks == "auto":
+            raise ConfigError(obstacle_of_ranks(ranks))
+        self._saves_alone = found is None
+        return found
+
+    def of_restore(self) -> RankGroup | None:
+        """Return the ranks that restore together; None: this process is alone.
+
+        Raises:
+            ConfigError: This process is not in the group that it was given.
+        """
+        if self._config.ranks == "alone" or self._group is not None:
+            return self._group
+        found: RankGroup | None = self._given
+        if not isinstance(found, RankGroup):
+            found = group_of_job(self._given, timeout_s=self._config.rank_timeout_s)
+        if found is not None and self._saves_alone:
+            msg = (
+                f"the checkpointer of {self._url} has saved before torch.distributed was "
+                "initialised, as one process: make a new one for the ranks"
+            )
+            raise ConfigError(msg)
+        self._group = found
+        return found
+
+    def close(self) -> None:
+        """Close the group, if it was found."""
+        if self._group is not None:
+            self._group.close()
 
 
 def cause_of(error: BaseException) -> str:

@@ -171,7 +171,7 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
         with pytest.raises(RankError, match="has not begun to save, and stood") as info:
             handle.result(30)
         error = info.value
-        assert ckpt._group.lost == {1}
+        assert ckpt._ranks.of_save().lost == {1}
     assert error.rank == 1
     assert names(store) == []
 
