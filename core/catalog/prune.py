@@ -265,7 +265,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
     steps = [step for step in (survey.latest, how.latest) if step is not None]
     waiting: Collection[str] = ()
     if not how.everything:
-        unnamed = survey.data.keys() - survey.needed - how.keep
+        unnamed = survey.data.keys() - survey.needed - how.keep - how.lent
         old = [uid for uid in unnamed if _is_old(survey.data[uid], limit_s)]
         if old and not steps:
             return _refused_without_records(backend, old, dry_run=how.dry_run)
