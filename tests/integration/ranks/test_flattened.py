@@ -1,7 +1,5 @@
 """FSDP1 with `use_orig_params=True`: parameters and optimizer state are flat ranges."""
 
-import threading
-
 import pytest
 import torch
 from tests.core.stored_ranks import STEP
@@ -17,7 +15,6 @@ from penstock import Grads, UnsupportedStateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy:FutureWarning")
 
-_alone = threading.Lock()  # threads share torch's generator, and would draw different weights
 
 STRATEGIES = {
     "FULL_SHARD 2": (2, {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
@@ -29,8 +26,7 @@ STRATEGIES = {
 
 
 def fresh(where, seed=1, **options):
-    with _alone:
-        net = Net(seed)
+    net = Net(seed)
     if where is not None:
         _, chosen = STRATEGIES[where]
         chosen = chosen | options

@@ -1,6 +1,5 @@
 """What the ranks of one topology save is restored by those of each other one, bit by bit."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -8,28 +7,13 @@ import torch
 from tests.core.pipeline.test_reader import peak_bytes
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
-from tests.integration.ranks.topologies import PLACES, Net, adam, expected_of, held_of, values_of
+from tests.integration.ranks.topologies import PLACES, expected_of, held_of, trained, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
 import penstock
 from penstock import Checkpointer
 from penstock.core.testing.faults import FaultyBackend
-
-_alone = threading.Lock()  # threads share torch's generator, and would draw different weights
-
-
-def state_of(place, *, seed):
-    """A state after two steps; without a forward, which torch refuses under uneven TP."""
-    with _alone:
-        net = Net(seed)
-    net = place(net)
-    optimizer = adam(net)
-    for _ in range(2):
-        for parameter in net.parameters():
-            parameter.grad = parameter.detach().clone()
-        optimizer.step()
-    return {"model": net, "optimizer": optimizer, "epoch": 7 + seed}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +25,7 @@ def stores():
         job = Job(count, store) if count > 1 else None
 
         def rank_saves(rank, job=job, place=place, store=store):
-            state = state_of(place, seed=0)
+            state = trained(place)
             with checkpointer_of(job, rank, store) as ckpt:
                 ckpt.save(state, STEP, mode="async").result(60)
 
@@ -56,14 +40,14 @@ def checkpointer_of(job, rank, store):
 
 @pytest.mark.parametrize("where", PLACES)
 def test_every_topology_restores_what_every_other_has_saved(stores, where):
-    values = values_of(state_of(lambda net: net, seed=0))
+    values = values_of(trained(lambda net: net))
     count, place = PLACES[where]
     for saved, store in stores.items():
         job = Job(count, store) if count > 1 else None
 
         def rank_restores(rank, job=job, store=store):
             expected = expected_of(values, place)
-            state = state_of(place, seed=1)
+            state = trained(place, seed=1)
             with checkpointer_of(job, rank, store) as ckpt:
                 report = ckpt.restore(state)
             return expected, held_of(state), state["epoch"], report

@@ -1,32 +1,14 @@
 """Checkpoints that many ranks save together, read by one process, bit by bit."""
 
-import threading
-
 import pytest
 import torch
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
-from tests.integration.ranks.topologies import PLACES, Net, adam, values_of
+from tests.integration.ranks.topologies import PLACES, Net, adam, trained, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
 FEW = ["DDP 2", "FSDP2 3", "HSDP 2 x 2", "TP 4", "FSDP2 x TP 2 x 2", "FSDP2 x TP 3 x 2"]
-
-
-_alone = threading.Lock()  # threads share torch's generator, and would draw different weights
-
-
-def trained(place, *, seed=0):
-    """A state after two steps; without a forward, which torch refuses under uneven TP."""
-    with _alone:
-        net = Net(seed)
-    net = place(net)
-    optimizer = adam(net)
-    for _ in range(2):
-        for parameter in net.parameters():
-            parameter.grad = parameter.detach().clone()
-        optimizer.step()
-    return {"model": net, "optimizer": optimizer, "epoch": 7}
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -1,6 +1,5 @@
 """`ZeroRedundancyOptimizer`: each rank saves what it owns, and any partition restores it."""
 
-import threading
 import warnings
 
 import pytest
@@ -17,13 +16,10 @@ with warnings.catch_warnings():  # torch warns of its own use of TorchScript
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-_alone = threading.Lock()  # threads share torch's generator, and would draw different weights
-
 
 def fresh(count, seed=1, **options):
     """The state of a rank that owns some parameters; of a plain optimizer for no ranks at all."""
-    with _alone:
-        net = Net(seed)
+    net = Net(seed)
     split = [[*net.up.parameters(), *net.head.parameters()], [*net.embed.parameters()]]
     split[1] += [*net.down.parameters(), *net.norm.parameters()]
     groups = [{"params": split[0]}, {"params": split[1], "weight_decay": 0.5}]

@@ -1,5 +1,7 @@
 """A small model, placed over ranks in the ways in which models are trained."""
 
+import threading
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -7,18 +9,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+_drawing = threading.Lock()  # threads share torch's generator, and would draw different weights
+
 
 class Net(nn.Module):
     """Sizes that no number of ranks divides, a scalar, and a buffer that is never sharded."""
 
     def __init__(self, seed=0):
         super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(13, 6)
-        self.up = nn.Linear(6, 7)
-        self.down = nn.Linear(7, 6)
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 13, bias=False)
+        with _drawing:
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(13, 6)
+            self.up = nn.Linear(6, 7)
+            self.down = nn.Linear(7, 6)
+            self.norm = nn.LayerNorm(6)
+            self.head = nn.Linear(6, 13, bias=False)
         self.register_buffer("seen", torch.zeros(3) + seed)
 
     def forward(self, tokens):
@@ -89,6 +94,17 @@ PLACES = {
 
 def adam(net):
     return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def trained(place, *, seed=0):
+    """A state after two steps; without a forward, which torch refuses under uneven TP."""
+    net = place(Net(seed))
+    optimizer = adam(net)
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    return {"model": net, "optimizer": optimizer, "epoch": 7 + seed}
 
 
 def train(net, optimizer, steps, *, start=0):
