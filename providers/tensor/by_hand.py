@@ -10,11 +10,11 @@ from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import TensorSpec, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from penstock.core.abc import DescribeContext, PlaceContext
     from penstock.core.markers import Shard
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, Region
 
 
 def describe_shard(
@@ -25,11 +25,10 @@ def describe_shard(
     Raises:
         UnsupportedStateError: The tensor is not one object, or cannot be stored.
     """
-    entries = list(context.describe(value.tensor, path))
-    if len(entries) != 1 or isinstance(entries[0], Node):
+    entry = described_piece(value.tensor, path, value.global_shape, context=context)
+    if entry is None:
         raise _of_parts(value, path)
-    spec = _whole(entries[0].spec, value)
-    yield replace(entries[0], spec=spec, regions=value.regions, replica=value.place)
+    yield replace(entry, regions=value.regions, replica=value.place)
 
 
 def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Placement:
@@ -42,19 +41,47 @@ def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Pla
     if flags is not None and not flags.writeable:
         msg = f"{show_path(path)} is a Shard with a read-only array: give it one that is writable"
         raise UnsupportedStateError(msg)
-    placed = context.place(value.tensor, path)
-    if any(target.path != path for target in placed.targets):
+    placed = placed_piece(value.tensor, path, value.global_shape, value.regions, context=context)
+    if placed is None:
         raise _of_parts(value, path)
-    placed.targets = [
-        replace(target, spec=_whole(target.spec, value), regions=value.regions)
-        for target in placed.targets
-    ]
     placed.finish = lambda: value
     return placed
 
 
-def _whole(spec: TensorSpec, value: Shard) -> TensorSpec:
-    return TensorSpec(spec.dtype, spec.itemsize, tuple(value.global_shape))
+def described_piece(
+    tensor: object, path: ObjectPath, shape: Sequence[int], *, context: DescribeContext
+) -> StateObject | None:
+    """Describe a piece of a tensor of that shape; None if it is stored as several objects."""
+    entries = list(context.describe(tensor, path))
+    if len(entries) != 1 or isinstance(entries[0], Node):
+        return None
+    return replace(entries[0], spec=_of_shape(entries[0].spec, shape))
+
+
+def placed_piece(
+    tensor: object,
+    path: ObjectPath,
+    shape: Sequence[int],
+    regions: tuple[Region, ...],
+    *,
+    context: PlaceContext,
+) -> Placement | None:
+    """Plan the restore of the regions into a piece of a tensor of that shape.
+
+    None: the piece is stored as several objects.
+    """
+    placed = context.place(tensor, path)
+    if any(target.path != path for target in placed.targets):
+        return None
+    placed.targets = [
+        replace(target, spec=_of_shape(target.spec, shape), regions=regions)
+        for target in placed.targets
+    ]
+    return placed
+
+
+def _of_shape(spec: TensorSpec, shape: Sequence[int]) -> TensorSpec:
+    return TensorSpec(spec.dtype, spec.itemsize, tuple(shape))
 
 
 def _of_parts(value: Shard, path: ObjectPath) -> UnsupportedStateError:

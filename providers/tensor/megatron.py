@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Node, Placement, StateObject
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.types import Region, Replica, TensorSpec, regions_of_range, show_path
+from penstock.core.types import Region, Replica, regions_of_range, show_path
+from penstock.providers.tensor.by_hand import described_piece, placed_piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,14 +54,12 @@ def describe_megatron(
     # Megatron counts replicas by coordinates, and does not say how many there are.
     is_main = not any(_numbers(value.replica_id))
     local = value.data if is_main else value.data.new_empty(0)
-    entries = list(context.describe(local, path))
-    if len(entries) != 1 or isinstance(entries[0], Node):
+    entry = described_piece(local, path, shape, context=context)
+    if entry is None:
         raise _refusal(path, f"holds a {type(local).__name__}, which is stored as several tensors")
     if here != path:
         yield Node(path, "dict")
-    spec = _whole(entries[0].spec, shape)
-    held = regions if is_main else ()
-    yield replace(entries[0], path=here, spec=spec, regions=held, replica=Replica())
+    yield replace(entry, path=here, regions=regions if is_main else (), replica=Replica())
 
 
 def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Placement:
@@ -70,13 +69,9 @@ def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Pl
         UnsupportedStateError: There is no local tensor, or it cannot be written in place.
     """
     here, shape, regions = _place(value, path)
-    placed = context.place(value.data, here)
-    if any(target.path != here for target in placed.targets):
+    placed = placed_piece(value.data, here, shape, regions, context=context)
+    if placed is None:
         raise _refusal(path, f"holds a {type(value.data).__name__}, stored as several tensors")
-    placed.targets = [
-        replace(target, spec=_whole(target.spec, shape), regions=regions)
-        for target in placed.targets
-    ]
     placed.finish = lambda: value
     return placed
 
@@ -112,10 +107,6 @@ def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], t
 
 def _numbers(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
     return (replica_id,) if isinstance(replica_id, int) else tuple(replica_id)
-
-
-def _whole(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(spec.dtype, spec.itemsize, shape)
 
 
 def _refusal(path: ObjectPath, reason: str) -> UnsupportedStateError:
