@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.ranks.posts import (
     GoPost,
@@ -25,7 +26,6 @@ from penstock.core.ranks.posts import (
     go_key,
 )
 from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -32,10 +32,10 @@ from penstock.core.format.records import index_name, intent_name, part_name
 from penstock.core.pipeline.choices import ChainChoices
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, spans_of_rank
+from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.posts import Result
 from penstock.core.reporting.reports import SaveReport
-from penstock.core.save.agreement import SaveAgreement
 from penstock.core.save.manifest import ALONE, RankShare
 from penstock.core.save.merge import PartsOfRanks
 

@@ -15,6 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan.ranks import chunks_of_rank
 from penstock.core.plan.save import Capture
 from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.structure import structure_digest, value_digests
 from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
@@ -31,7 +32,6 @@ from penstock.core.save.prepare import (
     staging_for,
 )
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings
-from penstock.core.save.structure import structure_digest, value_digests
 from penstock.core.tree.describe import describe_tree, warn_of_forms
 from penstock.core.types import valid_step
 from penstock.core.units import size_text

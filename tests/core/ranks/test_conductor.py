@@ -12,16 +12,16 @@ from tests import interpreters
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.catalog.commit_table import Commit, Event
+from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.coordination.records import RecordCoordination
+from penstock.core.coordination.torch_store import TorchCoordination
 from penstock.core.errors import CoordinationError
 from penstock.core.ranks.conductor import Conductor
-from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.posts import Result
-from penstock.core.ranks.records import RecordCoordination
 from penstock.core.ranks.restore_round import RestoreRound
 from penstock.core.ranks.round import RankPlace
 from penstock.core.ranks.round_table import Phase, Step
 from penstock.core.ranks.save_round import SaveRound
-from penstock.core.ranks.torch_store import TorchCoordination
 
 WORLD = 4
 PATIENCE_S = 60.0
@@ -160,7 +160,7 @@ from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.round import RankPlace
 from penstock.core.ranks.save_round import SaveRound
 from penstock.core.ranks.round_table import Step
-from penstock.core.ranks.torch_store import TorchCoordination
+from penstock.core.coordination.torch_store import TorchCoordination
 
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)

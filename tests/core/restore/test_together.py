@@ -12,6 +12,7 @@ from tests.integration.support import Run, place_of
 
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import load_config
+from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -24,7 +25,6 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RankGroup
-from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import EventStream
 from penstock.core.storage.open import open_backend

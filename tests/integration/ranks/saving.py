@@ -5,8 +5,8 @@ import threading
 from tests.integration.support import TINY
 
 from penstock import Checkpointer
+from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
-from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
 
 PATIENCE_S = 60.0
 TIMEOUT_S = 3.0

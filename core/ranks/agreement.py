@@ -24,7 +24,7 @@ from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.posts import Result, values_key
 from penstock.core.ranks.round_table import ENDS, Phase, Step
 from penstock.core.ranks.save_round import SaveRound
-from penstock.core.save.structure import (
+from penstock.core.ranks.structure import (
     classes_of,
     difference_of,
     digest_of,

@@ -19,6 +19,7 @@ from penstock.core.abc import (
 )
 from penstock.core.concurrency.pool import Pool
 from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.coordination.polling import wait_by_reading
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
@@ -26,7 +27,6 @@ from penstock.core.errors import (
     CoordinationError,
     PenstockError,
 )
-from penstock.core.ranks.polling import wait_by_reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend
 from penstock.core.abc import COORDINATION_VALUE_BYTES
+from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.coordination.records import RecordCoordination
+from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import CapabilityError, ConfigError, CoordinationError, StorageError
-from penstock.core.ranks.memory import MemoryBoard, MemoryCoordination
-from penstock.core.ranks.records import RecordCoordination
-from penstock.core.ranks.torch_store import TorchCoordination, job_prefix
 from penstock.core.testing import coordination as suite
 from penstock.core.testing.coordination import COORDINATION_CHECKS, check_coordination
 from penstock.core.testing.wrapper import WrapperBackend

@@ -22,8 +22,8 @@ from penstock.core.abc import (
     check_coordination_value,
 )
 from penstock.core.concurrency.pool import Pool
+from penstock.core.coordination.polling import wait_by_reading
 from penstock.core.errors import ConfigError, CoordinationError
-from penstock.core.ranks.polling import wait_by_reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
