@@ -12,13 +12,14 @@ from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreEr
 from penstock.core.foreign import memory_permitting
 from penstock.core.pipeline.reader import Loader
 from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.templates import TemplatesOfRanks
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent
 from penstock.core.reporting.progress import metered
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.fallback import Overwritten, with_fallback
 from penstock.core.restore.fill import Opened
 from penstock.core.restore.inspector import Inspector
-from penstock.core.restore.restore import build_new, restore_into
+from penstock.core.restore.restore import build_new, restore_into, warn_of_unexpected
 from penstock.core.restore.together import Candidates, RestoreTogether
 from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
@@ -122,6 +123,8 @@ class Reader:
                 state, self._registry.providers, allow_pickle=self._config.allow_pickle
             )
 
+        templates = None if round_ is None else TemplatesOfRanks(round_[0])
+
         def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(
                 checkpoint,
@@ -131,12 +134,16 @@ class Reader:
                 strict=strict,
                 cast=cast,
                 overwritten=overwritten,
-                alone=round_ is None,
+                templates=templates,
             )
 
         (report, rescued), skipped = self._read(
-            "restore", step, on_damage, attempt, on_progress, round_
+            "restore", step, on_damage, attempt, on_progress, round_, templates
         )
+        if templates is not None:
+            unexpected = tuple(report.unexpected[number] for number in templates.lacked)
+            report = replace(report, unexpected=unexpected)
+            warn_of_unexpected(report.step, unexpected)
         report = replace(report, fell_back_from=skipped, rescued=rescued)
         return self._tell_read("restore", report)
 
@@ -214,6 +221,7 @@ class Reader:
         attempt: Callable[[Opened], T],
         on_progress: Callable[[Progress], None] | None,
         round_: tuple[RankGroup, int] | None,
+        templates: TemplatesOfRanks | None = None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
         """Read a step, or with fallback the newest whole one, and emit events about the attempts.
 
@@ -224,6 +232,7 @@ class Reader:
             attempt: Reads an open checkpoint.
             on_progress: As the caller says.
             round_: The ranks, and the number of their round; None if this process is alone.
+            templates: The templates of the ranks, for a restore of several.
 
         Returns:
             The result of `attempt`, with the blobs and records that came from another tier, and
@@ -262,7 +271,7 @@ class Reader:
         else:
             group, first = round_
             with _giving_up(round_):
-                together = self._together(group, verb, step, on_damage, one)
+                together = self._together(group, verb, step, on_damage, one, templates=templates)
             on_progress = together.listen(on_progress)
             read = partial(together.run, first)
         try:
@@ -280,6 +289,8 @@ class Reader:
         step: int | str,
         on_damage: str,
         one: Callable[[int, Callable[[], Opened]], T],
+        *,
+        templates: TemplatesOfRanks | None,
     ) -> RestoreTogether[T]:
         """Return the part of this rank in a restore or load of all ranks."""
         return RestoreTogether(
@@ -290,6 +301,7 @@ class Reader:
             candidates=lambda: Candidates(self._candidates(step, on_damage)),
             follow=self._follow,
             attempt=lambda opened: one(opened.step, lambda: opened),
+            templates=templates,
         )
 
     def _follow(self, step: int, uid: str) -> Opened:

@@ -90,6 +90,12 @@ class Conductor:
                 raise self._error
             return None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has something to do, or the round is over."""
+        with self._changed:
+            return self._has_news()
+
     def wait_over(self, timeout_s: float | None = None) -> bool:
         """Wait until the thread has posted all that others may need; return whether it has."""
         with self._changed:

@@ -138,6 +138,16 @@ def values_key(number: int, rank: int, piece: int) -> str:
     return f"rounds/{number}/values/{rank:05d}-{piece}"
 
 
+def template_key(number: int, rank: int, piece: int) -> str:
+    """Return the key of a piece of what a rank says of its template in a restore."""
+    return f"rounds/{number}/templates/{rank:05d}-{piece}"
+
+
+def templates_key(number: int) -> str:
+    """Return the key of what rank 0 says of the templates of all ranks in a restore."""
+    return f"rounds/{number}/templates/all"
+
+
 def encode_slot(post: SlotPost) -> bytes:
     """Return the bytes of a slot.
 

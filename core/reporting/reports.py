@@ -169,7 +169,8 @@ class RestoreReport:
         restored: The objects that were restored, in tree order.
         missing: The selected objects of the template that the checkpoint lacks; only with
             `strict=False`.
-        unexpected: The selected objects of the checkpoint that the template lacks.
+        unexpected: The selected objects of the checkpoint that the template lacks. With several
+            ranks, on rank 0: those that the templates of all ranks lack; empty on the others.
         cast: The objects whose floats were converted into another dtype.
         mismatched: The objects that were left alone with `strict=False`: of another shape in the
             checkpoint, the optimizer state of such parameters, and options of optimizer groups

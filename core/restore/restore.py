@@ -16,16 +16,18 @@ from penstock.core.errors import (
     PluginError,
     RestoreError,
     RestoreMismatchError,
+    SelectionError,
 )
 from penstock.core.foreign import said
 from penstock.core.plan.restore import ObjectRequest
+from penstock.core.ranks.templates import TemplateFit
 from penstock.core.reporting.reports import Cast, Mismatch, RestoreReport
 from penstock.core.restore.cast import CastSink
 from penstock.core.restore.fill import BytesSink, Tally, fill, read_stored
 from penstock.core.suggest import listed
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.place import Placing, disagreements, overlapping
-from penstock.core.tree.select import Rename, Selection
+from penstock.core.tree.select import Rename, Selection, nothing_for
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, Region
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSink, Difference, Placement, Target
     from penstock.core.plan.restore import Located
+    from penstock.core.ranks.templates import TemplatesOfRanks
     from penstock.core.restore.fallback import Overwritten
     from penstock.core.restore.fill import Opened, StoredSelection
     from penstock.core.tree.patterns import SegmentTest
@@ -53,7 +56,7 @@ def restore_into(
     strict: bool,
     cast: bool,
     overwritten: Overwritten,
-    alone: bool = True,
+    templates: TemplatesOfRanks | None = None,
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
 
@@ -67,10 +70,11 @@ def restore_into(
         strict: Whether missing and differing objects are errors.
         cast: Whether stored floats may be converted into those of the template.
         overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
-        alone: Whether no other rank restores with this one. If one does, the template is a part of
-            what the checkpoint holds, and may be empty.
+        templates: The templates of the ranks that restore together: what fits one of them fits.
+            None: no other rank restores with this one.
 
     Raises:
+        SelectionError: A pattern matches nothing; nothing was changed.
         RestoreMismatchError: Template and checkpoint differ; nothing was changed.
         DamagedError: Stored bytes are not those that were written.
         RestoreError: The store failed, or an object could not be filled or assigned.
@@ -81,9 +85,16 @@ def restore_into(
         plan = _plan(checkpoint, state, selection, rename, cast=cast)
     stored, placement = plan.stored, plan.placement
     # A pattern may name objects that only the template has, such as a new head to leave alone.
-    selection.check_used([*stored.every_path, *placement.missing, *plan.left_out])
+    known = [*stored.every_path, *placement.missing, *plan.left_out]
+    if templates is None:
+        selection.check_used(known)
     try:
-        unequal = _compare(placement, stored, strict=strict, step=checkpoint.step, alone=alone)
+        unequal = _compare(placement, stored, strict=strict, step=checkpoint.step)
+        if templates is None:
+            _check_common(unequal, checkpoint.step)
+            warn_of_unexpected(checkpoint.step, [show_path(p) for p in unequal.unexpected])
+        else:
+            _judge(templates, selection, known, unequal, stored, step=checkpoint.step)
         aside = _read_overlapping(checkpoint, placement.targets, stored)
     except RestoreMismatchError as error:
         overwritten.check_mismatch(error)
@@ -455,11 +466,11 @@ class _Unequal:
     missing: Sequence[ObjectPath]
     unexpected: Sequence[ObjectPath]
     skipped: Sequence[Difference]
+    idle: bool = False
+    """Whether template and checkpoint have nothing in common within the selection."""
 
 
-def _compare(
-    placement: Placement, stored: StoredSelection, *, strict: bool, step: int, alone: bool
-) -> _Unequal:
+def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, step: int) -> _Unequal:
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
     told = {difference.path for difference in placement.differences}
@@ -480,21 +491,6 @@ def _compare(
         ]
     if problems or (strict and missing):
         raise _mismatch(problems, missing if strict else [], step, unexpected=unexpected)
-    if alone and not used and not missing and not skipped and stored.every_path:
-        msg = (
-            f"nothing to restore from step {step}: template and checkpoint have nothing in common "
-            "within the selection. Look at include, exclude and rename, and at the keys of the "
-            "template."
-        )
-        raise RestoreMismatchError(msg, [msg])
-    if unexpected:
-        log.log(
-            logging.WARNING if alone else logging.INFO,  # it may be what another rank restores
-            "step %d holds %d object(s) that the template lacks; they are not restored: %s",
-            step,
-            len(unexpected),
-            listed([show_path(p) for p in unexpected]),
-        )
     if skipped:
         log.warning(
             "step %d differs from the template in %d place(s), which are left as they are: %s",
@@ -502,7 +498,62 @@ def _compare(
             len(skipped),
             listed([f"{show_path(d.path)} ({d.stored} stored, {d.here} here)" for d in skipped]),
         )
-    return _Unequal(missing, unexpected, skipped)
+    idle = not used and not missing and not skipped and bool(stored.every_path)
+    return _Unequal(missing, unexpected, skipped, idle=idle)
+
+
+def _check_common(unequal: _Unequal, step: int) -> None:
+    if unequal.idle:
+        msg = (
+            f"nothing to restore from step {step}: template and checkpoint have nothing in common "
+            "within the selection. Look at include, exclude and rename, and at the keys of the "
+            "template."
+        )
+        raise RestoreMismatchError(msg, [msg])
+
+
+def _judge(
+    templates: TemplatesOfRanks,
+    selection: Selection,
+    known: Sequence[ObjectPath],
+    unequal: _Unequal,
+    stored: StoredSelection,
+    *,
+    step: int,
+) -> None:
+    """Check that what does not fit this template fits that of another rank.
+
+    Raises:
+        SelectionError: A pattern matches nothing on any rank.
+        RestoreMismatchError: No rank's template has anything in common with the checkpoint.
+    """
+    patterns = selection.patterns()
+    unused = selection.unused(known)
+    lacked = set(unequal.unexpected)
+    fit = TemplateFit(
+        patterns=[pattern.text for pattern in patterns],
+        unused=[n for n, pattern in enumerate(patterns) if any(p is pattern for p in unused)],
+        idle=unequal.idle,
+        stored=len(stored.located),
+        extra=[n for n, path in enumerate(stored.located) if path in lacked] if lacked else (),
+    )
+    judged = templates.judge(fit)
+    if judged.unused:
+        wrong = [patterns[number] for number in judged.unused]
+        raise SelectionError("; ".join(nothing_for(pattern, known) for pattern in wrong))
+    if judged.idle:
+        _check_common(unequal, step)
+
+
+def warn_of_unexpected(step: int, shown: Sequence[str]) -> None:
+    """Warn of the objects of a checkpoint that the template lacks, by their shown paths."""
+    if shown:
+        log.warning(
+            "step %d holds %d object(s) that the template lacks; they are not restored: %s",
+            step,
+            len(shown),
+            listed(shown),
+        )
 
 
 def _is_below(path: ObjectPath, roots: Collection[ObjectPath]) -> bool:

@@ -19,12 +19,14 @@ from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.restore_round import RestoreRound
 from penstock.core.ranks.round_table import Step
+from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from penstock.core.ranks.group import RankGroup
+    from penstock.core.ranks.templates import TemplatesOfRanks
     from penstock.core.reporting.reports import Progress
     from penstock.core.restore.fill import Opened
 
@@ -106,6 +108,7 @@ class RestoreTogether(Generic[T]):
         candidates: Callable[[], Candidates],
         follow: Callable[[int, str], Opened],
         attempt: Callable[[Opened], T],
+        templates: TemplatesOfRanks | None = None,
     ) -> None:
         """Prepare.
 
@@ -117,6 +120,7 @@ class RestoreTogether(Generic[T]):
             candidates: Returns the checkpoints to try; called on rank 0.
             follow: Opens what rank 0 has chosen, by step and uid; called on the others.
             attempt: Restores an open checkpoint on this rank.
+            templates: The templates of all ranks, which `attempt` asks; None: there are none.
         """
         self._group = group
         self._verb = verb
@@ -125,6 +129,7 @@ class RestoreTogether(Generic[T]):
         self._find_candidates = candidates
         self._follow = follow
         self._attempt = attempt
+        self._templates = templates
         self._candidates: Candidates | None = None
         self._chosen: Opened | None = None
         self._conductor: Conductor | None = None
@@ -153,6 +158,8 @@ class RestoreTogether(Generic[T]):
             )
             conductor = Conductor(round_, self._group.coordination)
             self._conductor = conductor
+            if self._templates is not None:
+                self._templates.begin(number, conductor)
             conductor.start()
             try:
                 found = self._go_through(round_, conductor)
@@ -193,6 +200,8 @@ class RestoreTogether(Generic[T]):
             if step is Step.WORK:
                 self._work(round_, conductor, found)
         if step is Step.DONE:
+            if self._templates is not None:
+                self._templates.end()
             return found[0], tuple(round_.terms["skipped"])
         if step in {Step.CLEAN_UP, Step.KEEP} and self._may_go_on(round_):
             return None
@@ -231,6 +240,8 @@ class RestoreTogether(Generic[T]):
                 chosen = self._follow(round_.terms["step"], round_.terms["uid"])
             found.append(self._attempt(chosen))
             conductor.tell(lambda r: r.seal({}))
+        except RoundOverError:
+            log.debug("the round ended before this rank had restored anything")
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
             self._fail(conductor, error)
 

@@ -47,7 +47,7 @@ class Selection:
         self._exclude: Sequence[Prefix | Glob]
         self._include = None if include is None else compile_all("include", include)
         self._exclude = () if exclude is None else compile_all("exclude", exclude)
-        self._needles = [[_json_of(word) for word in p.words()] for p in self._patterns()]
+        self._needles = [[_json_of(word) for word in p.words()] for p in self.patterns()]
 
     @classmethod
     def subtree(cls, path: ObjectPath) -> Selection:
@@ -80,14 +80,14 @@ class Selection:
 
     def touches(self, path: ObjectPath) -> bool:
         """Return whether a pattern matches `path`, or something above it."""
-        return any(p.touches(path) for p in self._patterns())
+        return any(p.touches(path) for p in self.patterns())
 
     def below(self, path: ObjectPath) -> SegmentTest | bool:
         """Return which segments right below `path` lead to touched paths: all, none, or a test."""
         if self._include is None:
             return True
         tests: list[SegmentTest] = []
-        for pattern in self._patterns():
+        for pattern in self.patterns():
             test = pattern.below(path)
             if test is True:
                 return True
@@ -105,7 +105,7 @@ class Selection:
 
     def unused(self, paths: Iterable[ObjectPath]) -> Sequence[Prefix | Glob]:
         """Return the patterns that match none of `paths`."""
-        unused = self._patterns()
+        unused = self.patterns()
         for path in paths:
             if not unused:
                 break
@@ -122,7 +122,8 @@ class Selection:
         if unused := self.unused(known):
             raise SelectionError("; ".join(nothing_for(p, known) for p in unused))
 
-    def _patterns(self) -> list[Prefix | Glob]:
+    def patterns(self) -> list[Prefix | Glob]:
+        """Return all patterns, those of `include` first."""
         return [*(self._include or ()), *self._exclude]
 
 

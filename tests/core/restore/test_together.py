@@ -205,13 +205,104 @@ def test_rank_may_hold_nothing_of_what_the_others_restore(runs, caplog):
     assert not caplog.records
 
 
-def test_template_of_all_that_does_not_fit_is_told_to_each(runs):
+def test_nothing_in_common_on_all_ranks_is_the_same_error_on_each(runs):
+    def call(_rank, reader, _state):
+        return reader.restore({})
+
+    for error in restore_all(runs, call):
+        assert isinstance(error, RestoreMismatchError)
+        assert "have nothing in common" in str(error)
+
+
+def test_template_that_fits_on_no_rank_is_told_to_each(runs):
     def call(_rank, reader, _state):
         return reader.restore({"v": np.zeros(4, np.float32)})
 
     kinds = {type(error) for error in restore_all(runs, call)}
     assert kinds <= {RestoreMismatchError, RankError}
     assert RestoreMismatchError in kinds
+
+
+@pytest.mark.parametrize("owner", range(WORLD))
+def test_pattern_may_match_the_template_of_one_rank_alone(runs, owner):
+    """A new head to leave alone stands on the last stage of a pipeline only."""
+
+    def call(rank, reader, state):
+        if rank == owner:
+            state["head"] = np.ones(3, np.float32)
+        return reader.restore(state, exclude="head")
+
+    results = restore_all(runs, call)
+    restored(results, 200)
+    assert results[owner][0]["head"].tolist() == [1, 1, 1]
+
+
+def test_pattern_that_matches_nothing_on_any_rank_is_the_same_error_and_changes_nothing(runs):
+    states = {}
+
+    def call(rank, reader, state):
+        states[rank] = state
+        return reader.restore(state, include=["w", "step"], exclude=["stpe"])
+
+    for rank, error in enumerate(restore_all(runs, call)):
+        assert isinstance(error, SelectionError)
+        assert "pattern 'stpe' matches nothing; nearest: step" in str(error)
+        assert not states[rank]["w"].any()
+
+
+def test_each_pattern_needs_a_rank_that_it_matches(runs):
+    def call(rank, reader, state):
+        state[f"head{rank}"] = np.ones(3, np.float32)
+        return reader.restore(state, exclude=["head0", "head1", "head2", "tail", "haed"])
+
+    for error in restore_all(runs, call):
+        assert isinstance(error, SelectionError)
+        assert [f"'{name}'" in str(error) for name in ("head0", "tail", "haed")] == [False, 1, 1]
+
+
+def test_rank_that_selects_something_else_is_judged_by_itself(runs):
+    def call(rank, reader, state):
+        return reader.restore(state, exclude="stpe" if rank == 2 else None)
+
+    *others, own = restore_all(runs, call)
+    assert isinstance(own, SelectionError)
+    assert [error.rank for error in others] == [2, 2]
+
+
+def test_rank_that_waits_for_the_others_learns_that_one_has_failed(runs):
+    def call(rank, reader, state):
+        if rank == 1:
+            state["w"] = np.zeros(4, np.float32)
+        return reader.restore(state if rank == 1 else {}, exclude="head" if rank == 1 else None)
+
+    first, own, last = restore_all(runs, call)
+    assert isinstance(own, (RestoreMismatchError, SelectionError))
+    assert [(error.rank, error.host) for error in (first, last)] == [(1, "node1")] * 2
+
+
+def test_what_stages_hold_of_each_other_is_not_unexpected(runs, caplog):
+    def call(rank, reader, state):
+        key = "step" if rank == 2 else "w"
+        return reader.restore({key: state[key]})
+
+    results = restore_all(runs, call)
+    assert [report.unexpected for _, report in results] == [()] * WORLD
+    assert not caplog.records
+
+
+def test_what_no_rank_has_is_told_once(tmp_path, caplog):
+    names = [f"layer{n}" for n in range(30)]
+    with Run(tmp_path).open() as ckpt:
+        ckpt.save({name: np.ones(3, np.float32) for name in names}, 1, mode="blocking")
+
+    def call(rank, reader, _state):
+        mine = names[rank * 9 : rank * 9 + 11]
+        return reader.restore({name: np.zeros(3, np.float32) for name in mine})
+
+    results = restore_all([Run(tmp_path)] * WORLD, call)
+    assert [report.unexpected for _, report in results] == [("layer29",), (), ()]
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "holds 1 object(s) that the template lacks; they are not restored: layer29" in warning
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,219 @@
+"""Judges the templates of all ranks together: a restore fails where none of them fits.
+
+The stages of a pipeline have other objects each. A pattern that names the new head is unused on all
+ranks but one, and what one stage lacks is what another restores.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from penstock.core.abc import COORDINATION_VALUE_BYTES
+from penstock.core.errors import CoordinationError, RestoreError
+from penstock.core.format.strict_json import Fields, dump_json, load_json
+from penstock.core.format.zstd import compress, decompress
+from penstock.core.ranks.posts import template_key, templates_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.core.ranks.conductor import Conductor
+    from penstock.core.ranks.group import RankGroup
+
+    T = TypeVar("T")
+
+_POLL_S = 0.02
+_POLL_S_PER_RANK = 1 / 20_000  # all ranks may wait at once, and the store has one thread
+_DIGEST_BYTES = 8
+_FITS = ("rank", "selection", "unused", "idle", "digest", "pieces")
+_WORD = ("selection", "unused", "idle")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFit:
+    """How the template of one rank fits a checkpoint.
+
+    Attributes:
+        patterns: The patterns of the selection, as text.
+        unused: The numbers of the patterns that match nothing of the checkpoint or the template.
+        idle: Whether template and checkpoint have nothing in common within the selection.
+        stored: How many objects of the checkpoint are selected.
+        extra: The numbers, in stored order, of those that the template lacks.
+    """
+
+    patterns: Sequence[str]
+    unused: Sequence[int]
+    idle: bool
+    stored: int
+    extra: Sequence[int]
+
+    @property
+    def selection(self) -> str:
+        """A digest that is equal on ranks with one selection: their numbers mean the same."""
+        return _digest(dump_json([*self.patterns, self.stored]))
+
+
+class RoundOverError(RestoreError):
+    """Ends an attempt whose round another rank has ended; the round has the error to raise."""
+
+
+class TemplatesOfRanks:
+    """The templates of the ranks that restore together, as one rank knows them.
+
+    Each rank posts in a few bytes how its template fits. A rank whose template fits by itself goes
+    on at once. One of which a pattern is unused, or that has nothing to restore, waits for the word
+    of rank 0, and rank 0, if it is in that state itself, for all others. So where something fits on
+    no rank, no rank has changed anything yet.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._number = 0
+        self._conductor: Conductor | None = None
+        self._fit: TemplateFit | None = None
+        self.lacked: Sequence[int] = ()
+        """Which of `extra` no rank's template has; of rank 0 alone, once all have restored."""
+
+    def begin(self, number: int, conductor: Conductor) -> None:
+        """Begin a round."""
+        self._number, self._conductor = number, conductor
+        self._fit, self.lacked = None, ()
+
+    def judge(self, fit: TemplateFit) -> TemplateFit:
+        """Return how the templates of all ranks fit: what is true of all of what `fit` says.
+
+        Raises:
+            RoundOverError: Another rank has failed.
+        """
+        self._fit = fit
+        doubtful = bool(fit.unused) or fit.idle
+        if self._group.place.rank:
+            self._post(fit)
+            if not doubtful:
+                return fit
+            (word,) = self._wait([templates_key(self._number)])
+            return _judged(fit, _read(word, "the word of rank 0 on templates", _WORD))
+        unused, idle = _mask(fit.unused), fit.idle
+        if doubtful:
+            for post in self._posts():
+                if post.text("selection") == fit.selection:
+                    unused &= int(post.text("unused"), 16)
+                idle &= bool(post.value("idle"))
+        told = {"selection": fit.selection, "unused": f"{unused:x}", "idle": idle}
+        word = dump_json(told)
+        self._insist(partial(self._group.coordination.post, templates_key(self._number), word))
+        return _judged(fit, _read(word, "the word of rank 0 on templates", _WORD))
+
+    def end(self) -> None:
+        """Find what no rank's template has, once all have restored; rank 0 alone.
+
+        Ranks with another selection do not count. If the store of the job cannot be read any more,
+        it is all that the template of this rank lacks.
+        """
+        fit = self._fit
+        if fit is None or not fit.extra or self._group.place.rank:
+            return
+        lacked = _bits(fit)
+        try:
+            posts = [post for post in self._posts() if post.text("selection") == fit.selection]
+            for post in {post.text("digest"): post for post in posts}.values():
+                lacked &= self._bits_of(post, len(lacked))
+        except (CoordinationError, RoundOverError):
+            lacked = _bits(fit)
+        flags = np.unpackbits(lacked, count=fit.stored)
+        self.lacked = np.flatnonzero(flags[list(fit.extra)]).tolist()
+
+    def _post(self, fit: TemplateFit) -> None:
+        rank, size = self._group.place.rank, COORDINATION_VALUE_BYTES
+        bits = _bits(fit).tobytes() if fit.extra else b""
+        data = compress(bits) if bits else b""
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        told = {
+            "rank": rank,
+            "selection": fit.selection,
+            "unused": f"{_mask(fit.unused):x}",
+            "idle": fit.idle,
+            "digest": _digest(bits),
+            "pieces": len(pieces),
+        }
+        # The first key last: whoever finds it finds the pieces.
+        for number, value in reversed([*enumerate([dump_json(told), *pieces])]):
+            key = template_key(self._number, rank, number)
+            self._insist(partial(self._group.coordination.post, key, value))
+
+    def _posts(self) -> list[Fields]:
+        """Return what the other ranks have told; waits for all of them."""
+        others = range(1, self._group.place.world_size)
+        found = self._wait([template_key(self._number, rank, 0) for rank in others])
+        return [_read(data, "what a rank says of its template", _FITS) for data in found]
+
+    def _bits_of(self, post: Fields, size: int) -> NDArray[np.uint8]:
+        rank, count = post.integer("rank"), post.integer("pieces")
+        if not count:
+            return np.zeros(size, np.uint8)
+        keys = [template_key(self._number, rank, number + 1) for number in range(count)]
+        data = b"".join(piece or b"" for piece in self._group.coordination.read(keys))
+        bits = decompress(data, f"what rank {rank} says of its template", raw_length=size)
+        return np.frombuffer(bits, np.uint8)
+
+    def _wait(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of all keys, once they are there.
+
+        Raises:
+            RoundOverError: The round has ended before.
+        """
+        read = self._group.coordination.read
+        found = self._insist(lambda: read(keys), lambda values: None not in values)
+        return [value for value in found if value is not None]
+
+    def _insist(self, call: Callable[[], T], is_done: Callable[[T], bool] = lambda _: True) -> T:
+        """Return what `call` returns once that is enough; repeats it until the round ends."""
+        conductor, world_size = self._conductor, self._group.place.world_size
+        assert conductor is not None
+        while True:
+            # Before the call: rank 0 posts its word first, and only then gives the round up.
+            ended = conductor.has_news
+            with suppress(CoordinationError):  # the round notices a store that is silent
+                found = call()
+                if is_done(found):
+                    return found
+            if ended:
+                msg = "the round of the ranks ended while this one waited for the others"
+                raise RoundOverError(msg)
+            conductor.moved(0, 0)  # to wait for others is no standstill
+            time.sleep(max(_POLL_S, world_size * _POLL_S_PER_RANK))
+
+
+def _judged(fit: TemplateFit, word: Fields) -> TemplateFit:
+    if word.text("selection") != fit.selection:
+        return fit  # rank 0 restores another selection, and says nothing of this one
+    mask = int(word.text("unused"), 16)
+    unused = [number for number in fit.unused if mask >> number & 1]
+    return replace(fit, unused=unused, idle=bool(word.value("idle")))
+
+
+def _mask(numbers: Iterable[int]) -> int:
+    return sum(1 << number for number in numbers)
+
+
+def _bits(fit: TemplateFit) -> NDArray[np.uint8]:
+    flags = np.zeros(fit.stored, np.bool_)
+    flags[list(fit.extra)] = True
+    return np.packbits(flags)
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _read(data: bytes, name: str, keys: Sequence[str]) -> Fields:
+    return Fields(load_json(data, name), name, keys)

@@ -1,0 +1,104 @@
+"""What ranks tell of their templates, and what rank 0 makes of it: threads as ranks."""
+
+import random
+import threading
+
+from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.ranks.conductor import Conductor
+from penstock.core.ranks.group import RankGroup
+from penstock.core.ranks.restore_round import RestoreRound
+from penstock.core.ranks.templates import RoundOverError, TemplateFit, TemplatesOfRanks
+
+PATIENCE_S = 30.0
+TIMEOUT_S = 3.0
+
+
+class Counted(MemoryCoordination):
+    """Counts the bytes of what is posted on templates."""
+
+    def __init__(self, board):
+        super().__init__(board)
+        self.sizes = []
+
+    def post(self, key, value):
+        if "/templates/" in key:
+            self.sizes.append(len(value))
+        super().post(key, value)
+
+
+def judge_all(fits, *, failing=()):
+    """The templates of each rank, after its fit was judged; those that fail give the round up."""
+    board, results = MemoryBoard(), [None] * len(fits)
+
+    def one(rank):
+        group = RankGroup(rank, len(fits), Counted(board), timeout_s=TIMEOUT_S)
+        conductor = Conductor(RestoreRound(group.place, 0, timeout_s=TIMEOUT_S), group.coordination)
+        templates = TemplatesOfRanks(group)
+        templates.begin(0, conductor)
+        conductor.start()
+        if rank == 0:
+            conductor.tell(lambda round_: round_.go({}))
+        conductor.next_step(PATIENCE_S)
+        if rank in failing:
+            conductor.tell(lambda round_: round_.fail("cannot"))
+            return
+        try:
+            judged = templates.judge(fits[rank])
+        except RoundOverError as error:
+            results[rank] = error
+            return
+        conductor.tell(lambda round_: round_.seal({}))
+        while conductor.next_step(PATIENCE_S) is not None and not conductor.wait_over(0):
+            pass
+        templates.end()
+        results[rank] = judged, templates.lacked, group.coordination.sizes
+
+    threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(len(fits))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return results
+
+
+def fit_of(*, patterns=(), unused=(), idle=False, stored=10, extra=()):
+    return TemplateFit(patterns, unused, idle, stored, extra)
+
+
+def test_what_every_rank_lacks_is_found_among_many_objects():
+    """Bits without a pattern, which no compression makes fit for one post."""
+    count, drawn = 1_500_000, random.Random(1)
+    lacks = [sorted(drawn.sample(range(count), count // 2)) for _ in range(3)]
+    results = judge_all([fit_of(stored=count, extra=extra) for extra in lacks])
+    _, lacked, _ = results[0]
+    assert [lacks[0][number] for number in lacked] == sorted(set.intersection(*map(set, lacks)))
+    assert max(results[1][2]) == 1 << 16
+    assert [lacked for _, lacked, _ in results[1:]] == [()] * 2
+
+
+def test_stages_of_many_objects_post_little():
+    count, ranks = 1_000_000, 8
+    share = count // ranks
+    extra = [[*range(rank * share), *range((rank + 1) * share, count)] for rank in range(ranks)]
+    results = judge_all([fit_of(stored=count, extra=e) for e in extra])
+    assert [list(lacked) for _, lacked, _ in results] == [[]] * ranks
+    assert max(sum(sizes) for _, _, sizes in results) <= 512
+
+
+def test_ranks_whose_template_fits_post_a_few_bytes_and_wait_for_none():
+    results = judge_all([fit_of()] * 3)
+    assert [len(sizes) for _, _, sizes in results] == [1] * 3
+    assert max(sum(sizes) for _, _, sizes in results) <= 128
+
+
+def test_ranks_with_another_selection_do_not_count():
+    here = fit_of(patterns=["w"], unused=[0], extra=[1, 2])
+    there = fit_of(patterns=["v"], unused=[], extra=[])
+    results = judge_all([here, there])
+    judged, lacked, _ = results[0]
+    assert (judged.unused, lacked) == ([0], [0, 1])
+
+
+def test_rank_that_waits_ends_with_the_round():
+    results = judge_all([fit_of(idle=True), fit_of(), fit_of(idle=True)], failing=[1])
+    assert [type(one) for one in results] == [RoundOverError, type(None), RoundOverError]
