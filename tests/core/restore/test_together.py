@@ -420,3 +420,30 @@ def test_rank_that_cannot_learn_the_decision_says_so(runs):
     ((rank, text),) = errors
     assert rank == 1
     assert "it is not known whether all ranks have it" in text
+
+
+class Server(MemoryCoordination):
+    """The store of the job lives in the process of rank 0: notes what others had told by then."""
+
+    def close(self):
+        self.left = self.read([f"left/{rank:05d}" for rank in range(1, WORLD)])
+        super().close()
+
+
+def test_rank_0_closes_the_store_of_the_job_when_all_know_that_they_have_restored(runs):
+    board = MemoryBoard()
+    server = Server(board)
+
+    def one(rank):
+        member = MemoryCoordination(board) if rank else server
+        group = RankGroup(rank, WORLD, member, timeout_s=PATIENCE_S, host=f"node{rank}")
+        for _ in range(2):
+            reader_of(runs[rank], group).restore(blank())
+        group.close()
+
+    threads = [threading.Thread(target=one, args=(r,), daemon=True) for r in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_S)
+    assert server.left == [b"1", b"1"]
