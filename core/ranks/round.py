@@ -141,6 +141,7 @@ class Round:
         self._heard_s = self._looks.counted_s
         self._now_s = self._next_beat_s = self._next_slots_s = 0.0
         self._took_s = 0.0
+        self._failed = False  # a call, since the last pause
 
     # -- the side of the engine ----------------------------------------------------------------
 
@@ -219,6 +220,7 @@ class Round:
         self._now_s = self._next_beat_s = self._next_slots_s = now_s
         while True:
             self._looks.look(self._now_s)
+            began_s, self._failed = self._now_s, False
             yield from self._post_due()
             if self.over:
                 if not self._outbox or self._is_silent():
@@ -229,8 +231,16 @@ class Round:
             yield from self._ask() if before in _ASKING else self._look()
             if self._is_silent() and (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
-            if self.phase is before and not self._outbox:
-                self._now_s = (yield self._pause()).now_s
+            if self.phase is not before:
+                continue
+            if not self._failed and not self._outbox:
+                answer = yield self._pause()
+                self._now_s = answer.now_s
+                self._failed = answer.error is not None
+            left_s = began_s + self._look_s() - self._now_s
+            if self._failed and left_s > 0.0:
+                # A store that refuses calls at once would otherwise be called without a pause.
+                self._now_s = (yield Rest(left_s)).now_s
 
     def error(self, what: str, stays: str = "") -> RankError | None:
         """Return the error of an abort for the ranks that are not its cause; None on that one.
@@ -253,7 +263,7 @@ class Round:
             self._outbox[slot_key(self.place.rank)] = self._slot()
             self._next_beat_s = self._now_s + self.timeout_s / _BEATS
         for key, value in list(self._outbox.items()):
-            answer = self._answered((yield Post(key, value)))
+            answer = self._answered((yield Post(key, value)), hears=not self._listens)
             self.posts += 1
             if answer.error is None and self._outbox.get(key) is value:
                 del self._outbox[key]
@@ -324,12 +334,18 @@ class Round:
         }.get(self.phase, [])
         return [*keys, slot_key(0)] if keys else []
 
-    def _answered(self, answer: Answer) -> Answer:
+    def _answered(self, answer: Answer, *, hears: bool = True) -> Answer:
         self._now_s = answer.now_s
         self._looks.look(self._now_s)
-        if answer.error is None:
+        self._failed |= answer.error is not None
+        if answer.error is None and hears:
             self._heard_s = self._looks.counted_s
         return answer
+
+    @property
+    def _listens(self) -> bool:
+        """Whether this rank reads or asks now: that a post is taken then tells it nothing."""
+        return self.phase in _ASKING or bool(self._keys(slots=False))
 
     def _is_silent(self) -> bool:
         return self._looks.counted_s - self._heard_s >= self.timeout_s
