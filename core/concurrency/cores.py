@@ -47,7 +47,12 @@ class CoreMeter:
             count = len(os.sched_getaffinity(0))
         except (AttributeError, OSError):  # no Linux
             count = os.cpu_count() or 1
-        return count / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return count / local_ranks()
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this machine, as their launcher says; 1 without one."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _clocks() -> tuple[float, float]:

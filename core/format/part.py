@@ -168,7 +168,7 @@ def read_head(
     uid: str,
     rank: int,
     world_size: int,
-    borrowed: Collection[BlobRecord] = (),
+    borrowed: Collection[BlobRecord] | None = (),
 ) -> PartHead:
     """Read and validate the head of a part.
 
@@ -178,7 +178,8 @@ def read_head(
         uid: The uid of the commit record.
         rank: Number of the part in the commit record.
         world_size: The world size of the commit record.
-        borrowed: The blobs of other saves that the part may use, as in the commit record.
+        borrowed: The blobs of other saves that the part may use, as in the commit record; None:
+            any, since there is no commit record yet.
 
     Raises:
         FormatError: The head is damaged, or belongs to another part.
@@ -207,7 +208,7 @@ def read_head(
         world_size=world_size,
         step=fields.integer("step"),
         block_bytes=block_bytes,
-        blobs=tuple(_blobs(fields.items("blobs"), name, uid, frozenset(borrowed))),
+        blobs=tuple(_blobs(fields.items("blobs"), name, uid, borrowed)),
         chains=tuple(_chains(fields.items("chains"), name)),
         shards=shards,
         sections=sections,
@@ -312,11 +313,12 @@ def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionI
 
 
 def _blobs(
-    rows: Sequence[Any], name: str, uid: str, borrowed: Collection[BlobRecord]
+    rows: Sequence[Any], name: str, uid: str, borrowed: Collection[BlobRecord] | None
 ) -> Iterable[BlobRecord]:
+    known = None if borrowed is None else frozenset(borrowed)
     for blob in read_blobs(rows, f"{name}: blobs"):
         # With its length: what the record does not list, no deletion and no copy knows about.
-        if blob_uid(blob.name) != uid and blob not in borrowed:
+        if blob_uid(blob.name) != uid and known is not None and blob not in known:
             refuse(name, f"a blob is not of this save, nor as the commit record borrows it: {blob}")
         yield blob
 

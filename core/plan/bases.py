@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from penstock.core.plan.save import ShardSpan
 from penstock.core.types import Region
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.core.format.records import BlobRecord, Chain, Frame, PartHead
     from penstock.core.plan.restore import Located
-    from penstock.core.plan.save import SavePlan
+    from penstock.core.plan.save import Piece, SavePlan
     from penstock.core.types import ObjectPath
 
 
@@ -69,24 +70,37 @@ class StoredFrame:
 
 
 def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
-    """Return the keys of chunks of a plan, by number."""
+    """Return the keys of chunks of a plan, by number.
+
+    With several ranks these are chunks that this rank writes, once `SavePlan.spans` says of which
+    rectangles of each object they are.
+    """
     return {
-        number: tuple(
-            PieceKey(
-                entry.path,
-                entry.spec.dtype,
-                entry.spec.itemsize,
-                entry.spec.shape,
-                Region.whole(entry.spec.shape),
-                piece.start,
-                piece.stop,
-                piece.at,
-            )
-            for piece in plan.chunks[number].pieces
-            for entry in [plan.objects[piece.item].entry]
-        )
+        number: tuple(key for piece in plan.chunks[number].pieces for key in _keys(plan, piece))
         for number in numbers
     }
+
+
+def _keys(plan: SavePlan, piece: Piece) -> Iterator[PieceKey]:
+    entry = plan.objects[piece.item].entry
+    spec = entry.spec
+    spans = plan.spans.get(piece.item)
+    if spans is None:
+        spans = (ShardSpan(0, Region.whole(spec.shape)),)
+    for span in spans:
+        start = max(piece.start, span.start)
+        stop = min(piece.stop, span.start + span.region.numel * spec.itemsize)
+        if start < stop:
+            yield PieceKey(
+                entry.path,
+                spec.dtype,
+                spec.itemsize,
+                spec.shape,
+                span.region,
+                start - span.start,
+                stop - span.start,
+                piece.at + start - piece.start,
+            )
 
 
 def stored_frames(

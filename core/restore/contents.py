@@ -21,7 +21,13 @@ from penstock.core.errors import (
     PluginError,
 )
 from penstock.core.foreign import memory_permitting
-from penstock.core.format.index import IndexReader, dump_table, encode_index, shard_table
+from penstock.core.format.index import (
+    NO_BYTES,
+    IndexReader,
+    dump_table,
+    encode_index,
+    shard_table,
+)
 from penstock.core.format.part import decode_head, decode_section, decode_shards
 from penstock.core.format.records import ManyParts
 from penstock.core.format.section import shards_of
@@ -36,7 +42,7 @@ from penstock.core.tree.paths import path_hash, show_path
 from penstock.core.types import Kind, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
@@ -326,6 +332,42 @@ class Contents:
             return from_any_tier(
                 self._backend, lambda backend: self._described(path, within, backend)
             )
+
+    def everywhere(
+        self, within: Mapping[ObjectPath, Collection[Region]] | None = None
+    ) -> list[Located]:
+        """Return objects as each part describes them that has shards of them.
+
+        Args:
+            within: The paths of the objects, each with regions: parts without shards that have
+                anything in common with one of these are not read. None: all objects, of all parts.
+
+        Raises:
+            FormatError: The index leads astray, or a part is damaged.
+        """
+        if len(self.parts) == 1:
+            return [o for o in self.objects() if within is None or o.record.path in within]
+        wanted = {o.record.path: () for o in self.objects()} if within is None else within
+        paths = {path_hash(path): path for path in wanted}
+        with memory_permitting(self.record.index.name):
+            table = from_any_tier(self._backend, lambda one: self._shards_of(paths, one))
+        found: dict[tuple[ObjectPath, tuple[int, int]], Located] = {}
+        for number, place, region in zip(
+            table.hashes.tolist(), table.places(), table.regions(), strict=True
+        ):
+            path = paths[number]
+            regions = wanted[path]
+            if (path, place) in found or not (region is None or _meets(region, regions)):
+                continue
+            located = self._in_section(*self._checked_place(place)).get(path)
+            if located is not None:
+                found[path, place] = located
+        return list(found.values())
+
+    def _shards_of(self, hashes: Collection[int], backend: Backend) -> ShardTable:
+        """Return the rows of objects in the index, less those of parts with none of their bytes."""
+        table = self.index(backend).find_all(np.array([*hashes], np.uint64))
+        return table.take(np.flatnonzero(table.dims != NO_BYTES))
 
     def _look_up(self, paths: Collection[ObjectPath]) -> None:
         """Find the shards of objects in the index at once: one by one takes ten times as long."""
@@ -753,6 +795,14 @@ def _is_master(target: ObjectRecord, record: ObjectRecord) -> bool:
         and target.spec.shape == record.spec.shape
         and target.same_as is None
         and target.derived is None
+    )
+
+
+def _meets(region: Region, others: Collection[Region]) -> bool:
+    """Return whether a region has elements of any of the others; if there are none, it does."""
+    dims = len(region.sizes)  # the object had others when it was saved
+    return not others or any(
+        len(other.sizes) == dims and common_region(region, other) for other in others
     )
 
 

@@ -12,13 +12,14 @@ from penstock.core.restore.contents import Contents, check_length, decoding_chai
 from penstock.core.types import ByteRange, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, CodecContext
     from penstock.core.format.records import Chain, CommitRecord
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plugins.registry import Registry
+    from penstock.core.types import ObjectPath, Region
 
 
 _TOGETHER_BYTES = 64 << 20  # of a chain; each worker reads one
@@ -34,16 +35,21 @@ class EarlierReader:
         self._chains: dict[str, CodecChain] = {}
         self._lock = threading.Lock()  # guards `_chains`
 
-    def frames(self, backend: Backend, record: CommitRecord) -> dict[ChunkKey, StoredFrame]:
-        """Return all frames of a checkpoint by the keys of their chunks.
+    def frames(
+        self,
+        backend: Backend,
+        record: CommitRecord,
+        within: Mapping[ObjectPath, Collection[Region]] | None = None,
+    ) -> dict[ChunkKey, StoredFrame]:
+        """Return the frames of a checkpoint by the keys of their chunks: all, or those `within`.
 
         Raises:
             DamagedError: The manifest is damaged.
             StorageError: The store failed.
         """
         contents = Contents(backend, record, self._registry)
-        heads = {part: contents.head(part) for part in range(record.part_count)}
-        described = (one for found in contents.objects() for one in contents.descriptions(found))
+        described = contents.everywhere(within)
+        heads = {part: contents.head(part) for part in {one.part for one in described}}
         return stored_frames(described, heads)
 
     def read(

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.survey import has_files, is_whole, sizes_of
+from penstock.core.catalog.survey import has_files, is_whole, read_commit, sizes_of
 from penstock.core.concurrency.copy_bytes import copy_bytes
-from penstock.core.errors import DamagedError, PenstockError
+from penstock.core.concurrency.cores import local_ranks
+from penstock.core.errors import BlobNotFoundError, DamagedError, PenstockError
 from penstock.core.format.blocks import frame_blocks
-from penstock.core.format.records import BaseEntry
+from penstock.core.format.records import BaseEntry, commit_name
 from penstock.core.pipeline.chain import checksum, mismatches
 from penstock.core.pipeline.staging import available_memory
 from penstock.core.plan.bases import planned_keys
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.core.plan.bases import ChunkKey, StoredFrame
     from penstock.core.plan.save import SavePlan
     from penstock.core.save.request import EarlierCheckpoints
+    from penstock.core.types import ObjectPath, Region
 
 log = logging.getLogger("penstock")
 
@@ -98,11 +101,28 @@ class KeptChunks:
             self._views = {}
 
 
+class ChosenBase(NamedTuple):
+    """The base of a save, as one rank chooses it for all.
+
+    Attributes:
+        uid: The uid of the checkpoint.
+        step: Its step.
+        generation: Its generation.
+        encodes: Whether chunks are encoded against it; else they only share its frames.
+    """
+
+    uid: str
+    step: int
+    generation: int
+    encodes: bool
+
+
 class SaveBases:
     """The bases of one save. The save thread chooses; the workers ask for single chunks.
 
     Whatever goes wrong with the base is logged, and chunks are stored whole: a damaged earlier
-    checkpoint never fails a save.
+    checkpoint never fails a save. Of several ranks rank 0 chooses, and its intent protects the
+    base; each rank finds the frames of its own chunks, wherever ranks have stored them.
     """
 
     def __init__(
@@ -137,48 +157,38 @@ class SaveBases:
         self._block_bytes = block_bytes
         self._shares = share
         self._chains = [chain_record(chain) for chain in chains]
-        self._needing = [
-            number
-            for number, chunk in enumerate(plan.chunks)
-            if (chain := chains[chunk.chain]) is not None and chain.needs_base
-        ]
+        self._needs_base = [chain is not None and chain.needs_base for chain in chains]
+        limit = deltas.memory_bytes
+        if limit is None:
+            limit = (available_memory() + kept.size_bytes) // _MEMORY_SHARE // local_ranks()
+        self._memory_limit = limit
         self._keys: Mapping[int, ChunkKey] = {}
-        self._keeps = bool(self._needing) and self._has_memory()
-        if not self._keeps:
-            kept.drop()
+        self._keeps = False
         self._backend: Backend | None = None
         self._record: CommitRecord | None = None
+        # What this process has stored itself, and what it has read in the manifest of the base.
+        self._kept_frames: Mapping[ChunkKey, StoredFrame] = {}
+        self._kept_shared = SharedFrames()
         self._frames: Mapping[ChunkKey, StoredFrame] = {}
         self._shared = SharedFrames()
-        self._sizes: Mapping[str, int] = {}
-        self._in_memory = False
+        self._sizes: Mapping[str, int] | None = None
         self._encodes = False
         self._memory = _ChunkMemory()
 
     def choose(self, backend: Backend) -> Collection[str]:
         """Choose the base; return the uids that the intent of the save has to reference."""
-        if not self._needing and not self._shares:
+        if not self._shares and not any(self._needs_base):
             return ()
-        # Here, on the save thread: training waits for what the constructor does.
-        self._keys = planned_keys(self._plan, self._needing)
         try:
             # After a return to an older step, a later one is of a course of training that was
             # given up, maybe since it is damaged.
             record = Catalog(backend).newest(up_to=self._step)
-            encodes = record is not None and self._age_above(record) < self._deltas.every
-            if record is None or not (encodes or self._shares):
-                return ()
-            known = self._kept.frames_of(record.uid)
-            self._in_memory = known is not None
-            if known is None:
-                frames = self._earlier.frames(backend, record)
-                known = frames, SharedFrames(with_contexts(frames) if self._shares else ())
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
             return ()
-        if encodes:
-            self._frames = known[0]
-        self._shared = known[1]
+        encodes = record is not None and self._age_above(record) < self._deltas.every
+        if record is None or not (encodes or self._shares):
+            return ()
         self._encodes = encodes
         self._backend, self._record = backend, record
         return {record.uid, *record.references}
@@ -196,34 +206,122 @@ class SaveBases:
             if is_whole(backend, record):
                 self._sizes = sizes_of(backend, record)
                 if not has_files(record, self._sizes):
-                    log.warning(
-                        "step %d has lost some of its files, or they have other lengths: this save "
-                        "does not refer to them, and `penstock verify` names them",
-                        record.step,
-                    )
+                    self._warn_of_lost_files(record)
                 return
             log.info("step %d was deleted meanwhile: this save refers to none", record.step)
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
-        self._give_up()
+        self._record = None
 
-    def entry(self, results: Iterable[ChunkResult]) -> BaseEntry | None:
-        """Return what the commit record says of the base: None if all chunks are stored whole."""
+    @property
+    def chosen(self) -> ChosenBase | None:
+        """The base, for the other ranks; None: there is none."""
         record = self._record
-        if record is None or all(
-            result.base is None and (result.shared is None or result.shared.base is None)
+        if record is None:
+            return None
+        return ChosenBase(record.uid, record.step, record.generation, self._encodes)
+
+    def adopt(self, backend: Backend, chosen: ChosenBase) -> None:
+        """Take the base that rank 0 has chosen and confirmed.
+
+        A rank that does not find it there stores its chunks whole.
+        """
+        try:
+            record = read_commit(backend, commit_name(chosen.step, chosen.generation))
+        except PenstockError as error:
+            log.warning("this rank refers to no earlier checkpoint: %s", str(error))
+            return
+        if record.uid == chosen.uid:
+            self._encodes = chosen.encodes
+            self._backend, self._record = backend, record
+        else:
+            log.info("step %d was saved anew meanwhile: this rank refers to none", record.step)
+
+    def find(self, chunks: Collection[int] | None = None) -> None:
+        """Find the frames that chunks of the save may refer to.
+
+        Args:
+            chunks: The numbers of the chunks that this rank writes, once the plan says of which
+                rectangles they are; None: this process saves alone.
+        """
+        mine = range(len(self._plan.chunks)) if chunks is None else sorted(chunks)
+        needing = [n for n in mine if self._needs_base[self._plan.chunks[n].chain]]
+        need_bytes = sum(self._plan.chunks[number].length for number in needing)
+        self._keeps = bool(needing) and need_bytes <= self._memory_limit
+        if not self._keeps:
+            self._kept.drop()
+        # A process that saves alone looks for shared chunks in all of the base. Many ranks that
+        # each read all parts would read the manifest a thousand times.
+        by_key = mine if self._shares and chunks is not None else needing
+        self._keys = planned_keys(self._plan, by_key)
+        record, backend = self._record, self._backend
+        if record is None or backend is None or not (self._keys or self._shares):
+            return
+        try:
+            self._find(backend, record, everywhere=chunks is None)
+        except PenstockError as error:
+            log.warning("this save refers to no earlier checkpoint: %s", str(error))
+            self._give_up()
+
+    def _find(self, backend: Backend, record: CommitRecord, *, everywhere: bool) -> None:
+        known = self._kept.frames_of(record.uid)
+        frames: Mapping[ChunkKey, StoredFrame] = {}
+        if known is not None:
+            self._kept_frames, self._kept_shared = known
+        if everywhere and known is None:
+            frames = self._earlier.frames(backend, record)
+        elif not everywhere:
+            # What this rank did not write the last time, another one may have.
+            chunks, masters = self._plan.chunks, self._plan.masters
+            missing = [
+                key
+                for number, key in self._keys.items()
+                if known is None
+                or (key not in known[0] and chunks[number].pieces[0].item not in masters)
+            ]
+            if missing:
+                frames = self._earlier.frames(backend, record, _regions_of(missing))
+        self._shared = SharedFrames(with_contexts(frames) if self._shares else ())
+        if self._encodes:
+            self._frames = {**frames, **self._kept_frames}
+        if self._sizes is None:
+            self._sizes = self._sizes_of_blobs(
+                backend, [*frames.values(), *self._kept_frames.values()]
+            )
+
+    def _sizes_of_blobs(self, backend: Backend, frames: Iterable[StoredFrame]) -> dict[str, int]:
+        """Return the sizes of the blobs of frames: few, so they are not listed with all others."""
+        sizes: dict[str, int] = {}
+        names = {link.blob.name: link.blob.length for one in frames for link in one.links()}
+        for name in names:
+            with suppress(BlobNotFoundError):
+                sizes[name] = backend.stat(name).size_bytes
+        if sizes != names and self._record is not None:
+            self._warn_of_lost_files(self._record)
+        return sizes
+
+    def refer(self, results: Iterable[ChunkResult]) -> bool:
+        """Return whether some of these chunks are encoded against the base."""
+        return any(
+            result.base is not None
+            or (result.shared is not None and result.shared.base is not None)
             for result in results
-        ):
+        )
+
+    def entry(self) -> BaseEntry | None:
+        """Return what the commit record says of the base if chunks are encoded against it."""
+        record = self._record
+        if record is None:
             return None
         return BaseEntry(record.uid, record.step, self._age_above(record))
 
     def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
         """See `ChunkBases`."""
         chunk = self._plan.chunks[index]
-        context = context_of(self._plan, chunk)
-        stored = self._shared.find(
-            content, context, elements_of(self._plan, chunk), self._chains[chain]
-        )
+        context, elements = context_of(self._plan, chunk), elements_of(self._plan, chunk)
+        wanted = content, context, elements, self._chains[chain]
+        kept = self._kept_shared.find(*wanted)
+        stored = kept or self._shared.find(*wanted)
         if stored is None or not self._may_list(stored):
             return None
         # A checkpoint that is to be whole refers to whole frames only.
@@ -233,18 +331,19 @@ class SaveBases:
             return None
         # Damage of a frame that one process after the other refers to would be in all checkpoints
         # for ever, though each has the bytes to write it anew.
-        return stored if self._in_memory or self._read(stored, context) is not None else None
+        return stored if kept is not None or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
         """See `ChunkBases`."""
         key = self._keys[index]
         newest = stored = self._frames.get(key)
+        is_kept = newest is not None and self._kept_frames.get(key) is newest
         chunk = self._plan.chunks[index]
         while stored is not None and stored.depth >= self._deltas.max_chain:
             stored = stored.base
         if stored is None or stored.frame.raw_length != chunk.length or not self._may_list(stored):
             return None
-        view = self._kept.view(key) if self._in_memory and stored is newest else None
+        view = self._kept.view(key) if is_kept and stored is newest else None
         # Against a base that is not what the store has, a chunk would be encoded that never
         # decodes. The memory may be of a save that failed later, a lossy codec may have stored
         # something else, and faulty memory changes by itself.
@@ -260,7 +359,7 @@ class SaveBases:
 
     def committed(self, uid: str, frames: Mapping[int, StoredFrame]) -> None:
         """Note that the save has committed; `frames` are those of its chunks, by number."""
-        if not self._needing and not self._shares:
+        if not self._keys and not self._shares:
             return
         known = {key: frames[n] for n, key in self._keys.items() if n in frames}
         chunks = self._plan.chunks
@@ -281,22 +380,16 @@ class SaveBases:
             return None
         return out
 
-    def _has_memory(self) -> bool:
-        need = sum(self._plan.chunks[number].length for number in self._needing)
-        limit = self._deltas.memory_bytes
-        if limit is None:
-            limit = (available_memory() + self._kept.size_bytes) // _MEMORY_SHARE
-        return need <= limit
-
     @staticmethod
     def _age_above(record: CommitRecord) -> int:
         return 1 + (record.base.age if record.base is not None else 0)
 
     def _may_list(self, stored: StoredFrame) -> bool:
         """Return whether the part can list a frame: raw ones are cut as it says, none is lost."""
+        sizes = self._sizes or {}
         return all(
             (link.chain or link.block_bytes == self._block_bytes)
-            and self._sizes.get(link.blob.name) == link.blob.length
+            and sizes.get(link.blob.name) == link.blob.length
             for link in stored.links()
         )
 
@@ -312,9 +405,26 @@ class SaveBases:
             )
         self._give_up()
 
+    @staticmethod
+    def _warn_of_lost_files(record: CommitRecord) -> None:
+        log.warning(
+            "step %d has lost some of its files, or they have other lengths: this save does not "
+            "refer to them, and `penstock verify` names them",
+            record.step,
+        )
+
     def _give_up(self) -> None:
         self._frames = {}
-        self._shared = SharedFrames()
+        self._shared = self._kept_shared = SharedFrames()
+
+
+def _regions_of(keys: Iterable[ChunkKey]) -> dict[ObjectPath, set[Region]]:
+    """Return the regions that the pieces of chunks are of, by the paths of their objects."""
+    found: dict[ObjectPath, set[Region]] = {}
+    for key in keys:
+        for piece in key:
+            found.setdefault(piece.path, set()).add(piece.region)
+    return found
 
 
 def _is_chunk_of(stored: StoredFrame, view: memoryview) -> bool:

@@ -36,11 +36,12 @@ from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.posts import Result
 from penstock.core.reporting.reports import SaveReport
+from penstock.core.save.bases import ChosenBase
 from penstock.core.save.manifest import ALONE, RankShare
 from penstock.core.save.merge import PartsOfRanks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
@@ -133,6 +134,7 @@ class Finish:
         self.uid = secrets.token_hex(16) if self._agreement is None else self._agreement.uid
         self._share = ALONE
         self._has_intent = False
+        self._references: Collection[str] = ()  # the uids whose data the intent protects
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
         self.request = request
         self._manifest = manifest
@@ -200,22 +202,31 @@ class Finish:
         self._clock.commit_began = time.monotonic()
         part = self._encoded_part(results, blobs)
         if self._agreement is None:
-            manifest = self._encoded_manifest(results, [part.summary])
+            manifest = self._encoded_manifest([part.summary], refers=self._refers(results))
             self.commit.feed(Event.SEALED)
             self._publish(part.summary.entry.name, part.data)
         else:
-            posts = self._seal_with_all(self._agreement, part)
+            refers = self._refers(results)
+            posts = self._seal_with_all(self._agreement, part, refers=refers)
             if not self._agreement.leads:
+                self._keep_for_next(part)
                 return self._report(blobs)
-            manifest = self._merged_manifest(self._agreement, results, part, posts)
+            manifest = self._merged_manifest(self._agreement, part, posts, refers=refers)
         self._publish(manifest.index_name, manifest.index)
         if self._onward is not None:
             self._onward.prepare(manifest.record)
         self._publish_commit(manifest.record)
         self._tick(0)
+        self._keep_for_next(part)
+        return self._report(blobs)
+
+    def _keep_for_next(self, part: RankManifest) -> None:
+        """Keep what the next save may refer to, once the save is committed."""
         if self._bases is not None:
             self._bases.committed(self.uid, part.stored_frames(self.request.block_bytes))
-        return self._report(blobs)
+
+    def _refers(self, results: Mapping[int, ChunkResult]) -> bool:
+        return self._bases is not None and self._bases.refer(results.values())
 
     def clean_up(self, capture_over: Latch) -> None:
         """Release the memory of a failed save, and delete its data if no reader can need it.
@@ -345,6 +356,8 @@ class Finish:
         agreement = self._agreement
         if agreement is None:
             self._publish_intent()
+            if self._bases is not None:
+                self._bases.find()
             return
         if agreement.leads:
             agreement.gather()
@@ -356,6 +369,7 @@ class Finish:
                     "generation": self.request.generation,
                     "providers": providers,
                     "latest": None if self._turn is None else self._turn.latest,
+                    "base": None if self._bases is None else self._bases.chosen,
                 }
             )
         place = agreement.wait_for_go()
@@ -370,19 +384,27 @@ class Finish:
             lists_all=place.index == 0,
             own_paths=self.request.own_paths,
         )
+        if self._bases is not None:
+            base = agreement.terms["base"]
+            if base is not None and not agreement.leads:
+                self._bases.adopt(self._backend, ChosenBase(*base))
+            self._bases.find(chunks)
+            self._moved()
         # Before that, writing would take memory bandwidth from the copies that training waits for.
         while not self.may_write.wait(self._timing.capture_poll_s):
             self._moved()
             self._raise_if_failed()
 
     def _seal_with_all(
-        self, agreement: SaveAgreement, part: RankManifest
+        self, agreement: SaveAgreement, part: RankManifest, *, refers: bool
     ) -> dict[int, Mapping[str, Any]]:
         """Publish the part of this rank, and wait for the others; return what they have told."""
         self._capture.check()
         summary = part.summary
         entry = summary.entry
         post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
+        if refers:
+            post["refers"] = True
         if agreement.leads or len(summary.shards) or self.request.own_paths:
             self._publish(entry.name, part.data)
             post["part"] = [entry.length, entry.head_length, entry.head_sha256]
@@ -393,9 +415,10 @@ class Finish:
     def _merged_manifest(
         self,
         agreement: SaveAgreement,
-        results: Mapping[int, ChunkResult],
         part: RankManifest,
         posts: Mapping[int, Mapping[str, Any]],
+        *,
+        refers: bool,
     ) -> EncodedManifest:
         agreement.check_values(posts)
         reader = PartsOfRanks(
@@ -403,6 +426,7 @@ class Finish:
             uid=self.uid,
             step=self.request.step,
             world_size=agreement.world_size,
+            references=self._references,
             tick=self._moved,
         )
         parts = reader.read(part.summary, posts)
@@ -411,7 +435,8 @@ class Finish:
         providers: dict[str, int] = {}
         for post in posts.values():
             providers |= post.get("providers", {})
-        return self._encoded_manifest(results, parts, agreement.world_size, providers)
+            refers = refers or bool(post.get("refers"))
+        return self._encoded_manifest(parts, agreement.world_size, providers, refers=refers)
 
     def _publish_commit(self, record: CommitRecord) -> None:
         agreement = self._agreement
@@ -431,9 +456,9 @@ class Finish:
         if self._bases is None:
             self._publisher.publish_intent()
             return
-        references = self._bases.choose(self._backend)
+        self._references = self._bases.choose(self._backend)
         self._tick(0)
-        self._publisher.publish_intent(references=references)
+        self._publisher.publish_intent(references=self._references)
         # Only now: a deletion that looked at the intents before has deleted the record by now.
         self._bases.confirm()
 
@@ -499,12 +524,13 @@ class Finish:
 
     def _encoded_manifest(
         self,
-        results: Mapping[int, ChunkResult],
         parts: Sequence[PartSummary],
         world_size: int = 1,
         providers: Mapping[str, int] | None = None,
+        *,
+        refers: bool,
     ) -> EncodedManifest:
-        base = None if self._bases is None else self._bases.entry(results.values())
+        base = self._bases.entry() if refers and self._bases is not None else None
         with self._refusing_manifest(), collections_held:
             return self._manifest.encode(
                 self.uid,

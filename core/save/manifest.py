@@ -267,7 +267,7 @@ class ManifestWriter:
             many_parts=many,
             codecs=codecs,
             providers=dict(request.providers) | dict(providers or {}),
-            borrowed=tuple(blob for part in parts for blob in part.borrowed),
+            borrowed=borrowed_from({blob for part in parts for blob in part.borrowed}, uid),
             base=base,
             metadata=dict(self._metadata),
             bytes_raw=sum(part.bytes_raw for part in parts),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.core.abc import StateObject
+from penstock.core.catalog.survey import sizes_below
 from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
@@ -18,7 +19,12 @@ from penstock.core.errors import (
 )
 from penstock.core.format.index import NO_BYTES, WHOLE, merged
 from penstock.core.format.part import decode_section, decode_shards, read_head
-from penstock.core.format.records import PartEntry, data_prefix, part_name
+from penstock.core.format.records import (
+    PartEntry,
+    blob_uid,
+    borrowed_from,
+    part_name,
+)
 from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.save.manifest import PartSummary, codecs_of
@@ -26,7 +32,7 @@ from penstock.core.tree.paths import path_hash, show_path
 from penstock.core.types import ReadRequest, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,6 +53,7 @@ class PartsOfRanks:
         uid: str,
         step: int,
         world_size: int,
+        references: Collection[str],
         tick: Callable[[], None],
     ) -> None:
         """Prepare to read.
@@ -56,12 +63,14 @@ class PartsOfRanks:
             uid: The uid of the save.
             step: The step.
             world_size: Number of ranks.
+            references: The uids of the other saves whose data the intent protects.
             tick: Called whenever something was read.
         """
         self._backend = backend
         self._uid = uid
         self._step = step
         self._world_size = world_size
+        self._references = references
         self._tick = tick
         self._heads: dict[int, PartHead] = {}
 
@@ -84,25 +93,30 @@ class PartsOfRanks:
         heads = self._ranges({r: (0, one.head_length) for r, one in entries.items()}, entries)
         for rank, data in heads.items():
             self._heads[rank] = read_head(
-                data, entries[rank], uid=self._uid, rank=rank, world_size=self._world_size
+                data,
+                entries[rank],
+                uid=self._uid,
+                rank=rank,
+                world_size=self._world_size,
+                borrowed=None,
             )
         places = {r: (h.shards.offset, h.shards.length) for r, h in self._heads.items()}
         tables = self._ranges(places, entries)
-        self._check_blobs()
-        return [
-            own,
-            *(
+        parts = [own]
+        for rank, head in sorted(self._heads.items()):
+            borrowed = borrowed_from(head.blobs, self._uid)
+            parts.append(
                 PartSummary(
                     entries[rank],
                     decode_shards(tables[rank], head),
                     codecs_of(head.chains),
-                    (),
+                    borrowed,
                     posts[rank]["raw"],
-                    sum(blob.length for blob in head.blobs),
+                    sum(blob.length for blob in head.blobs if blob not in borrowed),
                 )
-                for rank, head in sorted(self._heads.items())
-            ),
-        ]
+            )
+        self._check_blobs(parts)
+        return parts
 
     def check_cover(
         self, parts: Sequence[PartSummary], entries: Sequence[StateObject | Node]
@@ -183,14 +197,27 @@ class PartsOfRanks:
                 return rank
         return next(iter(requests))
 
-    def _check_blobs(self) -> None:
-        prefix = f"{data_prefix(self._uid)}blobs/"
-        sizes = {blob.name: blob.size_bytes for blob in self._backend.list(prefix)}
+    def _check_blobs(self, parts: Sequence[PartSummary]) -> None:
+        """Check that the store lists the blobs of the save, and those that it borrows.
+
+        Raises:
+            SaveError: A blob is not there, or is of a save that the intent does not protect: a
+                deletion may take it at any moment.
+        """
+        sizes = sizes_below(self._backend, (self._uid, *sorted(self._references)))
         self._tick()
-        for rank, head in self._heads.items():
-            for blob in head.blobs:
-                if sizes.get(blob.name) != blob.length:
-                    raise self._lost(rank, None)
+        for part in parts:
+            rank = part.entry.rank
+            for blob in part.borrowed:
+                if blob_uid(blob.name) not in self._references:
+                    msg = (
+                        f"step {self._step}: rank {rank} refers to {blob.name}, of a save that the "
+                        "intent of this one does not protect; this is a bug"
+                    )
+                    raise SaveError(msg)
+            blobs = self._heads[rank].blobs if rank in self._heads else part.borrowed
+            if any(sizes.get(blob.name) != blob.length for blob in blobs):
+                raise self._lost(rank, None)
 
     def _lost(self, rank: int, error: Exception | None) -> SaveError:
         detail = "" if error is None else f" ({error})"

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.abc import StateObject
-from penstock.core.concurrency.cores import CoreMeter
+from penstock.core.concurrency.cores import CoreMeter, local_ranks
 from penstock.core.config.model import AUTO
 from penstock.core.errors import (
     CodecError,
@@ -340,8 +339,7 @@ def staging_for(
     """Return staging memory within the budget; `reusable`, if given, is that of earlier saves."""
     budget = config.staging_bytes
     if budget is None:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        budget = default_budget(request.staging_bytes, local_ranks)
+        budget = default_budget(request.staging_bytes, local_ranks())
     # With room for one chunk only, copying and writing would take turns.
     budget = max(budget, 2 * config.chunk_bytes)
     staging = reusable or Staging(budget)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend, CodecContext, Node, StateObject
     from penstock.core.errors import StorageFullError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.core.plan.save import SavePlan
     from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,19 @@ class RankTurn:
 class EarlierCheckpoints(Protocol):
     """Reads committed checkpoints, as far as a save refers to them. Thread-safe."""
 
-    def frames(self, backend: Backend, record: CommitRecord) -> Mapping[ChunkKey, StoredFrame]:
-        """Return all frames of a checkpoint by the keys of their chunks.
+    def frames(
+        self,
+        backend: Backend,
+        record: CommitRecord,
+        within: Mapping[ObjectPath, Collection[Region]] | None = None,
+    ) -> Mapping[ChunkKey, StoredFrame]:
+        """Return frames of a checkpoint by the keys of their chunks.
+
+        Args:
+            backend: The place that has the checkpoint.
+            record: Its commit record.
+            within: The paths of objects, each with regions of it: frames without bytes of these
+                may be left out. None: all frames.
 
         Raises:
             PenstockError: The manifest is damaged, or the store failed.

@@ -388,7 +388,7 @@ class Saver(SaveSurroundings):
             generation=generation,
             mode=mode,
             share=self._config.share,
-            derive=self._config.share,
+            derive=self._config.share and group is None,
             place=None if group is None else group.place,
         )
         if self._config.rules:
@@ -402,17 +402,10 @@ class Saver(SaveSurroundings):
         Raises:
             ConfigError: The configuration asks for it.
         """
-        what = ""
         if self._tiers is not None:
-            what = "a backend of several tiers"
-        elif self._config.share:
-            what = "share=True"
-        elif any(chain is not None and chain.needs_base for chain in self._table.chains):
-            what = "a codec that needs an earlier checkpoint, such as delta,"
-        if what:
             msg = (
-                f"{what} is not supported with several ranks yet: leave it out, or open the "
-                "checkpointer with ranks='alone' and a root of its own for each process"
+                "a backend of several tiers is not supported with several ranks yet: leave it out, "
+                "or open the checkpointer with ranks='alone' and a root of its own for each process"
             )
             raise ConfigError(msg)
 

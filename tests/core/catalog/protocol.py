@@ -247,7 +247,13 @@ class _Bases:
     def failed(self):
         pass
 
-    def entry(self, results):
+    def find(self):
+        pass
+
+    def refer(self, results):
+        return True
+
+    def entry(self):
         pass
 
 

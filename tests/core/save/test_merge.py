@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.manifests import UID, tensor, tied
+from tests.core.manifests import OTHER, UID, tensor, tied
+from tests.integration.support import memory
 
 from penstock.core.errors import SaveError
 from penstock.core.format.index import SectionShards, shard_table
+from penstock.core.format.part import encode_part
+from penstock.core.format.records import BlobRecord, PartEntry, blob_name, part_name
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.save.merge import PartsOfRanks
 from penstock.core.tree.paths import path_hash
@@ -23,8 +26,27 @@ def check(entries, ranks):
         pairs = [(path_hash(path), one) for path, regions in held.items() for one in regions]
         hashes, regions = zip(*pairs, strict=True) if pairs else ((), ())
         parts.append(SimpleNamespace(shards=shard_table([SectionShards(hashes, regions)])))
-    reader = PartsOfRanks(None, uid=UID, step=7, world_size=len(ranks), tick=lambda: None)
+    reader = PartsOfRanks(
+        None, uid=UID, step=7, world_size=len(ranks), references=(), tick=lambda: None
+    )
     reader.check_cover(parts, entries)
+
+
+def read(borrowed, *, lent, references):
+    """Read a part of rank 1 that borrows blobs, where the store has the blobs `lent`."""
+    store = memory()
+    for blob in lent:
+        store.publish(blob.name, bytes(blob.length))
+    own = SimpleNamespace(entry=PartEntry(part_name(UID, 0), 1, 1, "0" * 64), borrowed=())
+    part = encode_part(
+        [], uid=UID, rank=1, world_size=2, step=7, block_bytes=4096, blobs=borrowed, chains=[()]
+    )
+    store.publish(part.entry.name, part.data)
+    post = {"part": [part.entry.length, part.entry.head_length, part.entry.head_sha256], "raw": 0}
+    reader = PartsOfRanks(
+        store, uid=UID, step=7, world_size=2, references=references, tick=lambda: None
+    )
+    return reader.read(own, {1: post})
 
 
 def rows(start, stop, width=5):
@@ -90,3 +112,14 @@ def test_many_objects_are_told_apart():
     with pytest.raises(SaveError, match=r"model/17, of shape .*no shard has elements \[4:6"):
         check(entries, ranks)
     assert np.unique([path_hash(path) for path in paths]).size == 50
+
+
+def test_what_a_rank_borrows_is_there_and_protected():
+    blob = BlobRecord(blob_name(OTHER, 1, 0, "enc"), 9)
+    _, part = read([blob], lent=[blob], references={OTHER})
+    assert (part.borrowed, part.bytes_stored) == ((blob,), 0)
+    for lent in [[], [BlobRecord(blob.name, 8)]]:
+        with pytest.raises(SaveError, match="what rank 1 has stored is not on memory"):
+            read([blob], lent=lent, references={OTHER})
+    with pytest.raises(SaveError, match=r"rank 1 refers to .* does not protect"):
+        read([blob], lent=[blob], references={"ab" * 16})

@@ -12,7 +12,6 @@ from tests.integration.support import checkpointer, memory
 from penstock import Checkpointer, Shard
 from penstock.core.abc.delegating import DelegatingBackend
 from penstock.core.errors import (
-    ConfigError,
     RankError,
     SaveError,
     SaveSkippedError,
@@ -201,20 +200,6 @@ def test_what_rank_0_skips_is_skipped_by_all():
         return first.result(30).step, second.skipped, ckpt.save(state_of(rank), 3).result(30).step
 
     assert job.run(work) == [(1, True, 3), (1, True, 3)]
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"share": True}, "share=True"),
-        ({"rules": [{"match": "weight", "codecs": ["delta", "zstd"]}]}, "delta"),
-    ],
-)
-def test_what_ranks_cannot_do_yet_is_refused(options, what):
-    job = Job(2, memory(), **options)
-    for error in job.save(state_of):
-        assert isinstance(error, ConfigError)
-        assert what in str(error)
 
 
 def test_a_process_alone_refuses_a_piece_of_a_tensor():

@@ -1,0 +1,99 @@
+"""Ranks that store equal bytes once."""
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import checkpointer, memory, same
+
+from penstock import Shard
+
+ROWS = 300
+
+
+def frozen(step):
+    """A state of which most never changes."""
+    made = torch.Generator().manual_seed(5)
+    state = {f"layer{n}": torch.randn(ROWS, 40, generator=made) for n in range(4)}
+    state["small"] = [torch.randn(30, generator=made) for _ in range(20)]
+    state["layer3"] += step
+    return state
+
+
+def pieces(step, rank, count):
+    """Each rank has rows of each layer of its own."""
+    rows = -(-ROWS // count)
+    return {
+        key: Shard(value[rank * rows :][:rows].clone(), (ROWS, 40), (rank * rows, 0))
+        if key.startswith("layer")
+        else value
+        for key, value in frozen(step).items()
+    }
+
+
+def whole(step, rank, count):
+    del rank, count
+    return frozen(step)
+
+
+def save_all(store, count, steps, state_of, **options):
+    """Save steps by so many ranks, or one process; return what is stored of each, in bytes."""
+    options = {"share": True, **options}
+    if count == 1:
+        with checkpointer(store, **options) as ckpt:
+            return [
+                ckpt.save(frozen(step), step, mode="blocking").result().bytes_stored
+                for step in steps
+            ]
+
+    def work(ckpt, rank):
+        return [ckpt.save(state_of(step, rank, count), step).result(30) for step in steps]
+
+    found = Job(count, store, **options).run(work)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [sum(r.bytes_stored for r in of_step) for of_step in zip(*found, strict=True)]
+
+
+def check(store, steps):
+    with checkpointer(store) as ckpt:
+        for step in steps:
+            assert same(ckpt.load(step), frozen(step))
+            assert ckpt.verify(step).ok
+
+
+@pytest.mark.parametrize("rules", [[], [{"match": "**", "codecs": ["zstd"]}]])
+@pytest.mark.parametrize("state_of", [whole, pieces])
+def test_what_has_not_changed_is_stored_once(state_of, rules):
+    store = memory()
+    first, *later = save_all(store, 3, range(3), state_of, rules=rules)
+    # After a restart nothing is in memory: each rank finds what it has in the checkpoint.
+    later += save_all(store, 3, range(3, 5), state_of, rules=rules)
+    assert max(later) < 0.4 * first
+    check(store, range(5))
+    with checkpointer(store) as ckpt:
+        uids = ckpt._catalog.record(4).references
+        assert ckpt._catalog.record(0).uid in uids
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2), (2, 1), (1, 2)])
+def test_other_ranks_find_what_has_not_changed(counts):
+    store = memory()
+    first, _ = save_all(store, counts[0], [0, 1], whole)
+    then, _ = save_all(store, counts[1], [2, 3], whole)
+    assert then < 0.4 * first
+    check(store, range(4))
+
+
+def test_with_deltas_a_chunk_that_has_not_changed_has_no_frame_at_all():
+    store = memory()
+    rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
+    first, *later = save_all(store, 2, range(4), pieces, rules=rules)
+    assert max(later) < 0.4 * first
+    check(store, range(4))
+    with checkpointer(store) as ckpt:
+        assert ckpt._catalog.record(3).base.step == 2
+        ckpt.delete(0)
+        ckpt.delete(2)
+        ckpt._catalog.prune(grace_s=0)
+    check(store, [1, 3])
