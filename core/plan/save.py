@@ -38,8 +38,7 @@ class Capture(StrEnum):
 _CAPTURE_ORDER = {Capture.FROZEN: 0, Capture.NOW: 1, Capture.DEFERRED: 2}
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedObject:
+class PlannedObject(NamedTuple):
     """One object whose bytes are saved, and how. A tied object has no bytes of its own.
 
     Attributes:
@@ -193,6 +192,7 @@ def plan_save(
     encoded_slab_bytes: int = 1 << 20,
     masters: Mapping[int, Sequence[int]] | None = None,
     even_cuts: bool = False,
+    known: KnownCuts | None = None,
 ) -> SavePlan:
     """Cut objects into chunks and slabs; the same objects and sizes give the same plan.
 
@@ -205,6 +205,7 @@ def plan_save(
         even_cuts: Cut raw objects at the same bytes wherever their memory lies, so that another
             process cuts them into chunks with equal bytes. The frames of an object then have gaps
             between them, of a page each.
+        known: The cuts of the save before, which are taken over if they follow from the same.
 
     Raises:
         ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
@@ -214,19 +215,93 @@ def plan_save(
         msg = f"chunk_bytes is {chunk_bytes}; the format allows at most {MAX_CHUNK_BYTES}"
         raise ConfigError(msg)
     masters = masters or {}
-    gatherer = _SlabGatherer(slab_limit_bytes, chunk_bytes, encoded_slab_bytes, masters)
+    sizes = _CutSizes(
+        chunk_bytes, slab_limit_bytes, min(encoded_slab_bytes, chunk_bytes), even_cuts
+    )
+    facts = [_facts(planned, sizes, alone=n in masters) for n, planned in enumerate(objects)]
+    basis = (sizes, tuple(masters), facts)
+    if known is None or known.basis != basis:
+        known = known or KnownCuts()
+        known.chunks = _chunks(facts, sizes, masters)
+        known.basis = basis
+    return SavePlan(objects, known.chunks, sum(one.nbytes for one in facts), masters)
+
+
+class KnownCuts:
+    """The chunks of the newest plan, and all that they follow from.
+
+    Attributes:
+        basis: What the chunks follow from. Cuts are made from it alone.
+        chunks: The chunks. They hold no state.
+    """
+
+    def __init__(self) -> None:
+        self.basis: tuple[object, ...] = ()
+        self.chunks: tuple[Chunk, ...] = ()
+
+
+class _CutSizes(NamedTuple):
+    chunk: int
+    slab_limit: int
+    encoded_slab: int
+    even: bool
+
+
+class _CutFacts(NamedTuple):
+    """What the cuts of an object follow from; a cut sees nothing else of it.
+
+    Attributes:
+        nbytes: Bytes of the object.
+        phase: Address modulo 4096 of its first byte where it is cut; 0 where it goes into a slab.
+        in_slab: Whether it goes into a slab.
+        group: Its top-level key.
+        replicas: See `replicas_of`.
+    """
+
+    nbytes: int
+    phase: int
+    in_slab: bool
+    group: ObjectPath
+    dtype: str
+    itemsize: int
+    role: Role
+    chain: int
+    may_stay_raw: bool
+    capture: Capture
+    device: str
+    replicas: object
+
+
+def _facts(planned: PlannedObject, sizes: _CutSizes, *, alone: bool) -> _CutFacts:
+    entry, capture, chain, _, may_stay_raw = planned
+    source, spec = entry.source, entry.spec
+    nbytes = source.nbytes
+    capacity = sizes.encoded_slab if chain else sizes.chunk
+    in_slab = nbytes < sizes.slab_limit and nbytes <= capacity and not alone
+    phase = 0
+    if not in_slab:
+        phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
+    return _CutFacts(
+        nbytes, phase, in_slab, entry.path[:1], spec.dtype, spec.itemsize, entry.role, chain,
+        may_stay_raw, capture, source.device, replicas_of(entry),
+    )  # fmt: skip
+
+
+def _chunks(
+    facts: Sequence[_CutFacts], sizes: _CutSizes, masters: Collection[int]
+) -> tuple[Chunk, ...]:
+    gatherer = _SlabGatherer(sizes)
     drafts: list[Chunk] = []
-    raw_bytes = 0
-    for number, planned in enumerate(objects):
-        nbytes = planned.entry.source.nbytes
-        raw_bytes += nbytes
-        if nbytes and not gatherer.take(number, planned):
-            drafts += _cut(number, planned, chunk_bytes, even=even_cuts)
+    for number, one in enumerate(facts):
+        if one.in_slab and one.nbytes:
+            gatherer.take(number, one)
+        elif one.nbytes:
+            drafts += _cut(number, one, sizes)
     drafts += gatherer.finish()
     drafts.sort(
         key=lambda c: (_CAPTURE_ORDER[c.capture], c.pieces[0].item in masters, c.pieces[0].item)
     )
-    return SavePlan(objects, tuple(drafts), raw_bytes, masters)
+    return tuple(drafts)
 
 
 class RawLayout:
@@ -280,45 +355,34 @@ def replicas_of(entry: StateObject) -> object:
     return replica.ranks or (replica, entry.path)
 
 
-def _slab_key(planned: PlannedObject) -> _SlabKey:
+def _slab_key(one: _CutFacts) -> _SlabKey:
     # A codec is told the dtype of its elements, so an encoded slab has one dtype only. Elements
     # whose size does not divide the alignment of pieces would not stand at multiples of it.
-    entry, chain = planned.entry, planned.chain
     dtype, itemsize = "uint8", 1
-    if chain and SLAB_ALIGNMENT % entry.spec.itemsize == 0:
-        dtype, itemsize = entry.spec.dtype, entry.spec.itemsize
-    group, device = entry.path[:1], entry.source.device
+    if one.chain and SLAB_ALIGNMENT % one.itemsize == 0:
+        dtype, itemsize = one.dtype, one.itemsize
     return _SlabKey(
-        group, entry.role, chain, device, planned.capture, dtype, itemsize, replicas_of(entry)
+        one.group, one.role, one.chain, one.device, one.capture, dtype, itemsize, one.replicas
     )
 
 
 class _SlabGatherer:
-    def __init__(
-        self, limit_bytes: int, raw_bytes: int, encoded_bytes: int, alone: Collection[int]
-    ) -> None:
-        self._limit_bytes = limit_bytes
-        self._raw_bytes = raw_bytes
-        self._encoded_bytes = min(encoded_bytes, raw_bytes)
-        self._alone = alone
+    def __init__(self, sizes: _CutSizes) -> None:
+        self._sizes = sizes
         self._open: dict[_SlabKey, tuple[list[Piece], int]] = {}
         self._done: list[Chunk] = []
 
-    def take(self, number: int, planned: PlannedObject) -> bool:
-        """Put the object into a slab; return False if it gets chunks of its own."""
-        nbytes = planned.entry.source.nbytes
-        capacity = self._encoded_bytes if planned.chain else self._raw_bytes
-        if nbytes >= self._limit_bytes or nbytes > capacity or number in self._alone:
-            return False
-        key = _slab_key(planned)
+    def take(self, number: int, one: _CutFacts) -> None:
+        """Put the object into a slab."""
+        capacity = self._sizes.encoded_slab if one.chain else self._sizes.chunk
+        key = _slab_key(one)
         pieces, end = self._open.get(key, ([], 0))
         at = align_up(end, SLAB_ALIGNMENT)
-        if pieces and at + nbytes > capacity:
+        if pieces and at + one.nbytes > capacity:
             self._close(key, pieces, end)
             pieces, at = [], 0
-        pieces.append(Piece(number, 0, nbytes, at))
-        self._open[key] = (pieces, at + nbytes)
-        return True
+        pieces.append(Piece(number, 0, one.nbytes, at))
+        self._open[key] = (pieces, at + one.nbytes)
 
     def finish(self) -> list[Chunk]:
         for key, (pieces, end) in self._open.items():
@@ -340,9 +404,10 @@ class _SlabGatherer:
         )
 
 
-def _cut(number: int, planned: PlannedObject, chunk_bytes: int, *, even: bool) -> Iterator[Chunk]:
-    source, itemsize, chain = planned.entry.source, planned.entry.spec.itemsize, planned.chain
-    if even and (not chain or planned.may_stay_raw) and chunk_bytes > PAGE_BYTES:
+def _cut(number: int, one: _CutFacts, sizes: _CutSizes) -> Iterator[Chunk]:
+    itemsize, chain, phase = one.itemsize, one.chain, one.phase
+    chunk_bytes, even = sizes.chunk, sizes.even
+    if even and (not chain or one.may_stay_raw) and chunk_bytes > PAGE_BYTES:
         chunk_bytes -= PAGE_BYTES  # with its phase a chunk is still no longer than it may be
     else:
         even = False
@@ -350,17 +415,16 @@ def _cut(number: int, planned: PlannedObject, chunk_bytes: int, *, even: bool) -
     if not step:
         msg = f"chunk_bytes is {chunk_bytes}, less than one element of {itemsize} bytes"
         raise ConfigError(msg)
-    phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
     # No page ends between two elements of an odd size, so such chunks are copied to pages of
     # their own.
-    encoded = chain and not planned.may_stay_raw
+    encoded = chain and not one.may_stay_raw
     if PAGE_BYTES % itemsize or encoded or phase % itemsize:
         phase = 0
     start = 0
-    while start < source.nbytes:
-        stop = min(source.nbytes, start + step - (0 if even else phase))
+    while start < one.nbytes:
+        stop = min(one.nbytes, start + step - (0 if even else phase))
         piece = Piece(number, start, stop, 0)
-        yield Chunk((piece,), stop - start, phase, chain, planned.capture, slab=False)
+        yield Chunk((piece,), stop - start, phase, chain, one.capture, slab=False)
         # The phase of the next chunk: its memory begins where that of this one ends.
         phase = (phase + stop - start) % PAGE_BYTES if even and phase else 0
         start = stop

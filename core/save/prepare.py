@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSource
     from penstock.core.config.model import CheckpointerConfig, Rule
-    from penstock.core.plan.save import SavePlan
+    from penstock.core.plan.save import KnownCuts, SavePlan
     from penstock.core.plugins.registry import Registry
     from penstock.core.ranks.round import RankPlace
     from penstock.core.tree.describe import Description
@@ -160,6 +160,8 @@ class ChainTable:
 
     def number(self, entry: StateObject, *, exact: bool) -> int:
         """Return the chain of an object; with `exact`, without its lossy codecs."""
+        if not self._rules:
+            return 0
         for index, (selection, rule) in enumerate(self._rules):
             if selection.selects(entry.path):
                 if rule.codecs == AUTO:
@@ -269,6 +271,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     share: bool,
     derive: bool,
     place: RankPlace | None = None,
+    known: KnownCuts | None = None,
 ) -> SaveRequest:
     """Plan the save of a described tree.
 
@@ -282,6 +285,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         share: Whether chunks that are stored already are not stored again.
         derive: Whether to look for objects that may be derived.
         place: This rank among those that save together; None: this process saves alone.
+        known: The cuts of the save before.
 
     Raises:
         PluginError: A source cannot say its version.
@@ -290,17 +294,21 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     objects: list[PlannedObject] = []
     count = 0
     promised = False
+    devices: set[str] = set()
     for entry in description.entries:
-        if not isinstance(entry, StateObject):
+        if type(entry) is not StateObject:
             continue
         count += 1
         if entry.same_as is not None:
             continue
         if place is None and entry.replica is not None and not _is_whole(entry):
             _refuse_piece(entry)
-        capture = _capture(entry, description, mode=mode, defer=defer)
-        if capture is Capture.DEFERRED and entry.source.memory not in description.deferrable:
-            promised = True
+        devices.add(entry.source.device)
+        capture = Capture.FROZEN if entry.kind is Kind.VALUE else Capture.NOW
+        if mode == "lazy" and capture is Capture.NOW:
+            capture = _capture(entry, description, defer=defer)
+            if capture is Capture.DEFERRED and entry.source.memory not in description.deferrable:
+                promised = True
         # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
         single = entry.kind is Kind.VALUE or not entry.spec.shape
         chain = table.number(entry, exact=single)
@@ -309,7 +317,9 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     masters = find_masters(objects, is_exact=table.is_exact) if derive else None
     # Ranks share the chunks of what they hold alike, so all have to cut alike.
     even = share or place is not None
-    plan = plan_save(objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even)
+    plan = plan_save(
+        objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known
+    )
     return SaveRequest(
         step=step,
         generation=generation,
@@ -321,7 +331,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         providers=description.providers_used,
         objects=count,
         staging_bytes=_staging_need(plan, blocking=mode == "blocking"),
-        pin=any(o.entry.source.device.startswith("cuda") for o in objects),
+        pin=any(device.startswith("cuda") for device in devices),
         promised=promised,
         share=share,
         block_bytes=config.block_bytes,
@@ -498,13 +508,10 @@ def _version(entry: StateObject) -> int | None:
         raise PluginError(msg) from error
 
 
-def _capture(
-    entry: StateObject, description: Description, *, mode: str, defer: Selection | None
-) -> Capture:
-    if entry.kind is Kind.VALUE:
-        return Capture.FROZEN
+def _capture(entry: StateObject, description: Description, *, defer: Selection | None) -> Capture:
+    """Return when a lazy save captures a tensor."""
     memory = entry.source.memory
-    if mode == "lazy" and memory is not None:
+    if memory is not None:
         if memory in description.deferrable:
             return Capture.DEFERRED
         if defer is not None and defer.selects(entry.path):

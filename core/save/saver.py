@@ -13,7 +13,7 @@ from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import ConfigError
 from penstock.core.plan.ranks import chunks_of_rank
-from penstock.core.plan.save import Capture
+from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.structure import structure_digest, value_digests
 from penstock.core.reporting.events import SaveEvent
@@ -120,6 +120,7 @@ class Saver(SaveSurroundings):
         self._ranks = ranks
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
+        self._cuts = KnownCuts()
         self._warned_straight = False
         self._warned_not_lazy = False
         self._committed: int | None = None
@@ -390,6 +391,7 @@ class Saver(SaveSurroundings):
             share=self._config.share,
             derive=self._config.share and group is None,
             place=None if group is None else group.place,
+            known=self._cuts,
         )
         if self._config.rules:
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from collections.abc import Set as AbstractSet
 
-    from penstock.core.types import ObjectPath
+    from penstock.core.types import ObjectPath, TensorSpec
 
 
 _SHOWN = 200  # characters of a path or a dtype in a message
@@ -72,20 +72,24 @@ def checked_entries(
         yield entry
 
 
-def check_limits(entry: StateObject | Node) -> None:
-    """Check an entry against the limits of the format, before anything is stored.
+def check_path(path: ObjectPath) -> None:
+    """Check the path of an entry against the limits of the format, before anything is stored.
 
     Raises:
-        UnsupportedStateError: The entry is beyond a limit; names the path and a remedy.
+        UnsupportedStateError: It is beyond a limit; names the path and a remedy.
     """
-    path = entry.path
     if len(path) > MAX_SAVED_SEGMENTS:
         _refuse(path, f"is nested more than {MAX_SAVED_SEGMENTS} levels deep: flatten the state")
     if sum(map(len, path)) > MAX_PATH_CHARS:
         _refuse(path, f"has a path of more than {MAX_PATH_CHARS} characters: use shorter keys")
-    if isinstance(entry, Node):
-        return
-    spec = entry.spec
+
+
+def check_spec(spec: TensorSpec, path: ObjectPath) -> None:
+    """Check what the object at `path` is against the limits of the format.
+
+    Raises:
+        UnsupportedStateError: It is beyond a limit; names the path and a remedy.
+    """
     if len(spec.shape) > MAX_DIMENSIONS:
         many = len(spec.shape)
         _refuse(path, f"has {many} dimensions, of {MAX_DIMENSIONS} that can be stored: reshape it")

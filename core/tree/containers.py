@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.limits import MAX_KEY_DIGITS
@@ -64,8 +63,7 @@ class Providers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A provider's object in the tree (not a plain value)."""
 
     path: ObjectPath

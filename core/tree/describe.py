@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider, ranks_node
@@ -18,7 +18,7 @@ from penstock.core.errors import (
 )
 from penstock.core.foreign import said, shipped_by
 from penstock.core.markers import PerRank
-from penstock.core.tree.checks import BrokenEntryError, check_limits, checked_entries
+from penstock.core.tree.checks import BrokenEntryError, check_path, check_spec, checked_entries
 from penstock.core.tree.containers import (
     CONTAINERS,
     Found,
@@ -32,7 +32,8 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import Replica, collide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from penstock.core.abc import MemoryKey
     from penstock.core.tree.containers import Providers
@@ -240,9 +241,7 @@ class _Describing(DescribeContext):
         self, value: object, path: ObjectPath, /, *, role: Role | None = None
     ) -> Iterator[StateObject | Node]:
         entries = self._entries(value, path)
-        if role is None:
-            return entries
-        return _with_role(entries, role)
+        return iter(entries) if role is None else _with_role(entries, role)
 
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         return self._names.names(tensor)
@@ -251,17 +250,17 @@ class _Describing(DescribeContext):
         if self.world_size > 1:
             self.own_paths.append(path)
 
-    def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterator[StateObject | Node]:
+    def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterable[StateObject | Node]:
         """Describe a child of a container; `late` if the container is the tree's, no provider's."""
         provider = self._scan.provider_for(type(value))
         if late and provider is None and self._scan.is_container(value, path):
             return self._container(value, path, late=True)
         if late and provider is not None and provider.describes_last:
             self._late[path] = value
-            return iter([Node(path, _LATE)])
+            return (Node(path, _LATE),)
         return self._entries(value, path)
 
-    def _entries(self, value: Any, path: ObjectPath) -> Iterator[StateObject | Node]:
+    def _entries(self, value: Any, path: ObjectPath) -> Iterable[StateObject | Node]:
         if type(value) is PerRank:
             return self._per_rank(value, path)
         provider = self._scan.provider_for(type(value))
@@ -291,11 +290,25 @@ class _Describing(DescribeContext):
 
     def _described(
         self, provider: StateProvider, value: Any, path: ObjectPath
+    ) -> Iterable[StateObject | Node]:
+        try:
+            found = provider.describe(value, path, context=self)
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:
+            raise plugin_error(provider, path, "describing it", error) from error
+        # Nearly every value is one object, and generators would take longer than its provider.
+        if type(found) is tuple and len(found) == 1:
+            entry = found[0]
+            if type(entry) is StateObject and entry.path is path and entry.form in self._forms:
+                return found
+        return self._each(provider, found, path)
+
+    def _each(
+        self, provider: StateProvider, found: Iterable[StateObject | Node], path: ObjectPath
     ) -> Iterator[StateObject | Node]:
         try:
-            yield from checked_entries(
-                provider.describe(value, path, context=self), path, self._forms
-            )
+            yield from checked_entries(found, path, self._forms)
         except BrokenEntryError as error:
             raise broken_contract(provider, path, str(error)) from None
         except (PenstockError, RecursionError):
@@ -347,23 +360,25 @@ class _Describing(DescribeContext):
             yield from self._child(child, (*path, segment), late=late)
 
 
-def _with_role(entries: Iterator[StateObject | Node], role: Role) -> Iterator[StateObject | Node]:
+def _with_role(entries: Iterable[StateObject | Node], role: Role) -> Iterator[StateObject | Node]:
     for entry in entries:
         if isinstance(entry, Node) or entry.role is role:
             yield entry
         else:
-            # By hand: dataclasses.replace takes three times as long, once per optimizer tensor.
+            # By hand: `_replace` takes twice as long, once for each tensor of an optimizer.
             yield StateObject(
                 entry.path, entry.kind, entry.spec, entry.regions, role, entry.form, entry.source,
                 entry.same_as, entry.replica,
             )  # fmt: skip
 
 
-def _with_owner(entries: Iterator[StateObject | Node]) -> Iterator[StateObject | Node]:
+def _with_owner(entries: Iterable[StateObject | Node]) -> Iterator[StateObject | Node]:
     """Yield entries as those of objects that this rank alone has."""
     for entry in entries:
-        is_plain = isinstance(entry, StateObject) and entry.replica is None
-        yield replace(entry, replica=Replica()) if is_plain else entry  # type: ignore[arg-type]
+        if isinstance(entry, StateObject) and entry.replica is None:
+            yield entry._replace(replica=Replica())
+        else:
+            yield entry
 
 
 def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node, ...]:
@@ -372,15 +387,19 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
     owners: dict[tuple[object, ...], ObjectPath] = {}
     objects: set[ObjectPath] = set()
     taken: set[ObjectPath] = set()
+    spec = None
     for entry in entries:
         path = entry.path
-        check_limits(entry)
+        check_path(path)
         if path in taken:
             msg = f"two parts of the state have the path {show_path(path)}: rename one of them"
             raise UnsupportedStateError(msg)
         taken.add(path)
         tied = entry
         if isinstance(entry, StateObject):
+            if entry.spec is not spec:  # most tensors share the spec of the one before
+                spec = entry.spec
+                check_spec(spec, path)
             objects.add(path)
             memory = entry.source.memory
             if memory is not None:
@@ -394,6 +413,16 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
                         entry.source, first, entry.replica,
                     )  # fmt: skip
         result.append(tied)
+    _refuse_below(objects, taken)
+    return tuple(result)
+
+
+def _refuse_below(objects: AbstractSet[ObjectPath], taken: AbstractSet[ObjectPath]) -> None:
+    """Refuse entries below an object.
+
+    Raises:
+        UnsupportedStateError: There is one.
+    """
     above: set[ObjectPath] = set()
     for path in taken:
         parent = path[:-1]
@@ -406,7 +435,6 @@ def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node,
             "rename one of them"
         )
         raise UnsupportedStateError(msg)
-    return tuple(result)
 
 
 @contextmanager

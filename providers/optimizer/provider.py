@@ -9,7 +9,6 @@ groups of different parameters, and together they describe all of them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,7 +183,7 @@ def _piece(item: object, member: Member) -> object:
 def _of_this_rank(entry: StateObject | Node) -> StateObject | Node:
     if isinstance(entry, Node) or entry.replica is not None:
         return entry
-    return replace(entry, replica=Replica())
+    return entry._replace(replica=Replica())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

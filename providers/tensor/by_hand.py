@@ -28,7 +28,7 @@ def describe_shard(
     entry = described_piece(value.tensor, path, value.global_shape, context=context)
     if entry is None:
         raise _of_parts(value, path)
-    yield replace(entry, regions=value.regions, replica=value.place)
+    yield entry._replace(regions=value.regions, replica=value.place)
 
 
 def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Placement:
@@ -55,7 +55,7 @@ def described_piece(
     entries = list(context.describe(tensor, path))
     if len(entries) != 1 or isinstance(entries[0], Node):
         return None
-    return replace(entries[0], spec=_of_shape(entries[0].spec, shape))
+    return entries[0]._replace(spec=_of_shape(entries[0].spec, shape))
 
 
 def placed_piece(

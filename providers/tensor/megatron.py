@@ -7,7 +7,6 @@ number tensors, as layers of a pipeline: each number is an object of its own, be
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Node, Placement, StateObject
@@ -59,7 +58,8 @@ def describe_megatron(
         raise _refusal(path, f"holds a {type(local).__name__}, which is stored as several tensors")
     if here != path:
         yield Node(path, "dict")
-    yield replace(entry, path=here, regions=regions if is_main else (), replica=Replica())
+    regions = regions if is_main else ()
+    yield entry._replace(path=here, regions=regions, replica=Replica())
 
 
 def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Placement:

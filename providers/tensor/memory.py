@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from penstock.core.abc import ByteSink, ByteSource, MemoryKey, copy_bytes
 from penstock.core.errors import RestoreMismatchError, TornSnapshotError
-from penstock.core.types import show_path
+from penstock.core.types import Region, TensorSpec, show_path
 from penstock.providers.tensor import rounding, sharing
 from penstock.providers.tensor.blocks import blocks, may_overlap
 
@@ -47,32 +48,85 @@ def device_name(device: torch.device) -> str:
     return known
 
 
+class TensorLayout(NamedTuple):
+    """What follows from dtype, device, shape and strides of a tensor alone.
+
+    Attributes:
+        spec: Dtype and shape.
+        regions: The region of the whole tensor.
+        device: `"cpu"`, `"cuda:0"`, and so on.
+        strides: Bytes from one element to the next along each dimension.
+        reading: The name of the dtype, and whether the bytes are read conjugated or negated.
+        nbytes: Bytes of the elements.
+        extent: Bytes from the first element to the end of the last in memory; 0 on the meta device,
+            which has none.
+        is_flat: Whether the bytes of the tensor's values lie row-major in host memory.
+    """
+
+    spec: TensorSpec
+    regions: tuple[Region, ...]
+    device: str
+    strides: tuple[int, ...]
+    reading: str
+    nbytes: int
+    extent: int
+    is_flat: bool
+
+
+def layout_of(tensor: torch.Tensor) -> TensorLayout:
+    """Return the layout of a strided tensor."""
+    return _layout(
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+@lru_cache(maxsize=4096)  # thousands of tensors have few layouts
+def _layout(  # noqa: PLR0917 - what a layout follows from; keywords would take longer
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    is_conj: bool,  # noqa: FBT001 - as said
+    is_neg: bool,  # noqa: FBT001 - as said
+) -> TensorLayout:
+    name, itemsize = dtype_name(dtype)
+    sizes = tuple(shape)
+    spec = TensorSpec(name, itemsize, sizes)
+    last = sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
+    row = 1
+    is_flat = device.type == "cpu" and not is_conj and not is_neg
+    for size, step in zip(reversed(sizes), reversed(stride), strict=True):
+        is_flat = is_flat and (size == 1 or step == row)
+        row *= size
+    return TensorLayout(
+        spec,
+        (Region.whole(sizes),),
+        device_name(device),
+        tuple([step * itemsize for step in stride]),
+        name + " conj" * is_conj + " neg" * is_neg,
+        spec.nbytes,
+        (last + 1) * itemsize if row and device.type != "meta" else 0,
+        is_flat,
+    )
+
+
 def memory_key(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> MemoryKey:
     """Return the identity of a strided tensor's memory; pass `storage` if it is known already."""
     if storage is None:
         storage = tensor.untyped_storage()
-    name, itemsize = dtype_name(tensor.dtype)
-    if tensor.is_conj():
-        name += " conj"
-    if tensor.is_neg():
-        name += " neg"
+    return _key(layout_of(tensor), tensor, storage)
+
+
+def _key(layout: TensorLayout, tensor: torch.Tensor, storage: torch.UntypedStorage) -> MemoryKey:
+    spec = layout.spec
+    offset = int(tensor.storage_offset()) * spec.itemsize
     return MemoryKey(
-        device_name(tensor.device),
-        storage.data_ptr(),
-        int(tensor.storage_offset()) * itemsize,
-        tuple(tensor.shape),
-        tuple([st * itemsize for st in tensor.stride()]),
-        name,
-    )
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Return whether the bytes of the tensor's values lie row-major in host memory."""
-    return (
-        tensor.is_cpu  # `device.type` takes twenty times as long
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        layout.device, storage.data_ptr(), offset, spec.shape, layout.strides, layout.reading
     )
 
 
@@ -123,31 +177,30 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
     Then its memory was freed or shrunk (`untyped_storage().resize_`), as FSDP and offloaders do.
     torch does not check: reading such a tensor returns foreign bytes, or ends the process.
     """
-    count = tensor.numel()
-    if not count:
-        return False
-    if not tensor.is_contiguous():
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        count = sum((size - 1) * stride for size, stride in pairs) + 1
-    end = (tensor.storage_offset() + count) * tensor.itemsize
-    return end > tensor.untyped_storage().nbytes()
+    layout = layout_of(tensor)
+    end = tensor.storage_offset() * layout.spec.itemsize + layout.extent
+    return layout.extent > 0 and end > tensor.untyped_storage().nbytes()
 
 
 class _TensorMemory:
-    __slots__ = ("address", "device", "memory", "nbytes", "storage", "tensor")
+    __slots__ = ("address", "device", "layout", "memory", "nbytes", "storage", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An alias: it keeps this memory if training assigns `.data` later, and any thread may write
         # it, as it takes no part in autograd.
-        alias = tensor.detach()
-        self.tensor = alias
-        self.nbytes = alias.nbytes
+        self.tensor = alias = tensor.detach()
+        self.storage = storage = alias.untyped_storage()
+        self.layout = layout = layout_of(alias)
+        self.nbytes = layout.nbytes
+        self.device = layout.device
         # Tensors on the meta device have no memory, but all the address 0: they are not tied.
-        there = self.nbytes > 0 and not alias.is_meta
-        self.storage = alias.untyped_storage()
-        self.memory = memory_key(alias, self.storage) if there else None
-        self.device = device_name(alias.device)
-        self.address = alias.data_ptr() if self.nbytes and is_flat(alias) else None
+        self.memory = key = _key(layout, alias, storage) if layout.extent else None
+        self.address = key.storage + key.offset if key is not None and layout.is_flat else None
+
+    def is_lost(self) -> bool:
+        """Return whether the memory was freed or shrunk; see `lacks_memory`."""
+        key = self.memory
+        return key is not None and key.offset + self.layout.extent > self.storage.nbytes()
 
     def view(self) -> memoryview | None:
         return None if self.address is None else flat_memory(self.tensor, self.nbytes)
@@ -175,7 +228,7 @@ class TensorSource(_TensorMemory, ByteSource):
 
     def _check_memory(self) -> None:
         """Raise if the memory was freed after the tensor was described, before its capture."""
-        if lacks_memory(self.tensor):
+        if self.is_lost():
             msg = (
                 "the storage of a tensor was freed or shrunk between `save` and the end of its "
                 "capture: call fence() before you do that, or save with mode='async'"

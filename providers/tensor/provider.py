@@ -70,27 +70,22 @@ class TensorProvider(StateProvider):
 
     def describe(
         self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: DescribeContext
-    ) -> Iterator[StateObject | Node]:
-        if isinstance(value, Shard):
-            yield from describe_shard(value, path, context=context)
-            return
+    ) -> Iterable[StateObject | Node]:
         kind = type(value)
-        if kind not in _KNOWN and is_megatron(kind):
-            yield from describe_megatron(value, path, context=context)
-            return
-        # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long.
-        is_parameter = kind is not torch.Tensor and isinstance(value, torch.nn.Parameter)
-        role = Role.PARAMETER if is_parameter else Role.OTHER
-        if kind not in _KNOWN and has_parts(kind):
-            yield from describe_parts(value, path, role=role, context=context)
-            return
-        if kind not in _KNOWN and is_sharded(value):
-            yield self._sharded(value, path, role, context)
-            return
-        refuse_unsupported(value, path)
-        spec, region = _whole(value.dtype, value.shape)
-        source = self._source(value, context)
-        yield StateObject(path, Kind.TENSOR, spec, (region,), role, "tensor", source)
+        if kind in _KNOWN:
+            # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long
+            role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
+            return (self._plain(value, path, role, context),)  # type: ignore[arg-type]  # see `kind`
+        if isinstance(value, Shard):
+            return describe_shard(value, path, context=context)
+        if is_megatron(kind):
+            return describe_megatron(value, path, context=context)
+        role = Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.OTHER
+        if has_parts(kind):
+            return describe_parts(value, path, role=role, context=context)
+        if is_sharded(value):
+            return (self._sharded(value, path, role, context),)
+        return (self._plain(value, path, role, context),)
 
     def place(
         self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: PlaceContext
@@ -118,6 +113,17 @@ class TensorProvider(StateProvider):
         if isinstance(value, Shard) or is_megatron(type(value)):
             return ()  # state of it would be local, too, and nothing says how it was cut
         return [("", value)] if value.requires_grad and value.is_leaf else ()
+
+    def _plain(
+        self, tensor: torch.Tensor, path: ObjectPath, role: Role, context: DescribeContext
+    ) -> StateObject:
+        if type(tensor) not in _KNOWN or not has_plain_memory(tensor):
+            refuse_unsupported(tensor, path)
+        source = self._source(tensor, context)
+        if source.is_lost():
+            refuse_unsupported(tensor, path)
+        layout = source.layout
+        return StateObject(path, Kind.TENSOR, layout.spec, layout.regions, role, "tensor", source)
 
     def _sharded(
         self, tensor: DTensor, path: ObjectPath, role: Role, context: DescribeContext
@@ -264,10 +270,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's bytes can be stored."""
+    return type(tensor) in _KNOWN and has_plain_memory(tensor)
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's bytes are plain strided memory; it may have been freed."""
     return (
-        type(tensor) in _KNOWN
+        not tensor.is_nested
         and not tensor.is_meta
-        and not tensor.is_nested
         and tensor.layout is torch.strided
         and not tensor.is_quantized
     )

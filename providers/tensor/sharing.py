@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -54,12 +55,10 @@ class _Hold:
 def hold(storages: Iterable[torch.UntypedStorage]) -> Callable[[], None]:
     """Keep `storages` where they are, until the returned function is called, on any thread."""
     held: list[int] = []
-    for storage in storages:
-        key: int = storage._cdata  # noqa: SLF001 - the key of torch's table
-        while (moving := _enter(key, storage)) is not None:
-            with moving:
-                pass
-        held.append(key)
+    left = deque(storages)
+    while (moving := _enter(left, held)) is not None:
+        with moving:
+            pass
 
     def release() -> None:
         with _torch._share_memory_lock:  # noqa: SLF001
@@ -82,16 +81,23 @@ def still(storages: Callable[[], Iterable[torch.UntypedStorage]], action: Callab
             pass
 
 
-def _enter(key: int, storage: torch.UntypedStorage) -> Any:
-    """Add a hold and return None; or return torch's entry to wait for if it moves the storage."""
+def _enter(left: deque[torch.UntypedStorage], held: list[int]) -> Any:
+    """Hold the storages that are `left`, up to one that torch moves; return its entry, or None.
+
+    The keys of those that are held go from `left` to `held`.
+    """
     with _torch._share_memory_lock:  # noqa: SLF001
-        entry = _moves.get(key)
-        if entry is None:
-            _moves[key] = _Hold(storage)
-        elif isinstance(entry, _Hold):
-            entry.holders += 1
-        else:
-            return entry
+        while left:
+            key: int = left[0]._cdata  # noqa: SLF001 - the key of torch's table
+            entry = _moves.get(key)
+            if entry is None:
+                _moves[key] = _Hold(left[0])
+            elif isinstance(entry, _Hold):
+                entry.holders += 1
+            else:
+                return entry
+            held.append(key)
+            left.popleft()
         return None
 
 

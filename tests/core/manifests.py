@@ -1,7 +1,5 @@
 """Builds small manifests for the tests of their bytes."""
 
-from dataclasses import replace
-
 from tests.core.planned import NoBytes, raw_places
 
 from penstock.core.abc import Node, StateObject
@@ -47,7 +45,7 @@ def value(path, nbytes):
 
 
 def tied(path, target):
-    return replace(target, path=path, same_as=target.path)
+    return target._replace(path=path, same_as=target.path)
 
 
 def plan_of(entries, *, chains=None, chunk_bytes=2 * PAGE_BYTES):

@@ -1,7 +1,5 @@
 """Which chunks each of several ranks writes, and which rectangles come of them."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.planned import NoBytes
@@ -124,7 +122,7 @@ def test_bytes_in_several_rectangles_are_told_codecs_as_one_row():
     strided = of_shape(
         ("w",), (8, 4096), regions=(Region((1, 0), (1, 4096)), Region((5, 0), (2, 4096)))
     )
-    strided = replace(strided, chain=1)
+    strided = strided._replace(chain=1)
     plan = plan_save([strided], chunk_bytes=2 * CHUNK, even_cuts=True)
     plan.spans.update(spans_of_rank(plan, frozenset(range(len(plan.chunks)))))
     first, second = plan.chunks

@@ -16,7 +16,7 @@ from penstock.core.format.blocks import (
     merge_ranges,
 )
 from penstock.core.limits import MAX_CHUNK_BYTES
-from penstock.core.plan.save import SLAB_ALIGNMENT, Capture, plan_save
+from penstock.core.plan.save import SLAB_ALIGNMENT, Capture, KnownCuts, plan_save
 from penstock.core.types import PAGE_BYTES, ByteRange, Role
 
 ORDER = [Capture.FROZEN, Capture.NOW, Capture.DEFERRED]
@@ -262,3 +262,30 @@ def test_a_range_beyond_its_frame_is_refused():
 def test_merging_joins_what_touches_and_drops_what_is_empty():
     ranges = [ByteRange(5, 9), ByteRange(0, 3), ByteRange(3, 4), ByteRange(6, 7), ByteRange(4, 4)]
     assert list(merge_ranges(ranges)) == [ByteRange(0, 4), ByteRange(5, 9)]
+
+
+cuttings = st.fixed_dictionaries(
+    {
+        "chunk_bytes": st.sampled_from([PAGE_BYTES, 2 * PAGE_BYTES]),
+        "slab_limit_bytes": st.sampled_from([0, 600, 2 * PAGE_BYTES]),
+        "even_cuts": st.booleans(),
+        "masters": st.sampled_from([{}, {1: (0,)}]),
+    }
+)
+
+
+@given(
+    items=st.lists(st.tuples(plan_items(), plan_items(), st.booleans()), max_size=8),
+    first=cuttings,
+    second=cuttings,
+)
+def test_cuts_that_are_known_are_those_that_would_be_made(items, first, second):
+    """Some objects stay as they were, as between two saves of one job."""
+    known = KnownCuts()
+    before = [old for old, _, _ in items]
+    after = [new if other else old for old, new, other in items]
+    for objects, how in [(before, first), (after, first), (after, second), (before, second)]:
+        plan = plan_save(objects, known=known, **how)
+        assert plan.chunks == plan_save(objects, **how).chunks
+        assert plan.objects is objects
+        assert plan_save(objects, known=known, **how).chunks is plan.chunks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -577,7 +576,7 @@ class AsksNumpy(Good):
     def mean(self, value, path, context):
         yield Node(path, "good-mean")
         (entry,) = context.describe(value.total, (*path, "total"))
-        yield replace(entry, source=NumpySource(value.total))
+        yield entry._replace(source=NumpySource(value.total))
         yield from context.describe(value.count, (*path, "count"))
 
 

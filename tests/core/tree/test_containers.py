@@ -459,6 +459,15 @@ BROKEN_ENTRIES = {
         lambda path, context: iter([Node(path, "twise")]),
         r"describe yields the Node a/b of the form 'twise', which .*did you mean twice\?",
     ),
+    "the only object elsewhere": (
+        lambda path, context: tuple(context.describe(t(1), ("x",))),
+        "describe yields x, which is outside of its part",
+    ),
+    "the only object of a form of nobody": (
+        lambda path, context: tuple(e._replace(form="x") for e in context.describe(t(1), path)),
+        r"describe yields the StateObject a/b of the form 'x', which no provider",
+    ),
+    "the only thing is none": (lambda path, context: (path,), "describe yields tuple, no"),
     "meta with a key of an integer": (meta({1: "x"}), "meta of the Node a/b .*come back equal"),
     "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*come back equal"),
     "meta with nan": (meta({"loss": float("nan")}), "meta of the Node a/b .*not JSON compliant"),
