@@ -424,9 +424,12 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: There is no such step.
             DamagedError: Its commit record cannot be read in any tier.
-            ConfigError: `repair` is set, but the run has no tiers.
+            ConfigError: `repair` is set, but the run has no tiers, or this is not rank 0.
         """
         self._check_open()
+        if repair and not self._ranks.leads():
+            msg = "verify(repair=True) is for rank 0 alone: of several ranks one repairs"
+            raise ConfigError(msg)
         report = self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
         if not report.ok:
             self._saver.distrust()
@@ -525,7 +528,7 @@ class Checkpointer:
         """Wait for the pending save, then release all resources. Idempotent.
 
         With tiers it also waits until every checkpoint is copied, or the remaining copies keep
-        failing.
+        failing; with several ranks each waits until it knows that of rank 0.
 
         Raises:
             SaveError: The call is in a callback that the pending save waits for.
@@ -544,6 +547,7 @@ class Checkpointer:
             if self._drains is not None:
                 self._drains.settle()
                 self._drains.close()
+            self._ranks.settle()
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` has all of it to do
             raise
@@ -631,6 +635,7 @@ class Checkpointer:
             grace_s=self._config.grace_s,
             stuck_s=self._config.io_timeout_s,
             backend=_for_another_process(self._config, registry, store),
+            leads=self._ranks.leads,
         )
 
     def _close_backend(self) -> None:

@@ -49,6 +49,9 @@ T = TypeVar("T")
 
 _Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
+# Blobs that a rank tells rank 0 of, which repairs each checkpoint as a whole.
+_MOST_TOLD = 16
+
 
 class Reader:
     """Reads the checkpoints of one run, and starts the repair of damaged copies that it finds."""
@@ -273,7 +276,8 @@ class Reader:
             with _giving_up(round_):
                 together = self._together(group, verb, step, on_damage, one, templates=templates)
             on_progress = together.listen(on_progress)
-            read = partial(together.run, first)
+            read = partial(self._read_together, together, first)
+
         try:
             with metered(on_progress, f"the {verb}", self._workers.timing) as meter:
                 return read()
@@ -288,10 +292,10 @@ class Reader:
         verb: str,
         step: int | str,
         on_damage: str,
-        one: Callable[[int, Callable[[], Opened]], T],
+        one: Callable[[int, Callable[[], Opened]], tuple[T, _Rescued]],
         *,
         templates: TemplatesOfRanks | None,
-    ) -> RestoreTogether[T]:
+    ) -> RestoreTogether[tuple[T, _Rescued]]:
         """Return the part of this rank in a restore or load of all ranks."""
         return RestoreTogether(
             group,
@@ -302,7 +306,16 @@ class Reader:
             follow=self._follow,
             attempt=lambda opened: one(opened.step, lambda: opened),
             templates=templates,
+            tell=lambda found: {"rescued": found[1][:_MOST_TOLD]},
         )
+
+    def _read_together(
+        self, together: RestoreTogether[tuple[T, _Rescued]], number: int
+    ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
+        found = together.run(number)
+        for told in together.told.values():  # rank 0 repairs what any rank has found
+            self._rescued += [(name, tier) for name, tier in told["rescued"]]
+        return found
 
     def _follow(self, step: int, uid: str) -> Opened:
         """Open the checkpoint that rank 0 has chosen.

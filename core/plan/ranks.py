@@ -35,8 +35,8 @@ def chunks_of_rank(
     """
     groups: dict[object, list[int]] = {}
     places: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
-    for number, chunk in enumerate(plan.chunks):
-        entry = plan.objects[chunk.pieces[0].item].entry
+    for number in range(len(plan.chunks)):
+        entry = _entry_of(plan, number)
         of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
         one_writes = entry.replica is None and of_one
         key = (replicas_of(entry), one_writes)
@@ -54,6 +54,23 @@ def chunks_of_rank(
                 found.add(number)
             done += length
     return frozenset(found)
+
+
+def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
+    """Return the raw bytes of what ranks of equal structure hold alike, and this rank's others.
+
+    Of what it shares with the ranks of a mesh it has its part, so the others of all ranks together
+    are the bytes that are stored of these.
+    """
+    alike = others = 0
+    for number, chunk in enumerate(plan.chunks):
+        replica = _entry_of(plan, number).replica
+        if replica is None:
+            alike += chunk.length
+        else:
+            others += chunk.length * (replica.index + 1) // replica.count
+            others -= chunk.length * replica.index // replica.count
+    return alike, others
 
 
 def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:
@@ -75,6 +92,10 @@ def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[Shard
             continue
         found[item] = tuple(_spans(entry.regions, entry.spec.itemsize, start, stop))
     return found
+
+
+def _entry_of(plan: SavePlan, number: int) -> StateObject:
+    return plan.objects[plan.chunks[number].pieces[0].item].entry
 
 
 def _is_whole(entry: StateObject) -> bool:

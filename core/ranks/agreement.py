@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import (
+    BlobNotFoundError,
     CommitUnknownError,
     CoordinationError,
     FormatError,
@@ -36,6 +37,7 @@ from penstock.core.ranks.structure import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from penstock.core.abc import Backend
     from penstock.core.catalog.commit_table import Commit, Event
     from penstock.core.ranks.group import RankGroup
     from penstock.core.types import Replica
@@ -80,7 +82,7 @@ class SaveAgreement:
         self._step = step
         self._alive = alive
         self._look = look
-        self._structure = ""
+        self._arrival: Mapping[str, Any] = {}
         self._arrived = False
         self._values: Mapping[str, str] = {}
         self._round = SaveRound(
@@ -112,21 +114,22 @@ class SaveAgreement:
         """What rank 0 has decided for all."""
         return self._round.terms
 
-    def arrive(self, structure: str, values: Mapping[str, str]) -> None:
+    def arrive(self, arrival: Mapping[str, Any], values: Mapping[str, str]) -> None:
         """Tell the others that this rank takes part; nothing waits.
 
         Args:
-            structure: The digest of the structure of the state here.
+            arrival: What rank 0 has to know: `structure`, the digest of the structure of the state
+                here, and more.
             values: The digests of the plain values here.
         """
         self._values = values
-        self._structure = structure
-        self._round.arrive({"structure": structure})
+        self._arrival = arrival
+        self._round.arrive(arrival)
         self._arrived = True
         self._conductor.start()
 
-    def gather(self) -> None:
-        """Wait until all ranks are here; rank 0 alone.
+    def gather(self) -> dict[int, Mapping[str, Any]]:
+        """Wait until all ranks are here; return what each has told with `arrive`; rank 0 alone.
 
         Raises:
             PenstockError: The save is given up.
@@ -134,12 +137,15 @@ class SaveAgreement:
         while not self._conductor.wait_all_here(_POLL_S):
             self._alive()
             self.check()
+        return {0: self._arrival, **self._conductor.tell(lambda r: dict(r.arrived))}
 
-    def go(self, terms: Mapping[str, Any]) -> None:
+    def skip(self, reason: str) -> None:
+        """Tell all ranks that this step is not saved, which is no failure; rank 0 alone."""
+        self._conductor.tell(lambda r: r.refuse(reason, {"skipped": True}))
+
+    def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
         """Tell all ranks to write; rank 0 alone."""
-        digests = {0: self._structure}
-        arrived: Mapping[int, Mapping[str, Any]] = self._conductor.tell(lambda r: dict(r.arrived))
-        digests |= {rank: str(post.get("structure")) for rank, post in arrived.items()}
+        digests = {rank: str(post.get("structure")) for rank, post in arrivals.items()}
         every = {
             **terms,
             "step": self._step,
@@ -160,8 +166,9 @@ class SaveAgreement:
         """
         self._next(Step.WORK)
         place = place_in(self.terms["classes"], self.rank)
-        assumed = self._group.alike.get(self._structure, place)
-        self._group.alike = {self._structure: place}
+        structure = str(self._arrival["structure"])
+        assumed = self._group.alike.get(structure, place)
+        self._group.alike = {structure: place}
         if assumed != place:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than when it "
@@ -170,6 +177,29 @@ class SaveAgreement:
             )
             raise SaveError(msg)
         return place
+
+    def check_shared(self, backend: Backend, name: str, *, tier: str | None) -> None:
+        """Check that this rank sees a record that rank 0 has published: once for each place.
+
+        Else it would write all of its data before rank 0 fails to find it.
+
+        Args:
+            backend: The place.
+            name: The record.
+            tier: The name of the tier that the place is, if it is one.
+
+        Raises:
+            SaveError: It does not; says what to do.
+            StorageError: The place does not answer.
+        """
+        if backend.url in self._group.shared:
+            return
+        try:
+            backend.stat(name)
+        except BlobNotFoundError as error:
+            msg = f"step {self._step}: {_not_shared(backend.url, tier)}"
+            raise SaveError(msg) from error
+        self._group.shared.add(backend.url)
 
     def moved(self, done: int, total: int) -> None:
         """Note progress."""
@@ -345,6 +375,20 @@ class SaveAgreement:
             return SaveSkippedError(f"step {self._step} was skipped: {self._round.stop}")
         cause = self._round.stop
         return RankError(f"{what}: rank 0 did not begin: {cause}", 0, "", cause)
+
+
+def _not_shared(url: str, tier: str | None) -> str:
+    """Return the words for a rank that does not see what rank 0 has published at `url`."""
+    what = (
+        f"what rank 0 has published is not on {url} as this rank sees it: is the folder shared by "
+        "all hosts?"
+    )
+    if tier is None:
+        return what
+    return (
+        f"{what} It is tier {tier}. A fast tier of each host's own is not supported with ranks on "
+        "several hosts yet: put it on a file system that all hosts share, or save without it"
+    )
 
 
 def _nothing() -> None:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.ranks.drains import FollowedDrains, ToldDrains
 from penstock.core.ranks.posts import (
+    DrainedPost,
     GoPost,
     Kind,
     Verdict,
@@ -28,7 +30,7 @@ from penstock.core.ranks.posts import (
 from penstock.core.ranks.round import RankPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from penstock.core.abc import Coordination
     from penstock.core.config.model import CheckpointerConfig
@@ -72,10 +74,18 @@ class RankGroup:
         """
         self.lost: set[int] = set()
         """The ranks that were found dead, or have failed; nobody waits for them any more."""
+        self.shared: set[str] = set()
+        """The places that this rank was seen to share with rank 0, by URL."""
+        self.told_drains = ToldDrains(coordination, timeout_s)
+        """On rank 0: what it tells of its copies to slower tiers."""
+        self.followed_drains = FollowedDrains(coordination, timeout_s)
+        """On the others: what they learn of the copies of rank 0."""
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards `_nonce` and `_last`
+        self._lock = threading.Lock()  # guards the four below
         self._nonce = ""
         self._last = -1
+        self._followed: set[int] = set()
+        self._posting = threading.Lock()  # held during a post, so that the newest is the last one
 
     def next_number(self) -> int:
         """Return the number of the next save or restore."""
@@ -130,22 +140,52 @@ class RankGroup:
         with self._lock:
             self._last = max(self._last, number)
         if self.place.rank:
-            self._send(
-                lambda: self.coordination.post(_left_key(self.place.rank), str(number).encode())
-            )
+            self._send(self._post_left)
+
+    def follow(self, number: int, told: Callable[[DrainedPost], None]) -> None:
+        """Call `told` with the end of the copies of what was saved in a round, as `FollowedDrains`.
+
+        This rank needs the store for that round until then.
+        """
+        with self._lock:
+            self._followed.add(number)
+
+        def forget(post: DrainedPost) -> None:
+            with self._lock:
+                self._followed.discard(number)
+            self._send(self._post_left)
+            told(post)
+
+        self.followed_drains.follow(number, forget)
+
+    def settle(self) -> None:
+        """Wait until this rank knows which checkpoints are durable, or rank 0 cannot copy them."""
+        self.followed_drains.settle()
 
     def close(self) -> None:
         """Close the coordination; on rank 0 once the others know how the last round ended.
 
         Waits for them at most as long as a rank may stand still.
         """
+        self.followed_drains.close()
+        self.told_drains.close()
         with self._lock:
             last = self._last
-        if last >= 0 and not self.place.rank:
+        if self.place.rank and last >= 0:
+            with suppress(CoordinationError):  # rank 0 waits for as long as it may stand still
+                self._post_left()
+        elif last >= 0:
             deadline = time.monotonic() + self.timeout_s
             while not self._all_left(last) and time.monotonic() < deadline:
                 time.sleep(_LEFT_POLL_S)
         self.coordination.close()
+
+    def _post_left(self) -> None:
+        with self._posting:
+            with self._lock:
+                left = min(self._followed, default=self._last + 1) - 1
+            if left >= 0:
+                self.coordination.post(_left_key(self.place.rank), str(left).encode())
 
     def _all_left(self, last: int) -> bool:
         others = set(range(1, self.place.world_size)) - self.lost
@@ -180,6 +220,23 @@ class RanksOfJob:
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
+
+    def leads(self) -> bool:
+        """Return whether this process is alone, or rank 0: what is done once is done here.
+
+        Raises:
+            ConfigError: This process is not in the group that it was given.
+        """
+        group = self.of_restore()
+        if group is not None:
+            return group.place.rank == 0
+        waits = self._config.ranks == "auto" and promised_ranks() > 1
+        return not waits or os.environ.get("RANK") == "0"
+
+    def settle(self) -> None:
+        """Wait until this rank knows which checkpoints are durable; see `RankGroup.settle`."""
+        if self._group is not None:
+            self._group.settle()
 
     def obstacle(self) -> str | None:
         """Return why this process cannot save as one of several ranks by now; None if it can."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from penstock.core.errors import FormatError
-from penstock.core.format.strict_json import Fields, dump_json, load_json, refuse
+from penstock.core.format.strict_json import Fields, check_texts, dump_json, load_json, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,6 +113,34 @@ class ResultPost:
     cause: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DrainsPost:
+    """What rank 0 tells of its copies to slower tiers, again and again while others wait for one.
+
+    Attributes:
+        moves: Counts the posts, so that each differs from the one before.
+        failing: Why waiting makes no sense; empty: the copies make progress.
+    """
+
+    moves: int
+    failing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedPost:
+    """How the copies of one checkpoint to slower tiers ended on rank 0.
+
+    Attributes:
+        tiers: The names of the tiers that have it.
+        kind: The class of the error; empty: it is durable.
+        error: The text of the error.
+    """
+
+    tiers: tuple[str, ...] = ()
+    kind: str = ""
+    error: str = ""
+
+
 def slot_key(rank: int) -> str:
     """Return the key of a rank's slot, which it posts anew in each round and at each beat."""
     return f"slots/{rank:05d}"
@@ -131,6 +159,16 @@ def end_key(number: int) -> str:
 def result_key(number: int) -> str:
     """Return the key of the result of a round."""
     return f"rounds/{number}/result"
+
+
+def drains_key() -> str:
+    """Return the key of what rank 0 tells of its copies to slower tiers."""
+    return "drains"
+
+
+def drained_key(number: int) -> str:
+    """Return the key of the end of the copies of what was saved in a round."""
+    return f"rounds/{number}/drained"
 
 
 def values_key(number: int, rank: int, piece: int) -> str:
@@ -249,6 +287,40 @@ def decode_result(data: bytes) -> ResultPost:
     name = "a result"
     read = _fields(data, name, ["result", "cause"])
     return ResultPost(Result(_one_of(read, name, "result", list(Result))), read.text("cause"))
+
+
+def encode_drains(post: DrainsPost) -> bytes:
+    """Return the bytes of a post of rank 0 about its copies, at most 512."""
+    fields = {"moves": post.moves, "failing": cut_bytes(post.failing)}
+    return _bounded("the state of the copies", fields, POST_BYTES)
+
+
+def decode_drains(data: bytes) -> DrainsPost:
+    """Read a post of rank 0 about its copies.
+
+    Raises:
+        FormatError: As with `decode_slot`.
+    """
+    read = _fields(data, "the state of the copies", ["moves", "failing"])
+    return DrainsPost(read.integer("moves"), read.text("failing"))
+
+
+def encode_drained(post: DrainedPost) -> bytes:
+    """Return the bytes of the end of the copies of a checkpoint; at most 512 with a few tiers."""
+    fields = {"tiers": list(post.tiers), "kind": post.kind, "error": cut_bytes(post.error)}
+    return _bounded("the end of the copies", fields, NEW_STRUCTURE_BYTES)
+
+
+def decode_drained(data: bytes) -> DrainedPost:
+    """Read the end of the copies of a checkpoint.
+
+    Raises:
+        FormatError: As with `decode_slot`.
+    """
+    name = "the end of the copies"
+    read = _fields(data, name, ["tiers", "kind", "error"])
+    tiers = check_texts(read.value("tiers"), name)
+    return DrainedPost(tuple(tiers), read.text("kind"), read.text("error"))
 
 
 def cut_bytes(text: str, limit: int = _CAUSE_BYTES) -> str:

@@ -179,11 +179,12 @@ class Round:
             self._outbox[go_key(self.number)] = data
         self._happen(Happening.GO)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, terms: Mapping[str, Any] | None = None) -> None:
         """Tell all ranks that nothing is done, since rank 0 is busy or cannot begin."""
         if self.phase is Phase.WAITING:
-            self.stop = reason
-            self._outbox[go_key(self.number)] = encode_go(GoPost(self.kind, stop=reason))
+            self.stop, self.terms = reason, terms or {}
+            post = GoPost(self.kind, self.terms, stop=reason)
+            self._outbox[go_key(self.number)] = encode_go(post)
         self._happen(Happening.STOP)
 
     def moved(self, done: int = 0, total: int = 0) -> None:

@@ -98,7 +98,7 @@ class RestoreTogether(Generic[T]):
     answered with an older checkpoint, all ranks go on to that one together.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts, each by name
         self,
         group: RankGroup,
         *,
@@ -109,6 +109,7 @@ class RestoreTogether(Generic[T]):
         follow: Callable[[int, str], Opened],
         attempt: Callable[[Opened], T],
         templates: TemplatesOfRanks | None = None,
+        tell: Callable[[T], Mapping[str, Any]] = lambda _: {},
     ) -> None:
         """Prepare.
 
@@ -121,6 +122,7 @@ class RestoreTogether(Generic[T]):
             follow: Opens what rank 0 has chosen, by step and uid; called on the others.
             attempt: Restores an open checkpoint on this rank.
             templates: The templates of all ranks, which `attempt` asks; None: there are none.
+            tell: Returns what rank 0 is told of the result of `attempt`, in at most some KiB.
         """
         self._group = group
         self._verb = verb
@@ -130,6 +132,9 @@ class RestoreTogether(Generic[T]):
         self._follow = follow
         self._attempt = attempt
         self._templates = templates
+        self._tell = tell
+        self.told: Mapping[int, Mapping[str, Any]] = {}
+        """On rank 0, behind `run`: what the others have told, by rank."""
         self._candidates: Candidates | None = None
         self._chosen: Opened | None = None
         self._conductor: Conductor | None = None
@@ -200,6 +205,7 @@ class RestoreTogether(Generic[T]):
             if step is Step.WORK:
                 self._work(round_, conductor, found)
         if step is Step.DONE:
+            self.told = round_.parts
             if self._templates is not None:
                 self._templates.end()
             return found[0], tuple(round_.terms["skipped"])
@@ -239,7 +245,8 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self._follow(round_.terms["step"], round_.terms["uid"])
             found.append(self._attempt(chosen))
-            conductor.tell(lambda r: r.seal({}))
+            part = self._tell(found[0])
+            conductor.tell(lambda r: r.seal(part))
         except RoundOverError:
             log.debug("the round ended before this rank had restored anything")
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know

@@ -23,9 +23,11 @@ from penstock.core.concurrency.processes import identity_of
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import (
     CommitUnknownError,
+    ConfigError,
     FormatError,
     SaveAbortedError,
     SaveError,
+    SaveSkippedError,
     StorageTimeoutError,
 )
 from penstock.core.format.records import index_name, intent_name, part_name
@@ -43,6 +45,7 @@ from penstock.core.save.merge import PartsOfRanks
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chunks import Captured, ChunkResult
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
         PartSummary,
         RankManifest,
     )
-    from penstock.core.save.request import Destination, RankTurn, SaveRequest
+    from penstock.core.save.request import Destination, RankTurn, SaveRequest, TierChoice
 
 log = logging.getLogger("penstock")
 
@@ -138,16 +141,23 @@ class Finish:
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
         self.request = request
         self._manifest = manifest
-        self._backend = destination.backend
         self._onward = destination.onward
+        self._choice = destination.choice
         self._bases = bases
         self._before_commit = before_commit
         self._capture = capture
         self._ending = ending
         self._clock = clock
+        self._workers = workers
         self._timing = workers.timing
+        self._write_to(destination.backend)
+
+    def _write_to(self, backend: Backend) -> None:
+        """Take `backend` as the place of this save, which has written nothing yet."""
+        request, rank = self.request, 0 if self._turn is None else self._turn.rank
+        self._backend = backend
         self._publisher = Publisher(
-            self._backend,
+            backend,
             self.commit,
             uid=self.uid,
             step=request.step,
@@ -159,21 +169,21 @@ class Finish:
             request.plan,
             request.chains,
             auto=request.auto,
-            store=self._backend.url,
-            workers=workers,
+            store=backend.url,
+            workers=self._workers,
             blocking=request.mode == "blocking",
         )
         self._writer = FrameWriter(
-            self._backend,
+            backend,
             request.plan,
             choices=self._choices,
             block_bytes=request.block_bytes,
-            workers=workers,
-            blob_prefix=f"data/{self.uid}/blobs/{0 if turn is None else turn.rank:05d}-0",
-            release=capture.release,
+            workers=self._workers,
+            blob_prefix=f"data/{self.uid}/blobs/{rank:05d}-0",
+            release=self._capture.release,
             tick=self._tick,
             share=request.share,
-            bases=bases,
+            bases=self._bases,
         )
 
     @property
@@ -256,7 +266,9 @@ class Finish:
     def arrive(self) -> None:
         """Tell the other ranks, if there are any, that this one takes part; waits for nothing."""
         if self._agreement is not None and self._turn is not None:
-            self._agreement.arrive(self._turn.structure, self._turn.values)
+            more = {} if self._choice is None else self._choice.arrival()
+            arrival = {"structure": self._turn.structure, **more}
+            self._agreement.arrive(arrival, self._turn.values)
 
     def give_up(self, error: BaseException) -> BaseException:
         """Tell the other ranks, if there are any, that this one has failed; return the error.
@@ -265,6 +277,8 @@ class Finish:
         """
         if self._agreement is None:
             return error
+        if self._choice is not None:
+            self._choice.failed(error)
         cause = self._ending.error if isinstance(error, SaveAbortedError) else None
         found = self._agreement.give_up(cause or error)
         return error if found is cause else found
@@ -360,19 +374,21 @@ class Finish:
                 self._bases.find()
             return
         if agreement.leads:
-            agreement.gather()
+            arrivals = agreement.gather()
+            terms: dict[str, Any] = {
+                "generation": self.request.generation,
+                "providers": dict(self.request.providers),
+                "latest": None if self._turn is None else self._turn.latest,
+            }
+            if self._choice is not None:
+                terms["tier"] = self._choose_tier(agreement, self._choice, arrivals)
             self._publish_intent()
             self._has_intent = True
-            providers = dict(self.request.providers)
-            agreement.go(
-                {
-                    "generation": self.request.generation,
-                    "providers": providers,
-                    "latest": None if self._turn is None else self._turn.latest,
-                    "base": None if self._bases is None else self._bases.chosen,
-                }
-            )
+            terms["base"] = None if self._bases is None else self._bases.chosen
+            agreement.go(arrivals, terms)
         place = agreement.wait_for_go()
+        if not agreement.leads:
+            self._follow(agreement)
         self.request = replace(self.request, generation=int(agreement.terms["generation"]))
         plan = self.request.plan
         chunks = chunks_of_rank(plan, place)
@@ -394,6 +410,48 @@ class Finish:
         while not self.may_write.wait(self._timing.capture_poll_s):
             self._moved()
             self._raise_if_failed()
+
+    def _choose_tier(
+        self,
+        agreement: SaveAgreement,
+        choice: TierChoice,
+        arrivals: Mapping[int, Mapping[str, Any]],
+    ) -> str:
+        """Choose the tier that all ranks write to; return its name."""
+
+        def wait() -> None:
+            self._stay()
+            self._moved()  # to wait for room is all that there is to do
+            agreement.check()
+
+        chosen = choice.choose(arrivals, wait)
+        if chosen is None:
+            reason = "no tier has room for it, as the log of rank 0 says"
+            agreement.skip(reason)
+            msg = f"step {self.request.step} was skipped: {reason}"
+            raise SaveSkippedError(msg)
+        name, backend = chosen
+        self._write_to(backend)
+        return name
+
+    def _follow(self, agreement: SaveAgreement) -> None:
+        """Write to the place that rank 0 has chosen, if that is the same place here.
+
+        Raises:
+            ConfigError: The backends of the ranks differ.
+            SaveError: This rank does not see what rank 0 has published there.
+        """
+        name = agreement.terms.get("tier")
+        if (name is None) is not (self._choice is None):
+            here, there = ("one place", "tiers") if self._choice is None else ("tiers", "one place")
+            msg = (
+                f"step {self.request.step}: the backend of this rank is {here}, that of rank 0 "
+                f"{there}: give all ranks the same configuration"
+            )
+            raise ConfigError(msg)
+        if self._choice is not None:
+            self._write_to(self._choice.follow(str(name)))
+        agreement.check_shared(self._backend, intent_name(self.uid), tier=name)
 
     def _seal_with_all(
         self, agreement: SaveAgreement, part: RankManifest, *, refers: bool

@@ -281,7 +281,8 @@ class SaveJob:
             assert error is not None
             self._capture.cancel(error)
             # Text: a kept log record would keep the error, its frames, and all that they hold.
-            level = logging.ERROR if self._log_failure else logging.DEBUG
+            loud = self._log_failure and not isinstance(error, SaveSkippedError)
+            level = logging.ERROR if loud else logging.DEBUG
             log.log(level, "save of step %d failed: %s", self.request.step, str(error))
 
         self.ending.fail(why, first=first)
@@ -400,6 +401,7 @@ class SaveJob:
                 self._surroundings = None
 
         gone_on = False
+        onward.begin()
         self.ending.commit(report)
         onward.go(told)
         gone_on = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -157,7 +157,11 @@ class Onward(Protocol):
     """The way of a checkpoint from its commit until it is durable, through slower tiers."""
 
     def prepare(self, record: CommitRecord) -> None:
-        """Store that the checkpoint shall be copied on; called before the commit."""
+        """Store that the checkpoint shall be copied on; called before the commit, by rank 0."""
+        ...
+
+    def begin(self) -> None:
+        """Note that the checkpoint is committed; `go` follows behind the callbacks of the user."""
         ...
 
     def go(self, told: Callable[[BaseException | None], None]) -> None:
@@ -177,12 +181,55 @@ class Onward(Protocol):
         ...
 
 
+class TierChoice(Protocol):
+    """The choice of one tier for all ranks of a save: rank 0 chooses it, the others follow."""
+
+    def arrival(self) -> Mapping[str, Any]:
+        """Return what this rank tells rank 0 before the choice."""
+        ...
+
+    def choose(
+        self, arrivals: Mapping[int, Mapping[str, Any]], wait: Callable[[], None]
+    ) -> tuple[str, Backend] | None:
+        """Return name and backend of the fastest tier that has room, and that all ranks can use.
+
+        None: no tier has room, and the save is to be skipped.
+
+        Args:
+            arrivals: What each rank has told.
+            wait: Called again and again while no tier has room; may raise to give up.
+
+        Raises:
+            StorageFullError: No tier has room, and the configuration says `raise`.
+        """
+        ...
+
+    def follow(self, name: str) -> Backend:
+        """Return the tier that rank 0 has chosen.
+
+        Raises:
+            ConfigError: This rank has no such tier.
+        """
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Note that the save has failed on this rank: its tier may be the reason."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The backend that a save writes to, and the way from there to slower tiers, if any."""
+    """The backend that a save writes to, and the way from there to slower tiers, if any.
+
+    Attributes:
+        backend: The backend.
+        onward: The way to slower tiers.
+        choice: With several ranks: takes the place of `backend` before anything is written.
+    """
 
     backend: Backend
     onward: Onward | None = None
+    choice: TierChoice | None = None
 
 
 class TiersOfSave(Protocol):
@@ -194,6 +241,10 @@ class TiersOfSave(Protocol):
 
     def destination(self, request: SaveRequest) -> Destination | None:
         """Return the fastest tier that has room for a save; None: the save is to be skipped."""
+        ...
+
+    def destination_of_ranks(self, request: SaveRequest, turn: RankTurn) -> Destination:
+        """Return the destination of a save of several ranks, whose tier is chosen later."""
         ...
 
     def is_silent(self) -> bool:

@@ -289,9 +289,7 @@ class Saver(SaveSurroundings):
             if place is not None:
                 mine = chunks_of_rank(request.plan, place)
                 turn.skip = frozenset(range(len(request.plan.chunks))) - mine
-        destination: Destination | None = Destination(self._backend.inner)
-        if self._tiers is not None:
-            destination = self._tiers.destination(request)
+        destination = self._destination(request, turn)
         if destination is None:
             return None
         # A stuck disk may still read the memory of the save before, or write to it.
@@ -315,6 +313,14 @@ class Saver(SaveSurroundings):
         )
         _log_plan(job, staging)
         return job
+
+    def _destination(self, request: SaveRequest, turn: RankTurn | None) -> Destination | None:
+        """Return where the save writes to; None: no tier has room for it."""
+        if self._tiers is None:
+            return Destination(self._backend.inner)
+        if turn is None:
+            return self._tiers.destination(request)
+        return self._tiers.destination_of_ranks(request, turn)
 
     def _bases(self, request: SaveRequest) -> SaveBases | None:
         encodes = any(chain is not None and chain.needs_base for chain in request.chains)
@@ -371,8 +377,6 @@ class Saver(SaveSurroundings):
         mode: str,
         group: RankGroup | None,
     ) -> SaveRequest:
-        if group is not None:
-            self._refuse_of_ranks()
         description = describe_tree(
             state,
             providers=self._registry.providers,
@@ -397,19 +401,6 @@ class Saver(SaveSurroundings):
             paths = [e.path for e in description.entries if isinstance(e, StateObject)]
             self._table.warn_of_unused(paths, step)
         return request
-
-    def _refuse_of_ranks(self) -> None:
-        """Refuse what several ranks cannot do together yet.
-
-        Raises:
-            ConfigError: The configuration asks for it.
-        """
-        if self._tiers is not None:
-            msg = (
-                "a backend of several tiers is not supported with several ranks yet: leave it out, "
-                "or open the checkpointer with ranks='alone' and a root of its own for each process"
-            )
-            raise ConfigError(msg)
 
     def _skipped(
         self,

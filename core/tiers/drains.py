@@ -13,7 +13,8 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.catalog.survey import is_whole
@@ -28,21 +29,20 @@ from penstock.core.tiers.outages import Outages
 from penstock.core.tiers.process import CopyProcess
 from penstock.core.tiers.repairs import TierRepairs
 from penstock.core.tiers.roots import TierRoots
+from penstock.core.tiers.save_drain import DrainOfSave, FollowedDrain, LeadingDrain, TierOfRanks
 from penstock.core.tiers.whereabouts import at_step, is_marked, mark, note_staying, pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
-    from penstock.core.save.request import SaveRequest
+    from penstock.core.save.request import RankTurn, SaveRequest
     from penstock.core.tiers.link import DrainState
+    from penstock.core.tiers.save_drain import OnEnd
 
 log = logging.getLogger("penstock")
-
-OnEnd: TypeAlias = "Callable[[BaseException | None], None]"
-"""Called once: with None when a checkpoint is as durable as it is to be, else with the reason."""
 
 _LEFT = (
     "it is whole in a faster tier, where the next process that saves there, or `penstock drain`, "
@@ -61,6 +61,7 @@ class Drains:
         grace_s: float,
         stuck_s: float = 600.0,
         backend: str | dict[str, Any] | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepare the links; no copy begins yet.
 
@@ -71,7 +72,10 @@ class Drains:
             stuck_s: A store that makes no progress for so long is not waited for.
             backend: The configuration from which another process can open the same tiers; None if
                 threads of this process have to copy.
+            leads: Returns whether this process copies, evicts and repairs: of several ranks, rank 0
+                alone does.
         """
+        self._leads = leads
         self._tiers = tiers
         self._workers = workers
         self._timing = workers.timing
@@ -83,12 +87,18 @@ class Drains:
         self._lock = threading.Lock()  # guards the five above
         self._resumed = False
         self._out_of_turn: set[str] = set()  # uids to copy whatever `drain_every` says
+        self._rests: dict[int, Deadline] = {}  # tiers to leave alone; single operations are atomic
         self._next_warning = Deadline(0.0)  # over when a save past a tier is logged again
         self._outages = Outages(tiers, workers, min(stuck_s, self._timing.tier_answer_s))
         self.roots = TierRoots(tiers, self._outages)
         self.eviction = Eviction(tiers, on_damage=self._replace_damaged)
         self.repairs = TierRepairs(
-            tiers, eviction=self.eviction, workers=workers, grace_s=grace_s, stuck_s=stuck_s
+            tiers,
+            eviction=self.eviction,
+            workers=workers,
+            grace_s=grace_s,
+            stuck_s=stuck_s,
+            leads=leads,
         )
         self._links = [
             DrainLink(
@@ -130,10 +140,70 @@ class Drains:
         number = self.place(request.step, request.plan.raw_bytes)
         if number is None:
             return None
-        return Destination(self._tiers[number].backend, DrainOfSave(self, number, replaces))
+        return Destination(self._tiers[number].backend, DrainOfSave(self, replaces, number))
 
-    def place(self, step: int, need_bytes: int) -> int | None:
+    def destination_of_ranks(self, request: SaveRequest, turn: RankTurn) -> Destination:
+        """Return the destination of a save of several ranks, whose tier rank 0 chooses later.
+
+        Raises:
+            StorageError: A tier does not answer, and the step is to be overwritten; on rank 0.
+        """
+        first = self._tiers[0].backend
+        if turn.rank:
+            choice = TierOfRanks(self, request, away=self.away())
+            return Destination(first, FollowedDrain(turn), choice)
+        replaces = self._uids_at(request.step) if request.generation else frozenset()
+        self.resume_once()
+        choice = TierOfRanks(self, request, away=self._left_alone())
+        return Destination(first, LeadingDrain(self, choice, turn, replaces), choice)
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """The tiers, the fastest first."""
+        return self._tiers
+
+    def away(self) -> list[str]:
+        """Return the names of the fastest tiers that this rank cannot use now.
+
+        Tiers behind the first one that answers are not asked.
+        """
+        left_alone = self._left_alone()
+        found = []
+        for number, tier in enumerate(self._tiers):
+            if tier.name not in left_alone:
+                try:
+                    self._outages.ask(number, partial(tier.backend.list, CLOCK_PREFIX))
+                except StorageError as error:
+                    self._outages.warn(number, error)
+                else:
+                    break
+            found.append(tier.name)
+        return found
+
+    def leave_alone(self, number: int) -> None:
+        """Save to other tiers for a while: with several ranks, one could not write to this one."""
+        timing = self._timing
+        self._rests[number] = Deadline(timing.tier_rest_first_s, timing.clock)
+
+    def _left_alone(self) -> list[str]:
+        rests = dict(self._rests)
+        return [self._tiers[number].name for number in rests if not rests[number].is_over()]
+
+    def place(
+        self,
+        step: int,
+        need_bytes: int,
+        *,
+        refused: Mapping[str, str] = MappingProxyType({}),
+        wait: Callable[[], None] = lambda: None,
+    ) -> int | None:
         """Return the fastest tier that has room, after eviction; None if the save is skipped.
+
+        Args:
+            step: The step of the save.
+            need_bytes: The bytes that it stores at most.
+            refused: Tiers that cannot be taken, by name, each with the reason.
+            wait: Called again and again while no tier has room; may raise to give up.
 
         Raises:
             StorageFullError: No tier has room, and the configuration says `raise`.
@@ -142,6 +212,9 @@ class Drains:
         while True:
             why: list[str] = []
             for number, tier in enumerate(self._tiers):
+                if tier.name in refused:
+                    why.append(f"tier {tier.name} {refused[tier.name]}")
+                    continue
                 try:
                     if self._has_room(number, need_bytes):
                         self._warn_of_bypass(step, tier, why)
@@ -162,6 +235,7 @@ class Drains:
             if not logged:
                 log.error("the save of step %d waits: %s", step, msg)
                 logged = True
+            wait()
             time.sleep(self._timing.tier_full_poll_s)
 
     def _warn_of_bypass(self, step: int, tier: Tier, why: Sequence[str]) -> None:
@@ -322,7 +396,8 @@ class Drains:
         self.repairs.reinstate(uids)
         for link in self._links:
             link.reinstate(uids)
-        self._workers.spawn("resume", self._resume)
+        if self._leads():
+            self._workers.spawn("resume", self._resume)
 
     # -- called by links -------------------------------------------------------------------------
 
@@ -384,9 +459,15 @@ class Drains:
         """Return whether a tier did not answer a while ago, and is not asked for now."""
         return self._outages.is_any_paused()
 
-    def is_failing(self) -> bool:
-        """Return whether a tier has failed for so long that waiting for it makes no sense."""
-        return any(link.is_failing() for link in self._links)
+    def failing(self) -> str:
+        """Return why waiting for the copies makes no sense; empty if it does.
+
+        So it is once a tier has failed for long, or a store is stuck.
+        """
+        if not any(link.is_failing() for link in self._links):
+            return ""
+        why = "; ".join(state.error for state in self.states() if state.error)
+        return f"{_LEFT}: {why}"
 
     def is_stuck(self) -> bool:
         """Return whether a store is stuck; it may use the memory of its call at any later time."""
@@ -449,36 +530,3 @@ def _call_back(on_end: OnEnd, error: BaseException | None) -> None:
 
 def _left_by_close() -> NotDrainedError:
     return NotDrainedError(f"{_LEFT}, since the run was closed before")
-
-
-class DrainOfSave:
-    """The drain of one save that is committed in tier `number`; see `save.request.Onward`."""
-
-    def __init__(self, drains: Drains, number: int, replaces: Collection[str] = ()) -> None:
-        self._drains = drains
-        self._number = number
-        self._replaces = replaces
-        self._record: CommitRecord | None = None
-        self._marked = False
-
-    def prepare(self, record: CommitRecord) -> None:
-        """Mark the checkpoint, if it is to be copied."""
-        self._record = record
-        self._marked = self._drains.prepare(self._number, record.uid, record.step, self._replaces)
-
-    def go(self, told: OnEnd) -> None:
-        """Queue the copy, if the checkpoint is marked."""
-        assert self._record is not None
-        self._drains.committed(self._number, self._record, told, marked=self._marked)
-
-    def tiers(self) -> tuple[str, ...]:
-        """Return the names of the tiers that have the checkpoint by now."""
-        assert self._record is not None
-        return self._drains.having(self._record)
-
-    def check(self) -> None:
-        """Raise a NotDrainedError if a tier has been failing for long."""
-        if self._drains.is_failing():
-            why = "; ".join(state.error for state in self._drains.states() if state.error)
-            msg = f"{_LEFT}: {why}"
-            raise NotDrainedError(msg)

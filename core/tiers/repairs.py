@@ -37,6 +37,8 @@ class TierRepairs:
         workers: Threads for checksums and for background tasks.
         grace_s: The grace time of `prune`.
         stuck_s: A store that makes no progress for so long is not waited for.
+        leads: Returns whether this process repairs what its reads find: of several ranks, rank 0
+            alone does.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class TierRepairs:
         workers: Workers,
         grace_s: float,
         stuck_s: float,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
+        self.leads = leads
         self.workers = workers
         self.stuck_s = stuck_s
         self._tiers = tiers
@@ -67,6 +71,8 @@ class TierRepairs:
         Args:
             damaged: The blobs and records, each with the name of the tier whose copy is good.
         """
+        if not self.leads():
+            return
         self._moved(0)
         self._running.append(
             self.workers.spawn("repair", partial(self._replace_read, dict(damaged)))

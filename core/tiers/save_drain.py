@@ -1,0 +1,234 @@
+"""The way of one save to the tier that it writes to, and on from there to slower tiers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from penstock.core.errors import ConfigError, NotDrainedError, RankError, StorageError
+from penstock.core.plan.ranks import bytes_of_rank
+from penstock.core.ranks.posts import DrainedPost
+from penstock.core.suggest import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from penstock.core.abc import Backend, Tier
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.save.request import RankTurn, SaveRequest
+
+OnEnd: TypeAlias = "Callable[[BaseException | None], None]"
+"""Called once: with None when a checkpoint is as durable as it is to be, else with the reason."""
+
+
+class DrainsOfRun(Protocol):
+    """All links of a run together, as far as a save needs them: `Drains`, which imports this."""
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """The tiers, the fastest first."""
+        ...
+
+    def place(
+        self,
+        step: int,
+        need_bytes: int,
+        *,
+        refused: Mapping[str, str],
+        wait: Callable[[], None],
+    ) -> int | None:
+        """Return the fastest tier that has room and is not refused; None: skip the save."""
+        ...
+
+    def leave_alone(self, number: int) -> None:
+        """Save to other tiers for a while."""
+        ...
+
+    def prepare(self, number: int, uid: str, step: int, replaces: Collection[str] | None) -> bool:
+        """Mark a checkpoint before its commit in tier `number`, if it is to be copied on."""
+        ...
+
+    def committed(self, number: int, record: CommitRecord, on_end: OnEnd, *, marked: bool) -> None:
+        """Queue the copy of a checkpoint that was committed in tier `number`, if it is marked."""
+        ...
+
+    def having(self, record: CommitRecord) -> tuple[str, ...]:
+        """Return the names of the tiers that have a checkpoint."""
+        ...
+
+    def failing(self) -> str:
+        """Return why waiting for the copies makes no sense; empty if it does."""
+        ...
+
+
+class DrainOfSave:
+    """The drain of one save that is committed in tier `number`; see `save.request.Onward`."""
+
+    def __init__(
+        self, drains: DrainsOfRun, replaces: Collection[str] = (), number: int = 0
+    ) -> None:
+        self._drains = drains
+        self._number = number
+        self._replaces = replaces
+        self._record: CommitRecord | None = None
+        self._marked = False
+
+    def prepare(self, record: CommitRecord) -> None:
+        """Mark the checkpoint, if it is to be copied."""
+        self._record = record
+        self._marked = self._drains.prepare(self._number, record.uid, record.step, self._replaces)
+
+    def begin(self) -> None:
+        """Do nothing: nobody else waits for the end of the copies."""
+
+    def go(self, told: OnEnd) -> None:
+        """Queue the copy, if the checkpoint is marked."""
+        assert self._record is not None
+        self._drains.committed(self._number, self._record, told, marked=self._marked)
+
+    def tiers(self) -> tuple[str, ...]:
+        """Return the names of the tiers that have the checkpoint by now."""
+        assert self._record is not None
+        return self._drains.having(self._record)
+
+    def check(self) -> None:
+        """Raise a NotDrainedError if a tier has been failing for long."""
+        if why := self._drains.failing():
+            raise NotDrainedError(why)
+
+
+class TierOfRanks:
+    """The tier that several ranks save to together; see `save.request.TierChoice`."""
+
+    def __init__(self, drains: DrainsOfRun, request: SaveRequest, *, away: Collection[str]) -> None:
+        self.number: int | None = None
+        """The number of the tier, once it is chosen."""
+        self._drains = drains
+        self._step = request.step
+        self._arrival = {"raw": list(bytes_of_rank(request.plan)), "away": sorted(away)}
+
+    def arrival(self) -> Mapping[str, Any]:
+        """Return how much this rank has to store, and the tiers that it cannot use."""
+        return self._arrival
+
+    def choose(
+        self, arrivals: Mapping[int, Mapping[str, Any]], wait: Callable[[], None]
+    ) -> tuple[str, Backend] | None:
+        """Choose the fastest tier with room for all, which no rank has told it cannot use."""
+        alike: dict[str, int] = {}
+        total = 0
+        lacking: dict[str, list[int]] = {}
+        for rank, arrival in sorted(arrivals.items()):
+            shared, own = arrival.get("raw", (0, 0))
+            alike.setdefault(str(arrival.get("structure")), shared)
+            total += own
+            for name in arrival.get("away", ()):
+                lacking.setdefault(name, []).append(rank)
+        refused = {
+            name: f"cannot be used by rank {listed([str(rank) for rank in ranks])}"
+            for name, ranks in lacking.items()
+        }
+        total += sum(alike.values())
+        self.number = self._drains.place(self._step, total, refused=refused, wait=wait)
+        if self.number is None:
+            return None
+        tier = self._drains.tiers[self.number]
+        return tier.name, tier.backend
+
+    def follow(self, name: str) -> Backend:
+        """Take the tier that rank 0 has chosen."""
+        for number, tier in enumerate(self._drains.tiers):
+            if tier.name == name:
+                self.number = number
+                return tier.backend
+        msg = (
+            f"rank 0 saves to tier {name}, which the backend of this rank does not have: give all "
+            "ranks the same configuration"
+        )
+        raise ConfigError(msg)
+
+    def failed(self, error: BaseException) -> None:
+        """Leave the tier alone for a while if it has failed: else each next save would fail."""
+        if self.number is not None and isinstance(error, StorageError):
+            self._drains.leave_alone(self.number)
+
+
+class LeadingDrain(DrainOfSave):
+    """The drain of a save of several ranks, on rank 0, which tells the others how it ends."""
+
+    def __init__(
+        self, drains: DrainsOfRun, choice: TierOfRanks, turn: RankTurn, replaces: Collection[str]
+    ) -> None:
+        super().__init__(drains, replaces)
+        self._choice = choice
+        self._told = turn.group.told_drains
+        self._round = turn.number
+        self._found: tuple[str, ...] | None = None
+
+    def prepare(self, record: CommitRecord) -> None:
+        """Mark the checkpoint in the tier that was chosen, if it is to be copied."""
+        assert self._choice.number is not None
+        self._number = self._choice.number
+        super().prepare(record)
+
+    def begin(self) -> None:
+        """Tell the others from now on that this rank lives."""
+        self._told.begin(self._round, self._drains.failing)
+
+    def go(self, told: OnEnd) -> None:
+        """Queue the copy, and tell the others of its end before the callbacks of the user."""
+
+        def told_all(error: BaseException | None) -> None:
+            if error is None:
+                post = DrainedPost(self.tiers())
+            else:
+                post = DrainedPost(kind=type(error).__name__, error=str(error))
+            self._told.end(self._round, post)
+            told(error)
+
+        super().go(told_all)
+
+    def tiers(self) -> tuple[str, ...]:
+        """Return the names of the tiers that had the checkpoint when it became durable."""
+        if self._found is None:
+            self._found = super().tiers()
+        return self._found
+
+
+class FollowedDrain:
+    """The drain of a save of several ranks, on a rank that learns from rank 0 how it ends."""
+
+    def __init__(self, turn: RankTurn) -> None:
+        self._group = turn.group
+        self._round = turn.number
+        self._found: tuple[str, ...] = ()
+
+    def prepare(self, record: CommitRecord) -> None:
+        """Do nothing: rank 0 marks the checkpoint."""
+
+    def begin(self) -> None:
+        """Do nothing: this rank follows once the callbacks of the user have returned."""
+
+    def go(self, told: OnEnd) -> None:
+        """Follow the copies of rank 0."""
+
+        def learned(post: DrainedPost) -> None:
+            self._found = post.tiers
+            told(_error_of(post) if post.kind else None)
+
+        self._group.follow(self._round, learned)
+
+    def tiers(self) -> tuple[str, ...]:
+        """Return the names of the tiers that have the checkpoint, as rank 0 has found them."""
+        return self._found
+
+    def check(self) -> None:
+        """Raise a NotDrainedError if the copies of rank 0 have been failing for long."""
+        if why := self._group.followed_drains.failing:
+            raise NotDrainedError(why)
+
+
+def _error_of(post: DrainedPost) -> Exception:
+    if post.kind == NotDrainedError.__name__:
+        return NotDrainedError(post.error)
+    cause = f"failed with {post.kind}: {post.error}"
+    return RankError(f"rank 0, which copies it to slower tiers, {cause}", 0, "", cause)

@@ -1,0 +1,482 @@
+"""Ranks save to a fast tier together, and rank 0 alone copies on from there."""
+
+import threading
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import checkpointer, memory
+from tests.integration.tiers.places import Places
+
+from penstock import ConfigError, NotDrainedError, RankError, SaveSkippedError, Shard, StorageError
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.coordination.memory import MemoryCoordination
+from penstock.core.errors import SaveError, StorageFullError
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.timing import FAST
+from penstock.core.testing.wrapper import WrapperBackend
+
+RANKS = 3
+
+
+@pytest.fixture(autouse=True)
+def impatient(waits):
+    waits(FAST, drain_failing_s=0.2)
+
+
+@pytest.fixture
+def places():
+    return Places()
+
+
+def state_of(rank, number=1):
+    whole = torch.arange(12.0 * RANKS).view(-1, 4) * number
+    part = whole[3 * rank : 3 * rank + 3].clone()
+    return {
+        "sharded": Shard(part, tuple(whole.shape), (3 * rank, 0)),
+        "plain": torch.full((7, 3), float(number)),
+        "epoch": number,
+    }
+
+
+def assert_holds(tree, number=1):
+    assert torch.equal(tree["sharded"], torch.arange(12.0 * RANKS).view(-1, 4) * number)
+    assert tree["plain"].eq(number).all()
+    assert tree["epoch"] == number
+
+
+def run_ranks(count, work, *, until=None, others=()):
+    """Return what `work(rank)` returns or raises on each; set `until` once `others` are over."""
+    found = [None] * count
+
+    def one(rank):
+        try:
+            found[rank] = work(rank)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    if until is not None:
+        for rank in others:
+            threads[rank].join(60)
+        until.set()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def job_of(places, count=RANKS, *, fast=None, durable=None, options=None, **more):
+    """A job whose ranks each open the tiers; `fast(rank)` and `durable(rank)` wrap one rank's."""
+
+    def store(rank):
+        return TieredBackend(
+            TieredConfig(fast="memory://", durable="memory://", **(options or {})),
+            fast=(fast or (lambda _, store: store))(rank, places.other_fast()),
+            durable=(durable or (lambda _, store: store))(rank, places.other()),
+        )
+
+    return Job(count, store, **more)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_what_ranks_save_is_copied_on_by_rank_0_and_durable_on_all(places, mode):
+    job = job_of(places)
+
+    def work(ckpt, rank):
+        handle = ckpt.save(state_of(rank), 1, mode=mode)
+        committed = handle.committed.result(30)
+        report = handle.result(30)
+        assert handle.progress().phase == "durable"
+        return committed.tiers, report.tiers, report.ranks
+
+    assert job.run(work) == [((), ("fast", "durable"), RANKS)] * RANKS
+    assert places.steps() == ([1], [1])
+    for backend in (places.fast, places.durable):
+        with checkpointer(backend) as alone:
+            assert alone.verify().ok
+            assert_holds(alone.load())
+
+
+CHANGES = {"create", "write", "publish", "delete", "seal"}
+
+
+def test_rank_0_alone_copies_evicts_repairs_and_deletes(places):
+    watched = {}
+
+    def watch(name):
+        def wrap(rank, store):
+            watched[name, rank] = FaultyBackend(store)
+            return watched[name, rank]
+
+        return wrap
+
+    job = job_of(
+        places,
+        fast=watch("fast"),
+        durable=watch("durable"),
+        options={"keep_fast": 1},
+        retention={"keep_last": 2},
+    )
+
+    def work(ckpt, rank):
+        for step in range(1, 6):
+            ckpt.save(state_of(rank, step), step).result(30)
+        ckpt.restore(state_of(rank, 0))
+        return ckpt.steps()
+
+    job.run(work)
+    assert places.steps() == ([5], [4, 5])
+    for rank in range(1, RANKS):
+        changed = [call for call in watched["durable", rank].calls if call[0] in CHANGES]
+        assert changed == []
+        changed = {
+            (what, name)
+            for what, names in watched["fast", rank].calls
+            for name in names
+            if what in CHANGES and not name.startswith("data/")
+        }
+        assert changed == set()
+        assert not [call for call in watched["fast", rank].calls if call[0] == "delete"]
+
+
+def test_a_rank_that_cannot_write_to_the_fast_tier_ends_the_save_and_the_next_goes_past_it(
+    places, caplog
+):
+    def fast(rank, store):
+        if rank != 2:
+            return store
+        return FaultyBackend(store, Fault("create", times=None, error=StorageError("no space")))
+
+    def work(ckpt, rank):
+        with pytest.raises((RankError, StorageError)) as info:
+            ckpt.save(state_of(rank), 1).result(30)
+        return info.value, ckpt.save(state_of(rank, 2), 2).result(30).tiers
+
+    errors, tiers = zip(*job_of(places, fast=fast).run(work), strict=True)
+    assert [(type(e), getattr(e, "rank", None)) for e in errors] == [
+        (RankError, 2),
+        (RankError, 2),
+        (StorageError, None),
+    ]
+    assert "rank 2 on node2 failed with StorageError: no space" in str(errors[0])
+    assert tiers == (("durable",),) * RANKS
+    assert places.steps() == ([], [2])
+    assert "tier fast cannot be used by rank 2" in caplog.text
+    with checkpointer(places.durable) as alone:
+        assert_holds(alone.load(), 2)
+    assert not places.fast.list("data/")
+
+
+def test_a_fast_tier_that_does_not_answer_one_rank_is_passed_over_by_all(places):
+    faulty = {}
+
+    def fast(rank, store):
+        faulty[rank] = FaultyBackend(store)
+        if rank == 1:
+            for operation in ("list", "publish", "create", "read", "stat", "delete"):
+                faulty[rank].fail(operation, StorageError("no route to host"), times=None)
+        return faulty[rank]
+
+    def work(ckpt, rank):
+        first = ckpt.save(state_of(rank), 1).result(30).tiers
+        if rank == 1:
+            faulty[1].clear()
+        return first, ckpt.save(state_of(rank, 2), 2).result(30).tiers
+
+    assert job_of(places, fast=fast).run(work) == [(("durable",), ("fast", "durable"))] * RANKS
+    assert places.steps() == ([2], [1, 2])
+
+
+def test_a_fast_tier_of_each_host_is_refused_before_much_is_written():
+    hosts = [Places() for _ in range(RANKS)]
+    shared = hosts[0]
+
+    def fast(rank, store):
+        del store
+        return hosts[rank].other_fast()
+
+    written = {}
+
+    def work(ckpt, rank):
+        with pytest.raises(SaveError) as info:
+            ckpt.save(state_of(rank), 1).result(30)
+        written[rank] = [blob.name for blob in hosts[rank].fast.list("data/")]
+        return info.value
+
+    errors = job_of(shared, fast=fast).run(work)
+    for error in errors:
+        assert "A fast tier of each host's own is not supported with ranks on several" in str(error)
+    assert {getattr(errors[0], "rank", None)} <= {1, 2}
+    assert written == {0: [], 1: [], 2: []}
+    assert shared.steps() == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["async", "blocking"])
+def test_while_the_durable_tier_is_away_no_rank_calls_a_checkpoint_durable(places, mode):
+    faulty = {}
+
+    def durable(rank, store):
+        faulty[rank] = FaultyBackend(store)
+        if rank == 0:
+            error = StorageError("no route to host")
+            faulty[rank].fail("publish", error, times=None, match="data/")
+        return faulty[rank]
+
+    def work(ckpt, rank):
+        if mode == "blocking":
+            with pytest.raises(NotDrainedError, match="no route to host"):
+                ckpt.save(state_of(rank), 1, mode=mode)
+        handle = ckpt.save(state_of(rank), 2)
+        handle.committed.result(30)
+        durable_then = handle.durable.done()
+        if mode == "blocking":
+            faulty[0].clear()
+            return durable_then, handle.result(30).tiers
+        ckpt.close()
+        with pytest.raises(NotDrainedError, match="the run was closed before"):
+            handle.result(1)
+        return durable_then, ()
+
+    tiers = ("fast", "durable") if mode == "blocking" else ()
+    assert job_of(places, durable=durable).run(work) == [(False, tiers)] * RANKS
+
+
+class Silent(MemoryCoordination):
+    """A rank of which the others hear no more about its copies, as if it had died behind a save."""
+
+    def post(self, key, value, /):
+        if key != "drains" and not key.endswith("/drained"):
+            super().post(key, value)
+
+
+def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
+    job = job_of(places)
+    release = threading.Event()
+
+    def work(rank):
+        coordination = Silent(job.board) if rank == 0 else None
+        with job.checkpointer(rank, coordination=coordination, timeout_s=1.0) as ckpt:
+            handle = ckpt.save(state_of(rank), 1)
+            handle.committed.result(30)
+            if rank == 0:
+                release.wait(30)
+                return True
+            with pytest.raises(NotDrainedError, match="rank 0, which copies it on, was silent for"):
+                handle.result(30)
+            return True
+
+    assert run_ranks(RANKS, work, until=release, others=range(1, RANKS)) == [True] * RANKS
+    assert places.steps() == ([1], [1])
+
+
+def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0
+
+    def full(rank, store):
+        return Full(store) if rank == 0 else store
+
+    def work(ckpt, rank):
+        handle = ckpt.save(state_of(rank), 1)
+        with pytest.raises(SaveSkippedError, match="no tier has room"):
+            handle.result(30)
+        return handle.skipped
+
+    assert job_of(places, fast=full, durable=full).run(work) == [True] * RANKS
+    assert places.steps() == ([], [])
+    assert [r.message for r in caplog.records if r.levelname == "ERROR"] == [
+        m for m in caplog.messages if m.startswith("step 1 is not saved: no tier has room")
+    ]
+    options = {"on_full": "raise"}
+    errors = job_of(places, fast=full, durable=full, options=options).save(state_of)
+    assert [type(e) for e in errors] == [StorageFullError, RankError, RankError]
+
+
+def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobody(places):
+    full = threading.Event()
+    full.set()
+
+    class Full(WrapperBackend):
+        def free_bytes(self):
+            return 0 if full.is_set() else None
+
+    job = job_of(
+        places,
+        fast=lambda _, store: Full(store),
+        durable=lambda _, store: Full(store),
+        options={"on_full": "block"},
+    )
+    threading.Timer(2.0, full.clear).start()
+
+    def work(rank):
+        with job.checkpointer(rank, timeout_s=1.0) as ckpt:
+            return ckpt.save(state_of(rank), 1).result(30).tiers
+
+    assert run_ranks(RANKS, work) == [("fast", "durable")] * RANKS
+
+
+def test_room_is_made_for_what_all_ranks_store_together(places):
+    class Counting(WrapperBackend):
+        def free_bytes(self):
+            return 10 << 20
+
+    job = job_of(places, fast=lambda rank, store: Counting(store) if rank == 0 else store)
+    big = torch.ones(1 << 20, dtype=torch.uint8)
+
+    def work(ckpt, rank):
+        # Each alone has room beside the 8 MiB that stay free, and all together have not.
+        held = Shard(big, (RANKS << 20,), (rank << 20,))
+        tiers = [ckpt.save({"w": held}, 1).result(30).tiers]
+        # Plain tensors are stored once, so there is room.
+        return [*tiers, ckpt.save({"w": big}, 2).result(30).tiers]
+
+    assert job.run(work) == [[("durable",), ("fast", "durable")]] * RANKS
+
+
+def test_ranks_of_other_backends_are_refused_by_name(places):
+    store = memory()
+
+    def work(ckpt, rank):
+        with pytest.raises((RankError, ConfigError)) as info:
+            ckpt.save(state_of(rank), 1).result(30)
+        return str(info.value)
+
+    def tiers(rank):
+        return job_of(places)._store(rank) if rank != 1 else store
+
+    found = Job(RANKS, tiers).run(work)
+    assert all("the backend of this rank is one place, that of rank 0 tiers" in t for t in found)
+
+
+def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
+    def durable(rank, store):
+        faulty = FaultyBackend(store)
+        faulty.fail("create", StorageError("no route to host"), times=None)
+        return faulty if rank == 0 else store
+
+    def work(ckpt, rank):
+        return ckpt.save(state_of(rank), 1).committed.result(30).step
+
+    assert job_of(places, durable=durable).run(work) == [1] * RANKS
+    assert places.steps() == ([1], [])
+
+    def restarted(ckpt, rank):
+        target = {"plain": torch.zeros(7, 3), "epoch": 0}
+        step = ckpt.restore(target).step
+        ckpt.save(target, 2).result(30)
+        return step, target["plain"].eq(1).all().item()
+
+    assert job_of(places, 2).run(restarted) == [(1, True)] * 2
+    assert places.steps() == ([1, 2], [1, 2])
+
+
+def test_what_is_evicted_beside_a_restore_is_read_from_the_next_tier(places):
+    job = job_of(places)
+    assert [r.step for r in job.save(state_of)] == [1] * RANKS
+    evicted = threading.Event()
+    reads = Fault("read", times=None, match="blobs/", until=evicted)
+
+    def fast(rank, store):
+        return FaultyBackend(store, reads) if rank == 2 else store
+
+    def work(ckpt, rank):
+        def evict():
+            reads.reached.wait(30)
+            ckpt._drains.eviction.evict(0, Catalog(places.fast).record(1))
+            evicted.set()
+
+        if rank == 0:
+            threading.Thread(target=evict).start()
+        target = state_of(rank, 0)
+        ckpt.restore(target)
+        return target["sharded"].tensor.eq(state_of(rank)["sharded"].tensor).all().item()
+
+    assert job_of(places, fast=fast).run(work) == [True] * RANKS
+    assert places.steps() == ([], [1])
+
+
+def test_damage_that_one_rank_finds_is_repaired_by_rank_0(places):
+    job = job_of(places)
+    assert [r.step for r in job.save(state_of)] == [1] * RANKS
+    store = places.fast
+    store.delete([next(b.name for b in store.list("data/") if "/00001-0." in b.name)])
+
+    watched = [FaultyBackend(places.other_fast()) for _ in range(RANKS)]
+
+    def work(ckpt, rank):
+        # Rank 0 itself reads nothing of what is missing.
+        wanted = "epoch" if rank == 0 else "sharded"
+        return bool(ckpt.restore({wanted: state_of(rank, 0)[wanted]}).rescued)
+
+    assert job_of(places, fast=lambda rank, _: watched[rank]).run(work)[1]
+    changes = [{what for what, _ in faulty.calls} & CHANGES for faulty in watched]
+    assert [bool(some) for some in changes] == [True, False, False]
+    with checkpointer(places.fast) as alone:
+        assert alone.verify().ok
+
+
+def test_a_repair_by_hand_is_for_rank_0_alone(places):
+    def work(ckpt, rank):
+        ckpt.save(state_of(rank), 1).result(30)
+        if rank == 0:
+            return ckpt.verify(1, repair=True).ok
+        with pytest.raises(ConfigError, match="rank 0 alone"):
+            ckpt.verify(1, repair=True)
+        return ckpt.verify(1).ok
+
+    assert job_of(places).run(work) == [True] * RANKS
+
+
+def test_a_deletion_that_fails_on_another_rank_starts_no_copies_there(places):
+    def durable(rank, store):
+        faulty = FaultyBackend(store)
+        if rank == 0:
+            faulty.fail("publish", StorageError("no route to host"), times=None, match="data/")
+        else:
+            faulty.fail("delete", StorageError("no route to host"), times=None)
+        return faulty
+
+    def work(ckpt, rank):
+        ckpt.save(state_of(rank), 1).committed.result(30)
+        if rank == 1:
+            with pytest.raises(StorageError, match="no route to host"):
+                ckpt.delete(1)
+            return ckpt._drains.settle(30), [state.unfinished() for state in ckpt._drains.states()]
+        return None
+
+    assert job_of(places, durable=durable).run(work)[1] == (True, [[]])
+    assert places.steps() == ([1], [])
+
+
+def test_rank_0_closes_once_the_others_know_what_is_durable(places):
+    job = job_of(places, 2)
+    gate = threading.Event()
+
+    class Late(MemoryCoordination):
+        def read(self, keys, /):
+            if any(key.endswith("/drained") for key in keys):
+                gate.wait(30)
+            return super().read(keys)
+
+    def work(rank):
+        coordination = Late(job.board) if rank == 1 else None
+        ckpt = job.checkpointer(rank, coordination=coordination, timeout_s=30.0)
+        handle = ckpt.save({"epoch": 1}, 1)
+        if rank == 0:
+            handle.result(30)
+            closing = threading.Thread(target=ckpt.close)
+            closing.start()
+            closing.join(0.3)
+            waits = closing.is_alive()
+            gate.set()
+            closing.join(30)
+            return waits, closing.is_alive()
+        tiers = handle.result(30).tiers
+        ckpt.close()
+        return tiers
+
+    assert run_ranks(2, work) == [(True, False), ("fast", "durable")]
