@@ -1,14 +1,29 @@
 """Ranks save to a fast tier together, and rank 0 alone copies on from there."""
 
+import os
+import shutil
+import signal
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.integration.ranks.saving import Job
-from tests.integration.support import checkpointer, memory
+from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
+from tests.integration.support import checkpointer, memory, run_python
 from tests.integration.tiers.places import Places
 
-from penstock import ConfigError, NotDrainedError, RankError, SaveSkippedError, Shard, StorageError
+from penstock import (
+    Checkpointer,
+    ConfigError,
+    NotDrainedError,
+    RankError,
+    SaveSkippedError,
+    Shard,
+    StorageError,
+)
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.coordination.memory import MemoryCoordination
@@ -480,3 +495,107 @@ def test_rank_0_closes_once_the_others_know_what_is_durable(places):
         return tiers
 
     assert run_ranks(2, work) == [(True, False), ("fast", "durable")]
+
+
+TORCHRUN = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+import penstock
+
+fast, durable, step = sys.argv[1:3] + [int(sys.argv[3])]
+dist.init_process_group("gloo")
+torch.manual_seed(step)
+net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+fully_shard(net[0]), fully_shard(net[1]), fully_shard(net)
+state = {"model": net, "epoch": step}
+tiers = {"type": "tiered", "fast": fast, "durable": durable}
+with penstock.Checkpointer(tiers) as ckpt:
+    if step > 1:
+        weights = {n: t.full_tensor().clone() for n, t in net.state_dict().items()}
+        torch.manual_seed(step - 1)
+        other = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).state_dict()
+        assert ckpt.restore(state).step == step - 1
+        for name, tensor in net.state_dict().items():
+            assert torch.equal(tensor.full_tensor(), other[name]), name
+        assert state["epoch"] == step - 1
+    handle = ckpt.save(state | {"epoch": step}, step)
+    handle.committed.result(60)
+    print("saved", handle.result(60).tiers == ("fast", "durable"), flush=True)
+dist.destroy_process_group()
+"""
+
+COPY = """
+fast, durable, limit_s = sys.argv[4], sys.argv[5], float(sys.argv[6])
+tiers = {"type": "tiered", "fast": fast, "durable": durable, "drain_bytes_per_s": "1 MB"}
+ckpt = penstock.Checkpointer(tiers, rank_timeout_s=limit_s)
+part = penstock.Shard(torch.ones(12, 1 << 20), (12 * count, 1 << 20), (12 * rank, 0))
+handle = ckpt.save({"w": part, "epoch": 1}, 1)
+handle.committed.result(60)
+print("committed", flush=True)
+try:
+    handle.result(100)
+except penstock.NotDrainedError as error:
+    print("which copies it on, was silent for" in str(error), flush=True)
+    print(ckpt.latest(), flush=True)
+    ckpt.close()
+    print("closed", flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_torchrun_goes_on_from_the_slow_tier_once_the_fast_one_is_lost(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(TORCHRUN)
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    for step, count in ((1, 3), (2, 2)):
+        done = run_python(
+            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", script,
+            fast, durable, step, timeout=200, OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("saved True") == count
+        shutil.rmtree(fast)
+    with Checkpointer(durable) as alone:
+        assert alone.steps() == [1, 2]
+        assert alone.verify(1).ok
+        assert alone.load(2, include="epoch") == {"epoch": 2}
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, how):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    processes = start(START + COPY, 3, store.port, fast, durable, LIMIT_S)
+    try:
+        assert [process.stdout.readline() for process in processes] == ["committed\n"] * 3
+        while not children_of(processes[0].pid):
+            time.sleep(0.02)
+        os.kill(processes[0].pid, how)
+        others = processes[1:]
+        assert [children_of(process.pid) for process in others] == [[], []]  # rank 0 alone copies
+        assert [process.stdout.readline() for process in others] == ["True\n"] * 2
+        assert [process.stdout.readline() for process in others] == ["1\n"] * 2
+        assert [process.stdout.readline() for process in others] == ["closed\n"] * 2
+    finally:
+        end(processes)
+    with Checkpointer(durable) as alone:
+        assert alone.steps() == []
+    tiers = {"type": "tiered", "fast": f"posix://{fast}", "durable": f"posix://{durable}"}
+    with Checkpointer(tiers) as ckpt:
+        assert ckpt.save({"epoch": 2}, 2).result(60).tiers == ("fast", "durable")
+    with Checkpointer(durable) as alone:
+        assert alone.steps() == [1, 2]
+        assert alone.verify(1).ok
+        assert alone.load(1)["w"].eq(1).all()
+
+
+def children_of(pid):
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += (task / "children").read_text().split()
+    return found
