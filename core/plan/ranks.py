@@ -32,14 +32,19 @@ def chunks_of_rank(
             tensors alike. Plain values are written by the first of them; buffers too, which each
             rank may have computed from its own data, so that they belong together.
         writer_bytes: The least bytes that one of several writers gets.
+
+    Objects that may be derived are written by the rank that writes the first chunk of a master, so
+    that one rank has both. They are no part of the division: most of them take no bytes.
     """
     groups: dict[object, list[int]] = {}
     places: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
-    for number in range(len(plan.chunks)):
+    leaders = _leaders(plan)
+    for number, chunk in enumerate(plan.chunks):
+        if chunk.pieces[0].item in leaders:
+            continue
         entry = _entry_of(plan, number)
-        of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
-        one_writes = entry.replica is None and of_one
-        key = (replicas_of(entry), one_writes)
+        key = _group_of(entry)
+        one_writes = key[1]
         groups.setdefault(key, []).append(number)
         places.setdefault(key, (entry.replica or plain, one_writes))
     found: set[int] = set()
@@ -53,6 +58,12 @@ def chunks_of_rank(
             if (2 * done + length) * writers // (2 * total) == place.index:
                 found.add(number)
             done += length
+    if leaders:
+        found.update(
+            number
+            for number, chunk in enumerate(plan.chunks)
+            if leaders.get(chunk.pieces[0].item) in found
+        )
     return frozenset(found)
 
 
@@ -71,6 +82,62 @@ def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
             others += chunk.length * (replica.index + 1) // replica.count
             others -= chunk.length * replica.index // replica.count
     return alike, others
+
+
+def derivable(
+    plan: SavePlan, mine: frozenset[int], plain: Replica, world_size: int
+) -> dict[int, tuple[int, ...]]:
+    """Return the objects that this rank may store as derived, in the form of `SavePlan.masters`.
+
+    It writes all of the object, and all of each master, so that it has compared what is stored. If
+    the ranks differ in structure there are none: several would decide about one object.
+
+    Args:
+        plan: As for `chunks_of_rank`.
+        mine: The chunks that this rank writes.
+        plain: As for `chunks_of_rank`.
+        world_size: Number of ranks.
+    """
+    if plain.count < world_size:
+        return {}
+    others = {
+        piece.item
+        for number, chunk in enumerate(plan.chunks)
+        if number not in mine
+        for piece in chunk.pieces
+    }
+    found = {
+        item: tuple(master for master in masters if master not in others)
+        for item, masters in plan.masters.items()
+        if item not in others
+    }
+    return {item: masters for item, masters in found.items() if masters}
+
+
+def _leaders(plan: SavePlan) -> dict[int, int]:
+    """Return the first chunk of the first master of each object that may be derived."""
+    if not plan.masters:
+        return {}
+    firsts: dict[int, int] = {}
+    for number, chunk in enumerate(plan.chunks):
+        for piece in chunk.pieces:
+            firsts.setdefault(piece.item, number)
+    found: dict[int, int] = {}
+    for item, masters in plan.masters.items():
+        group = _group_of(plan.objects[item].entry)
+        for master in masters:
+            number = firsts[master]
+            # Of a slab its first object says to which group it belongs.
+            if _group_of(_entry_of(plan, number)) == group and master not in plan.masters:
+                found[item] = number
+                break
+    return found
+
+
+def _group_of(entry: StateObject) -> tuple[object, bool]:
+    """Return a key of the objects that are divided together, and whether one rank writes them."""
+    of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
+    return replicas_of(entry), entry.replica is None and of_one
 
 
 def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:

@@ -68,9 +68,15 @@ class Conductor:
             self._round.moved(done, total)
 
     def wait_all_here(self, timeout_s: float) -> bool:
-        """Wait until rank 0 has heard of all ranks, or has something to do; return whether."""
+        """Wait until rank 0 has heard of all ranks, or has something to do; return whether.
+
+        Raises:
+            BaseException: As with `next_step`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._round.all_here or self._has_news(), timeout_s)
+            if self._error is not None:
+                raise self._error
             return self._round.all_here
 
     def next_step(self, timeout_s: float | None = None) -> Step | None:

@@ -28,7 +28,7 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from penstock.core.abc import ByteSource, PendingCopy, StateObject
@@ -61,11 +61,16 @@ class CaptureRun:
         straight_first: bool,
         timing: Timing,
         skip: Collection[int] = (),
+        masters: Mapping[int, Sequence[int]] | None = None,
+        captures_derived: bool = False,
     ) -> None:
         self._skip = skip  # the chunks that other ranks write
+        # With several ranks it may be known only later which of them stores an object as derived:
+        # so all compare it, and capture it all the same.
+        self._captures_derived = captures_derived
         self._chunks = plan.chunks
         self._objects = plan.objects
-        self._masters = plan.masters
+        self._masters = plan.masters if masters is None else masters
         self.derived: dict[int, int] = {}
         """The numbers of derived objects, and of those that they are derived from."""
         self._staging = staging
@@ -282,7 +287,7 @@ class CaptureRun:
             return False
         if not piece.start:
             self._compare_with_masters(piece.item)
-        return piece.item in self.derived
+        return piece.item in self.derived and not self._captures_derived
 
     def _compare_with_masters(self, item: int) -> None:
         """Find the master whose elements, rounded, are those of the object.

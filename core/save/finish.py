@@ -32,8 +32,9 @@ from penstock.core.errors import (
 )
 from penstock.core.format.records import index_name, intent_name, part_name
 from penstock.core.pipeline.choices import ChainChoices
+from penstock.core.pipeline.chunks import Captured
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
-from penstock.core.plan.ranks import chunks_of_rank, spans_of_rank
+from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.posts import Result
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
-    from penstock.core.pipeline.chunks import Captured, ChunkResult
+    from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.reporting.handle import Ending
     from penstock.core.save.bases import SaveBases
     from penstock.core.save.capture import CaptureRun
@@ -136,6 +137,7 @@ class Finish:
         self._turn = turn
         self.uid = secrets.token_hex(16) if self._agreement is None else self._agreement.uid
         self._share = ALONE
+        self._masters: Mapping[int, Sequence[int]] = request.plan.masters
         self._has_intent = False
         self._references: Collection[str] = ()  # the uids whose data the intent protects
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
@@ -393,6 +395,7 @@ class Finish:
         plan = self.request.plan
         chunks = chunks_of_rank(plan, place)
         plan.spans.update(spans_of_rank(plan, chunks))
+        self._masters = derivable(plan, chunks, place, agreement.world_size)
         self._share = RankShare(
             agreement.rank,
             agreement.world_size,
@@ -488,7 +491,9 @@ class Finish:
             tick=self._moved,
         )
         parts = reader.read(part.summary, posts)
-        reader.check_cover(parts, self.request.entries)
+        plan = self.request.plan
+        derived = [plan.objects[n].entry.path for n in self._capture.derived if self._derives(n)]
+        reader.check_cover(parts, self.request.entries, derived)
         self._moved()
         providers: dict[str, int] = {}
         for post in posts.values():
@@ -535,13 +540,28 @@ class Finish:
                 self._writer.settle_oldest()
 
     def _own(self, batch: list[Captured]) -> list[Captured]:
-        """Return the chunks that this rank writes, and release those that other ranks write."""
+        """Return the chunks of this rank, and release those that other ranks write.
+
+        Releases those of derived objects, too, as far as they were captured.
+        """
         if self._share.chunks is None:
             return batch
+        own = []
         for captured in batch:
-            if not self._share.writes(captured.index):
+            index = captured.index
+            if not self._share.writes(index):
                 self._capture.release(captured)
-        return [captured for captured in batch if self._share.writes(captured.index)]
+            elif self._derives(self.request.plan.chunks[index].pieces[0].item):
+                self._capture.release(captured)
+                own.append(Captured(index, memoryview(b""), None, straight=False, derived=True))
+            else:
+                own.append(captured)
+        return own
+
+    def _derives(self, item: int) -> bool:
+        """Return whether this rank stores an object as derived, which it has compared by now."""
+        master = self._capture.derived.get(item)
+        return master is not None and master in self._masters.get(item, ())
 
     def _next_batch(self) -> list[Captured]:
         """Return captured chunks, at most a batch; wait a little if nothing is in flight."""
@@ -575,7 +595,7 @@ class Finish:
                 self.uid,
                 results,
                 blobs,
-                derived=self._capture.derived,
+                derived={n: m for n, m in self._capture.derived.items() if self._derives(n)},
                 choices=self._choices.report(results),
                 share=self._share,
             )

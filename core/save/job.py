@@ -110,6 +110,8 @@ class SaveJob:
             straight_first=request.mode == "blocking",
             timing=self._timing,
             skip=() if turn is None else turn.skip,
+            masters=None if turn is None else turn.masters,
+            captures_derived=turn is not None and turn.masters is None,
         )
         self._finish = Finish(
             request,

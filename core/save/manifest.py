@@ -426,9 +426,12 @@ def build_sections(
     spans = _spans_by_path(plan)
     drafts: list[SectionDraft] = []
     writer = _SectionWriter(frames, masters, errors or {}, spans)
+    elsewhere = _decided_elsewhere(plan, by_item, share) - masters.keys()
     for ordinal in _storage_order(refs):
         entry = entries[ordinal]
-        if not refs[ordinal] and not share.lists(entry.path):
+        path = entry.path
+        listed = path in masters or (path not in elsewhere and share.lists(path))
+        if not refs[ordinal] and not listed:
             continue
         if isinstance(entry, Node):
             writer.add_node(ordinal, entry)
@@ -440,6 +443,15 @@ def build_sections(
     if writer.count:
         drafts.append(writer.draft)
     return drafts
+
+
+def _decided_elsewhere(
+    plan: SavePlan, by_item: Sequence[Sequence[int]], share: RankShare
+) -> set[ObjectPath]:
+    """Return the objects of which another rank says whether they are derived or stored."""
+    if share.chunks is None:
+        return set()
+    return {plan.objects[item].entry.path for item in plan.masters if not by_item[item]}
 
 
 def _spans_by_path(plan: SavePlan) -> dict[ObjectPath, Sequence[ShardSpan]]:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Node
     from penstock.core.format.index import ShardTable
-    from penstock.core.format.records import PartHead
+    from penstock.core.format.records import ObjectRecord, PartHead
+    from penstock.core.types import ObjectPath
 
 _BATCH = 64  # parts that are read at once
 
@@ -73,6 +74,7 @@ class PartsOfRanks:
         self._references = references
         self._tick = tick
         self._heads: dict[int, PartHead] = {}
+        self._records: dict[tuple[int, int], dict[int, ObjectRecord]] = {}  # of sections, by hash
 
     def read(self, own: PartSummary, posts: Mapping[int, Mapping[str, Any]]) -> list[PartSummary]:
         """Return all parts, in order of ranks.
@@ -119,13 +121,17 @@ class PartsOfRanks:
         return parts
 
     def check_cover(
-        self, parts: Sequence[PartSummary], entries: Sequence[StateObject | Node]
+        self,
+        parts: Sequence[PartSummary],
+        entries: Sequence[StateObject | Node],
+        derived: Collection[ObjectPath] = (),
     ) -> None:
         """Check that the parts hold every byte of every object, and none twice.
 
         Args:
             parts: The parts, from `read`.
             entries: What rank 0 describes. Of other objects the shape is read from the parts.
+            derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
 
         Raises:
             SaveError: Bytes of an object are missing, or shards overlap; names the object.
@@ -145,6 +151,9 @@ class PartsOfRanks:
                 path, shape, needs = show_path(entry.path), entry.spec.shape, _needs_bytes(entry)
             else:
                 path, shape, needs = self._described(parts, chosen.take(np.arange(first, stop)))
+            if needs and entry is not None and (chosen.dims[rows] == NO_BYTES).all():
+                taken = chosen.take(np.arange(first, stop))
+                needs = entry.path not in derived and not self._is_derived(parts, taken)
             if not needs:
                 continue
             own = chosen.bounds[bounds[first - 1] if first else 0 : bounds[stop - 1]]
@@ -161,15 +170,28 @@ class PartsOfRanks:
     ) -> tuple[str, tuple[int, ...], bool]:
         """Return shown path and shape of an object that rank 0 does not have, from its part."""
         part, number = rows.places()[0]
-        entry = parts[part].entry
-        head = self._heads[entry.rank]
-        info = head.sections[number]
-        data = self._ranges({entry.rank: (info.offset, info.length)}, {entry.rank: entry})
-        section = decode_section(data[entry.rank], info, head)
-        wanted = int(rows.hashes[0])
-        record = next(o for o in section.objects if path_hash(o.path) == wanted)
+        record = self._record(parts[part].entry, number, int(rows.hashes[0]))
         needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
         return show_path(record.path), record.spec.shape, needs
+
+    def _is_derived(self, parts: Sequence[PartSummary], rows: ShardTable) -> bool:
+        """Return whether the part of another rank says that an object is derived."""
+        return any(
+            self._record(parts[part].entry, number, int(rows.hashes[0])).derived is not None
+            for part, number in rows.places()
+            if parts[part].entry.rank in self._heads
+        )
+
+    def _record(self, entry: PartEntry, number: int, hashed: int) -> ObjectRecord:
+        """Return the record of an object in a section of the part of another rank."""
+        key = entry.rank, number
+        if key not in self._records:
+            head = self._heads[entry.rank]
+            info = head.sections[number]
+            data = self._ranges({entry.rank: (info.offset, info.length)}, {entry.rank: entry})
+            section = decode_section(data[entry.rank], info, head)
+            self._records[key] = {path_hash(o.path): o for o in section.objects}
+        return self._records[key][hashed]
 
     def _ranges(
         self, places: Mapping[int, tuple[int, int]], entries: Mapping[int, PartEntry]

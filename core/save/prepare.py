@@ -37,13 +37,14 @@ from penstock.core.pipeline.staging import Staging, default_budget
 from penstock.core.plan.choice import CANDIDATES, CodecChooser, class_of
 from penstock.core.plan.derived import find_masters
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
+from penstock.core.ranks.structure import is_below
 from penstock.core.save.request import SaveRequest
 from penstock.core.tree.patterns import compile_all, is_catch_all
 from penstock.core.tree.select import Selection, nothing_for
 from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path, show_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.core.abc import ByteSource
     from penstock.core.config.model import CheckpointerConfig, Rule
@@ -314,7 +315,12 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         chain = table.number(entry, exact=single)
         planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
         objects.append(planned)
-    masters = find_masters(objects, is_exact=table.is_exact) if derive else None
+    masters = find_masters(objects, is_exact=table.is_exact) if derive else {}
+    if place is not None:
+        own_paths = description.own_paths
+        masters = {
+            item: of for item, of in masters.items() if _are_alike(objects, (item, *of), own_paths)
+        }
     # Ranks share the chunks of what they hold alike, so all have to cut alike.
     even = share or place is not None
     plan = plan_save(
@@ -341,6 +347,14 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         world_size=1 if place is None else place.world_size,
         own_paths=description.own_paths,
     )
+
+
+def _are_alike(
+    objects: Sequence[PlannedObject], numbers: Iterable[int], own_paths: Sequence[ObjectPath]
+) -> bool:
+    """Return whether all ranks of one structure hold some objects whole, and alike."""
+    entries = [objects[number].entry for number in numbers]
+    return all(e.replica is None and not is_below(e.path, own_paths) for e in entries)
 
 
 def staging_for(

@@ -77,6 +77,8 @@ class RankTurn:
         structure: The digest of the structure of the state here.
         values: The digests of the plain values here, by shown path.
         skip: The chunks that other ranks write, as far as that is known before the capture.
+        masters: The objects that this rank may store as derived, as in `SavePlan.masters`; None:
+            that is not known before the capture.
         latest: On rank 0 the latest step when the save was called; None: there was none.
         begun: Whether a job goes on with it, and tells the others how it ends.
     """
@@ -86,6 +88,7 @@ class RankTurn:
     structure: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
     skip: frozenset[int] = frozenset()
+    masters: Mapping[int, Sequence[int]] | None = None
     latest: int | None = None
     begun: bool = False
 

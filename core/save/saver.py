@@ -12,7 +12,7 @@ from penstock.core.abc import StateObject
 from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.errors import ConfigError
-from penstock.core.plan.ranks import chunks_of_rank
+from penstock.core.plan.ranks import chunks_of_rank, derivable
 from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.structure import structure_digest, value_digests
@@ -289,6 +289,7 @@ class Saver(SaveSurroundings):
             if place is not None:
                 mine = chunks_of_rank(request.plan, place)
                 turn.skip = frozenset(range(len(request.plan.chunks))) - mine
+                turn.masters = derivable(request.plan, mine, place, request.world_size)
         destination = self._destination(request, turn)
         if destination is None:
             return None
@@ -393,7 +394,7 @@ class Saver(SaveSurroundings):
             generation=generation,
             mode=mode,
             share=self._config.share,
-            derive=self._config.share and group is None,
+            derive=self._config.share,
             place=None if group is None else group.place,
             known=self._cuts,
         )

@@ -276,6 +276,7 @@ class _Finish(Finish):
         self.may_write = Latch()
         self._agreement = None
         self._share = ALONE
+        self._masters = {}
         self._backend = turn
         self._onward = None
         self._before_commit = lambda request: None

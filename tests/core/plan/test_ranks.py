@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.core.planned import NoBytes
 
 from penstock.core.abc import StateObject
-from penstock.core.plan.ranks import chunks_of_rank, spans_of_rank
+from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec
@@ -131,3 +131,37 @@ def test_bytes_in_several_rectangles_are_told_codecs_as_one_row():
     assert context_of(plan, second).shape == (2, 4096)
     assert context_of(plan, second).start == CHUNK
     assert elements_of(plan, second) is None
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=9), st.integers(1, 4), st.data())
+def test_what_may_be_derived_goes_to_the_rank_that_writes_its_master(rows, count, data):
+    masters = [of_shape((f"master{n}",), (r, 64)) for n, r in enumerate(rows)]
+    weights = [of_shape((f"weight{n}",), (r, 32)) for n, r in enumerate(rows)]
+    pairs = {len(rows) + n: (n,) for n in range(len(rows)) if data.draw(st.booleans())}
+    plan = plan_save(
+        [*masters, *weights],
+        chunk_bytes=CHUNK,
+        slab_limit_bytes=600,
+        even_cuts=True,
+        masters=pairs,
+    )
+    places = [Replica(rank, count) for rank in range(count)]
+    mine = [chunks_of_rank(plan, place, writer_bytes=1) for place in places]
+    assert sorted(n for chunks in mine for n in chunks) == list(range(len(plan.chunks)))
+    found = [
+        derivable(plan, chunks, place, count) for chunks, place in zip(mine, places, strict=True)
+    ]
+    writers = {
+        item: {rank for rank, chunks in enumerate(mine) for n in chunks if item in items(plan, n)}
+        for item in range(2 * len(rows))
+    }
+    for item, (master,) in pairs.items():
+        assert len(writers[item]) == 1
+        assert writers[item] <= writers[master]
+        whole = writers[item] == writers[master]
+        assert [rank for rank, one in enumerate(found) if item in one] == [*writers[item]] * whole
+    assert not any(derivable(plan, chunks, Replica(0, count), count + 1) for chunks in mine)
+
+
+def items(plan, number):
+    return {piece.item for piece in plan.chunks[number].pieces}

@@ -22,10 +22,11 @@ from penstock.core.types import Region
 def check(entries, ranks):
     """Check parts of ranks that store `{path: regions}`; True: the whole, False: nothing."""
     parts = []
-    for held in ranks:
+    for rank, held in enumerate(ranks):
         pairs = [(path_hash(path), one) for path, regions in held.items() for one in regions]
         hashes, regions = zip(*pairs, strict=True) if pairs else ((), ())
-        parts.append(SimpleNamespace(shards=shard_table([SectionShards(hashes, regions)])))
+        table = shard_table([SectionShards(hashes, regions)])
+        parts.append(SimpleNamespace(shards=table, entry=SimpleNamespace(rank=rank)))
     reader = PartsOfRanks(
         None, uid=UID, step=7, world_size=len(ranks), references=(), tick=lambda: None
     )

@@ -55,6 +55,16 @@ def assert_unchanged(store, before):
         assert torch.equal(ckpt.load()["weight"], WEIGHT)
 
 
+def test_ranks_whose_numbers_are_taken_give_up(job):
+    """Two jobs over one store of values: the second finds its rounds decided."""
+    job, store, _ = job
+    assert [report.step for report in job.save(state_of, 2)] == [2, 2, 2]
+    for error in job.save(state_of, 3):
+        assert isinstance(error, SaveError)
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [1, 2]
+
+
 def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     job, store, before = job
     errors = job.save(lambda rank: {**state_of(rank), "epoch": 7 + (rank == 1)}, 2)

@@ -1,0 +1,156 @@
+"""Ranks that store weights as their rounded master weights."""
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import blank, checkpointer, memory, same
+
+from penstock import Shard
+from penstock.core.plan import ranks
+
+NAMES = [f"layer{n}.weight" for n in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def many_writers(monkeypatch):
+    """Replicas share also what is small."""
+    monkeypatch.setattr(ranks.chunks_of_rank, "__kwdefaults__", {"writer_bytes": 1})
+
+
+def mixed(seed=0):
+    """Weights in half precision, their masters, and a moment of each."""
+    made = torch.Generator().manual_seed(seed)
+    masters = {name: torch.randn(130, 300, generator=made) for name in NAMES}
+    return {
+        "model": {name: master.bfloat16() for name, master in masters.items()},
+        "master": masters,
+        "moment": {name: torch.randn(90, 30, generator=made) for name in NAMES},
+        "epoch": 3,
+    }
+
+
+def derived(store, step):
+    """The derived weights, each with the part that lists it."""
+    with checkpointer(store) as ckpt:
+        found = [o for o in ckpt.open(step).contents.objects() if o.record.derived]
+    assert all(o.record.derived == ("master", o.record.path[1]) for o in found)
+    return {o.record.path[1]: o.part for o in found}
+
+
+def restored(store, state, step):
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify(step).ok
+        assert same(ckpt.load(step), state)
+        target = blank(state)
+        ckpt.restore(target, step)
+    assert same(target, state)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_it(mode, count):
+    """In the first save no rank knows before the capture what it writes, later each does."""
+    store = memory()
+    states = {step: mixed(step) for step in (1, 2)}
+    job = Job(count, store, share=True, defer="**")
+
+    def work(ckpt, rank):
+        del rank
+        found = []
+        for step, state in states.items():
+            handle = ckpt.save(state, step, mode=mode)
+            ckpt.fence()
+            found.append(handle.result(30).bytes_stored)
+        return found
+
+    results = job.run(work)
+    assert not any(isinstance(result, Exception) for result in results), results
+    others = Job(count, memory()).save(lambda _: states[1])
+    whole = sum(report.bytes_stored for report in others)
+    for step, state in states.items():
+        found = derived(store, step)
+        assert set(found.values()) - {0}  # not rank 0 alone decides
+        # A master that two ranks share is at each seam between two writers.
+        assert len(found) >= len(NAMES) - (count - 1)
+        restored(store, state, step)
+        weights = sum(state["model"][name].nbytes for name in found)
+        assert whole - sum(result[step - 1] for result in results) > 0.9 * weights
+
+
+def test_a_weight_that_differs_in_one_bit_is_stored():
+    store, state = memory(), mixed()
+    odd = NAMES[4]
+    state["model"][odd][77, 5] += 1
+    reports = Job(3, store, share=True).save(lambda _: state)
+    assert [report.step for report in reports] == [1, 1, 1]
+    assert odd not in derived(store, 1)
+    assert len(derived(store, 1)) > 2
+    restored(store, state, 1)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_weight_whose_master_two_ranks_store_is_stored(step):
+    """What has drifted apart between the lines that are compared must not be rounded into it."""
+    store, state = memory(), {key: {"w": mixed()[key][NAMES[0]]} for key in ("model", "master")}
+
+    def of(rank):
+        own = {key: {"w": tensors["w"].clone()} for key, tensors in state.items()}
+        if rank == 1:
+            own["master"]["w"].view(-1)[30_000] += 5
+            own["model"]["w"].view(-1)[30_000] = own["master"]["w"].view(-1)[30_000]
+        return own
+
+    def work(ckpt, rank):
+        return [ckpt.save(of(rank), n).result(30).step for n in range(1, step + 1)]
+
+    found = Job(2, store, share=True).run(work)
+    assert found == [[*range(1, step + 1)]] * 2
+    with checkpointer(store) as ckpt:
+        contents = ckpt.open(step).contents
+        assert len(contents.everywhere({("master", "w"): ()})) == 2
+        assert not derived(store, step)
+        assert torch.equal(ckpt.load(step)["model"]["w"], state["model"]["w"])
+
+
+def test_ranks_of_several_structures_store_their_weights(monkeypatch):
+    monkeypatch.setattr(ranks.chunks_of_rank, "__kwdefaults__", {"writer_bytes": 1 << 30})
+    store, state = memory(), mixed()
+
+    def work(ckpt, rank):
+        mine = state | ({"more": torch.ones(9)} if rank else {})
+        return [ckpt.save(mine, step).result(30).step for step in (1, 2)]
+
+    assert Job(3, store, share=True).run(work) == [[1, 2]] * 3
+    assert not derived(store, 1)
+    assert not derived(store, 2)
+    restored(store, state | {"more": torch.ones(9)}, 2)
+
+
+def test_pieces_of_weights_are_stored():
+    store, state = memory(), mixed()
+
+    def pieces(rank):
+        def piece(tensor):
+            half = tensor.shape[0] // 2
+            own = tensor[rank * half :][:half].clone()
+            return Shard(own, tuple(tensor.shape), (rank * half, 0))
+
+        return state | {
+            key: {name: piece(tensor) for name, tensor in state[key].items()}
+            for key in ("model", "master")
+        }
+
+    reports = Job(2, store, share=True).save(pieces)
+    assert [report.step for report in reports] == [1, 1]
+    assert not derived(store, 1)
+    restored(store, state, 1)
+
+
+def test_ranks_restore_what_others_have_derived():
+    store, state = memory(), mixed()
+    Job(3, store, share=True).save(lambda _: state)
+    targets = [blank(state) for _ in range(2)]
+    found = Job(2, store).run(lambda ckpt, rank: ckpt.restore(targets[rank]).step)
+    assert found == [1, 1]
+    for target in targets:
+        assert same(target, state)
