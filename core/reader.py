@@ -307,6 +307,7 @@ class Reader:
             attempt=lambda opened: one(opened.step, lambda: opened),
             templates=templates,
             tell=lambda found: {"rescued": found[1][:_MOST_TOLD]},
+            host_timing=self._workers.timing if self._config.read_once_per_host else None,
         )
 
     def _read_together(

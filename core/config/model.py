@@ -267,6 +267,8 @@ class CheckpointerConfig(_Model):
         ranks: `"auto"`: the ranks of torch.distributed save together. `"alone"`: each process saves
             for itself, to a root of its own.
         rank_timeout_s: How long a rank may make no progress before the others give the save up.
+        read_once_per_host: Whether one rank of each host reads what several of them need in a
+            restore, and hands it to the others through shared memory.
         share: Whether a save refers to bytes that are stored already, instead of storing them
             again.
         chunk_bytes: Most raw bytes in one frame.
@@ -294,6 +296,7 @@ class CheckpointerConfig(_Model):
     io_timeout_s: float = Field(default=600.0, gt=0)
     ranks: Literal["auto", "alone"] = "auto"
     rank_timeout_s: float = Field(default=60.0, gt=0)
+    read_once_per_host: bool = True
     share: bool = False
     chunk_bytes: ChunkBytes = 16 << 20
     block_bytes: BlockBytes = 4 << 20
@@ -324,6 +327,7 @@ class CheckpointerOptions(TypedDict, total=False):
     io_timeout_s: float
     ranks: Literal["auto", "alone"]
     rank_timeout_s: float
+    read_once_per_host: bool
     share: bool
     chunk_bytes: int | str
     block_bytes: int | str

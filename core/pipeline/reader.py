@@ -38,12 +38,13 @@ from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from concurrent.futures import Future
 
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.exchange import Exchange
     from penstock.core.pipeline.staging import Block
     from penstock.core.plan.restore import ChunkUse, FrameJob
 
@@ -74,14 +75,36 @@ class LoadStats:
     missing_blob: bool = False
     rescued: list[tuple[str, str]] = field(default_factory=list)
 
+    def add(self, other: LoadStats) -> None:
+        """Count another load, too."""
+        self.bytes_read += other.bytes_read
+        self.frames += other.frames
+        self.damaged += other.damaged
+        self.missing_blob |= other.missing_blob
+        self.rescued += other.rescued
+
 
 @dataclass(eq=False, slots=True)
 class _Read:
+    """One range that is read.
+
+    Attributes:
+        job: The frame.
+        request: What is read, into which memory.
+        span: The range, of the stored frame.
+        block: The scratch memory that it is read into, if it is.
+        direct: Whether it is read into its target itself.
+        lent: The block of the window that gets the bytes of the chunk, where others get them, too.
+        error: Why it could not be read.
+        bases: The reads of the bases that the frame decodes with.
+    """
+
     job: FrameJob[CodecChain]
     request: ReadRequest
     span: ByteRange
     block: Block | None
     direct: bool
+    lent: Block | None = None
     error: PenstockError | None = None
     bases: list[_Read] = field(default_factory=list)
 
@@ -163,6 +186,7 @@ class Loader:
         *,
         decode: bool = True,
         progress: Callable[[int], None] | None = None,
+        exchange: Exchange | None = None,
     ) -> LoadStats:
         """Read, verify and place all of `jobs`; damage is collected, not raised.
 
@@ -170,8 +194,11 @@ class Loader:
             jobs: Frames in the order in which they shall be read.
             decode: Whether encoded frames are decoded (verification may do without).
             progress: Called with bytes read, on a thread of the loader's own.
+            exchange: Lends all that is read to other processes of this host: each job has one range
+                (and fits into the window). None: nothing is lent.
 
         Raises:
+            TakersStuckError: Another process does not take what was lent; some of `jobs` are read.
             StorageError: The store failed in another way than by missing or short blobs.
             StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
                 was to be filled may still change when the store answers.
@@ -188,6 +215,7 @@ class Loader:
             decode=decode,
             progress=progress,
             together_bytes=self._together_bytes,
+            exchange=exchange,
         )
         # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
         # between handing memory to the store and taking note of it.
@@ -233,7 +261,7 @@ class Loader:
 class _Session:
     """The batches of one `Loader.run`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place
         self,
         backend: Backend,
         workers: Workers,
@@ -244,8 +272,10 @@ class _Session:
         decode: bool,
         progress: Callable[[int], None] | None,
         together_bytes: int,
+        exchange: Exchange | None,
     ) -> None:
         self._together_bytes = together_bytes
+        self._exchange = exchange
         self._stats = LoadStats()
         self._cancelled = False
         self._watchdog = watchdog
@@ -261,6 +291,7 @@ class _Session:
         self._batch: list[_Read] = []
         self._size = 0
         self._staged = 0  # bytes of the batch that take scratch memory
+        self._window_bytes = 0  # bytes of the batch that take memory of the window
 
     def run(self, jobs: Sequence[FrameJob[CodecChain]]) -> LoadStats:
         """Read everything; on return, and after an error, nothing is in flight."""
@@ -302,7 +333,7 @@ class _Session:
         if job.bases and sum(link.frame.length for link in job.links) > self._together_bytes:
             self._load_by_links(job)
             return
-        read = self._placed(job, span)
+        read = self._placed(job, span) if self._exchange is None else self._lendable(job, span)
         for base in job.bases:  # of an encoded frame alone, which is one range
             read.bases += [self._placed(base, whole) for whole in base.ranges]
         self._batch.append(read)
@@ -314,8 +345,16 @@ class _Session:
             self._size >= BATCH_BYTES
             or self._staged >= self._scratch.budget_bytes // _SCRATCH_BATCHES
             or len(self._batch) >= _BATCH_FRAMES
+            or self._fills_window(read)
         ):
             self._submit()
+
+    def _fills_window(self, read: _Read) -> bool:
+        """Count the window's memory of a read; return whether the batch has its share of it."""
+        if self._exchange is None or read.lent is None:
+            return False
+        self._window_bytes += read.lent.reserved
+        return self._window_bytes >= self._exchange.window.budget_bytes // _SCRATCH_BATCHES
 
     def _placed(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read:
         while (read := self._prepare(job, span)) is None:
@@ -323,6 +362,30 @@ class _Session:
             self._submit()
             self._advance()
         return read
+
+    def _lendable(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read:
+        """Choose memory of the window for the chunk's bytes: read into it, or decoded into it."""
+        offset = job.frame.offset + span.start
+        if job.chain is None:
+            block = self._window_block(span.length, offset % PAGE_BYTES)
+            request = ReadRequest(job.blob, offset, block.view)
+            return _Read(job, request, span, None, direct=False, lent=block)
+        block = self._window_block(job.frame.raw_length, 0)
+        read = self._placed(job, span)
+        read.lent = block
+        return read
+
+    def _window_block(self, length: int, phase: int) -> Block:
+        assert self._exchange is not None
+        while (block := self._exchange.window.acquire(length, phase)) is None:
+            self._submit()
+            if self._flights:
+                self._advance()
+                continue
+            block = self._exchange.acquire(length, phase)  # once others have taken what they asked
+            self._watchdog.moved()  # the store was not asked for anything meanwhile
+            return block
+        return block
 
     def _prepare(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read | None:
         """Choose the memory that `span` is read into; None: scratch is full for now."""
@@ -385,7 +448,7 @@ class _Session:
             future = self._backend.submit_read(requests)
             self._flights.append(_Flight(self._submitted, self._batch, future))
             self._submitted += 1
-            self._batch, self._size, self._staged = [], 0, 0
+            self._batch, self._size, self._staged, self._window_bytes = [], 0, 0, 0
         while sum(flight.future is not None for flight in self._flights) >= _BATCHES_IN_FLIGHT:
             self._advance()
         while len(self._flights) > 2 * _BATCHES_IN_FLIGHT:
@@ -431,10 +494,12 @@ class _Session:
             flight.checks.append(self._workers.submit(check))
 
     def _retire(self, flight: _Flight) -> None:
-        """Take note of what the checks of a batch found, and free its memory."""
+        """Take note of what the checks of a batch found, and free or lend its memory."""
+        damaged: set[_Read] = set()
         while flight.checks:
             for read, detail in flight.checks.pop(0).result():
                 if not self._rescue(read, partial(self._check, read)):
+                    damaged.add(read)
                     blobs = [link.job.blob for link in read.links]
                     blob = next((name for name in blobs if name in detail), blobs[0])
                     found = [(name, detail, blob) for name in read.job.label]
@@ -448,6 +513,21 @@ class _Session:
                 self._scratch.release(link.block)
         if self._progress is not None:
             self._progress(sum(link.span.length for link in links))
+        if self._exchange is not None:
+            self._hand_on(self._exchange, flight.reads, damaged)
+
+    @staticmethod
+    def _hand_on(exchange: Exchange, reads: Sequence[_Read], damaged: Collection[_Read]) -> None:
+        """Lend what is whole; the takers of what is damaged look for themselves."""
+        lent = []
+        for read in reads:
+            assert read.lent is not None
+            if read in damaged:
+                exchange.window.release(read.lent)
+                exchange.refuse(read.job)
+            else:
+                lent.append((read.job, read.lent))
+        exchange.lend(lent)
 
     def _read_singly(self, reads: list[_Read]) -> None:
         """Read each frame of a failed batch alone, to find those that are missing or cut off."""
@@ -498,6 +578,7 @@ class _Session:
                 placed=read.direct,
                 decode=self._decode,
                 bases=[base.request.target for base in read.bases],
+                out=None if read.lent is None else read.lent.view,
             )
 
 
@@ -558,6 +639,7 @@ class FrameReader:
         placed: bool,
         decode: bool,
         bases: Sequence[memoryview] = (),
+        out: memoryview | None = None,
     ) -> str | None:
         """Verify `data`, the bytes of `span`, and copy them to their sinks.
 
@@ -568,6 +650,7 @@ class FrameReader:
             placed: Whether they are in their target already.
             decode: Off, an encoded frame is compared with its checksum only.
             bases: All stored bytes of each of `job.bases`.
+            out: Gets the chunk of an encoded frame, besides the sinks; None: they alone.
 
         Returns:
             The damage in words, or None.
@@ -578,9 +661,9 @@ class FrameReader:
         if detail is not None:
             return detail
         if job.chain is not None:
-            return self._decode(job, data, stored) if decode else None
+            return self._decode(job, data, stored, out) if decode else None
         if not placed:
-            _place(job.uses, data, base=span.start)
+            place(job.uses, data, base=span.start)
         return None
 
     def finish_links(
@@ -602,7 +685,7 @@ class FrameReader:
         out, is_target = self._out(job)
         self.decode_chunk(job, stored, out)
         if not is_target:
-            _place(job.uses, out, base=0)
+            place(job.uses, out, base=0)
 
     def decode_chunk(
         self, job: FrameJob[CodecChain], stored: Iterator[memoryview], out: memoryview
@@ -636,14 +719,15 @@ class FrameReader:
         job: FrameJob[CodecChain],
         data: memoryview,
         stored: Sequence[tuple[FrameJob[CodecChain], memoryview]],
+        out: memoryview | None,
     ) -> str | None:
         base, detail = self._base(stored)
         if detail is not None:
             return detail
-        out, is_target = self._out(job)
+        out, is_target = self._out(job) if out is None else (out, False)
         detail = _decode_frame(job, data, out, base)
         if detail is None and not is_target:
-            _place(job.uses, out, base=0)
+            place(job.uses, out, base=0)
         return detail
 
     def _out(self, job: FrameJob[CodecChain]) -> tuple[memoryview, bool]:
@@ -728,7 +812,7 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
     return None
 
 
-def _place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
+def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
     """Copy the uses that lie inside `data` (bytes of the chunk from `base` on) to their sinks."""
     for use in uses:
         if use.sink is None or use.at < base or use.at + use.length > base + data.nbytes:

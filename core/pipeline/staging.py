@@ -57,13 +57,19 @@ class Staging:
     hold some could wait for each other for ever.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, memory: mmap.mmap | None = None) -> None:
+        """Make an allocator.
+
+        Args:
+            budget_bytes: The most bytes of all arenas.
+            memory: The only arena, of whole pages; None: arenas are mapped when they are needed.
+        """
         self.budget_bytes = max(align_up(budget_bytes, PAGE_BYTES), PAGE_BYTES)
         self._lock = threading.Lock()  # guards every field but `_waiting`
         # Locks that waiting threads want to acquire. `wake` takes no lock: the thread that trains
         # calls it, and a signal handler that saves may interrupt it there.
         self._waiting: deque[threading.Lock] = deque()
-        self._arenas: list[Arena] = []
+        self._arenas = [] if memory is None else [_arena_of(memory)]
         self._hint = 0
         self._pin = False
         self._used = 0
@@ -126,7 +132,7 @@ class Staging:
             if left < need:
                 return None
             wanted = max(need, self._hint - self.allocated_bytes)
-            arena = _map_arena(min(align_up(wanted, PAGE_BYTES), left))
+            arena = _arena_of(map_memory(min(align_up(wanted, PAGE_BYTES), left)))
             if self._pin:
                 _pin(arena)
             self._arenas.append(arena)
@@ -191,9 +197,8 @@ def map_memory(size: int) -> mmap.mmap:
     return memory
 
 
-def _map_arena(size: int) -> Arena:
-    memory = map_memory(size)
-    view = memoryview(memory)
+def _arena_of(memory: mmap.mmap) -> Arena:
+    view, size = memoryview(memory), len(memory)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     return Arena(memory, view, address, size, free=[(0, size)])
 

@@ -72,6 +72,8 @@ class RankGroup:
 
         As rank 0 told it for the newest save; no other structure is known.
         """
+        self.of_host: tuple[int, ...] | None = None
+        """The ranks of this host that read together, once they are known."""
         self.lost: set[int] = set()
         """The ranks that were found dead, or have failed; nobody waits for them any more."""
         self.shared: set[str] = set()

@@ -181,6 +181,7 @@ class RestoreReport:
             loaded it whole by itself.
         bytes_needed: The selected bytes of raw frames plus whole stored frames of encoded ones.
         bytes_read: The bytes read from blobs.
+        bytes_shared: The bytes that other ranks of this host have read, and this one has copied.
         bytes_metadata: The bytes read of the manifest.
         engine: The backend that read the blobs.
         direct_io: Whether the page cache was bypassed.
@@ -207,6 +208,7 @@ class RestoreReport:
     rescued: tuple[tuple[str, str], ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
     cast: tuple[Cast, ...] = ()
+    bytes_shared: int = 0
 
     def __repr__(self) -> str:
         """Return the figures alone: paths and values may be thousands."""

@@ -22,6 +22,7 @@ from penstock.core.errors import (
 )
 from penstock.core.format.records import blob_uid
 from penstock.core.plan.restore import ObjectRequest
+from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
 from penstock.core.suggest import LISTED
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
+    from penstock.core.hosts.reading import HostReading
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plan.restore import FrameJob, Located
@@ -56,6 +58,7 @@ class Opened:
         meter: Counts the bytes that are read.
         rank: The number of this rank among those that restore together.
         world_size: How many there are.
+        host: Reads the targets together with the other ranks of this host; None: alone.
     """
 
     backend: Backend
@@ -66,6 +69,7 @@ class Opened:
     meter: Meter = field(default_factory=Meter)
     rank: int = 0
     world_size: int = 1
+    host: HostReading | None = None
 
     @classmethod
     def open(
@@ -145,15 +149,17 @@ class BytesSink(ByteSink):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts the bytes of blobs that a restore needed, and the bytes that it read."""
+    """Counts the bytes of blobs that a restore needed, that it read, and that others have read."""
 
     needed: int = 0
     read: int = 0
+    shared: int = 0
 
-    def add(self, needed: int, read: int) -> None:
+    def add(self, needed: int, read: int, shared: int = 0) -> None:
         """Count another load."""
         self.needed += needed
         self.read += read
+        self.shared += shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +232,19 @@ def read_stored(
     return StoredSelection(tree, located, moved.values(), tally)
 
 
-def fill(checkpoint: Opened, requests: Sequence[ObjectRequest], tally: Tally | None = None) -> None:
+def fill(
+    checkpoint: Opened,
+    requests: Sequence[ObjectRequest],
+    tally: Tally | None = None,
+    host: HostReading | None = None,
+) -> None:
     """Read all requested objects into their sinks.
 
     Args:
         checkpoint: The checkpoint.
         requests: The objects, with sinks.
         tally: Counts the bytes.
+        host: Reads together with the other ranks of this host, each of which does so once.
 
     Raises:
         DamagedError: Names every damaged object.
@@ -240,18 +252,25 @@ def fill(checkpoint: Opened, requests: Sequence[ObjectRequest], tally: Tally | N
         RestoreError: The store failed.
     """
     jobs, needed = checkpoint.contents.jobs(requests)
-    if not jobs:
+    shared = None if host is None else host.share(jobs)
+    if not jobs and shared is None:
         return
     began = time.monotonic()
-    checkpoint.meter.expect(bytes_of(jobs))
+    meter = checkpoint.meter
+    meter.expect(bytes_of(jobs) if shared is None else shared.bytes_expected)
     try:
-        stats = checkpoint.loader.run(jobs, progress=checkpoint.meter.advance)
+        if shared is None:
+            stats = checkpoint.loader.run(jobs, progress=meter.advance)
+        else:
+            stats = shared.run(checkpoint.loader, meter.advance)
+    except RoundOverError:
+        raise
     except PenstockError as error:
         url = checkpoint.backend.url
         msg = f"step {checkpoint.step} could not be read from {url}: {error}"
         raise RestoreError(msg) from error
     if tally is not None:
-        tally.add(needed, stats.bytes_read)
+        tally.add(needed, stats.bytes_read, 0 if shared is None else shared.bytes_taken)
     if log.isEnabledFor(logging.DEBUG):  # counting takes a moment where there are many
         log.debug(
             "step %d: %d frames, %d encoded, in %d ranges; %d bytes needed, %d read in %.3f s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.errors import (
@@ -15,6 +16,7 @@ from penstock.core.errors import (
     RankError,
     SelectionError,
 )
+from penstock.core.hosts.reading import HostReading
 from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.restore_round import RestoreRound
@@ -23,8 +25,9 @@ from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.ranks.group import RankGroup
     from penstock.core.ranks.templates import TemplatesOfRanks
     from penstock.core.reporting.reports import Progress
@@ -110,6 +113,7 @@ class RestoreTogether(Generic[T]):
         attempt: Callable[[Opened], T],
         templates: TemplatesOfRanks | None = None,
         tell: Callable[[T], Mapping[str, Any]] = lambda _: {},
+        host_timing: Timing | None = None,
     ) -> None:
         """Prepare.
 
@@ -123,7 +127,10 @@ class RestoreTogether(Generic[T]):
             attempt: Restores an open checkpoint on this rank.
             templates: The templates of all ranks, which `attempt` asks; None: there are none.
             tell: Returns what rank 0 is told of the result of `attempt`, in at most some KiB.
+            host_timing: Says how long is waited, where the ranks of a host read together; None:
+                each reads by itself.
         """
+        self._host_timing = host_timing
         self._group = group
         self._verb = verb
         self._asked: Mapping[str, Any] = {"verb": verb, "asked": step, "fallback": fallback}
@@ -139,6 +146,7 @@ class RestoreTogether(Generic[T]):
         self._chosen: Opened | None = None
         self._conductor: Conductor | None = None
         self._error: BaseException | None = None
+        self._notes: Sequence[str] = ()  # on what is undefined where the others have failed
 
     def run(self, number: int) -> tuple[T, tuple[int, ...]]:
         """Restore on this rank, and wait until all have restored the same checkpoint.
@@ -211,7 +219,10 @@ class RestoreTogether(Generic[T]):
             return found[0], tuple(round_.terms["skipped"])
         if step in {Step.CLEAN_UP, Step.KEEP} and self._may_go_on(round_):
             return None
-        raise self._error or self._failure(step, round_, restored=bool(found))
+        error = self._error or self._failure(step, round_, restored=bool(found))
+        for note in self._notes:
+            error.add_note(note)
+        raise error
 
     def _lead(self, conductor: Conductor) -> None:
         try:
@@ -240,15 +251,25 @@ class RestoreTogether(Generic[T]):
         return ""
 
     def _work(self, round_: RestoreRound, conductor: Conductor, found: list[T]) -> None:
+        self._notes = ()
         try:
             chosen = self._chosen
             if chosen is None:
                 chosen = self._follow(round_.terms["step"], round_.terms["uid"])
+            if self._host_timing is not None:
+                host = HostReading(
+                    self._group,
+                    round_.number,
+                    ended=lambda: conductor.has_news,
+                    moved=lambda: conductor.moved(0, 0),
+                    timing=self._host_timing,
+                )
+                chosen = replace(chosen, host=host)
             found.append(self._attempt(chosen))
             part = self._tell(found[0])
             conductor.tell(lambda r: r.seal(part))
-        except RoundOverError:
-            log.debug("the round ended before this rank had restored anything")
+        except RoundOverError as error:  # the next step says who has failed
+            self._notes = getattr(error, "__notes__", [])
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
             self._fail(conductor, error)
 

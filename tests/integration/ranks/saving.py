@@ -15,15 +15,16 @@ TIMEOUT_S = 3.0
 class Job:
     """The ranks of one job over one store: each thread gets its own checkpointer."""
 
-    def __init__(self, world_size, store, **options):
+    def __init__(self, world_size, store, host="node{}".format, **options):
         self.world_size = world_size
+        self._host = host
         self.board = MemoryBoard()
         self._store = store
         self._options = {**TINY, **options}
 
     def group(self, rank, *, coordination=None, timeout_s=TIMEOUT_S):
         member = coordination or MemoryCoordination(self.board)
-        return RankGroup(rank, self.world_size, member, timeout_s=timeout_s, host=f"node{rank}")
+        return RankGroup(rank, self.world_size, member, timeout_s=timeout_s, host=self._host(rank))
 
     def checkpointer(self, rank, **group):
         store = self._store(rank) if callable(self._store) else self._store

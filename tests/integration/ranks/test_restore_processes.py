@@ -83,6 +83,27 @@ except penstock.RankError as error:
     print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
 """
 
+TOGETHER = """
+def stands_still(progress):
+    if rank == victim and progress.bytes_done:
+        print("reads", flush=True)
+        time.sleep(1000)
+
+victim, limit_s = int(sys.argv[5]), float(sys.argv[6])
+full = torch.arange(3 << 20)
+ckpt = penstock.Checkpointer(root, rank_timeout_s=limit_s, chunk_bytes=1 << 20)
+ckpt.save({"w": full.clone()}, 1, mode="blocking")
+found = torch.zeros_like(full)
+report = ckpt.restore({"w": found})
+print(report.bytes_read, report.bytes_shared, torch.equal(found, full), flush=True)
+found.zero_()
+try:
+    ckpt.restore({"w": found}, on_progress=stands_still)
+except penstock.RankError as error:
+    cause = error.cause.partition(" s ")[0]
+    print(error.rank, cause, torch.equal(found, full), *error.__notes__, sep="|", flush=True)
+"""
+
 
 @pytest.mark.process
 @pytest.mark.multirank
@@ -111,6 +132,31 @@ def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how)
         os.kill(processes[victim].pid, how)
         began_s = time.monotonic()
         words = f"{victim}|stood still for {LIMIT_S}\n"
+        assert [process.stdout.readline() for process in others] == [words, words]
+        print(f"known after {time.monotonic() - began_s:.2f} s of {LIMIT_S} s")
+    finally:
+        end(processes)
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize(("victim", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_processes_read_once_together_and_without_the_one_that_dies(tmp_path, victim, how):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = start(START + TOGETHER, 3, store.port, tmp_path / "run", victim, LIMIT_S)
+    others = [process for rank, process in enumerate(processes) if rank != victim]
+    nbytes = 8 * (3 << 20)
+    try:
+        told = [process.stdout.readline().split() for process in processes]
+        assert sum(int(read) for read, _, _ in told) == nbytes
+        assert {(int(read) + int(shared), equal) for read, shared, equal in told} == {
+            (nbytes, "True")
+        }
+        assert processes[victim].stdout.readline() == "reads\n"
+        os.kill(processes[victim].pid, how)
+        began_s = time.monotonic()
+        note = "This rank has the values of step 1 now."
+        words = f"{victim}|stood still for {LIMIT_S}|True|{note}\n"
         assert [process.stdout.readline() for process in others] == [words, words]
         print(f"known after {time.monotonic() - began_s:.2f} s of {LIMIT_S} s")
     finally:

@@ -1,0 +1,289 @@
+"""Where the ranks of a host meet: they exchange plans, windows and sockets.
+
+The first of them listens on a socket of the abstract namespace, which leaves nothing behind, and
+hands to each the plans and windows of all, and a socket to each other one. All get the same, or
+nothing: so all come to the same division of what is to be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from penstock.core.hosts.division import ReadPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.concurrency.watchdog import Deadline
+
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
+_POLL_S = 0.05
+_CONNECT_POLL_S = 0.005
+_ALL = b"all are here"
+_CLOSED_ON_EXEC = socket.MSG_CMSG_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a rank has got of the others.
+
+    Attributes:
+        plans: What each needs, this one included, in the order of ranks.
+        window: The memory of this rank that the others see, nothing of it allocated.
+        window_fd: The file of that memory.
+        others: For each other one its place in that order, a socket to it, and its window.
+    """
+
+    plans: tuple[ReadPlan, ...]
+    window: mmap.mmap
+    window_fd: int
+    others: tuple[tuple[int, socket.socket, mmap.mmap], ...]
+
+    def allocate(self, size_bytes: int) -> None:
+        """Get the memory of the first bytes of the window.
+
+        Before they are touched: where memory is missing then, the process is killed.
+
+        Raises:
+            OSError: There is not so much memory.
+        """
+        os.posix_fallocate(self.window_fd, 0, min(size_bytes, len(self.window)))
+
+    def part(self) -> None:
+        """Leave the others; what they have mapped stays with them. Idempotent."""
+        for _, line, window in self.others:
+            line.close()
+            _unmap(window)
+        _unmap(self.window)
+        _close(self.window_fd)
+
+
+class Meeting:
+    """One meeting of the ranks of a host."""
+
+    def __init__(self, secret: str, ranks: Sequence[int], rank: int, *, window_bytes: int) -> None:
+        """Prepare.
+
+        Args:
+            secret: What only the ranks of this job know, another one for each meeting.
+            ranks: The ranks that meet, at least two.
+            rank: This one.
+            window_bytes: Size of each window, in whole pages.
+        """
+        seed = f"{secret}/{ranks[0]}".encode()
+        self._token = hashlib.blake2b(seed, digest_size=_TOKEN_BYTES, person=b"token").digest()
+        name = hashlib.blake2b(seed, digest_size=16, person=b"name").hexdigest()
+        self._address = f"\0penstock-{name}"
+        self._ranks = tuple(ranks)
+        self._me = self._ranks.index(rank)
+        self._window_bytes = window_bytes
+
+    def hold(self, plan: ReadPlan, deadline: Deadline, ended: Callable[[], bool]) -> Met | None:
+        """Meet the others.
+
+        Args:
+            plan: What this rank needs.
+            deadline: For how long to wait for them.
+            ended: Returns whether all have given up.
+
+        Returns:
+            What the others need, and the ways to them; None if they did not come.
+
+        Raises:
+            OSError: This process cannot get a socket or shared memory.
+            ValueError: What another rank has sent cannot be read.
+        """
+        with ExitStack() as fds:
+            mine = [_memory(plan.encode(), fds), _room(self._window_bytes, fds)]
+            if self._me == 0:
+                got = self._lead(mine, deadline, ended, fds)
+            else:
+                got = self._follow(mine, deadline, ended, fds)
+            return None if got is None else self._met(mine, got)
+
+    # -- the first one -----------------------------------------------------------------------------
+
+    def _lead(
+        self, mine: list[int], deadline: Deadline, ended: Callable[[], bool], fds: ExitStack
+    ) -> list[int] | None:
+        members = range(1, len(self._ranks))
+        lines: dict[int, socket.socket] = {}
+        held = {0: mine}
+        listener = fds.enter_context(_new_socket())
+        listener.bind(self._address)
+        listener.listen(len(self._ranks))
+        while len(held) < len(self._ranks):
+            if not _ready(listener, deadline):
+                if deadline.is_over() or ended():
+                    return None
+                continue
+            line = fds.enter_context(listener.accept()[0])
+            line.settimeout(max(_POLL_S, deadline.left_s()))
+            member = self._welcome(line, held, fds)
+            if member is None:
+                line.close()
+            else:
+                lines[member] = line
+        ends = self._socket_pairs(fds)
+        windows = {member: held[member][1] for member in held}
+        for member in members:
+            others = [o for o in range(len(self._ranks)) if o != member]
+            sent = [held[o][0] for o in others] + [windows[o] for o in others]
+            sent += [ends[member, o].fileno() for o in others]
+            with suppress(OSError):  # it is gone: the others find its socket closed
+                socket.send_fds(lines[member], [_ALL], sent)
+        others = [*members]
+        keep = [os.dup(ends[0, o].fileno()) for o in others]
+        for fd in keep:
+            fds.callback(_close, fd)
+        return [held[o][0] for o in others] + [windows[o] for o in others] + keep
+
+    def _welcome(
+        self, line: socket.socket, held: dict[int, list[int]], fds: ExitStack
+    ) -> int | None:
+        """Take what a rank has brought; None for a stranger."""
+        if _user_of(line) != os.getuid():
+            return None
+        with suppress(OSError):
+            data, got, _, _ = socket.recv_fds(line, _HELLO.size, 2, _CLOSED_ON_EXEC)
+            for fd in got:
+                fds.callback(_close, fd)
+            if len(data) == _HELLO.size and len(got) == 2:  # noqa: PLR2004 - plan and window
+                token, member = _HELLO.unpack(data)
+                if token == self._token and 0 < member < len(self._ranks) and member not in held:
+                    held[member] = list(got)
+                    return int(member)
+        return None
+
+    def _socket_pairs(self, fds: ExitStack) -> dict[tuple[int, int], socket.socket]:
+        found = {}
+        for one, other in combinations(range(len(self._ranks)), 2):
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            found[one, other], found[other, one] = map(fds.enter_context, ends)
+        return found
+
+    # -- the others --------------------------------------------------------------------------------
+
+    def _follow(
+        self, mine: list[int], deadline: Deadline, ended: Callable[[], bool], fds: ExitStack
+    ) -> list[int] | None:
+        line = fds.enter_context(_new_socket())
+        while True:
+            try:
+                line.connect(self._address)
+            except (ConnectionRefusedError, BlockingIOError):  # it does not listen yet
+                if deadline.is_over() or ended():
+                    return None
+                time.sleep(_CONNECT_POLL_S)
+            else:
+                break
+        if _user_of(line) != os.getuid():
+            return None
+        socket.send_fds(line, [_HELLO.pack(self._token, self._me)], mine)
+        while not _ready(line, deadline):
+            if deadline.is_over() or ended():
+                return None
+        count = 3 * (len(self._ranks) - 1)
+        data, got, _, _ = socket.recv_fds(line, len(_ALL), count, _CLOSED_ON_EXEC)
+        for fd in got:
+            fds.callback(_close, fd)
+        return list(got) if data == _ALL and len(got) == count else None
+
+    # -- all ---------------------------------------------------------------------------------------
+
+    def _met(self, mine: list[int], got: list[int]) -> Met:
+        others = [o for o in range(len(self._ranks)) if o != self._me]
+        count = len(others)
+        plans = {self._me: mine[0], **dict(zip(others, got[:count], strict=True))}
+        with ExitStack() as opened:
+            ways = []
+            for other, window, line in zip(
+                others, got[count : 2 * count], got[2 * count :], strict=True
+            ):
+                if os.fstat(window).st_size != self._window_bytes:
+                    msg = "the window of another rank has another size"
+                    raise ValueError(msg)
+                memory = mmap.mmap(window, self._window_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+                opened.callback(memory.close)
+                way = opened.enter_context(socket.socket(fileno=os.dup(line)))
+                ways.append((other, way, memory))
+            own = mmap.mmap(mine[1], self._window_bytes, mmap.MAP_SHARED)
+            opened.callback(own.close)
+            read = tuple(_plan_in(plans[member]) for member in sorted(plans))
+            window_fd = os.dup(mine[1])
+            opened.pop_all()
+        return Met(read, own, window_fd, tuple(ways))
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _ready(line: socket.socket, deadline: Deadline) -> bool:
+    """Wait a moment for something to read."""
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    return bool(poller.poll(1000 * min(_POLL_S, deadline.left_s())))
+
+
+def _user_of(line: socket.socket) -> int:
+    data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(data)[1]
+    return user
+
+
+def _room(size: int, fds: ExitStack) -> int:
+    """Return memory of a fixed size that other processes can map; nothing is allocated yet.
+
+    Of a fixed size, since an access beyond the end of a file kills the process.
+    """
+    fd = os.memfd_create("penstock-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fds.callback(_close, fd)
+    os.ftruncate(fd, size)
+    fcntl(fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL)
+    return fd
+
+
+def _memory(data: bytes, fds: ExitStack) -> int:
+    fd = os.memfd_create("penstock-plan", os.MFD_CLOEXEC)
+    fds.callback(_close, fd)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    return fd
+
+
+def _plan_in(fd: int) -> ReadPlan:
+    size = os.fstat(fd).st_size
+    data = bytearray(size)
+    at = 0
+    while at < size:
+        read = os.preadv(fd, [memoryview(data)[at:]], at)
+        if not read:
+            msg = "the plan of another rank was cut off"
+            raise ValueError(msg)
+        at += read
+    return ReadPlan.decode(memoryview(data))
+
+
+def _unmap(memory: mmap.mmap) -> None:
+    with suppress(BufferError):  # a view of it is held somewhere: the mapping goes with that
+        memory.close()
+
+
+def _close(fd: int) -> None:
+    with suppress(OSError):
+        os.close(fd)

@@ -1,0 +1,391 @@
+"""Lends verified bytes to other processes of the host through shared memory, and takes theirs.
+
+Each process reads into a window, memory of its own that the others map read-only. Messages go over
+sockets, which order them behind the bytes, and end when a process dies. What makes it safe:
+
+* bytes are announced when they are verified, and not before;
+* a taker answers when it has copied them, and a window is written anew only where all have;
+* a process that does not answer is not waited for: the window is then given up as a whole, so that
+  one that was stopped, and goes on hours later, still finds there what was announced to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.concurrency.latch import Latch
+from penstock.core.concurrency.watchdog import Watchdog, spawn
+from penstock.core.errors import PenstockError, RestoreError
+from penstock.core.foreign import said
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.concurrency.timing import Timing
+    from penstock.core.pipeline.chain import CodecChain
+    from penstock.core.pipeline.staging import Block, Staging
+    from penstock.core.plan.restore import FrameJob
+    from penstock.core.types import ByteRange
+
+log = logging.getLogger("penstock")
+
+# The messages that a taker has not answered. With them, and as many answers, a socket's buffer is
+# not full, so that no two processes wait for each other with an answer that has no room.
+_MOST_UNANSWERED = 16
+_MOST_RECORDS = 256
+_HEADER = struct.Struct("<BI")  # what it is, and its number
+_RECORD = struct.Struct("<qq")  # the piece, and where it is in the window; -1: read it yourself
+_LOAN, _ANSWER = 1, 2
+_MESSAGE_BYTES = _HEADER.size + _MOST_RECORDS * _RECORD.size
+_REFUSED = -1
+_NO_ANSWER = (1 << 32) - 1  # the number of a message that needs none
+
+
+class TakersStuckError(RestoreError):
+    """Another process of the host does not take what it asked for. The caller reads on alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A piece of a frame that this process takes part in.
+
+    Attributes:
+        number: The same in all processes.
+        job: The frame, and where its bytes go here.
+        span: The bytes, of the chunk.
+        takers: To whom they are lent, if this process reads them.
+    """
+
+    number: int
+    job: FrameJob[CodecChain]
+    span: ByteRange
+    takers: tuple[int, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class _Loan:
+    """Bytes in the window, and how many still take them."""
+
+    block: Block
+    takers: int
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Another process of the host.
+
+    Attributes:
+        number: Its place among them.
+        socket: Keeps the bounds of messages (`SOCK_SEQPACKET`).
+        window: Its memory, read-only.
+        quiet: Passes when it has said nothing for too long.
+        awaited: The pieces that it is to read, by number.
+        unanswered: What was lent to it, by the number of the message.
+        sent: The messages so far.
+        gone: Whether it takes and lends no more.
+    """
+
+    number: int
+    socket: socket.socket
+    window: mmap.mmap
+    quiet: Watchdog
+    awaited: dict[int, Share] = field(default_factory=dict)
+    unanswered: dict[int, list[_Loan]] = field(default_factory=dict)
+    sent: int = 0
+    gone: bool = False
+
+
+class Exchange:
+    """What one process lends to the others of its host, and takes from them, in one restore.
+
+    `acquire`, `lend` and `refuse` are for the thread that reads; a thread of its own takes
+    and places what others lend.
+    """
+
+    def __init__(
+        self,
+        window: Staging,
+        peers: Sequence[Peer],
+        *,
+        own: Sequence[Share],
+        taken: Sequence[tuple[int, Share]],
+        place: Callable[[Share, memoryview], None],
+        timing: Timing,
+    ) -> None:
+        """Prepare; `start` begins.
+
+        Args:
+            window: Allocates the memory that the others see: of one arena.
+            peers: The other processes; the caller closes their sockets behind `close`.
+            own: What this process reads.
+            taken: What others read, each with the number of the reader.
+            place: Puts the bytes of a piece where they belong here.
+            timing: Says how often the thread looks around (`poll_s`).
+        """
+        self.window = window
+        self.bytes_taken = 0
+        self._own = {id(share.job): share for share in own}
+        self._peers = {peer.number: peer for peer in peers}
+        for reader, share in taken:
+            self._peers[reader].awaited[share.number] = share
+        self._place = place
+        self._poll_s = timing.poll_s
+        self._interrupt_s = timing.interrupt_s
+        self._clock = timing.clock
+        self._limit_s = min((peer.quiet.limit_s for peer in peers), default=0.0)
+        self._changed = threading.Condition()  # guards `unanswered`, `gone` and `_left`
+        self._left: list[Share] = []
+        self._lends = bool(own)
+        self._given_up = False
+        self._error: BaseException | None = None
+        self._over = Latch()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def start(self) -> None:
+        """Start the thread that takes."""
+        spawn("exchange", self._run)
+
+    # -- the thread that reads -------------------------------------------------------------------
+
+    def acquire(self, length: int, phase: int) -> Block:
+        """Return a block of the window, as `Staging.acquire`, once the takers of others have them.
+
+        Raises:
+            TakersStuckError: They do not take them: the window is given up.
+        """
+        with self._changed:
+            quiet = Watchdog(self._limit_s, self._clock)
+            while (block := self.window.acquire(length, phase)) is None:
+                self._check_answers(quiet)
+                self._changed.wait(min(self._poll_s, quiet.left_s()))
+            return block
+
+    def lend(self, lent: Sequence[tuple[FrameJob[CodecChain], Block]]) -> None:
+        """Lend verified pieces, each in a block of the window, which is released once all have it.
+
+        Raises:
+            TakersStuckError: A process does not take what it asked for.
+        """
+        messages: dict[int, list[tuple[int, int, _Loan]]] = defaultdict(list)
+        for job, block in lent:
+            share = self._own.pop(id(job))
+            loan = _Loan(block, len(share.takers))
+            at = block.address - block.arena.address
+            for taker in share.takers:
+                messages[taker].append((share.number, at, loan))
+        for taker, records in messages.items():
+            for at in range(0, len(records), _MOST_RECORDS):
+                self._send(self._peers[taker], records[at : at + _MOST_RECORDS])
+
+    def refuse(self, job: FrameJob[CodecChain]) -> None:
+        """Tell the takers of a piece to read it themselves: it is damaged as this process sees it.
+
+        Raises:
+            TakersStuckError: As `lend`.
+        """
+        share = self._own.pop(id(job))
+        for taker in share.takers:
+            self._send(self._peers[taker], [(share.number, _REFUSED, None)])
+
+    def lend_no_more(self) -> list[FrameJob[CodecChain]]:
+        """Tell the takers to read the rest themselves; return what is left for this process."""
+        left = [*self._own.values()]
+        for share in left:
+            for taker in share.takers:
+                peer = self._peers[taker]
+                try:
+                    record = _RECORD.pack(share.number, _REFUSED)
+                    peer.socket.send(_HEADER.pack(_LOAN, _NO_ANSWER) + record, socket.MSG_DONTWAIT)
+                except OSError:  # its buffer is full, since it stands still, or it is gone
+                    self._drop(peer, ended=False)
+        return [share.job for share in left]
+
+    def lent_all(self) -> None:
+        """Note that nothing more will be lent."""
+        self._lends = False
+        self._wake()
+
+    # -- the thread that waits for the end -------------------------------------------------------
+
+    def wait(self, ended: Callable[[], bool]) -> list[FrameJob[CodecChain]]:
+        """Wait until nothing more comes.
+
+        Args:
+            ended: Returns whether the ranks have given up this restore.
+
+        Returns:
+            The pieces that others have not read: they died, stood still, or refused.
+
+        Raises:
+            PenstockError: A piece could not be placed.
+        """
+        while not self._over.wait(self._poll_s):
+            if ended():
+                break
+        self.close()
+        if isinstance(self._error, PenstockError):
+            raise self._error
+        if self._error is not None:
+            msg = f"reading failed: {said(self._error)}"
+            raise RestoreError(msg) from self._error
+        return [share.job for share in self._left]
+
+    def close(self) -> None:
+        """Take and lend nothing more; returns when no target is written to any longer.
+
+        Only a target that hangs while it is written to is left behind, after `Timing.interrupt_s`.
+        """
+        if self._wake_fd < 0:
+            return
+        self._given_up = True
+        self._wake()
+        if not self._over.wait(self._interrupt_s):
+            return
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
+
+    # -- within ----------------------------------------------------------------------------------
+
+    def _send(self, peer: Peer, records: Sequence[tuple[int, int, _Loan | None]]) -> None:
+        loans = [loan for _, _, loan in records if loan is not None]
+        with self._changed:
+            quiet = Watchdog(self._limit_s, self._clock)
+            while len(peer.unanswered) >= _MOST_UNANSWERED and not peer.gone:
+                self._check_answers(quiet)
+                self._changed.wait(min(self._poll_s, quiet.left_s()))
+            if peer.gone:
+                self._release(loans)
+                return
+            number, peer.sent = peer.sent, peer.sent + 1
+            peer.unanswered[number] = loans
+        packed = b"".join(_RECORD.pack(piece, at) for piece, at, _ in records)
+        try:
+            peer.socket.send(_HEADER.pack(_LOAN, number) + packed)
+        except TimeoutError as error:
+            raise self._stuck() from error
+        except OSError:  # it is gone: the other thread finds that out, too, and frees its loans
+            self._wake()
+
+    def _check_answers(self, quiet: Watchdog) -> None:
+        if quiet.is_over() or self._given_up:
+            raise self._stuck()
+
+    def _stuck(self) -> TakersStuckError:
+        return TakersStuckError(f"a rank of this host took nothing for {self._limit_s:g} s")
+
+    def _release(self, loans: Sequence[_Loan]) -> None:
+        """Note that one taker needs these no longer; the caller holds `_changed`."""
+        for loan in loans:
+            loan.takers -= 1
+            if not loan.takers:
+                self.window.release(loan.block)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
+            self._error = error
+        finally:
+            for peer in self._peers.values():
+                self._drop(peer, ended=False)
+            self._over.open()
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        by_fd = {peer.socket.fileno(): peer for peer in self._peers.values()}
+        for fd in (self._wake_fd, *by_fd):
+            poller.register(fd, select.POLLIN)
+        while not self._given_up:
+            here = [peer for peer in self._peers.values() if not peer.gone]
+            waits = [peer for peer in here if peer.awaited]
+            if not waits and not (self._lends and here):
+                return
+            left_s = min((peer.quiet.left_s() for peer in waits), default=self._poll_s)
+            for fd, _ in poller.poll(1000 * min(left_s, self._poll_s) + 1):
+                peer = by_fd.get(fd)
+                if peer is None:
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(self._wake_fd)
+                elif not peer.gone and not self._hear(peer):
+                    poller.unregister(fd)
+            for peer in waits:
+                if not peer.gone and peer.awaited and peer.quiet.is_over():
+                    log.warning("a rank of this host stands still: this one reads its share, too")
+                    poller.unregister(peer.socket.fileno())
+                    self._drop(peer, ended=False)
+
+    def _hear(self, peer: Peer) -> bool:
+        """Take all that has come from another process; return whether more may come."""
+        while not self._given_up:
+            try:
+                data = peer.socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:
+                continue  # it has closed with answers unread; what it had sent before comes first
+            if not data:
+                self._drop(peer, ended=True)
+                return False
+            what, number = _HEADER.unpack_from(data)
+            if what == _ANSWER:
+                with self._changed:
+                    self._release(peer.unanswered.pop(number, ()))
+                continue
+            for piece, at in _RECORD.iter_unpack(data[_HEADER.size :]):
+                if not self._take(peer, piece, at):
+                    self._drop(peer, ended=False)
+                    return False
+            with suppress(OSError):  # one that has closed needs no answer
+                if number != _NO_ANSWER:
+                    peer.socket.send(_HEADER.pack(_ANSWER, number))
+            peer.quiet.moved()
+        return True
+
+    def _take(self, peer: Peer, piece: int, at: int) -> bool:
+        """Place one piece; return whether the other process keeps to what was agreed."""
+        share = peer.awaited.pop(piece, None)
+        if share is None or at + share.span.length > len(peer.window):
+            if share is not None:
+                self._left.append(share)
+            return False
+        if at < 0:
+            self._left.append(share)
+            return True
+        with memoryview(peer.window) as window, window[at : at + share.span.length] as data:
+            self._place(share, data)
+        self.bytes_taken += share.span.length
+        return True
+
+    def _drop(self, peer: Peer, *, ended: bool) -> None:
+        """Stop dealing with another process.
+
+        What was lent to it is free again only if it has `ended`, or is done. One that stands still
+        may go on later, and look into the window.
+        """
+        with self._changed:
+            if peer.gone:
+                return
+            peer.gone = True
+            self._left += peer.awaited.values()
+            peer.awaited.clear()
+            unanswered, peer.unanswered = peer.unanswered, {}
+            for loans in unanswered.values() if ended else ():
+                self._release(loans)
+            self._changed.notify_all()
+        with suppress(OSError):  # not closed: the thread that reads may be sending
+            peer.socket.shutdown(socket.SHUT_RDWR)
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)

@@ -1,0 +1,163 @@
+"""Who of a host reads which bytes: every byte once, by one that needs it, and all agree."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.format.records import Frame
+from penstock.core.hosts.division import OwnPlan, ReadPlan
+from penstock.core.plan.restore import ChunkUse, FrameJob
+from penstock.core.types import ByteRange
+
+BLOCK = 10
+LENGTH = 80  # of each frame
+
+
+def job(blob, frame, spans, *, chain=None):
+    """A frame of a blob, of which a rank needs `spans`."""
+    ranges = tuple(ByteRange(*span) for span in spans)
+    found = FrameJob(Frame(0, frame * LENGTH, LENGTH, LENGTH, 0, ()), blob, BLOCK, chain)
+    found.ranges = ranges if chain is None else (ByteRange(0, LENGTH),)
+    found.uses = [ChunkUse(None, r.start, r.start, r.length) for r in ranges]
+    found.paths = [(blob, str(frame))] * len(found.uses)
+    return found
+
+
+def divided(jobs_by_member, most_bytes=LENGTH):
+    plans = [OwnPlan(jobs, most_bytes=most_bytes) for jobs in jobs_by_member]
+    sent = [ReadPlan.decode(memoryview(plan.plan.encode())) for plan in plans]
+    return [plan.divide(sent, me) for me, plan in enumerate(plans)]
+
+
+def read_by(division, me):
+    """`(blob, byte)` for each byte that a member reads, with the bytes that it reads twice."""
+    jobs = [*division.alone, *(p.job for p in division.pieces if p.reader == me)]
+    return [
+        (job.blob, job.frame.offset + byte)
+        for job in jobs
+        for span in job.ranges
+        for byte in range(span.start, span.stop)
+    ]
+
+
+def needed_by(jobs):
+    return {
+        (j.blob, j.frame.offset + b) for j in jobs for s in j.ranges for b in range(s.start, s.stop)
+    }
+
+
+def got_by(division):
+    """What a member has in the end, by itself or from others."""
+    pieces = {
+        (p.job.blob, p.job.frame.offset + byte)
+        for p in division.pieces
+        for byte in range(p.span.start, p.span.stop)
+    }
+    alone = {
+        (j.blob, j.frame.offset + b)
+        for j in division.alone
+        for s in j.ranges
+        for b in range(s.start, s.stop)
+    }
+    return pieces | alone
+
+
+@st.composite
+def needs(draw):
+    """What up to five ranks need of a few frames: whole blocks that do not touch."""
+    members = []
+    for _ in range(draw(st.integers(2, 5))):
+        jobs = []
+        for blob, frame in draw(st.sets(st.tuples(st.sampled_from("ab"), st.integers(0, 3)))):
+            cuts = sorted(draw(st.sets(st.integers(0, LENGTH // BLOCK), min_size=2)))
+            spans = [(a * BLOCK, b * BLOCK) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
+            jobs.append(job(blob, frame, spans))
+        members.append(jobs)
+    return members
+
+
+@given(members=needs())
+def test_each_byte_is_read_once_by_one_that_needs_it_and_all_agree(members):
+    found = divided(members)
+    read = [byte for me, division in enumerate(found) for byte in read_by(division, me)]
+    needed = [needed_by(jobs) for jobs in members]
+    assert sorted(read) == sorted(set().union(*needed))
+    known = {}
+    for me, division in enumerate(found):
+        assert needed[me] <= got_by(division)
+        for piece in division.pieces:
+            told = (piece.job.blob, piece.job.frame.offset, piece.span, piece.reader, piece.takers)
+            of_all = {piece.reader, *piece.takers}
+            assert me in of_all
+            assert piece.reader not in piece.takers
+            known.setdefault(piece.number, (told, of_all, []))[2].append(me)
+            assert known[piece.number][0][:4] == told[:4]
+    for _, of_all, members_of in known.values():
+        assert sorted(of_all) == sorted(members_of)
+
+
+@given(members=needs())
+def test_each_use_lies_within_one_range_that_is_read_or_taken(members):
+    for jobs, division in zip(members, divided(members), strict=True):
+        parts = [*division.alone, *(p.job for p in division.pieces)]
+        for one in jobs:
+            spans = [s for p in parts if p.paths[:1] == one.paths[:1] for s in p.ranges]
+            for use in one.uses:
+                inside = [s for s in spans if s.start <= use.at and use.at + use.length <= s.stop]
+                assert len(inside) == 1
+
+
+def test_replicas_share_the_bytes_evenly():
+    frames = [("a", number, [(0, LENGTH)]) for number in range(40)]
+    found = divided([[job(*frame) for frame in frames] for _ in range(4)], most_bytes=1 << 30)
+    loads = [len(read_by(division, me)) for me, division in enumerate(found)]
+    assert sum(loads) == 40 * LENGTH
+    assert not any(division.alone for division in found)
+
+
+def test_large_frames_are_spread_over_the_ranks_that_need_them():
+    def large(number):
+        found = job("a", number, [])
+        length = 20 << 20
+        found.frame = Frame(0, number * length, length, length, 0, ())
+        found.ranges = (ByteRange(0, length),)
+        return found
+
+    found = divided([[large(n) for n in range(8)] for _ in range(4)], most_bytes=1 << 30)
+    assert [sum(p.reader == me for p in found[0].pieces) for me in range(4)] == [2, 2, 2, 2]
+
+
+def test_who_reads_much_alone_reads_less_for_others():
+    both = [job("a", 0, [(0, LENGTH)])]
+    alone = [job("b", 0, [(0, LENGTH)])]
+    found = divided([[*both, *alone], both])
+    assert [piece.reader for piece in found[0].pieces] == [1]
+
+
+def test_an_encoded_frame_is_shared_as_a_whole_chunk():
+    found = divided(
+        [[job("a", 0, [(0, 10)], chain="zstd")], [job("a", 0, [(70, 80)], chain="zstd")]]
+    )
+    (piece,) = found[1].pieces
+    assert piece.span == ByteRange(0, LENGTH)
+    assert piece.job.ranges == (ByteRange(0, LENGTH),)
+
+
+def test_a_chunk_that_is_too_large_for_the_window_is_read_by_each_alone():
+    found = divided([[job("a", 0, [(0, LENGTH)])]] * 2, most_bytes=LENGTH - 1)
+    assert [len(division.alone) for division in found] == [1, 1]
+    assert not found[0].pieces
+
+
+def test_two_jobs_of_one_rank_for_the_same_bytes_get_them_both():
+    mine = [job("a", 0, [(0, 20)]), job("a", 0, [(10, 30)])]
+    found = divided([mine, [job("a", 0, [(0, 30)])]])
+    (piece,) = found[0].pieces
+    assert len(piece.job.uses) == 2
+
+
+def test_a_plan_with_a_blob_that_it_does_not_name_is_refused():
+    rows = np.array([[1, 0, 0, 0, 1]], np.int64)
+    with pytest.raises(ValueError, match="not listed"):
+        ReadPlan.decode(ReadPlan(("a",), rows).encode())

@@ -1,0 +1,136 @@
+"""Ranks of one host meet by a socket, and get each other's plans and memory."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.hosts.division import ReadPlan
+from penstock.core.hosts.meeting import Meeting
+
+WINDOW = 1 << 20
+
+
+def plan(rank):
+    return ReadPlan((f"blob{rank}",), np.full((1, 5), 0, np.int64))
+
+
+def meet(ranks, *, secrets=None, limit_s=20.0, ended=lambda: False, absent=()):
+    """What each rank gets, by threads."""
+    found = {}
+
+    def one(rank):
+        secret = (secrets or {}).get(rank, "secret")
+        meeting = Meeting(secret, ranks, rank, window_bytes=WINDOW)
+        found[rank] = meeting.hold(plan(rank), Deadline(limit_s), ended)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def part(found):
+    for met in found.values():
+        if met is not None:
+            met.part()
+
+
+def test_all_get_the_plans_of_all_and_see_each_others_memory():
+    ranks = (4, 5, 6)
+    found = meet(ranks)
+    try:
+        for me, rank in enumerate(ranks):
+            met = found[rank]
+            assert [p.blobs for p in met.plans] == [("blob4",), ("blob5",), ("blob6",)]
+            assert [number for number, _, _ in met.others] == [n for n in range(3) if n != me]
+            met.allocate(WINDOW)
+            met.window[me] = 1
+        for me, rank in enumerate(ranks):
+            for number, line, window in found[rank].others:
+                assert window[:3] == bytes(int(n == number) for n in range(3))
+                line.send(bytes([me]))
+        for rank in ranks:
+            assert [line.recv(9) for _, line, _ in found[rank].others] == [
+                bytes([number]) for number, _, _ in found[rank].others
+            ]
+    finally:
+        part(found)
+
+
+def test_others_cannot_write_into_a_window_or_cut_it_off():
+    found = meet((0, 1))
+    try:
+        _, _, window = found[0].others[0]
+        with pytest.raises(TypeError):
+            window[0] = 1
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(found[0].window_fd, 10)
+    finally:
+        part(found)
+
+
+def test_nothing_is_left_behind():
+    files = Path("/proc/self/fd")
+    before = len([*files.iterdir()])
+    part(meet((0, 1, 2)))
+    assert len([*files.iterdir()]) == before
+    assert "@penstock-" not in Path("/proc/self/net/unix").read_text()
+
+
+def test_without_one_of_them_nobody_meets():
+    assert meet((0, 1, 2), absent=(2,), limit_s=0.3) == {0: None, 1: None}
+    assert meet((0, 1, 2), absent=(0,), limit_s=0.3) == {1: None, 2: None}
+
+
+def test_nobody_waits_once_all_have_given_up():
+    assert meet((0, 1), absent=(1,), ended=lambda: True) == {0: None}
+    assert meet((0, 1), absent=(0,), ended=lambda: True) == {1: None}
+
+
+def test_two_jobs_do_not_meet():
+    secrets = {0: "of one job", 1: "of another"}
+    assert meet((0, 1), secrets=secrets, limit_s=0.3) == {0: None, 1: None}
+
+
+def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
+    meeting = Meeting("secret", (0, 1), 0, window_bytes=WINDOW)
+    stop, tries = threading.Event(), []
+
+    def disturb():
+        while not stop.is_set():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+                try:
+                    line.connect(meeting._address)
+                    hello = b"x" * 32 + (1).to_bytes(4, "little")
+                    socket.send_fds(line, [hello], [line.fileno(), line.fileno()])
+                    tries.append(line.recv(10))
+                except OSError:
+                    continue
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    found = {}
+    try:
+        one = threading.Thread(
+            target=lambda: found.update({0: meeting.hold(plan(0), Deadline(20.0), lambda: False)})
+        )
+        one.start()
+        while not tries:
+            stop.wait(0.01)
+        other = Meeting("secret", (0, 1), 1, window_bytes=WINDOW)
+        found[1] = other.hold(plan(1), Deadline(20.0), lambda: False)
+        one.join(30)
+    finally:
+        stop.set()
+        thread.join(30)
+    assert set(tries) == {b""}
+    assert found[0] is not None
+    assert found[1] is not None
+    part(found)

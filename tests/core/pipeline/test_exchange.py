@@ -1,0 +1,235 @@
+"""What one process lends to others: nothing before it is verified, nothing overwritten too soon."""
+
+import mmap
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.core.concurrency.timing import Timing
+from penstock.core.concurrency.watchdog import Watchdog
+from penstock.core.errors import RestoreError
+from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
+from penstock.core.pipeline.staging import Staging
+from penstock.core.types import ByteRange
+
+PAGE = 4096
+TIMING = Timing(poll_s=0.01)
+
+
+class Member:
+    """One process of several, here as an object: its window, and the sockets to the others."""
+
+    def __init__(self, pages):
+        self.memory = mmap.mmap(-1, pages * PAGE)
+        self.peers, self.placed = [], {}
+        self.hold = None
+        self.exchange = None
+
+    def begin(self, *, own=(), taken=()):
+        self.exchange = Exchange(
+            Staging(len(self.memory), self.memory), self.peers,
+            own=own, taken=taken, place=self._place, timing=TIMING,
+        )  # fmt: skip
+        self.exchange.start()
+        return self.exchange
+
+    def _place(self, share, data):
+        if self.hold is not None:
+            self.hold(share)
+        self.placed[share.number] = bytes(data)
+
+    def end(self):
+        if self.exchange is not None:
+            self.exchange.close()
+        for peer in self.peers:
+            peer.socket.close()
+
+
+@pytest.fixture
+def members(request):
+    """Members that know each other, and wait for each other for so long."""
+    made = []
+
+    def make(count=2, *, pages=4, limit_s=30.0):
+        made.extend(Member(pages) for _ in range(count))
+        for one in range(count):
+            for other in range(one):
+                ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                for here, there, line in ((one, other, ends[0]), (other, one, ends[1])):
+                    quiet = Watchdog(limit_s)
+                    made[here].peers.append(Peer(there, line, made[there].memory, quiet))
+        return made
+
+    yield make
+    for member in made:
+        member.end()
+
+
+def share(number, *takers, length=PAGE):
+    return Share(number, SimpleNamespace(), ByteRange(0, length), takers)
+
+
+def lend(member, piece, byte):
+    block = member.exchange.acquire(piece.span.length, 0)
+    block.view[:] = bytes([byte]) * piece.span.length
+    member.exchange.lend([(piece.job, block)])
+
+
+def never():
+    return False
+
+
+def test_what_one_lends_all_takers_place(members):
+    one, two, three = members(3)
+    pieces = [share(n, 1, 2) for n in range(20)]  # five times the window
+    for taker in (two, three):
+        taker.begin(taken=[(0, share(n)) for n in range(20)])
+    one.begin(own=pieces)
+    for number, piece in enumerate(pieces):
+        lend(one, piece, number)
+    one.exchange.lent_all()
+    for taker in (two, three):
+        assert taker.exchange.wait(never) == []
+        assert taker.placed == {n: bytes([n]) * PAGE for n in range(20)}
+        assert taker.exchange.bytes_taken == 20 * PAGE
+    assert one.exchange.wait(never) == []
+
+
+def test_memory_is_not_written_anew_before_all_have_taken_it(members):
+    one, two, three = members(3, pages=1)
+    slow = threading.Event()
+    three.hold = lambda _: slow.wait(30)
+    pieces = [share(n, 1, 2) for n in range(2)]
+    for taker in (two, three):
+        taker.begin(taken=[(0, share(n)) for n in range(2)])
+    one.begin(own=pieces)
+    lend(one, pieces[0], 7)
+    again = threading.Thread(target=lend, args=(one, pieces[1], 8))
+    again.start()
+    again.join(0.2)
+    assert one.memory[:1] == b"\7"
+    assert again.is_alive()
+    slow.set()
+    again.join(30)
+    one.exchange.lent_all()
+    assert three.exchange.wait(never) == []
+    assert {n: data[0] for n, data in three.placed.items()} == {0: 7, 1: 8}
+
+
+def test_a_taker_that_stands_still_is_not_waited_for_and_keeps_what_it_was_lent(members):
+    one, two = members(2, pages=1, limit_s=0.1)
+    pieces = [share(n, 1) for n in range(3)]
+    one.begin(own=pieces)  # and the other one does nothing
+    lend(one, pieces[0], 7)
+    with pytest.raises(TakersStuckError, match="took nothing"):
+        lend(one, pieces[1], 8)
+    assert one.exchange.lend_no_more() == [piece.job for piece in pieces[1:]]
+    one.exchange.lent_all()
+    one.exchange.wait(never)
+    two.begin(taken=[(0, share(n)) for n in range(3)])  # hours later
+    assert len(two.exchange.wait(never)) == 2
+    assert two.placed == {0: b"\7" * PAGE}
+
+
+def test_a_taker_that_stands_still_while_it_lends_nothing_keeps_what_it_was_lent(members):
+    one, _ = members(2, pages=1, limit_s=0.1)
+    pieces = [share(0, 1), share(1, 1)]
+    one.begin(own=pieces, taken=[(1, share(9))])
+    lend(one, pieces[0], 7)
+    while not one.peers[0].gone:
+        time.sleep(0.01)
+    with pytest.raises(TakersStuckError):
+        one.exchange.acquire(PAGE, 0)
+    assert one.memory[:1] == b"\7"
+
+
+def test_what_a_dead_process_was_lent_is_free_and_its_own_is_left_to_read(members):
+    one, two = members(2, pages=1)
+    pieces = [share(n, 1) for n in range(3)]
+    awaited = share(9)
+    one.begin(own=pieces, taken=[(1, awaited)])
+    lend(one, pieces[0], 7)
+    two.peers[0].socket.close()
+    lend(one, pieces[1], 8)
+    lend(one, pieces[2], 9)
+    one.exchange.lent_all()
+    assert one.exchange.wait(never) == [awaited.job]
+
+
+def test_what_is_refused_is_left_to_read(members):
+    one, two = members(2)
+    pieces, taken = [share(0, 1), share(1, 1)], [share(0), share(1)]
+    two.begin(taken=[(0, piece) for piece in taken])
+    one.begin(own=pieces)
+    one.exchange.refuse(pieces[0].job)
+    lend(one, pieces[1], 1)
+    one.exchange.lent_all()
+    assert two.exchange.wait(never) == [taken[0].job]
+    assert list(two.placed) == [1]
+
+
+def test_what_was_announced_before_the_end_is_still_taken(members):
+    one, two = members(2)
+    pieces = [share(n, 1) for n in range(4)]
+    one.begin(own=pieces)
+    for number, piece in enumerate(pieces):
+        lend(one, piece, number)
+    one.exchange.lent_all()
+    one.exchange.wait(never)  # ends without the answers of the other one
+    one.peers[0].socket.close()
+    two.begin(taken=[(0, share(n)) for n in range(4)])
+    assert two.exchange.wait(never) == []
+    assert len(two.placed) == 4
+
+
+def test_a_piece_outside_of_the_window_is_not_read(members):
+    one, two = members(2, pages=1)
+    taken = share(0, length=2 * PAGE)
+    two.begin(taken=[(0, taken)])
+    one.begin(own=[piece := share(0, 1)])
+    lend(one, piece, 1)
+    assert two.exchange.wait(never) == [taken.job]
+    assert not two.placed
+
+
+def test_a_target_that_fails_ends_the_taking_with_its_error(members):
+    one, two = members(2)
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    two.hold = fail
+    two.begin(taken=[(0, share(0))])
+    one.begin(own=[piece := share(0, 1)])
+    lend(one, piece, 1)
+    with pytest.raises(RestoreError, match="ZeroDivisionError"):
+        two.exchange.wait(never)
+
+
+def test_many_small_pieces_in_both_directions_never_block_each_other(members):
+    count = 1500
+    one, two = members(2, pages=count)
+    for me, member in enumerate((one, two)):
+        other = 1 - me
+        numbers = range(me * count, me * count + count)
+        theirs = range(other * count, other * count + count)
+        member.begin(
+            own=[share(n, other, length=16) for n in numbers],
+            taken=[(other, share(n, length=16)) for n in theirs],
+        )
+
+    def work(member):
+        for piece in list(member.exchange._own.values()):
+            lend(member, piece, piece.number % 251)
+        member.exchange.lent_all()
+
+    threads = [threading.Thread(target=work, args=(member,)) for member in (one, two)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [member.exchange.wait(never) for member in (one, two)] == [[], []]
+    assert [len(member.placed) for member in (one, two)] == [count, count]

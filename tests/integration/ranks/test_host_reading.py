@@ -1,0 +1,298 @@
+"""Ranks of one host read what several of them need once, and hand it on."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import TINY, memory
+
+import penstock
+from penstock import Checkpointer, DamagedError, PenstockError, RankError
+from penstock.core.errors import StorageError
+from penstock.core.testing.faults import Fault, FaultyBackend
+
+ROWS, COLUMNS = 144, 512
+SAME = "one".format  # all ranks are on one host
+
+
+def tensors(seed=0):
+    made = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(ROWS, COLUMNS, generator=made) for name in "abc"}
+
+
+def whole(_rank, _count):
+    return {name: torch.zeros(ROWS, COLUMNS) for name in "abc"}
+
+
+def rows(rank, count):
+    share = ROWS // count
+    return {
+        name: penstock.Shard(torch.zeros(share, COLUMNS), (ROWS, COLUMNS), (rank * share, 0))
+        for name in "abc"
+    }
+
+
+def columns(rank, count):
+    share = COLUMNS // count
+    return {
+        name: penstock.Shard(torch.zeros(ROWS, share), (ROWS, COLUMNS), (0, rank * share))
+        for name in "abc"
+    }
+
+
+def filled(state, values):
+    """The state with the values that belong there."""
+    for name, target in state.items():
+        if isinstance(target, penstock.Shard):
+            index = tuple(
+                slice(o, o + n) for o, n in zip(target.offsets, target.tensor.shape, strict=True)
+            )
+            target.tensor.copy_(values[name][index])
+        else:
+            target.copy_(values[name])
+    return state
+
+
+def equals(state, values):
+    for name, target in state.items():
+        if isinstance(target, penstock.Shard):
+            index = tuple(
+                slice(o, o + n) for o, n in zip(target.offsets, target.tensor.shape, strict=True)
+            )
+            if not torch.equal(target.tensor, values[name][index]):
+                return False
+        elif not torch.equal(target, values[name]):
+            return False
+    return True
+
+
+def saved(store, values, cut=None, count=1, step=1, **options):
+    if cut is None:
+        with Checkpointer(store, **TINY, **options) as ckpt:
+            return ckpt.save({n: t.clone() for n, t in values.items()}, step).result(30)
+    job = Job(count, store, **options)
+    reports = job.save(lambda rank: filled(cut(rank, count), values), step)
+    assert not [one for one in reports if isinstance(one, BaseException)]
+    return reports[0]
+
+
+def restored(store, values, cut, count, *, host=SAME, on_damage="raise", **options):
+    """The report of each rank, or its error; what it restored is compared."""
+
+    def work(ckpt, rank):
+        state = cut(rank, count)
+        report = ckpt.restore(state, on_damage=on_damage)
+        assert equals(state, values), rank
+        return report
+
+    return Job(count, store, host=host, **options).run(work)
+
+
+def read(reports):
+    errors = [one for one in reports if isinstance(one, BaseException)]
+    assert not errors, errors
+    return sum(report.bytes_read for report in reports)
+
+
+NEEDED = 3 * ROWS * COLUMNS * 4
+
+
+def test_replicas_of_one_host_read_each_byte_once():
+    store, values = memory(), tensors()
+    saved(store, values)
+    reports = restored(store, values, whole, 3)
+    assert read(reports) == NEEDED
+    assert all(report.bytes_read + report.bytes_shared == NEEDED for report in reports)
+    assert max(report.bytes_read for report in reports) < 0.5 * NEEDED
+    assert read(restored(store, values, whole, 3, read_once_per_host=False)) == 3 * NEEDED
+
+
+def test_ranks_of_other_hosts_read_for_themselves():
+    store, values = memory(), tensors()
+    saved(store, values)
+    reports = restored(store, values, whole, 4, host=lambda rank: f"node{rank % 2}")
+    assert read(reports) == 2 * NEEDED
+    assert read(restored(store, values, whole, 2, host="node{}".format)) == 2 * NEEDED
+
+
+@pytest.mark.parametrize("cut", [None, rows, columns], ids=["one process", "rows", "columns"])
+@pytest.mark.parametrize("wanted", [rows, columns], ids=["to rows", "to columns"])
+def test_any_sharding_is_read_once_per_host(cut, wanted):
+    store, values = memory(), tensors()
+    saved(store, values, cut, 2)
+    assert read(restored(store, values, wanted, 4)) <= 1.05 * NEEDED
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_8_to_6_to_8_ranks_along_the_first_dimension_read_little_more_than_they_need(once):
+    values = tensors()
+    for before, after in ((8, 6), (6, 8)):
+        store = memory()
+        saved(store, values, rows, before)
+        host = SAME if once else "node{}".format
+        assert read(restored(store, values, rows, after, host=host)) <= 1.15 * NEEDED
+
+
+@pytest.mark.parametrize("codecs", [["zstd"], ["floatsplit", "zstd"]])
+def test_encoded_frames_are_read_once_and_decoded_once(codecs):
+    store, values = memory(), tensors()
+    rules = [{"match": "**", "codecs": codecs}]
+    stored = saved(store, values, rules=rules).bytes_stored
+    for cut in (whole, columns):
+        assert read(restored(store, values, cut, 3 if cut is whole else 4)) <= stored
+
+
+def test_the_frames_of_a_chain_of_deltas_are_read_once():
+    store, values = memory(), tensors()
+    with Checkpointer(store, **TINY, rules=[{"match": "**", "codecs": ["delta"]}]) as ckpt:
+        for step in (1, 2, 3):
+            values["a"][step] += 1
+            ckpt.save({n: t.clone() for n, t in values.items()}, step, mode="blocking")
+    alone = read(restored(store, values, whole, 1, read_once_per_host=False))
+    assert read(restored(store, values, whole, 3)) == alone
+
+
+def test_load_reads_once_per_host_too():
+    store, values = memory(), tensors()
+    saved(store, values)
+    told = []
+
+    job = Job(2, store, host=SAME, on_event=told.append)
+    assert job.run(lambda ckpt, _: equals(ckpt.load(), values)) == [True, True]
+    reports = [event.report for event in told if event.kind == "load_done"]
+    assert sum(report.bytes_read for report in reports) == NEEDED
+
+
+def test_two_jobs_on_one_host_do_not_disturb_each_other():
+    stores, values = [memory(), memory()], [tensors(1), tensors(2)]
+    for store, value in zip(stores, values, strict=True):
+        saved(store, value)
+    jobs = [Job(2, store, host=SAME) for store in stores]
+    found = [[None, None], [None, None]]
+
+    def work(ckpt, rank, number):
+        state = whole(rank, 2)
+        report = ckpt.restore(state)
+        assert equals(state, values[number])
+        found[number][rank] = report
+
+    both = Job(4, None, host=SAME)
+
+    def one(_, rank):
+        number, member = divmod(rank, 2)
+        with jobs[number].checkpointer(member) as ckpt:
+            work(ckpt, member, number)
+
+    both.checkpointer = lambda rank: jobs[rank // 2].checkpointer(rank % 2)
+    both.run(lambda ckpt, rank: work(ckpt, rank % 2, rank // 2))
+    for reports in found:
+        assert read(reports) == NEEDED
+
+
+def damage(store):
+    """Flip a bit in the middle of every blob."""
+    for name, blob in store._store.blobs.items():
+        if name.endswith(".raw"):
+            blob.data[len(blob.data) // 2] ^= 1
+
+
+def test_damage_that_one_rank_reads_for_all_fails_all_by_name():
+    store, values = memory(), tensors()
+    saved(store, values)
+    damage(store)
+    found = restored(store, values, whole, 3)
+    assert all(isinstance(one, (DamagedError, RankError)) for one in found)
+    damaged = [one for one in found if isinstance(one, DamagedError)]
+    assert damaged
+    name = damaged[0].damaged[0]
+    assert all(name in str(one) for one in found)
+
+
+def test_what_one_rank_finds_damaged_the_others_look_at_themselves():
+    store, bad, values = memory(), memory(), tensors()
+    saved(store, values)
+    for name, blob in store._store.blobs.items():
+        bad._store.blobs[name] = replace(blob, data=bytearray(blob.data))
+    damage(bad)
+    states = {}
+
+    def work(ckpt, rank):
+        ckpt.restore(states.setdefault(rank, whole(rank, 3)))
+
+    found = Job(3, lambda rank: bad if rank == 0 else store, host=SAME).run(work)
+    assert [type(one) for one in found] == [DamagedError, RankError, RankError]
+    assert [equals(states[rank], values) for rank in (1, 2)] == [True, True]
+
+
+def test_damage_that_one_rank_reads_for_all_leads_all_to_the_older_checkpoint():
+    store, old = memory(), tensors(1)
+    saved(store, old, step=1)
+    before = set(store._store.blobs)
+    saved(store, tensors(2), step=2)
+    for name in set(store._store.blobs) - before:
+        if name.endswith(".raw"):
+            data = store._store.blobs[name].data
+            data[len(data) // 2] ^= 1
+    reports = restored(store, old, whole, 3, on_damage="fallback")
+    assert [(report.step, report.fell_back_from) for report in reports] == [(1, (2,))] * 3
+    assert read(reports) == NEEDED
+
+
+def test_a_rank_whose_store_fails_ends_the_restore_of_all_by_name():
+    store, values = memory(), tensors()
+    saved(store, values)
+
+    def seen(rank):
+        fault = Fault("read", match=".raw", error=StorageError("the cable is cut"), times=None)
+        return FaultyBackend(store, *[fault] * (rank == 1))
+
+    began_s = time.monotonic()
+    found = restored(seen, values, whole, 3)
+    assert all("the cable is cut" in str(one) for one in found)
+    assert [type(one) for one in found if isinstance(one, RankError)] == [RankError] * 2
+    print(f"known after {time.monotonic() - began_s:.2f} s")
+
+
+def test_a_rank_that_does_not_fit_the_checkpoint_ends_the_restore_of_all_at_once():
+    store, values = memory(), tensors()
+    saved(store, values)
+
+    def work(ckpt, rank):
+        return ckpt.restore({"a": torch.zeros(3)} if rank == 2 else whole(rank, 3))
+
+    found = Job(3, store, host=SAME).run(work)
+    assert all(isinstance(one, PenstockError) for one in found)
+    assert [one.rank for one in found[:2]] == [2, 2]
+
+
+def test_chunks_that_have_no_room_in_the_window_are_read_by_each():
+    store = memory()
+    large = {"a": torch.arange(20 << 20, dtype=torch.uint8)}
+    with Checkpointer(store, chunk_bytes=64 << 20) as ckpt:
+        ckpt.save({"a": large["a"].clone()}, 1, mode="blocking")
+
+    def work(ckpt, rank):
+        state = {"a": torch.zeros(20 << 20, dtype=torch.uint8)}
+        report = ckpt.restore(state)
+        assert torch.equal(state["a"], large["a"])
+        return report
+
+    # Four windows of a host have 32 MiB each, for two chunks.
+    assert read(Job(4, store, host=SAME).run(work)) == 4 * (20 << 20)
+
+
+def test_every_target_is_what_was_saved_where_the_window_is_smaller_than_the_state():
+    store = memory()
+    large = {"a": torch.randint(0, 255, (150 << 20,), dtype=torch.uint8)}
+    with Checkpointer(store, chunk_bytes=8 << 20) as ckpt:
+        ckpt.save({"a": large["a"].clone()}, 1, mode="blocking")
+
+    def work(ckpt, rank):
+        state = {"a": torch.zeros(150 << 20, dtype=torch.uint8)}
+        report = ckpt.restore(state)
+        assert torch.equal(state["a"], large["a"])
+        return report
+
+    assert read(Job(4, store, host=SAME).run(work)) == 150 << 20
