@@ -114,11 +114,14 @@ class Replica:
         index: Place of this rank among them, from 0.
         count: Number of these ranks; 1 where this rank alone holds the bytes.
         ranks: Their global ranks, in the order of `index`; empty where they are not known.
+        place: The shown path of a `PerRank` with an index: these are the ranks that give one index
+            there. Who they are comes out when all have told theirs; until then it is this one.
     """
 
     index: int = 0
     count: int = 1
     ranks: tuple[int, ...] = ()
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from penstock.core.abc import Node, Placement, StateProvider, ranks_node, ranks_of
+from penstock.core.abc import Node, Placement, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.markers import Rng
 from penstock.core.types import show_path
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 PRIORITY = 50
 FORM = "rng"
-log = logging.getLogger("penstock")
 _KINDS = (Rng, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CUDA = "cuda."
 
@@ -37,40 +35,24 @@ class RngProvider(StateProvider):
 
     name = "rng"
     forms = (FORM,)
-    per_rank = True
     describes_last = True  # the `state_dict` of a data loader may draw from the global generator
 
     def claims(self, kind: type, /) -> int | None:
         return PRIORITY if issubclass(kind, _KINDS) else None
 
+    def on_other_ranks(self, kind: type, /) -> Literal["keep"]:
+        """Keep what is live: all ranks would go on with equal random numbers, or those of few."""
+        del kind
+        return "keep"
+
     def describe(
         self, value: Any, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterator[StateObject | Node]:
-        if context.world_size > 1:
-            yield ranks_node(path, context.world_size)
-            path = (*path, str(context.rank))
         yield Node(path, FORM, {"class": _class(value)})
         for name, state in _states(value, path).items():
             yield from context.describe(state, (*path, name))
 
     def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
-        ranks = ranks_of(context.node(path))
-        stored = 1 if ranks is None and context.node(path) is not None else ranks
-        if stored is not None and stored != context.world_size:
-            # All ranks would go on with equal random numbers, or with those of few.
-            if context.children(path):
-                log.warning(
-                    "%s is random state of %d ranks, and here are %d: it stays as it is",
-                    show_path(path),
-                    stored,
-                    context.world_size,
-                )
-            return Placement(finish=lambda: value)
-        if context.world_size > 1 and stored is not None:
-            path = (*path, str(context.rank))
-        return self._place_at(value, path, context)
-
-    def _place_at(self, value: Any, path: ObjectPath, context: PlaceContext) -> Placement:
         result = Placement(finish=lambda: value)
         node = context.node(path)
         chosen = context.children(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
@@ -24,6 +24,14 @@ FORM = "stateful"
 
 _WHOLE = "state"  # the one child of a state that is no dict with string keys
 
+# The module and the names of classes whose instances read data, each rank its own part of it.
+_READERS = (
+    ("torch.utils.data", ("DataLoader", "Sampler", "Dataset")),
+    ("torchdata.nodes", ("BaseNode", "Loader")),
+    ("datasets", ("IterableDataset",)),
+    ("accelerate.data_loader", ("DataLoaderAdapter",)),
+)
+
 
 class StatefulProvider(StateProvider):
     """Stores schedulers, gradient scalers, stateful data loaders, foreign optimizers, and so on.
@@ -40,6 +48,10 @@ class StatefulProvider(StateProvider):
         if callable(saves) and callable(loads):
             return PRIORITY
         return REFUSED if _is_plain_loader(kind) or is_wrapper(kind, LOADERS) else None
+
+    def on_other_ranks(self, kind: type, /) -> Literal["error"] | None:
+        """Say that what reads data differs between ranks, since each reads data of its own."""
+        return "error" if _reads_data(kind) or is_wrapper(kind, LOADERS) else None
 
     def describe(
         self, value: Any, path: ObjectPath, /, *, context: DescribeContext
@@ -130,6 +142,11 @@ class StatefulProvider(StateProvider):
 
 def _has_names(state: object) -> bool:
     return type(state) in (dict, OrderedDict) and all(type(key) is str for key in state)  # type: ignore[attr-defined]  # a dict by now
+
+
+def _reads_data(kind: type) -> bool:
+    bases = (getattr(sys.modules.get(module), n, None) for module, names in _READERS for n in names)
+    return any(base is not None and issubclass(kind, base) for base in bases)
 
 
 def _is_plain_loader(kind: type) -> bool:

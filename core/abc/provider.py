@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from penstock.core.abc.plugin import API_VERSION
 from penstock.core.floats.formats import FLOAT_DTYPES
@@ -149,6 +149,11 @@ class Placement:
 
     No part of it can be left out, so it is not restored while `strict=False` skips a parameter.
     """
+    passed_over: list[ObjectPath] = field(default_factory=list)
+    """Paths at and below which stored objects are known, and not restored: those of other ranks.
+
+    They are not reported as unexpected.
+    """
     replaces: bool = False
     """Whether `finish` returns another object than the live one (a read-only array's copy).
 
@@ -171,6 +176,7 @@ class Placement:
         self.problems += other.problems
         self.differences += other.differences
         self.numbered += other.numbered
+        self.passed_over += other.passed_over
         # The report has one fact for all optimizers: users must know if one was matched by order.
         weaker = {"matched_by": "order"}.items() & self.notes.items()
         self.notes |= other.notes | dict(weaker)
@@ -309,8 +315,6 @@ class StateProvider(ABC):
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
         describes_last: Whether its values are described after all others that stand in dicts, lists
             and tuples of the tree, since describing the others may change them (random state).
-        per_rank: Whether its values differ between ranks by nature. With several ranks `describe`
-            gives each rank paths of its own, below its number.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -318,7 +322,6 @@ class StateProvider(ABC):
     version: ClassVar[int] = 1
     forms: ClassVar[tuple[str, ...]] = ()
     describes_last: ClassVar[bool] = False
-    per_rank: ClassVar[bool] = False
 
     @abstractmethod
     def claims(self, kind: type, /) -> int | None:
@@ -350,6 +353,18 @@ class StateProvider(ABC):
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
         """Plan building a value of one of `forms` with no template; `finish()` returns it."""
+
+    def on_other_ranks(self, kind: type, /) -> Literal["error", "keep"] | None:
+        """Return whether values of a type it claims differ between ranks by nature.
+
+        Core then stores that of each rank, as if it stood in a `penstock.PerRank`.
+
+        Returns:
+            None if they do not, and have to be equal on all ranks. Else what a restore on another
+            number of ranks does: it is an error, or what is live is kept, with a warning.
+        """
+        del kind
+        return None
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
         """Return `(name, tensor)` for every parameter of `value`; optimizers name theirs by it."""

@@ -6,13 +6,14 @@ alone, and all come to the same result, since their plans cut the same bytes int
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.core.plan.save import ShardSpan, replicas_of
 from penstock.core.types import Kind, Region, Replica, Role, regions_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
     from penstock.core.plan.save import SavePlan
@@ -21,23 +22,44 @@ WRITER_BYTES = 64 << 20
 """The least bytes that one of several replicas writes: fewer would make many small blobs."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlaces:
+    """The places of one rank among others that cannot be known before all have met.
+
+    Attributes:
+        plain: Its place among those with the same structure, which hold all plain tensors alike.
+        shared: Its place among those that give the same index, of each `PerRank` with an index, by
+            its shown path; one that is not here is stored by each rank.
+    """
+
+    plain: Replica = field(default_factory=Replica)
+    shared: Mapping[str, Replica] = field(default_factory=dict)
+
+    def of(self, entry: StateObject) -> Replica:
+        """Return the place of this rank among those that hold the same of an object."""
+        if entry.replica is None:
+            return self.plain
+        return self.shared.get(entry.replica.place, entry.replica)
+
+
 def chunks_of_rank(
-    plan: SavePlan, plain: Replica, *, writer_bytes: int = WRITER_BYTES
+    plan: SavePlan, places: RankPlaces, *, writer_bytes: int = WRITER_BYTES
 ) -> frozenset[int]:
     """Return the numbers of the chunks that this rank writes.
 
     Args:
         plan: The plan of all that this rank holds, with even cuts.
-        plain: The place of this rank among those with the same structure, which hold all plain
-            tensors alike. Plain values are written by the first of them; buffers too, which each
-            rank may have computed from its own data, so that they belong together.
+        places: The places of this rank among others. Plain values are written by the first of those
+            with the same structure; buffers too, which each rank may have computed from its own
+            data, so that they belong together. What ranks share of a `PerRank` is written by the
+            first of them.
         writer_bytes: The least bytes that one of several writers gets.
 
     Objects that may be derived are written by the rank that writes the first chunk of a master, so
     that one rank has both. They are no part of the division: most of them take no bytes.
     """
     groups: dict[object, list[int]] = {}
-    places: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
+    held: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
     leaders = _leaders(plan)
     for number, chunk in enumerate(plan.chunks):
         if chunk.pieces[0].item in leaders:
@@ -46,10 +68,10 @@ def chunks_of_rank(
         key = _group_of(entry)
         one_writes = key[1]
         groups.setdefault(key, []).append(number)
-        places.setdefault(key, (entry.replica or plain, one_writes))
+        held.setdefault(key, (places.of(entry), one_writes))
     found: set[int] = set()
     for group, numbers in groups.items():
-        place, one_writes = places[group]
+        place, one_writes = held[group]
         total = sum(plan.chunks[number].length for number in numbers)
         writers = 1 if one_writes else min(place.count, max(1, total // writer_bytes))
         done = 0
@@ -137,7 +159,7 @@ def _leaders(plan: SavePlan) -> dict[int, int]:
 def _group_of(entry: StateObject) -> tuple[object, bool]:
     """Return a key of the objects that are divided together, and whether one rank writes them."""
     of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
-    return replicas_of(entry), entry.replica is None and of_one
+    return replicas_of(entry), of_one if entry.replica is None else bool(entry.replica.place)
 
 
 def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:

@@ -348,6 +348,8 @@ def replicas_of(entry: StateObject) -> object:
     replica = entry.replica
     if replica is None:
         return None
+    if replica.place:
+        return replica.place
     if replica.count == 1:
         return 1
     # Who shards by hand does not say which ranks these are: another object of so many replicas may

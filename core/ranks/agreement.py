@@ -20,18 +20,24 @@ from penstock.core.errors import (
     SaveError,
     SaveSkippedError,
 )
+from penstock.core.plan.ranks import RankPlaces
 from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.posts import Result, values_key
 from penstock.core.ranks.round_table import ENDS, Phase, Step
 from penstock.core.ranks.save_round import SaveRound
 from penstock.core.ranks.structure import (
+    Brought,
     classes_of,
     difference_of,
     digest_of,
     dump_values,
+    indices_of,
     load_values,
+    pack_numbers,
     place_in,
+    shared_difference,
+    unpack_numbers,
 )
 
 if TYPE_CHECKING:
@@ -40,8 +46,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.catalog.commit_table import Commit, Event
     from penstock.core.ranks.group import RankGroup
-    from penstock.core.types import Replica
-
 _POLL_S = 0.05
 
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
@@ -83,8 +87,10 @@ class SaveAgreement:
         self._alive = alive
         self._look = look
         self._arrival: Mapping[str, Any] = {}
+        self._brought = Brought()
+        self._assumed: RankPlaces | None = None
+        self._indices: Mapping[str, Sequence[int]] = {}
         self._arrived = False
-        self._values: Mapping[str, str] = {}
         self._round = SaveRound(
             group.place,
             number,
@@ -114,17 +120,20 @@ class SaveAgreement:
         """What rank 0 has decided for all."""
         return self._round.terms
 
-    def arrive(self, arrival: Mapping[str, Any], values: Mapping[str, str]) -> None:
+    def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
         """Tell the others that this rank takes part; nothing waits.
 
         Args:
-            arrival: What rank 0 has to know: `structure`, the digest of the structure of the state
-                here, and more.
-            values: The digests of the plain values here.
+            brought: What this rank has.
+            more: What else rank 0 has to know.
         """
-        self._values = values
-        self._arrival = arrival
-        self._round.arrive(arrival)
+        self._brought = brought
+        self._arrival = {**brought.arrival(), **more}
+        # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
+        # then, others go on from places that this rank has not heard of.
+        self._assumed = self._group.alike.get(brought.key)
+        self._group.alike = {}
+        self._round.arrive(self._arrival)
         self._arrived = True
         self._conductor.start()
 
@@ -145,38 +154,48 @@ class SaveAgreement:
 
     def go(self, arrivals: Mapping[int, Mapping[str, Any]], terms: Mapping[str, Any]) -> None:
         """Tell all ranks to write; rank 0 alone."""
-        digests = {rank: str(post.get("structure")) for rank, post in arrivals.items()}
+        posts = [arrivals[rank] for rank in range(self.world_size)]
+        try:
+            self._indices = indices_of([post.get("shared", {}) for post in posts])
+        except SaveError as error:
+            msg = f"step {self._step}: {error}"
+            raise SaveError(msg) from None
         every = {
             **terms,
             "step": self._step,
             "uid": self.uid,
-            "values": digest_of(self._values),
-            "classes": classes_of([digests[rank] for rank in range(self.world_size)]),
+            "values": digest_of(self._brought.values),
+            "classes": pack_numbers(classes_of([str(post["structure"]) for post in posts])),
+            "shared": {path: pack_numbers(found) for path, found in self._indices.items()},
         }
         try:
             self._conductor.tell(lambda r: r.go(every))
-        except FormatError:  # too many classes for a post: each rank stores all that it holds
-            self._conductor.tell(lambda r: r.go({**every, "classes": []}))
+        except FormatError:  # too much for a post: each rank stores all that it holds
+            every |= {"classes": pack_numbers([]), "shared": {}}
+            self._conductor.tell(lambda r: r.go(every))
 
-    def wait_for_go(self) -> Replica:
-        """Wait for the word of rank 0; return the place of this rank among those alike.
+    def wait_for_go(self) -> RankPlaces:
+        """Wait for the word of rank 0; return the places of this rank among those alike.
 
         Raises:
             PenstockError: The save is given up.
         """
         self._next(Step.WORK)
-        place = place_in(self.terms["classes"], self.rank)
-        structure = str(self._arrival["structure"])
-        assumed = self._group.alike.get(structure, place)
-        self._group.alike = {structure: place}
-        if assumed != place:
+        indices = {path: unpack_numbers(text) for path, text in self.terms["shared"].items()}
+        mine = [path for path in self._brought.shared if path in indices]
+        places = RankPlaces(
+            place_in(unpack_numbers(self.terms["classes"]), self.rank),
+            {path: place_in(indices[path], self.rank) for path in mine},
+        )
+        self._group.alike = {self._brought.key: places}
+        if self._assumed is not None and self._assumed != places:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than when it "
                 "was saved last, and this rank has captured its share for the old one. The next "
                 "save is planned for the new one"
             )
             raise SaveError(msg)
-        return place
+        return places
 
     def check_shared(self, backend: Backend, name: str, *, tier: str | None) -> None:
         """Check that this rank sees a record that rank 0 has published: once for each place.
@@ -226,14 +245,16 @@ class SaveAgreement:
         Raises:
             PenstockError: The save is given up.
         """
-        own = digest_of(self._values)
+        own = digest_of(self._brought.values)
         pieces: list[bytes] = []
         if own != self.terms["values"]:
-            pieces = dump_values(self._values)
+            pieces = dump_values(self._brought.values)
             for number, piece in enumerate(pieces):
                 key = values_key(self._number, self.rank, number)
                 self._group.coordination.post(key, piece)
         post = {**part, "values": own, "pieces": len(pieces)}
+        if self._brought.digests:
+            post["shared"] = dict(self._brought.digests)
         self._conductor.tell(lambda r: r.seal(post))
         if not self.leads:
             self._next(Step.DONE)
@@ -242,21 +263,24 @@ class SaveAgreement:
         return self._conductor.tell(lambda r: dict(r.parts))
 
     def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> None:
-        """Compare the plain values of all ranks; rank 0 alone.
+        """Compare what has to be equal on ranks; rank 0 alone.
 
         Raises:
             SaveError: A value is not equal on all ranks that have it; names its path and ranks.
         """
-        ranks: dict[str, list[int]] = {digest_of(self._values): [0]}
+        values = self._brought.values
+        ranks: dict[str, list[int]] = {digest_of(values): [0]}
         pieces = {}
         for rank, post in sorted(parts.items()):
             ranks.setdefault(post["values"], []).append(rank)
             pieces[rank] = post["pieces"]
         maps: list[tuple[Sequence[int], Mapping[str, str]]] = []
         for alike in ranks.values():
-            values = self._values if alike[0] == 0 else self._values_of(alike[0], pieces[alike[0]])
-            maps.append((alike, values))
-        difference = difference_of(maps)
+            found = values if alike[0] == 0 else self._values_of(alike[0], pieces[alike[0]])
+            maps.append((alike, found))
+        digests = {0: self._brought.digests}
+        digests |= {rank: post.get("shared", {}) for rank, post in parts.items()}
+        difference = difference_of(maps) or shared_difference(self._indices, digests)
         if difference is not None:
             msg = f"step {self._step}: {difference}"
             raise SaveError(msg)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Coordination
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.types import Replica
+    from penstock.core.plan.ranks import RankPlaces
 
 _NONCE_KEY = "nonce"
 _LEFT_POLL_S = 0.01
@@ -67,10 +67,10 @@ class RankGroup:
         self.place = RankPlace(rank, world_size, host or socket.gethostname())
         self.coordination = coordination
         self.timeout_s = timeout_s
-        self.alike: dict[str, Replica] = {}
-        """The place of this rank among those of equal structure, by the digest of the structure.
+        self.alike: dict[object, RankPlaces] = {}
+        """The places of this rank among those alike, by what it brought to the newest save.
 
-        As rank 0 told it for the newest save; no other structure is known.
+        As rank 0 told them then; no other structure is known.
         """
         self.of_host: tuple[int, ...] | None = None
         """The ranks of this host that read together, once they are known."""

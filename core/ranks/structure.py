@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from penstock.core.abc import StateObject
+from penstock.core.errors import SaveError
 from penstock.core.format.zstd import compress, decompress
 from penstock.core.types import Kind, Replica, Role, show_path
 
@@ -20,6 +25,48 @@ _DIGEST_BYTES = 16
 _LINE_BYTES = 64
 _LINES = 8
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a rank brings along to a save, as far as the others need to know it.
+
+    Attributes:
+        structure: The digest of the structure of the state here.
+        values: The digests of the plain values here, by shown path.
+        shared: Index and count of each `PerRank` that has them, by shown path.
+        digests: The digest of what this rank has there, by shown path.
+    """
+
+    structure: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> object:
+        """What decides on the places of this rank, as long as the others bring the same."""
+        return self.structure, tuple(sorted(self.shared.items()))
+
+    def arrival(self) -> dict[str, Any]:
+        """Return what this rank tells when it arrives."""
+        shared = {path: list(place) for path, place in self.shared.items()}
+        return {"structure": self.structure} | ({"shared": shared} if shared else {})
+
+    @classmethod
+    def of(
+        cls,
+        entries: Sequence[StateObject | Node],
+        own_paths: Sequence[ObjectPath],
+        shared: Mapping[str, tuple[int, int]],
+    ) -> Brought:
+        """Return what a rank brings along that has described its state so."""
+        return cls(
+            structure_digest(entries, own_paths),
+            value_digests(entries, own_paths),
+            shared,
+            shared_digests(entries, shared),
+        )
 
 
 def is_below(path: ObjectPath, own_paths: Sequence[ObjectPath]) -> bool:
@@ -71,6 +118,29 @@ def value_digests(
             told = view if entry.kind is Kind.VALUE else _lines_of(view)
             found[show_path(entry.path)] = blake2b(told, digest_size=8).hexdigest()
     return found
+
+
+def shared_digests(
+    entries: Sequence[StateObject | Node], shared: Mapping[str, tuple[int, int]]
+) -> dict[str, str]:
+    """Return a digest of all that this rank has at each `PerRank` with an index.
+
+    Ranks with one index have to be equal there: in structure, in values, and in some lines of each
+    tensor in host memory.
+    """
+    hashes = {path: blake2b(digest_size=8) for path in shared}
+    for entry in entries if shared else ():
+        if not isinstance(entry, StateObject) or entry.replica is None:
+            continue
+        hashed = hashes.get(entry.replica.place)
+        if hashed is not None:
+            spec = entry.spec
+            told = entry.path, entry.form, entry.kind.value, spec.dtype, spec.shape, entry.same_as
+            hashed.update(repr(told).encode("utf-8", "surrogatepass"))
+            view = entry.source.view()
+            if view is not None:
+                hashed.update(view if entry.kind is Kind.VALUE else _lines_of(view))
+    return {path: hashed.hexdigest() for path, hashed in hashes.items()}
 
 
 def _lines_of(view: memoryview) -> bytes:
@@ -134,23 +204,94 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 
-def classes_of(digests: Sequence[str]) -> list[list[int]]:
-    """Return runs `[number of ranks, class]` of the ranks with equal structures, in order."""
+def classes_of(digests: Sequence[str]) -> list[int]:
+    """Return a number for each digest, the same for equal ones."""
     numbers: dict[str, int] = {}
-    runs: list[list[int]] = []
-    for digest in digests:
-        number = numbers.setdefault(digest, len(numbers))
-        if runs and runs[-1][1] == number:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, number])
-    return runs
+    return [numbers.setdefault(digest, len(numbers)) for digest in digests]
 
 
-def place_in(runs: Sequence[Sequence[int]], rank: int) -> Replica:
-    """Return the place of a rank in its class. Without runs each rank is a class of its own."""
-    numbers = [number for count, number in runs for _ in range(count)]
+def place_in(numbers: Sequence[int], rank: int) -> Replica:
+    """Return the place of a rank among those of its number. Without numbers it is alone."""
     if not numbers:
         return Replica()
     alike = [other for other, number in enumerate(numbers) if number == numbers[rank]]
     return Replica(alike.index(rank), len(alike))
+
+
+def indices_of(given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return the index of each rank in each `PerRank` with an index, by its shown path.
+
+    Args:
+        given: Index and count of each of them, by its shown path, of each rank in order.
+
+    Returns:
+        The indices in order of ranks, -1 for a rank that does not have it.
+
+    Raises:
+        SaveError: Ranks give different counts, or none gives some index; names path and ranks.
+    """
+    found: dict[str, list[int]] = {}
+    for path in sorted({path for one in given for path in one}):
+        have = [rank for rank, one in enumerate(given) if path in one]
+        counts = {rank: given[rank][path][1] for rank in have}
+        first = counts[have[0]]
+        other = next((rank for rank in have if counts[rank] != first), None)
+        if other is not None:
+            like = [rank for rank in have if counts[rank] == first]
+            msg = (
+                f"{path} is a penstock.PerRank with count={first} on {shown_ranks(like)} and "
+                f"count={counts[other]} on {shown_ranks([other])}: give the same count= on all"
+            )
+            raise SaveError(msg)
+        numbers = [one[path][0] if path in one else -1 for one in given]
+        lacking = sorted(set(range(first)) - set(numbers))
+        if lacking:
+            msg = (
+                f"{path} is a penstock.PerRank with count={first}, and no rank gives "
+                f"index={lacking[0]}: each index from 0 to {first - 1} needs a rank, such as "
+                "index=dp_rank, count=dp_size"
+            )
+            raise SaveError(msg)
+        found[path] = numbers
+    return found
+
+
+def shared_difference(
+    indices: Mapping[str, Sequence[int]], digests: Mapping[int, Mapping[str, str]]
+) -> str | None:
+    """Return how ranks with one index of a `PerRank` differ, as a sentence; None if they do not.
+
+    Args:
+        indices: As `indices_of` returns them.
+        digests: What `shared_digests` has returned on each rank.
+    """
+    for path, numbers in indices.items():
+        first: dict[int, int] = {}
+        for rank, number in enumerate(numbers):
+            if number < 0:
+                continue
+            other = first.setdefault(number, rank)
+            if digests[rank].get(path) != digests[other].get(path):
+                return (
+                    f"{path} is not equal on {shown_ranks([other])} and {shown_ranks([rank])}, "
+                    f"which both give index={number} of penstock.PerRank: make it equal there, or "
+                    "give each its own index"
+                )
+    return None
+
+
+def pack_numbers(numbers: Sequence[int]) -> str:
+    """Return integers as text that is short where they follow a pattern, as those of ranks do."""
+    steps = np.diff(np.array(numbers, np.int64), prepend=0)
+    return base64.b64encode(compress(steps.tobytes())).decode()
+
+
+def unpack_numbers(text: str) -> list[int]:
+    """Return what `pack_numbers` was given.
+
+    Raises:
+        FormatError: The text is something else.
+    """
+    data = decompress(base64.b64decode(text), "the numbers of ranks")
+    found: list[int] = np.cumsum(np.frombuffer(data, np.int64)).tolist()
+    return found

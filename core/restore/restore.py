@@ -474,7 +474,7 @@ class _Unequal:
 def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, step: int) -> _Unequal:
     missing, problems = placement.missing, placement.problems
     used = {t.path for t in placement.targets} | set(placement.values)
-    told = {difference.path for difference in placement.differences}
+    told = {difference.path for difference in placement.differences} | {*placement.passed_over}
     rest = [path for path in stored.located if path not in used]
     # A difference is reported once, so its paths are not listed as unexpected as well.
     unexpected = [path for path in rest if not told or not _is_below(path, told)]
@@ -499,7 +499,8 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
             len(skipped),
             listed([f"{show_path(d.path)} ({d.stored} stored, {d.here} here)" for d in skipped]),
         )
-    idle = not used and not missing and not skipped and bool(stored.every_path)
+    common = used or missing or skipped or placement.passed_over
+    idle = not common and bool(stored.every_path)
     return _Unequal(missing, unexpected, skipped, idle=idle)
 
 

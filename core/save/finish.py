@@ -42,6 +42,8 @@ from penstock.core.reporting.reports import SaveReport
 from penstock.core.save.bases import ChosenBase
 from penstock.core.save.manifest import ALONE, RankShare
 from penstock.core.save.merge import PartsOfRanks
+from penstock.core.tree.paths import shown_place
+from penstock.core.types import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -269,8 +271,7 @@ class Finish:
         """Tell the other ranks, if there are any, that this one takes part; waits for nothing."""
         if self._agreement is not None and self._turn is not None:
             more = {} if self._choice is None else self._choice.arrival()
-            arrival = {"structure": self._turn.structure, **more}
-            self._agreement.arrive(arrival, self._turn.values)
+            self._agreement.arrive(self._turn.brought, more)
 
     def give_up(self, error: BaseException) -> BaseException:
         """Tell the other ranks, if there are any, that this one has failed; return the error.
@@ -388,20 +389,24 @@ class Finish:
             self._has_intent = True
             terms["base"] = None if self._bases is None else self._bases.chosen
             agreement.go(arrivals, terms)
-        place = agreement.wait_for_go()
+        places = agreement.wait_for_go()
         if not agreement.leads:
             self._follow(agreement)
         self.request = replace(self.request, generation=int(agreement.terms["generation"]))
         plan = self.request.plan
-        chunks = chunks_of_rank(plan, place)
+        chunks = chunks_of_rank(plan, places)
         plan.spans.update(spans_of_rank(plan, chunks))
-        self._masters = derivable(plan, chunks, place, agreement.world_size)
+        self._masters = derivable(plan, chunks, places.plain, agreement.world_size)
         self._share = RankShare(
             agreement.rank,
             agreement.world_size,
             chunks,
-            lists_all=place.index == 0,
-            own_paths=self.request.own_paths,
+            lists_all=places.plain.index == 0,
+            own_paths=tuple(
+                path
+                for path in self.request.own_paths
+                if places.shared.get(shown_place(path), Replica()).index == 0
+            ),
         )
         if self._bases is not None:
             base = agreement.terms["base"]
@@ -466,7 +471,7 @@ class Finish:
         post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
         if refers:
             post["refers"] = True
-        if agreement.leads or len(summary.shards) or self.request.own_paths:
+        if agreement.leads or len(summary.shards) or self._share.own_paths:
             self._publish(entry.name, part.data)
             post["part"] = [entry.length, entry.head_length, entry.head_sha256]
         known = agreement.terms["providers"]

@@ -346,6 +346,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         rank=0 if place is None else place.rank,
         world_size=1 if place is None else place.world_size,
         own_paths=description.own_paths,
+        shared=description.shared,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.core.ranks.structure import Brought
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -44,6 +46,7 @@ class SaveRequest:
         rank: The number of this rank.
         world_size: Number of ranks.
         own_paths: Paths below which each rank has objects of its own.
+        shared: Index and count of each `PerRank` that has them, by its shown path.
     """
 
     step: int
@@ -65,6 +68,7 @@ class SaveRequest:
     rank: int = 0
     world_size: int = 1
     own_paths: tuple[ObjectPath, ...] = ()
+    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -74,8 +78,7 @@ class RankTurn:
     Attributes:
         group: The ranks.
         number: The number of the round, the same on all of them.
-        structure: The digest of the structure of the state here.
-        values: The digests of the plain values here, by shown path.
+        brought: What the others need to know of the state here.
         skip: The chunks that other ranks write, as far as that is known before the capture.
         masters: The objects that this rank may store as derived, as in `SavePlan.masters`; None:
             that is not known before the capture.
@@ -85,8 +88,7 @@ class RankTurn:
 
     group: RankGroup
     number: int
-    structure: str = ""
-    values: Mapping[str, str] = field(default_factory=dict)
+    brought: Brought = field(default_factory=Brought)
     skip: frozenset[int] = frozenset()
     masters: Mapping[int, Sequence[int]] | None = None
     latest: int | None = None

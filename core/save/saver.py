@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan.ranks import chunks_of_rank, derivable
 from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
-from penstock.core.ranks.structure import structure_digest, value_digests
+from penstock.core.ranks.structure import Brought
 from penstock.core.reporting.events import SaveEvent
 from penstock.core.reporting.progress import follow
 from penstock.core.reporting.reports import CheckReport, skipped_save
@@ -283,13 +283,12 @@ class Saver(SaveSurroundings):
         request = self._planned(call.state, call.step, generation, mode=call.mode, group=group)
         if turn is not None:
             turn.latest = self._latest
-            turn.structure = structure_digest(request.entries, request.own_paths)
-            turn.values = value_digests(request.entries, request.own_paths)
-            place = turn.group.alike.get(turn.structure)
-            if place is not None:
-                mine = chunks_of_rank(request.plan, place)
+            turn.brought = Brought.of(request.entries, request.own_paths, request.shared)
+            places = turn.group.alike.get(turn.brought.key)
+            if places is not None:
+                mine = chunks_of_rank(request.plan, places)
                 turn.skip = frozenset(range(len(request.plan.chunks))) - mine
-                turn.masters = derivable(request.plan, mine, place, request.world_size)
+                turn.masters = derivable(request.plan, mine, places.plain, request.world_size)
         destination = self._destination(request, turn)
         if destination is None:
             return None

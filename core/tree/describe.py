@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider, ranks_node
@@ -28,7 +28,7 @@ from penstock.core.tree.containers import (
     key_types,
     tuple_class,
 )
-from penstock.core.tree.paths import show_path
+from penstock.core.tree.paths import show_path, shown_place
 from penstock.core.types import Replica, collide
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 # Each storage moves only once, and all storages of one message move within a few attempts.
 _MOST_MOVES = 100
+
+# All ranks tell each other of each, in a post that has a limit.
+_MOST_SHARED = 64
 
 log = logging.getLogger("penstock")
 
@@ -56,12 +59,15 @@ class Description:
         deferrable: Memory that only an optimizer's step in this tree changes.
         providers_used: Name and version of every provider that took part, sorted.
         own_paths: The paths at or below which each rank has objects of its own.
+        shared: Index and count of each `PerRank` that has them, by its shown path: ranks that give
+            one index store the same.
     """
 
     entries: tuple[StateObject | Node, ...]
     deferrable: frozenset[MemoryKey]
     providers_used: tuple[tuple[str, int], ...]
     own_paths: tuple[ObjectPath, ...] = ()
+    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def describe_tree(
@@ -124,7 +130,8 @@ def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Descrip
         msg = "the state tree is nested too deeply to be saved"
         raise UnsupportedStateError(msg) from error
     used = sorted({(p.name, p.version) for p in context.used})
-    return Description(entries, _deferrable(context.seen), tuple(used), tuple(context.own_paths))
+    own_paths, shared = tuple(context.own_paths), context.shared
+    return Description(entries, _deferrable(context.seen), tuple(used), own_paths, shared)
 
 
 def warn_of_forms(description: Description, providers: Providers) -> None:
@@ -224,6 +231,8 @@ class _Describing(DescribeContext):
         self.used: dict[StateProvider, bool] = {}
         self.seen: list[Found] = []  # the objects of providers that do
         self.own_paths: list[ObjectPath] = []
+        self.shared: dict[str, tuple[int, int]] = {}
+        self._natures: dict[type, str | None] = {}
         self._scan = scan
         self._names = NameTable(scan)
         self._late: dict[ObjectPath, object] = {}
@@ -250,6 +259,9 @@ class _Describing(DescribeContext):
         if self.world_size > 1:
             self.own_paths.append(path)
 
+    def _is_own(self, path: ObjectPath) -> bool:
+        return any(path[: len(own)] == own for own in self.own_paths)
+
     def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterable[StateObject | Node]:
         """Describe a child of a container; `late` if the container is the tree's, no provider's."""
         provider = self._scan.provider_for(type(value))
@@ -268,25 +280,38 @@ class _Describing(DescribeContext):
             if self._scan.is_container(value, path):
                 return self._container(value, path, late=False)
             provider = self._scan.value_provider
+        if self.world_size > 1:
+            kind = type(value)
+            if kind not in self._natures:  # kept: a tree may have a hundred thousand tensors
+                self._natures[kind] = provider.on_other_ranks(kind)
+            on_change = self._natures[kind]
+            if on_change is not None and not self._is_own(path):
+                return self._per_rank(PerRank(value, on_change=on_change), path)
         tells = self.used.get(provider)
         if tells is None:
             tells = self.used[provider] = _tells_of_memory(type(provider))
         if tells:
             self.seen.append(Found(path, provider, value))
-        described = self._described(provider, value, path)
-        if provider.per_rank and self.world_size > 1:
-            self.own_paths.append(path)
-            return _with_owner(described)
-        return described
+        return self._described(provider, value, path)
 
     def _per_rank(self, value: PerRank, path: ObjectPath) -> Iterator[StateObject | Node]:
         index, count = value.place(self.rank, self.world_size)
         yield ranks_node(path, count)
-        described = self._entries(value.value, (*path, str(index)))
-        if self.world_size > 1:
+        replica = Replica()
+        if self.world_size > 1 and not self._is_own(path):
             self.own_paths.append(path)
-            described = _with_owner(described)
-        yield from described
+            if value.index is not None:
+                shown = shown_place(path)
+                self.shared[shown] = index, count
+                if len(self.shared) > _MOST_SHARED:
+                    msg = (
+                        f"{show_path(path)} is one of more than {_MOST_SHARED} penstock.PerRank "
+                        "with index=: put the values that have one index into one, as a dict"
+                    )
+                    raise UnsupportedStateError(msg)
+                replica = Replica(place=shown)
+        described = self._entries(value.value, (*path, str(index)))
+        yield from described if self.world_size == 1 else _with_owner(described, replica)
 
     def _described(
         self, provider: StateProvider, value: Any, path: ObjectPath
@@ -372,11 +397,13 @@ def _with_role(entries: Iterable[StateObject | Node], role: Role) -> Iterator[St
             )  # fmt: skip
 
 
-def _with_owner(entries: Iterable[StateObject | Node]) -> Iterator[StateObject | Node]:
-    """Yield entries as those of objects that this rank alone has."""
+def _with_owner(
+    entries: Iterable[StateObject | Node], replica: Replica
+) -> Iterator[StateObject | Node]:
+    """Yield entries as those of objects that this rank has, or that it shares as `replica` says."""
     for entry in entries:
         if isinstance(entry, StateObject) and entry.replica is None:
-            yield entry._replace(replica=Replica())
+            yield entry._replace(replica=replica)
         else:
             yield entry
 

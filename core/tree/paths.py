@@ -6,6 +6,7 @@ The shown form joins the segments by `/`, with `%` as `%25`, `/` as `%2F` and an
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,10 @@ from penstock.core.types import show_path, show_segment
 if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
-__all__ = ["parse_path", "parse_segment", "path_hash", "show_path", "show_segment"]
+__all__ = ["parse_path", "parse_segment", "path_hash", "show_path", "show_segment", "shown_place"]
 
 _EMPTY = "%00"
+_PLACE_CHARACTERS = 80
 _ESCAPE = re.compile("%(25|2F)?")
 
 
@@ -66,3 +68,12 @@ def _unescape(match: re.Match[str]) -> str:
         msg = "a % in a segment is written %25 (and a / is written %2F)"
         raise SelectionError(msg)
     return "%" if code == "25" else "/"
+
+
+def shown_place(path: ObjectPath) -> str:
+    """Return the shown path of a `PerRank`, of bounded length, as ranks tell each other of it."""
+    shown = show_path(path)
+    if len(shown) <= _PLACE_CHARACTERS:
+        return shown
+    digest = hashlib.blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{shown[: _PLACE_CHARACTERS - 20]}... ({digest})"

@@ -62,6 +62,12 @@ _CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 _NAMED = 50
 
 
+_REMEDY = (
+    "put it into penstock.PerRank(..., on_change=), with 'keep' for what is live or a function of "
+    "all stored ones; or leave it out by exclude="
+)
+
+
 def _with_value(marker: PerRank, value: object) -> PerRank:
     return marker if value is marker.value else replace(marker, value=value)
 
@@ -93,6 +99,7 @@ class Placing(Rebuilding):
         self.scan = Scan(providers, thorough=below(()) is True)
         self._names: NameTable | None = None
         self._below = cache(below)
+        self._own: list[ObjectPath] = []  # the paths below which each rank has its own
         self._root: dict[Any, Any] = {}
 
     def place_tree(self, state: object) -> Placement:
@@ -128,6 +135,9 @@ class Placing(Rebuilding):
             return self._place_per_rank(value, path)
         provider = self.scan.provider_for(type(value))
         if provider is not None:
+            on_change = None if self._is_own(path) else provider.on_other_ranks(type(value))
+            if on_change is not None:
+                return self._place_by_nature(PerRank(value, on_change=on_change), path)
             return self._place_by_provider(provider, value, path)
         if self.scan.is_container(value, path):
             return self._place_container(value, path)
@@ -246,34 +256,49 @@ class Placing(Rebuilding):
         frozen = bytes(entry.source.view() or b"")
         return entry.form == stored.form and frozen == self.value_bytes(path)
 
+    def _is_own(self, path: ObjectPath) -> bool:
+        return any(path[: len(own)] == own for own in self._own)
+
+    def _place_by_nature(self, value: PerRank, path: ObjectPath) -> Placement:
+        """Plan the restore of a value that differs between ranks by nature, without its marker."""
+        result = self._place_per_rank(value, path)
+        finish: Any = result.finish
+        if finish is not None:
+            result.finish = lambda: finish().value
+        return result
+
     def _place_per_rank(self, value: PerRank, path: ObjectPath) -> Placement:
         """Plan the restore of what each rank has stored for itself."""
         index, count = value.place(self.rank, self.world_size)
         stored = ranks_of(self.node(path))
-        if stored == count:
-            result = self.place(value.value, (*path, str(index)))
+        if stored == count or (stored is None and count == 1):
+            at = path if stored is None else (*path, str(index))
+            self._own.append(at)
+            result = self.place(value.value, at)
+            self._own.pop()
             inner = result.finish
             result.finish = lambda: value if inner is None else _with_value(value, inner())
+            others = [] if stored is None else [n for n in range(stored) if n != index]
+            result.passed_over += [(*path, str(number)) for number in others]
             return result
         if not self.children(path) and self.stored(path) is None:
             return Placement(missing=[path] if self.selected(path) else [])
-        if stored is None:
-            return Placement(problems=[f"{show_path(path)} is not stored for each rank"])
-        return self._place_of_other_ranks(value, path, stored, count)
+        made = [path] if stored is None else [(*path, str(one)) for one in range(stored)]
+        return self._place_of_other_ranks(value, path, made, count)
 
     def _place_of_other_ranks(
-        self, value: PerRank, path: ObjectPath, stored: int, count: int
+        self, value: PerRank, path: ObjectPath, stored: Sequence[ObjectPath], count: int
     ) -> Placement:
         """Plan what `on_change` says, since another number of ranks has stored theirs."""
-        shown = f"{show_path(path)} is stored for {stored} ranks, and here are {count}"
+        number = f"{len(stored)} rank{'s' if len(stored) > 1 else ''}"
+        shown = f"{show_path(path)} is stored for {number}, and here are {count}"
         if value.on_change == "keep":
             log.warning("%s: it stays as it is", shown)
-            return Placement(finish=lambda: value)
+            return Placement(finish=lambda: value, passed_over=[path])
         if not callable(value.on_change):
-            remedy = "say on_change='keep', or on_change= with a function of all stored ones"
-            return Placement(problems=[f"{shown}: {remedy}"])
+            return Placement(problems=[f"{shown}: {_REMEDY}"])
         result, choose = Placement(), value.on_change
-        made = [self.rebuild((*path, str(index))) for index in range(stored)]
+        made = [self.rebuild(one) for one in stored]
         for one in made:
             result.absorb(one)
         result.finish = lambda: replace(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.core.planned import NoBytes
 
 from penstock.core.abc import StateObject
-from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
+from penstock.core.plan.ranks import RankPlaces, chunks_of_rank, derivable, spans_of_rank
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec
@@ -57,7 +57,7 @@ def test_replicas_store_each_byte_once_wherever_their_memory_lies(sizes, count, 
     ]
     plans = plans_of(ranks)
     mine = [
-        chunks_of_rank(plan, Replica(rank, count), writer_bytes=writer_bytes)
+        chunks_of_rank(plan, RankPlaces(Replica(rank, count)), writer_bytes=writer_bytes)
         for rank, plan in enumerate(plans)
     ]
     assert sorted(n for chunks in mine for n in chunks) == list(range(len(plans[0].chunks)))
@@ -72,7 +72,7 @@ def test_writers_have_at_least_so_many_bytes_and_share_evenly():
     plans = plans_of([objects] * 8)
     for writer_bytes, writers in [(1 << 18, 4), (1 << 20, 1), (1 << 10, 8)]:
         mine = [
-            chunks_of_rank(plan, Replica(rank, 8), writer_bytes=writer_bytes)
+            chunks_of_rank(plan, RankPlaces(Replica(rank, 8)), writer_bytes=writer_bytes)
             for rank, plan in enumerate(plans)
         ]
         sizes = [sum(plan.chunks[n].length for n in c) for plan, c in zip(plans, mine, strict=True)]
@@ -91,7 +91,10 @@ def test_values_are_written_by_the_first_rank_and_shards_by_whoever_holds_them()
         ]
 
     plans = plans_of([rank_objects(rank) for rank in range(2)])
-    mine = [chunks_of_rank(plan, Replica(n, 2), writer_bytes=1) for n, plan in enumerate(plans)]
+    mine = [
+        chunks_of_rank(plan, RankPlaces(Replica(n, 2)), writer_bytes=1)
+        for n, plan in enumerate(plans)
+    ]
     found = stored(plans, mine)
     assert found["epoch",] == [Region.whole((3,))]
     assert found["half",] == [Region((0, 0), (16, 64)), Region((16, 0), (16, 64))]
@@ -108,7 +111,7 @@ def test_objects_of_other_replicas_never_share_a_slab():
         ]
 
     plans = plans_of([rank_objects(rank) for rank in range(4)])
-    mine = [chunks_of_rank(plan, Replica(rank, 4)) for rank, plan in enumerate(plans)]
+    mine = [chunks_of_rank(plan, RankPlaces(Replica(rank, 4))) for rank, plan in enumerate(plans)]
     names = [
         {plan.objects[p.item].entry.path[0] for n in chunks for p in plan.chunks[n].pieces}
         for plan, chunks in zip(plans, mine, strict=True)
@@ -146,7 +149,7 @@ def test_what_may_be_derived_goes_to_the_rank_that_writes_its_master(rows, count
         masters=pairs,
     )
     places = [Replica(rank, count) for rank in range(count)]
-    mine = [chunks_of_rank(plan, place, writer_bytes=1) for place in places]
+    mine = [chunks_of_rank(plan, RankPlaces(place), writer_bytes=1) for place in places]
     assert sorted(n for chunks in mine for n in chunks) == list(range(len(plan.chunks)))
     found = [
         derivable(plan, chunks, place, count) for chunks, place in zip(mine, places, strict=True)

@@ -6,7 +6,12 @@ from tests.integration.ranks.saving import Job
 from tests.integration.support import checkpointer, memory
 
 from penstock import PerRank
-from penstock.core.errors import RankError, RestoreMismatchError, UnsupportedStateError
+from penstock.core.errors import (
+    RankError,
+    RestoreMismatchError,
+    SaveError,
+    UnsupportedStateError,
+)
 
 
 def generator(seed):
@@ -78,20 +83,266 @@ def test_on_another_number_of_ranks_on_change_decides(store, count, caplog):
     for state in restore(on_change="keep"):
         assert (state["epoch"], state["loader"].value["position"]) == (3, 0)
         assert torch.equal(state["random"].get_state(), generator(77).get_state())
-    assert "random is random state of 3 ranks" in caplog.text
+    assert f"random is stored for 3 ranks, and here are {count}: it stays as it is" in caplog.text
     for state in restore(on_change=lambda stored: max(one["position"] for one in stored)):
         assert (state["epoch"], state["loader"].value) == (3, 102)
+    assert "that the template lacks" not in caplog.text
 
 
-def test_ranks_that_read_the_same_data_store_the_same_place():
+def by_pairs(rank, **changes):
+    """Of 4 ranks, 2 and 2 read the same data."""
+    loader = {"position": 100 + rank // 2, "order": torch.arange(40_000) + rank // 2} | changes
+    return {"loader": PerRank(loader, index=rank // 2, count=2), "epoch": 3}
+
+
+def test_ranks_that_read_the_same_data_store_it_once():
     store = memory()
     job = Job(4, store)
-    assert [r.step for r in job.save(lambda rank: state_of(rank // 2, index=rank // 2, count=2))]
+    first = job.save(by_pairs)
+    sizes = [report.bytes_raw for report in first]
+    assert sizes[0] > 320_000
+    assert sizes[2] > 320_000
+    assert sizes[1] == sizes[3] == 0
     with checkpointer(store) as ckpt:
         assert ckpt.verify().ok
         assert ckpt.load()["loader"].keys() == {"0", "1"}
-    states = restored(store, 2, lambda rank: {"loader": blank(rank)["loader"], "epoch": 0})
-    assert [state["loader"].value["position"] for state in states] == [100, 101]
+        assert ckpt.info().bytes_raw == sum(sizes)
+    for count in (2, 4):
+        share = count // 2
+
+        def template(rank, share=share):
+            return {"loader": PerRank(blank(0)["loader"].value, index=rank // share, count=2)}
+
+        def big(rank, template=template):
+            state = template(rank)
+            state["loader"].value["order"] = torch.zeros(40_000, dtype=torch.int64)
+            return state | {"epoch": 0}
+
+        states = restored(store, count, big)
+        found = [state["loader"].value["position"] for state in states]
+        assert found == [100 + rank // share for rank in range(count)]
+        assert [int(state["loader"].value["order"][0]) for state in states] == [
+            rank // share for rank in range(count)
+        ]
+
+
+def test_ranks_that_share_capture_only_what_they_write_once_that_is_known():
+    def work(ckpt, rank):
+        counts = []
+        for step in (1, 2):
+            ckpt.save(by_pairs(rank), step).result(30)
+            counts.append(ckpt._saver.job._capture.chunk_count)
+        return counts
+
+    first, second = zip(*Job(4, memory()).run(work), strict=True)
+    assert len(set(first)) == 1
+    assert [count > 0 for count in second] == [True, False, True, False]
+
+
+def test_a_rank_whose_partners_change_says_so_once():
+    """It has captured its share for the ranks that gave its index before."""
+
+    def state_of(rank, step):
+        index = 0 if step > 1 and rank == 2 else rank // 2
+        return {"loader": PerRank({"position": index}, index=index, count=2)}
+
+    def work(ckpt, rank):
+        found = []
+        for step in (1, 2, 3):
+            try:
+                found.append(ckpt.save(state_of(rank, step), step).result(30).step)
+            except SaveError as error:
+                found.append(str(error))
+        return found
+
+    results = Job(4, memory()).run(work)
+    assert [(first, last) for first, _, last in results] == [(1, 3)] * 4
+    assert any("captured its share" in str(middle) for _, middle, _ in results)
+
+
+def test_places_among_ranks_are_not_known_after_a_save_that_failed():
+    """Rank 3 shared with rank 2 at step 1, and does so no longer; at step 2 nobody could say."""
+
+    def state_of(rank, step):
+        index = 0 if step == 3 and rank == 2 else rank // 2
+        count = 5 if step == 2 and rank == 2 else 2
+        return {"loader": PerRank({"position": index}, index=index, count=count)}
+
+    def work(ckpt, rank):
+        found = []
+        for step in (1, 2, 3):
+            try:
+                found.append(ckpt.save(state_of(rank, step), step).result(30).step)
+            except SaveError:
+                found.append(None)
+        return found
+
+    assert Job(4, memory()).run(work) == [[1, None, 3]] * 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"position": 7}, {"order": torch.arange(40_000) + 5}, {"more": 1}]
+)
+def test_ranks_of_one_index_that_differ_fail_the_save_by_name(change):
+    results = Job(4, memory()).save(lambda rank: by_pairs(rank, **(change if rank == 3 else {})))
+    assert all(isinstance(error, SaveError) for error in results)
+    words = "loader is not equal on rank 2 and rank 3, which both give index=1 of penstock.PerRank"
+    assert words in str(results[0])
+
+
+def test_an_index_that_no_rank_gives_fails_the_save_by_name():
+    results = Job(3, memory()).save(lambda rank: {"loader": PerRank(7, index=0, count=2)})
+    assert "loader is a penstock.PerRank with count=2, and no rank gives index=1" in str(results[0])
+    for error in results[1:]:
+        assert isinstance(error, RankError)
+
+
+def test_counts_that_differ_fail_the_save_by_name():
+    results = Job(3, memory()).save(
+        lambda rank: {"loader": PerRank(7, index=rank, count=4 if rank == 2 else 3)}
+    )
+    words = "with count=3 on ranks 0-1 and count=4 on rank 2: give the same count= on all"
+    assert words in str(results[0])
+
+
+def test_values_of_several_coordinates_are_each_stored_once():
+    """Data by one dimension of a 2 x 2 mesh, dropout by the other; the last stage logs alone."""
+    store = memory()
+
+    def state_of(rank):
+        dp, tp = divmod(rank, 2)
+        found = {
+            "data": PerRank(10 + dp, index=dp, count=2),
+            "dropout": PerRank(20 + tp, index=tp, count=2),
+            "own": PerRank(30 + rank),
+        }
+        return found | ({"log": PerRank(40 + tp, index=tp, count=2)} if dp else {})
+
+    reports = Job(4, store).save(state_of)
+    with checkpointer(store) as ckpt:
+        tree = ckpt.load()
+        one = ckpt.info().bytes_raw / 10  # each of the ten numbers takes the same
+    assert tree == {
+        "data": {"0": 10, "1": 11},
+        "dropout": {"0": 20, "1": 21},
+        "own": {str(rank): 30 + rank for rank in range(4)},
+        "log": {"0": 40, "1": 41},
+    }
+    assert [report.bytes_raw / one for report in reports] == [3, 2, 3, 2]
+
+
+def test_more_shared_values_than_ranks_can_tell_of_are_refused():
+    def state_of(rank):
+        return {f"v{n}": PerRank(n, index=rank, count=2) for n in range(65)}
+
+    for error in Job(2, memory()).save(state_of):
+        assert isinstance(error, UnsupportedStateError)
+        assert "put the values that have one index into one" in str(error)
+
+
+def test_long_names_are_told_of_in_bounded_length():
+    store, name = memory(), "a" * 3000
+
+    def state_of(rank):
+        return {f"{name}{n}": PerRank(n, index=rank // 2, count=2) for n in range(60)}
+
+    reports = Job(4, store).save(state_of)
+    assert [report.bytes_raw > 0 for report in reports] == [True, False, True, False]
+    with checkpointer(store) as ckpt:
+        assert ckpt.load()[f"{name}59"] == {"0": 59, "1": 59}
+
+
+class Loader:
+    """Stands for what each rank reads by itself, as the libraries' loaders do."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position, "seen": {"rows": [self.position]}}
+
+    def load_state_dict(self, state):
+        assert state["seen"] == {"rows": [state["position"]]}
+        self.position = state["position"]
+
+
+class Reading(Loader, torch.utils.data.Dataset):
+    pass
+
+
+def loader_of_torchdata(position):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = loaders.StatefulDataLoader(list(range(100)), batch_size=1)
+    batches = iter(loader)
+    for _ in range(position):
+        next(batches)
+    return loader, batches
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_stateful_loader_is_each_ranks_own():
+    store = memory()
+    held = [loader_of_torchdata(5 + rank) for rank in range(3)]
+    reports = Job(3, store).save(lambda rank: {"loader": held[rank][0]})
+    assert [report.step for report in reports] == [1] * 3
+
+    fresh = [loader_of_torchdata(0)[0] for _ in range(3)]
+
+    def resumed(rank):
+        return {"loader": fresh[rank]}
+
+    for rank, state in enumerate(restored(store, 3, resumed)):
+        assert int(next(iter(state["loader"]))) == 5 + rank
+
+
+def test_what_reads_data_is_each_ranks_own_and_a_scheduler_has_to_be_equal():
+    for rank, report in enumerate(Job(2, memory()).save(lambda rank: {"data": Reading(rank)})):
+        assert report.ranks == 2, rank
+    for error in Job(2, memory()).save(lambda rank: {"scheduler": Loader(rank)}):
+        assert isinstance(error, SaveError)
+        assert "scheduler/position is not equal on rank 0 and rank 1" in str(error)
+        assert "penstock.PerRank" in str(error)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_loaders_of_another_number_of_ranks_are_an_error_that_says_what_to_do(count):
+    store = memory()
+    Job(3, store).save(lambda rank: {"data": Reading(rank), "epoch": 1})
+    if count == 1:
+        with checkpointer(store) as ckpt, pytest.raises(RestoreMismatchError) as raised:
+            ckpt.restore({"data": Reading(), "epoch": 0})
+        errors = [raised.value]
+    else:
+        errors = restored(store, count, lambda _: {"data": Reading(), "epoch": 0})
+    for error in errors:
+        assert f"data is stored for 3 ranks, and here are {count}: put it into" in str(error)
+
+
+def test_a_loader_of_one_process_is_restored_by_ranks_as_on_change_says():
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save({"data": Reading(4), "random": generator(5)}, 1, mode="blocking")
+
+    def template(rank, **options):
+        return {"data": PerRank(Reading(), **options), "random": generator(77)}
+
+    for error in restored(store, 2, lambda _: {"data": Reading(), "random": generator(77)}):
+        assert "data is stored for 1 rank, and here are 2" in str(error)
+    for state in restored(store, 2, lambda rank: template(rank, on_change="keep")):
+        assert state["data"].value.position == 0
+        assert torch.equal(state["random"].get_state(), generator(77).get_state())
+    choose = {"on_change": lambda stored: stored[0]["position"]}
+    for state in restored(store, 2, lambda rank: template(rank, **choose)):
+        assert state["data"].value == 4
+
+
+def test_random_state_within_values_of_each_rank_is_stored_once_more_for_none():
+    store = memory()
+    Job(2, store).save(lambda rank: {"own": PerRank({"random": generator(rank), "n": rank})})
+    states = restored(store, 2, lambda _: {"own": PerRank({"random": generator(7), "n": 5})})
+    for rank, state in enumerate(states):
+        assert state["own"].value["n"] == rank
+        assert torch.equal(state["own"].value["random"].get_state(), generator(rank).get_state())
 
 
 def test_one_process_alone_stores_one_and_gets_it_back():
