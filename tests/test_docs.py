@@ -13,6 +13,9 @@ from tests import interpreters
 import penstock
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+TORCHRUN = re.compile(
+    r"^```python\n(.*?)^```\n(<!-- not run here: torchrun)?", re.DOTALL | re.MULTILINE
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(<!-- not run)?", re.DOTALL | re.MULTILINE)
 
 
@@ -56,6 +59,24 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
             (mark,) = test.pytestmark
             for value in mark.args[1]:
                 test(value, tmp_path / name)
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_the_program_for_several_ranks_goes_on_with_any_number_of_them(tmp_path):
+    page = (DOCS / "ranks.md").read_text(encoding="utf-8")
+    program = "".join(code for code, rest in TORCHRUN.findall(page) if rest)
+    program += 'print("ran until", step, state["data"].value["row"], flush=True)\n'
+    (tmp_path / "train.py").write_text(program)
+    lasts = []
+    for count in (2, 2, 3):
+        done = interpreters.run(
+            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "train.py",
+            cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", done.stdout)))
+    assert lasts == [["3 1024", "3 24"], ["6 1048", "6 48"], ["9 72"] * 3]
 
 
 def test_the_quickstart_runs_again_where_it_has_run_before_and_where_it_broke_off(
