@@ -53,6 +53,8 @@ class ShardTable:
         sections: Number of the section in that part's head, uint32.
         dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
         bounds: Offset and size, int64, in each dimension of each region, one behind the other.
+        traits: What the part says of the object, summed up, uint32; 0 where the save is of one
+            process, and in what an index tells.
     """
 
     hashes: NDArray[np.uint64]
@@ -60,6 +62,7 @@ class ShardTable:
     sections: NDArray[np.uint32]
     dims: NDArray[np.uint8]
     bounds: NDArray[np.int64]
+    traits: NDArray[np.uint32]
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -92,6 +95,7 @@ class ShardTable:
             self.sections[rows],
             self.dims[rows],
             self.bounds[at],
+            self.traits[rows],
         )
 
     def cut(self, shards: int) -> Iterator[ShardTable]:
@@ -106,6 +110,7 @@ class ShardTable:
                 self.sections[rows],
                 self.dims[rows],
                 self.bounds[bounds],
+                self.traits[rows],
             )
 
 
@@ -115,6 +120,7 @@ EMPTY = ShardTable(
     np.empty(0, np.uint32),
     np.empty(0, np.uint8),
     np.empty((0, 2), np.int64),
+    np.empty(0, np.uint32),
 )
 """No shards."""
 
@@ -126,10 +132,12 @@ class SectionShards:
     Attributes:
         hashes: Hash of the object's path, for each shard.
         regions: Its region; True for the whole object, False where it has no bytes there.
+        traits: What is said of the object, summed up; None: not summed up.
     """
 
     hashes: Sequence[int]
     regions: Sequence[Region | bool]
+    traits: Sequence[int] | None = None
 
 
 def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
@@ -145,6 +153,7 @@ def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
                 np.full(count, number, np.uint32),
                 dims,
                 bounds,
+                np.array(section.traits or np.zeros(count), np.uint32),
             )
         )
     return _ascending(_joined(tables))
@@ -405,7 +414,23 @@ def load_table(data: bytes, name: str, *, count: int) -> ShardTable:
         refuse(name, "has a region out of bounds")
     if (hashes[1:] < hashes[:-1]).any():
         refuse(name, "is not ascending")
-    return ShardTable(hashes, parts, sections, dims, bounds)
+    return ShardTable(hashes, parts, sections, dims, bounds, np.zeros(count, np.uint32))
+
+
+def dump_traits(table: ShardTable) -> bytes:
+    """Return the traits, as planes of their bytes."""
+    return _planes(table.traits)
+
+
+def load_traits(data: bytes, name: str, *, count: int) -> NDArray[np.uint32]:
+    """Read the traits of `count` shards, as `dump_traits` wrote them.
+
+    Raises:
+        FormatError: `data` does not hold so many.
+    """
+    if len(data) != 4 * count:
+        refuse(name, f"does not hold the traits of {count} shards")
+    return _column(data, 0, count, np.uint32)
 
 
 def _planes(column: NDArray[Any]) -> bytes:
@@ -444,6 +469,7 @@ def _joined(tables: Sequence[ShardTable]) -> ShardTable:
         np.concatenate([t.sections for t in tables]),
         np.concatenate([t.dims for t in tables]),
         np.concatenate([t.bounds for t in tables]),
+        np.concatenate([t.traits for t in tables]),
     )
 
 

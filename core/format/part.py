@@ -8,7 +8,14 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.format.commit_record import read_blobs
-from penstock.core.format.index import ShardTable, dump_table, load_table, shard_table
+from penstock.core.format.index import (
+    ShardTable,
+    dump_table,
+    dump_traits,
+    load_table,
+    load_traits,
+    shard_table,
+)
 from penstock.core.format.records import (
     FORMAT_VERSION,
     BlobRecord,
@@ -104,12 +111,12 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     at = 0
     for draft in sections:
         frame, info = _squeeze(draft.dump(), at)
-        shards.append(draft.shards())
+        shards.append(draft.shards(with_traits=world_size > 1))
         infos.append(replace(info, objects=draft.objects, nodes=draft.nodes, groups=draft.groups))
         frames.append(frame)
         at += len(frame)
     table = shard_table(shards)
-    table_frame, table_info = _squeeze(_dump_shards(table), 0)
+    table_frame, table_info = _squeeze(_dump_shards(table, world_size), 0)
     body = {
         "penstock": FORMAT_VERSION,
         "uid": uid,
@@ -245,19 +252,29 @@ def decode_shards(data: bytes, head: PartHead) -> ShardTable:
         FormatError: The table is damaged, or does not fit the head.
     """
     name = f"{part_name(head.uid, head.rank)}, shards"
-    fields = Fields(load_json(_unsqueeze(data, head.shards, name), name), name, ("shards",))
-    try:
-        raw = base64.b64decode(fields.text("shards", limit=1 << 30), validate=True)
-    except (binascii.Error, ValueError) as error:
-        refuse(name, f"not base64: {error}")
-    table = load_table(raw, name, count=head.shards.objects)
+    keys = ("shards",) if head.world_size == 1 else ("shards", "traits")
+    fields = Fields(load_json(_unsqueeze(data, head.shards, name), name), name, keys)
+    count = head.shards.objects
+    table = load_table(_binary(fields, "shards", name), name, count=count)
     if (table.sections >= len(head.sections)).any() or table.parts.any():
         refuse(name, "names sections that are not there")
-    return table
+    if head.world_size == 1:
+        return table
+    return replace(table, traits=load_traits(_binary(fields, "traits", name), name, count=count))
 
 
-def _dump_shards(table: ShardTable) -> bytes:
-    return dump_json({"shards": base64.b64encode(dump_table(table)).decode()})
+def _dump_shards(table: ShardTable, world_size: int) -> bytes:
+    columns = {"shards": dump_table(table)}
+    if world_size > 1:
+        columns["traits"] = dump_traits(table)
+    return dump_json({key: base64.b64encode(data).decode() for key, data in columns.items()})
+
+
+def _binary(fields: Fields, key: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(fields.text(key, limit=1 << 30), validate=True)
+    except (binascii.Error, ValueError) as error:
+        refuse(name, f"not base64: {error}")
 
 
 def _squeeze(raw: bytes, offset: int) -> tuple[bytes, SectionInfo]:

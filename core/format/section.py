@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -96,8 +97,11 @@ class SectionDraft:
         """The top-level keys, ascending; None where there are too many to list."""
         return _top_level_keys(self.columns["path"], [row[1] for row in self.node_rows])
 
-    def shards(self) -> SectionShards:
+    def shards(self, *, with_traits: bool = False) -> SectionShards:
         """Return the shards of the objects, in the order of the objects.
+
+        Args:
+            with_traits: Sum up what is said of each object as well.
 
         Raises:
             FormatError: The column of shards is malformed.
@@ -112,7 +116,18 @@ class SectionDraft:
                     regions.append(Region(*bounds) if bounds else bool(shards))
         except (TypeError, ValueError) as error:
             refuse("a section to be stored", f"its shards are malformed: {error}")
-        return SectionShards(hashes, regions)
+        return SectionShards(hashes, regions, self._traits() if with_traits else None)
+
+    def _traits(self) -> list[int]:
+        """Return what is said of the object of each shard, summed up, as `shards_of` does."""
+        columns = self.columns
+        tied, derived = dict(columns["same_as"]), dict(columns[_DERIVED_KEY])
+        found: list[int] = []
+        rows = zip(columns["type"], columns["shape"], columns["shards"], strict=True)
+        for number, (kind, shape, shards) in enumerate(rows):
+            traits = _traits_of(self.types[kind], shape, tied.get(number), derived.get(number))
+            found += [traits] * (len(shards) or 1)
+        return found
 
     def dump(self) -> bytes:
         """Return the JSON of the section."""
@@ -131,13 +146,27 @@ def shards_of(section: Section) -> SectionShards:
     """Return the shards of a section that was read, as its draft returned them."""
     hashes: list[int] = []
     regions: list[Region | bool] = []
+    traits: list[int] = []
     for record in section.objects:
         hashed, whole = path_hash(record.path), Region.whole(record.spec.shape)
         stored: list[Region | bool] = [shard.region for shard in record.shards]
+        spec = record.spec
+        kind = record.kind, spec.dtype, spec.itemsize, record.role, record.form
         for region in stored or [False]:
             hashes.append(hashed)
             regions.append(True if region == whole else region)
-    return SectionShards(hashes, regions)
+            traits.append(_traits_of(kind, spec.shape, record.same_as, record.derived))
+    return SectionShards(hashes, regions, traits)
+
+
+def _traits_of(
+    type_row: Sequence[object],
+    shape: Sequence[int],
+    same_as: Sequence[str] | None,
+    derived: Sequence[str] | None,
+) -> int:
+    """Return what is said of an object, summed up: equal for parts that say the same."""
+    return zlib.crc32(dump_json([*type_row, shape, same_as, derived]))
 
 
 def new_draft() -> SectionDraft:

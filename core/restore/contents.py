@@ -581,7 +581,9 @@ class Contents:
         if len(tables) <= part or any((part, number) not in self._sections for number in numbers):
             return  # a section or a table could not be read, which is reported already
         found = shard_table(shards_of(self._sections[part, number]) for number in numbers)
-        if dump_table(found) != dump_table(tables[part]):
+        several = self.record.world_size > 1
+        same_traits = not several or bool((found.traits == tables[part].traits).all())
+        if dump_table(found) != dump_table(tables[part]) or not same_traits:
             name = self.parts[part].name
             msg = f"{name}: its table does not list the shards that are in its sections"
             raise FormatError(msg, [name])

@@ -29,7 +29,7 @@ from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.save.manifest import PartSummary, codecs_of
 from penstock.core.tree.paths import path_hash, show_path
-from penstock.core.types import ReadRequest, Region
+from penstock.core.types import Kind, ReadRequest, Region, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -134,9 +134,11 @@ class PartsOfRanks:
             derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
 
         Raises:
-            SaveError: Bytes of an object are missing, or shards overlap; names the object.
+            SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
+                differently; names the object.
         """
         table = merged([part.shards for part in parts])
+        self._check_traits(table, parts, entries)
         doubtful = _doubtful(table)
         if not len(doubtful):
             return
@@ -165,24 +167,56 @@ class PartsOfRanks:
                 )
                 raise SaveError(msg)
 
+    def _check_traits(
+        self,
+        table: ShardTable,
+        parts: Sequence[PartSummary],
+        entries: Sequence[StateObject | Node],
+    ) -> None:
+        """Check that ranks which list one object say the same of it, as every reader does."""
+        unlike = table.traits[1:] != table.traits[:-1]
+        unlike &= table.hashes[1:] == table.hashes[:-1]
+        if not unlike.any():
+            return
+        first = int(np.flatnonzero(unlike)[0])
+        told = []
+        for row in (first, first + 1):
+            one = table.take(np.array([row]))
+            rank = parts[one.places()[0][0]].entry.rank
+            own = [e for e in entries if path_hash(e.path) == int(one.hashes[0])]
+            found = next((e for e in own if isinstance(e, StateObject)), None)
+            record = found if rank == 0 and found is not None else self._record(parts, one)
+            told.append((rank, record))
+        (rank, record), (other, unlike_it) = told
+        msg = (
+            f"step {self._step}: {show_path(record.path)} is {_in_words(record)} on rank {rank}, "
+            f"and {_in_words(unlike_it)} on rank {other}: one path has to be one object on all "
+            "ranks that have it; give what differs keys of its own"
+        )
+        raise SaveError(msg)
+
     def _described(
         self, parts: Sequence[PartSummary], rows: ShardTable
     ) -> tuple[str, tuple[int, ...], bool]:
         """Return shown path and shape of an object that rank 0 does not have, from its part."""
-        part, number = rows.places()[0]
-        record = self._record(parts[part].entry, number, int(rows.hashes[0]))
+        record = self._record(parts, rows)
         needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
         return show_path(record.path), record.spec.shape, needs
+
+    def _record(self, parts: Sequence[PartSummary], rows: ShardTable) -> ObjectRecord:
+        """Return what the part of the first row says of its object."""
+        part, number = rows.places()[0]
+        return self._record_in(parts[part].entry, number, int(rows.hashes[0]))
 
     def _is_derived(self, parts: Sequence[PartSummary], rows: ShardTable) -> bool:
         """Return whether the part of another rank says that an object is derived."""
         return any(
-            self._record(parts[part].entry, number, int(rows.hashes[0])).derived is not None
+            self._record_in(parts[part].entry, number, int(rows.hashes[0])).derived is not None
             for part, number in rows.places()
             if parts[part].entry.rank in self._heads
         )
 
-    def _record(self, entry: PartEntry, number: int, hashed: int) -> ObjectRecord:
+    def _record_in(self, entry: PartEntry, number: int, hashed: int) -> ObjectRecord:
         """Return the record of an object in a section of the part of another rank."""
         key = entry.rank, number
         if key not in self._records:
@@ -294,6 +328,15 @@ def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
     ends = rows.sum(axis=1)
     follows = rows[0, 0] == 0 and ends[-1] == shape[0] and (rows[1:, 0] == ends[:-1]).all()
     return bool(follows and (rows[:, 1] > 0).all())
+
+
+def _in_words(one: StateObject | ObjectRecord) -> str:
+    """Return what an object is: "a float32 tensor of shape [4, 3]"."""
+    if one.kind is Kind.VALUE:
+        return "a value"
+    tied = "" if one.same_as is None else f" tied to {show_path(one.same_as)}"
+    role = "" if one.role is Role.OTHER else f" {one.role.value}"
+    return f"a {one.spec.dtype}{role} tensor of shape {list(one.spec.shape)}{tied}"
 
 
 def _needs_bytes(entry: StateObject) -> bool:

@@ -1,5 +1,6 @@
 """What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
 
+import re
 import threading
 import time
 from typing import ClassVar
@@ -304,3 +305,29 @@ def test_buffers_that_differ_come_from_one_rank(monkeypatch):
         model = ckpt.load()["model"]
     assert all((model[name] == 0).all() for name in ("mean", "var", "count"))
     assert (model["weight"] == 1).all()
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.float32
+UNLIKE = {
+    "dtype": (
+        lambda r: Shard(torch.zeros(4, 3, dtype=DTYPES[r]), (12, 3), (4 * r, 0)),
+        r"a float32 tensor of shape \[12, 3\] on rank 0, and a bfloat16 .* 3\] on rank 1",
+    ),
+    "shape": (
+        lambda r: Shard(torch.zeros(4, 3), (12 + (r == 2), 3), (4 * r, 0)),
+        r".* of shape \[12, 3\] on rank 1, and .* of shape \[13, 3\] on rank 2",
+    ),
+    "kind": (
+        lambda r: 3 if r == 2 else Shard(torch.zeros(6, 3), (12, 3), (6 * r, 0)),
+        "a float32 tensor .* on rank 1, and a value on rank 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_that_describe_one_object_differently_fail_the_save_by_name(job, what):
+    job, store, before = job
+    of_rank, message = UNLIKE[what]
+    errors = job.save(lambda rank: {**state_of(rank), "rows": of_rank(rank)}, 2)
+    assert re.search(f"rows is {message}", str(errors[0])), errors[0]
+    assert_unchanged(store, before)
