@@ -85,6 +85,12 @@ class Pool:
                 while thread.is_alive() and not self._is_stuck(thread):
                     thread.join(self._timing.poll_s)
 
+    def join(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the end of all threads, behind `shutdown`."""
+        deadline = Deadline(timeout_s, self._timing.clock)
+        for thread in self._threads:
+            thread.join(deadline.left_s())
+
     def _free(self) -> int:
         return len(self._threads) - len(self._busy)
 

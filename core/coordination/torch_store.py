@@ -132,9 +132,13 @@ class TorchCoordination(Coordination):
         )
 
     def close(self) -> None:
-        """Close as the contract says; a call that hangs is left behind."""
+        """Close as the contract says; a call that hangs for the call time-out is left behind.
+
+        A thread that returns from the C++ library while the interpreter exits aborts the process.
+        """
         self._closed = True
         self._pool.shutdown(wait=False)
+        self._pool.join(self._call_s)
 
     def _set(self, key: str, data: bytes) -> None:
         self._store.set(key, data)

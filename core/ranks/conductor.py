@@ -48,11 +48,12 @@ class Conductor:
         self._changed = threading.Condition()  # guards `_round` and all below
         self._told = False
         self._over = False
+        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self) -> None:
         """Start the thread, which ends with the round."""
-        spawn("ranks", self._run)
+        self._thread = spawn("ranks", self._run)
 
     def tell(self, what: Callable[[Round], T]) -> T:
         """Call `what` with the round, while nobody else uses it; the others soon learn of it."""
@@ -103,9 +104,10 @@ class Conductor:
             return self._has_news()
 
     def wait_over(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has posted all that others may need; return whether it has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._over, timeout_s)
+        """Wait for the end of the thread, which posts all that others may need; return whether."""
+        assert self._thread is not None
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _has_news(self) -> bool:
         return bool(self._round.steps) or self._over

@@ -10,9 +10,11 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.ranks.drains import FollowedDrains, ToldDrains
@@ -83,11 +85,14 @@ class RankGroup:
         self.followed_drains = FollowedDrains(coordination, timeout_s)
         """On the others: what they learn of the copies of rank 0."""
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards `_nonce`, `_last`, `_followed`, `_senders`
         self._nonce = ""
         self._last = -1
         self._followed: set[int] = set()
+        self._senders: list[threading.Thread] = []
         self._posting = threading.Lock()  # held during a post, so that the newest is the last one
+        self._pid = os.getpid()
+        _every.add(self)
 
     def next_number(self) -> int:
         """Return the number of the next save or restore."""
@@ -167,19 +172,24 @@ class RankGroup:
     def close(self) -> None:
         """Close the coordination; on rank 0 once the others know how the last round ended.
 
-        Waits for them at most as long as a rank may stand still.
+        Waits for them at most as long as a rank may stand still. No thread of this group is left
+        on return, unless the store hangs. Idempotent.
         """
+        if self._pid != os.getpid():
+            return  # a forked child: the threads belong to the parent
+        deadline = Deadline(self.timeout_s)
         self.followed_drains.close()
         self.told_drains.close()
         with self._lock:
-            last = self._last
+            last, senders = self._last, self._senders
         if self.place.rank and last >= 0:
             with suppress(CoordinationError):  # rank 0 waits for as long as it may stand still
                 self._post_left()
         elif last >= 0:
-            deadline = time.monotonic() + self.timeout_s
-            while not self._all_left(last) and time.monotonic() < deadline:
+            while not self._all_left(last) and not deadline.is_over():
                 time.sleep(_LEFT_POLL_S)
+        for sender in senders:
+            sender.join(deadline.left_s())
         self.coordination.close()
 
     def _post_left(self) -> None:
@@ -203,7 +213,22 @@ class RankGroup:
             with suppress(CoordinationError):  # the others find this rank silent
                 call()
 
-        threading.Thread(target=send, name="penstock-ranks", daemon=True).start()
+        with self._lock:
+            senders = [thread for thread in self._senders if thread.is_alive()]
+            self._senders = [*senders, spawn("ranks", send)]
+
+
+_every: weakref.WeakSet[RankGroup] = weakref.WeakSet()
+
+
+def close_groups_at_exit() -> None:
+    """Close the groups that nobody has closed.
+
+    A daemonic thread that returns from a C++ library while the interpreter exits is ended by an
+    exception that the library does not expect, which aborts the process.
+    """
+    for group in list(_every):
+        group.close()
 
 
 class RanksOfJob:

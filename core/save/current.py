@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.errors import BusyError, FenceTimeoutError
+from penstock.core.ranks.group import close_groups_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,6 +225,7 @@ def _finish_at_exit() -> None:
     """Let pending saves end before the interpreter stops its thread pools."""
     for pending in list(_every):
         pending.finish_at_exit()
+    close_groups_at_exit()
 
 
 # `atexit` would run after the thread pools are gone; concurrent.futures itself uses this hook.

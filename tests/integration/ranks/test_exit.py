@@ -1,0 +1,86 @@
+"""How the processes of a job end: with nothing of ours under way that could abort them."""
+
+import subprocess
+import threading
+
+import pytest
+import torch.distributed as dist
+from tests.integration.ranks.slow_link import SlowLink
+from tests.integration.ranks.test_processes import START, end
+from tests.integration.support import start_python
+
+from penstock.core.coordination.torch_store import TorchCoordination
+
+SAVE = """
+def ours():
+    return [t.name for t in threading.enumerate() if t.name.startswith("penstock-ranks")]
+
+ckpt = penstock.Checkpointer(root)
+half = penstock.Shard(torch.full((9, 4), float(rank)), (9 * count, 4), (9 * rank, 0))
+ckpt.save({"w": half, "epoch": 1}, 1, mode="blocking")
+print("saves", flush=True)
+sys.stdin.readline()
+handle = ckpt.save({"w": half, "epoch": 2}, 2)
+"""
+CLOSES = """
+ckpt.close()
+print(ours(), flush=True)
+dist.destroy_process_group()
+"""
+RETURNS = """
+handle.committed.add_done_callback(lambda future: print(future.exception(), flush=True))
+"""
+
+
+def of_ranks():
+    return [t for t in threading.enumerate() if t.name.startswith("penstock-ranks")]
+
+
+@pytest.fixture
+def link():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    link = SlowLink(store.port)
+    link.store = store
+    yield link
+    link.close()
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("how", "told"), [(CLOSES, "[]\n"), (RETURNS, "None\n")], ids=["by close", "without close"]
+)
+def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, told):
+    """A thread that waits for the store while the interpreter exits would abort the process."""
+    # New interpreters: those that are forked exit too soon.
+    processes = [
+        start_python(
+            "-c", START + SAVE + how, rank, 2, link.port, tmp_path / "run",
+            wrap=["env"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [process.stdout.readline() for process in processes] == ["saves\n"] * 2
+        link.delay_s = 0.1  # of a store that is far away, or busy
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert [process.communicate(timeout=100)[0] for process in processes] == [told] * 2
+        assert [process.returncode for process in processes] == [0, 0]
+    finally:
+        end(processes)
+
+
+def test_a_store_that_is_closed_ends_the_call_under_way_first(link):
+    coordination = TorchCoordination(
+        dist.TCPStore("127.0.0.1", link.port, is_master=False), prefix="job"
+    )
+    link.delay_s = 0.3
+    call = threading.Thread(target=coordination.post, args=("key", b"value"))
+    call.start()
+    while not (found := of_ranks()):
+        call.join(0.01)
+    coordination.close()
+    assert not any(thread.is_alive() for thread in found)
+    call.join()
