@@ -116,6 +116,11 @@ class SaveAgreement:
         return self.rank == 0
 
     @property
+    def writer_bytes(self) -> int:
+        """The least bytes that one of several replicas writes."""
+        return self._group.writer_bytes
+
+    @property
     def terms(self) -> Mapping[str, Any]:
         """What rank 0 has decided for all."""
         return self._round.terms
@@ -299,9 +304,15 @@ class SaveAgreement:
         self._conductor.tell(lambda r: r.merged())
         self._next(Step.PUBLISH)
 
-    def published(self, result: Result, cause: str = "") -> None:
+    def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
         """Tell what came of the publish; rank 0 alone."""
-        self._conductor.tell(lambda _: self._round.published(result, cause))
+        self._conductor.tell(lambda _: self._round.published(result, cause, totals))
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """What all ranks have written, as rank 0 has told it; empty if it could not any more."""
+        result = self._round.result
+        return () if result is None else result.totals
 
     def give_up(self, error: BaseException) -> BaseException:
         """Tell the others that this rank has failed, and wait until the end of the round is known.

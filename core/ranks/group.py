@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.drains import FollowedDrains, ToldDrains
 from penstock.core.ranks.posts import (
     DrainedPost,
@@ -56,6 +57,7 @@ class RankGroup:
         *,
         timeout_s: float = 60.0,
         host: str = "",
+        writer_bytes: int = WRITER_BYTES,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -65,7 +67,9 @@ class RankGroup:
             coordination: Where they agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
             host: The name of this machine, for messages; default: what it says itself.
+            writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
         """
+        self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname())
         self.coordination = coordination
         self.timeout_s = timeout_s

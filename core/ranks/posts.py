@@ -7,7 +7,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from penstock.core.errors import FormatError
-from penstock.core.format.strict_json import Fields, check_texts, dump_json, load_json, refuse
+from penstock.core.format.strict_json import (
+    Fields,
+    check_ints,
+    check_texts,
+    dump_json,
+    load_json,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,10 +114,13 @@ class ResultPost:
     Attributes:
         result: What became of it.
         cause: Why, if it is not committed.
+        totals: What all ranks have written, in the order of `SaveTotals`; empty if it is not
+            committed.
     """
 
     result: Result
     cause: str = ""
+    totals: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +284,8 @@ def decode_verdict(data: bytes) -> Verdict:
 
 def encode_result(post: ResultPost) -> bytes:
     """Return the bytes of a result, at most 512."""
-    fields = {"result": post.result, "cause": cut_bytes(post.cause)}
+    totals = list(post.totals)
+    fields = {"result": post.result, "cause": cut_bytes(post.cause), "totals": totals}
     return _bounded("a result", fields, POST_BYTES)
 
 
@@ -285,8 +296,10 @@ def decode_result(data: bytes) -> ResultPost:
         FormatError: As with `decode_slot`.
     """
     name = "a result"
-    read = _fields(data, name, ["result", "cause"])
-    return ResultPost(Result(_one_of(read, name, "result", list(Result))), read.text("cause"))
+    read = _fields(data, name, ["result", "cause", "totals"])
+    result = Result(_one_of(read, name, "result", list(Result)))
+    totals = check_ints(read.value("totals"), name)
+    return ResultPost(result, read.text("cause"), tuple(totals))
 
 
 def encode_drains(post: DrainsPost) -> bytes:

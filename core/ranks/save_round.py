@@ -10,7 +10,7 @@ from penstock.core.ranks.round import OF_RESULT, Round
 from penstock.core.ranks.round_table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.catalog.commit_table import Commit
     from penstock.core.ranks.round import RankPlace
@@ -51,9 +51,9 @@ class SaveRound(Round):
         super().__init__(place, number, table=table, timeout_s=timeout_s, expects=expects)
         self._commit = commit
 
-    def published(self, result: Result, cause: str = "") -> None:
+    def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:
         """Tell what came of the publish; rank 0 alone."""
-        post = self.result = ResultPost(result, cause)
+        post = self.result = ResultPost(result, cause, tuple(totals))
         self._outbox[result_key(self.number)] = encode_result(post)
         self._happen(OF_RESULT[result])
 

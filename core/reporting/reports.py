@@ -50,6 +50,25 @@ class CodecChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveTotals:
+    """What all ranks of a save have written together.
+
+    Attributes:
+        bytes_raw: The bytes of the state as they are stored, without codecs.
+        bytes_stored: The bytes of the blobs.
+        blobs: The number of blobs.
+        bytes_twice: The part of `bytes_raw` beyond one copy of each tensor: ranks whose states have
+            different structures (stages of a pipeline) store what they have in common (a tied
+            embedding) once for each structure.
+    """
+
+    bytes_raw: int
+    bytes_stored: int
+    blobs: int
+    bytes_twice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SaveReport:
     """The report of a durable save.
 
@@ -75,6 +94,7 @@ class SaveReport:
             empty if the backend is one place.
         codecs: What rules with `codecs = "auto"` chose, by class of objects.
         ranks: How many ranks saved it together. What is counted here is what this one has written.
+        total: What all of them have written; of one process the same.
     """
 
     step: int
@@ -93,6 +113,7 @@ class SaveReport:
     tiers: tuple[str, ...] = ()
     codecs: tuple[CodecChoice, ...] = ()
     ranks: int = 1
+    total: SaveTotals = SaveTotals(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

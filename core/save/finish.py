@@ -12,7 +12,7 @@ import queue
 import secrets
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.commit_table import Commit, Event, State
@@ -38,7 +38,7 @@ from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.posts import Result
-from penstock.core.reporting.reports import SaveReport
+from penstock.core.reporting.reports import SaveReport, SaveTotals
 from penstock.core.save.bases import ChosenBase
 from penstock.core.save.manifest import ALONE, RankShare
 from penstock.core.save.merge import PartsOfRanks
@@ -140,6 +140,7 @@ class Finish:
         self.uid = secrets.token_hex(16) if self._agreement is None else self._agreement.uid
         self._share = ALONE
         self._masters: Mapping[int, Sequence[int]] = request.plan.masters
+        self._totals: SaveTotals | None = None
         self._has_intent = False
         self._references: Collection[str] = ()  # the uids whose data the intent protects
         self.watchdog = Watchdog(request.io_timeout_s, workers.timing.clock)
@@ -394,7 +395,7 @@ class Finish:
             self._follow(agreement)
         self.request = replace(self.request, generation=int(agreement.terms["generation"]))
         plan = self.request.plan
-        chunks = chunks_of_rank(plan, places)
+        chunks = chunks_of_rank(plan, places, writer_bytes=agreement.writer_bytes)
         plan.spans.update(spans_of_rank(plan, chunks))
         self._masters = derivable(plan, chunks, places.plain, agreement.world_size)
         self._share = RankShare(
@@ -498,7 +499,13 @@ class Finish:
         parts = reader.read(part.summary, posts)
         plan = self.request.plan
         derived = [plan.objects[n].entry.path for n in self._capture.derived if self._derives(n)]
-        reader.check_cover(parts, self.request.entries, derived)
+        twice = reader.check_cover(parts, self.request.entries, derived)
+        self._totals = SaveTotals(
+            sum(one.bytes_raw for one in parts),
+            sum(one.bytes_stored for one in parts),
+            sum(one.blobs for one in parts),
+            twice,
+        )
         self._moved()
         providers: dict[str, int] = {}
         for post in posts.values():
@@ -518,7 +525,8 @@ class Finish:
             result = Result.NEVER if self.commit.never_published else Result.UNKNOWN
             agreement.published(result, cause_of(error))
             raise
-        agreement.published(Result.COMMITTED)
+        assert self._totals is not None
+        agreement.published(Result.COMMITTED, totals=astuple(self._totals))
 
     def _publish_intent(self) -> None:
         if self._bases is None:
@@ -655,13 +663,19 @@ class Finish:
         now = time.monotonic()
         clock, request = self._clock, self.request
         capabilities = self._backend.capabilities
+        written = SaveTotals(
+            request.plan.bytes_of_chunks(self._share.chunks),
+            sum(length for _, length in blobs),
+            len(blobs),
+        )
+        told = () if self._agreement is None else self._agreement.totals
         return SaveReport(
             step=request.step,
             uid=self.uid,
             generation=request.generation,
-            bytes_raw=request.plan.bytes_of_chunks(self._share.chunks),
-            bytes_stored=sum(length for _, length in blobs),
-            blobs=len(blobs),
+            bytes_raw=written.bytes_raw,
+            bytes_stored=written.bytes_stored,
+            blobs=written.blobs,
             objects=request.objects,
             engine=self._backend.name,
             direct_io=capabilities.direct_io,
@@ -678,6 +692,7 @@ class Finish:
                 "total": now - clock.called,
             },
             ranks=request.world_size,
+            total=SaveTotals(*told) if told else written,
             codecs=self._choices.report(
                 {n: r for n, r in enumerate(self._writer.results) if r is not None}
             ),

@@ -61,6 +61,7 @@ class PartSummary:
         borrowed: The blobs of other saves that it refers to, ascending by name.
         bytes_raw: Bytes of what it stores of objects.
         bytes_stored: Bytes of the blobs that its rank wrote.
+        blobs: How many these are.
     """
 
     entry: PartEntry
@@ -69,6 +70,7 @@ class PartSummary:
     borrowed: tuple[BlobRecord, ...]
     bytes_raw: int
     bytes_stored: int
+    blobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,7 @@ class ManifestWriter:
             borrowed,
             request.plan.bytes_of_chunks(share.chunks),
             sum(blob.length for blob in tables.blobs if blob not in borrowed),
+            len(tables.blobs) - len(borrowed),
         )
         return RankManifest(part.data, summary, frames, tables)
 

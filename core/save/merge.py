@@ -6,6 +6,7 @@ hosts do not share is found here, and so are bytes that no rank has stored.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.save.manifest import PartSummary, codecs_of
 from penstock.core.tree.paths import path_hash, show_path
-from penstock.core.types import Kind, ReadRequest, Region, Role
+from penstock.core.types import Kind, ReadRequest, Region, Role, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -115,6 +116,7 @@ class PartsOfRanks:
                     borrowed,
                     posts[rank]["raw"],
                     sum(blob.length for blob in head.blobs if blob not in borrowed),
+                    len(head.blobs) - len(borrowed),
                 )
             )
         self._check_blobs(parts)
@@ -125,13 +127,17 @@ class PartsOfRanks:
         parts: Sequence[PartSummary],
         entries: Sequence[StateObject | Node],
         derived: Collection[ObjectPath] = (),
-    ) -> None:
-        """Check that the parts hold every byte of every object, and none twice.
+    ) -> int:
+        """Check that the parts hold every byte of every object, and no two of its shards overlap.
 
         Args:
             parts: The parts, from `read`.
             entries: What rank 0 describes. Of other objects the shape is read from the parts.
             derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
+
+        Returns:
+            The bytes of tensors that are stored beyond one copy of each: equal regions may stand in
+            several parts.
 
         Raises:
             SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
@@ -141,7 +147,8 @@ class PartsOfRanks:
         self._check_traits(table, parts, entries)
         doubtful = _doubtful(table)
         if not len(doubtful):
-            return
+            return 0
+        twice = 0
         known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
         chosen = table.take(doubtful)
         firsts = np.flatnonzero(np.diff(chosen.hashes, prepend=chosen.hashes[0] + 1)).tolist()
@@ -150,22 +157,29 @@ class PartsOfRanks:
             entry = known.get(int(chosen.hashes[first]))
             rows = slice(first, stop)
             if entry is not None:
-                path, shape, needs = show_path(entry.path), entry.spec.shape, _needs_bytes(entry)
+                path, kind, spec = show_path(entry.path), entry.kind, entry.spec
+                needs = _needs_bytes(entry)
             else:
-                path, shape, needs = self._described(parts, chosen.take(np.arange(first, stop)))
+                path, kind, spec, needs = self._described(
+                    parts, chosen.take(np.arange(first, stop))
+                )
             if needs and entry is not None and (chosen.dims[rows] == NO_BYTES).all():
                 taken = chosen.take(np.arange(first, stop))
                 needs = entry.path not in derived and not self._is_derived(parts, taken)
             if not needs:
                 continue
+            shape = spec.shape
             own = chosen.bounds[bounds[first - 1] if first else 0 : bounds[stop - 1]]
-            flaw = _flaw(shape, chosen.dims[rows], own)
+            flaw, elements = _cover(shape, chosen.dims[rows], own)
+            if kind is Kind.TENSOR:
+                twice += (elements - math.prod(shape)) * spec.itemsize
             if flaw is not None:
                 msg = (
                     f"step {self._step}: of {path}, of shape {list(shape)}, {flaw}: do all ranks "
                     "put the same state into save(), and is every rank in it?"
                 )
                 raise SaveError(msg)
+        return twice
 
     def _check_traits(
         self,
@@ -197,11 +211,11 @@ class PartsOfRanks:
 
     def _described(
         self, parts: Sequence[PartSummary], rows: ShardTable
-    ) -> tuple[str, tuple[int, ...], bool]:
-        """Return shown path and shape of an object that rank 0 does not have, from its part."""
+    ) -> tuple[str, Kind, TensorSpec, bool]:
+        """Return path, kind and spec of an object that rank 0 does not have, from its part."""
         record = self._record(parts, rows)
         needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
-        return show_path(record.path), record.spec.shape, needs
+        return show_path(record.path), record.kind, record.spec, needs
 
     def _record(self, parts: Sequence[PartSummary], rows: ShardTable) -> ObjectRecord:
         """Return what the part of the first row says of its object."""
@@ -294,8 +308,10 @@ def _doubtful(table: ShardTable) -> NDArray[np.intp]:
     return np.flatnonzero(~plain)
 
 
-def _flaw(shape: tuple[int, ...], dims: NDArray[np.uint8], bounds: NDArray[np.int64]) -> str | None:
-    """Return how shards fail to hold a tensor once; None if they do not.
+def _cover(
+    shape: tuple[int, ...], dims: NDArray[np.uint8], bounds: NDArray[np.int64]
+) -> tuple[str | None, int]:
+    """Return how shards fail to hold a tensor, if they do, and the elements in all of them.
 
     Args:
         shape: Shape of the tensor.
@@ -304,13 +320,13 @@ def _flaw(shape: tuple[int, ...], dims: NDArray[np.uint8], bounds: NDArray[np.in
     """
     held = dims[dims != NO_BYTES]
     if len(held) and (held == len(shape)).all() and _are_rows(shape, bounds):
-        return None
+        return None, math.prod(shape)
     regions = [Region.whole(shape)] * int((held == WHOLE).sum())
     pairs = iter(bounds.tolist())
     for dimensions in held[held != WHOLE].tolist():
         region = [next(pairs) for _ in range(dimensions)]
         regions.append(Region(tuple(o for o, _ in region), tuple(n for _, n in region)))
-    return flaw_of_cover(shape, regions)
+    return flaw_of_cover(shape, regions), sum(region.numel for region in regions)
 
 
 def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:

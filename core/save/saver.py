@@ -286,7 +286,7 @@ class Saver(SaveSurroundings):
             turn.brought = Brought.of(request.entries, request.own_paths, request.shared)
             places = turn.group.alike.get(turn.brought.key)
             if places is not None:
-                mine = chunks_of_rank(request.plan, places)
+                mine = chunks_of_rank(request.plan, places, writer_bytes=turn.group.writer_bytes)
                 turn.skip = frozenset(range(len(request.plan.chunks))) - mine
                 turn.masters = derivable(request.plan, mine, places.plain, request.world_size)
         destination = self._destination(request, turn)

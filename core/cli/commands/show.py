@@ -198,6 +198,7 @@ def _print(
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
         f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
+        + (f" on {record.world_size} ranks" if record.world_size > 1 else "")
     )
     if record.metadata:
         print_line(metadata_text(record.metadata))

@@ -6,6 +6,7 @@ from tests.integration.support import TINY
 
 from penstock import Checkpointer
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.group import RankGroup
 
 PATIENCE_S = 60.0
@@ -15,16 +16,26 @@ TIMEOUT_S = 3.0
 class Job:
     """The ranks of one job over one store: each thread gets its own checkpointer."""
 
-    def __init__(self, world_size, store, host="node{}".format, **options):
+    def __init__(
+        self, world_size, store, host="node{}".format, *, writer_bytes=WRITER_BYTES, **options
+    ):
         self.world_size = world_size
         self._host = host
+        self._writer_bytes = writer_bytes
         self.board = MemoryBoard()
         self._store = store
         self._options = {**TINY, **options}
 
     def group(self, rank, *, coordination=None, timeout_s=TIMEOUT_S):
         member = coordination or MemoryCoordination(self.board)
-        return RankGroup(rank, self.world_size, member, timeout_s=timeout_s, host=self._host(rank))
+        return RankGroup(
+            rank,
+            self.world_size,
+            member,
+            timeout_s=timeout_s,
+            host=self._host(rank),
+            writer_bytes=self._writer_bytes,
+        )
 
     def checkpointer(self, rank, **group):
         store = self._store(rank) if callable(self._store) else self._store

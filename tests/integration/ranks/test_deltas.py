@@ -9,7 +9,6 @@ from tests.providers.threads_as_ranks import run_ranks
 
 from penstock import Shard
 from penstock.core.abc.delegating import DelegatingBackend
-from penstock.core.plan import ranks
 
 RULES = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
 LARGE = (600, 130)
@@ -189,16 +188,15 @@ def test_a_base_is_found_in_the_part_of_another_rank():
     check(store, [0, 1])
 
 
-def test_a_base_is_found_when_replicas_share_their_bytes_in_another_way(monkeypatch):
+def test_a_base_is_found_when_replicas_share_their_bytes_in_another_way():
     """What one rank stores whole is found; of what is cut, the pieces have other bounds."""
-    monkeypatch.setattr(ranks.chunks_of_rank, "__kwdefaults__", {"writer_bytes": 1})
     store = memory()
-    save_all(store, 3, [0, 1])
+    save_all(store, 3, [0, 1], writer_bytes=1)
     paths = [("model", name) for name in weights(0)["model"]]
     before = [depths_of(store, 1, path) for path in paths]
     assert max(map(len, before)) > 1
     assert {n for found in before for depths in found.values() for n in depths} == {2}
-    save_all(store, 2, [2, 3])
+    save_all(store, 2, [2, 3], writer_bytes=1)
     after = [depths_of(store, 2, path) for path in paths]
     assert {n for found in after for depths in found.values() for n in depths} == {1, 3}
     check(store, range(4))

@@ -1,20 +1,19 @@
 """Ranks that store weights as their rounded master weights."""
 
+from functools import partial
+
 import pytest
 import torch
-from tests.integration.ranks.saving import Job
+from tests.integration.ranks import saving
 from tests.integration.support import blank, checkpointer, memory, same
 
 from penstock import Shard
-from penstock.core.plan import ranks
 
 NAMES = [f"layer{n}.weight" for n in range(6)]
 
 
-@pytest.fixture(autouse=True)
-def many_writers(monkeypatch):
-    """Replicas share also what is small."""
-    monkeypatch.setattr(ranks.chunks_of_rank, "__kwdefaults__", {"writer_bytes": 1})
+# Replicas share also what is small.
+Job = partial(saving.Job, writer_bytes=1)
 
 
 def mixed(seed=0):
@@ -112,15 +111,14 @@ def test_a_weight_whose_master_two_ranks_store_is_stored(step):
         assert torch.equal(ckpt.load(step)["model"]["w"], state["model"]["w"])
 
 
-def test_ranks_of_several_structures_store_their_weights(monkeypatch):
-    monkeypatch.setattr(ranks.chunks_of_rank, "__kwdefaults__", {"writer_bytes": 1 << 30})
+def test_ranks_of_several_structures_store_their_weights():
     store, state = memory(), mixed()
 
     def work(ckpt, rank):
         mine = state | ({"more": torch.ones(9)} if rank else {})
         return [ckpt.save(mine, step).result(30).step for step in (1, 2)]
 
-    assert Job(3, store, share=True).run(work) == [[1, 2]] * 3
+    assert Job(3, store, writer_bytes=1 << 30, share=True).run(work) == [[1, 2]] * 3
     assert not derived(store, 1)
     assert not derived(store, 2)
     restored(store, state | {"more": torch.ones(9)}, 2)

@@ -21,7 +21,6 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from penstock.core.plan.ranks import chunks_of_rank
 
 WEIGHT = torch.arange(60_000.0)
 
@@ -296,10 +295,9 @@ class Normed(torch.nn.Module):
             self.register_buffer(name, torch.full((30_000,), float(rank)))
 
 
-def test_buffers_that_differ_come_from_one_rank(monkeypatch):
-    monkeypatch.setattr(chunks_of_rank, "__kwdefaults__", {"writer_bytes": 4096})
+def test_buffers_that_differ_come_from_one_rank():
     store = memory()
-    reports = Job(3, store).save(lambda rank: {"model": Normed(rank)})
+    reports = Job(3, store, writer_bytes=4096).save(lambda rank: {"model": Normed(rank)})
     assert [report.step for report in reports] == [1, 1, 1]
     with checkpointer(store) as ckpt:
         model = ckpt.load()["model"]

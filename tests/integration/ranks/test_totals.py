@@ -1,0 +1,110 @@
+"""What all ranks write together: counted alike on all, nothing twice, and evenly shared."""
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.topologies import PLACES, adam
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+from torch import nn
+
+from penstock.core.reporting.reports import SaveTotals
+
+TOPOLOGIES = ["DDP 2", "FSDP2 2", "FSDP2 8", "HSDP 2 x 2", "TP 4", "pipeline 2 x FSDP2 2"]
+
+
+class Wide(nn.Module):
+    """The parts that the topologies place, of sizes that their ranks divide."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        del seed
+        self.embed = nn.Embedding(1200, 96)
+        self.up = nn.Linear(96, 480)
+        self.down = nn.Linear(480, 96)
+        self.norm = nn.LayerNorm(96)
+        self.head = nn.Linear(96, 1200, bias=False)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 1.0)
+
+
+def state_at(place):
+    net = place(Wide())
+    optimizer = adam(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"model": net, "optimizer": optimizer, "epoch": 7}
+
+
+def saved(count, state_of, store, **options):
+    job = Job(count, store, writer_bytes=1, chunk_bytes=8192, **options)
+
+    def work(rank):
+        with job.checkpointer(rank) as ckpt:
+            return ckpt.save(state_of(), 1).result(60)
+
+    return run_ranks(count, work)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_nothing_is_written_twice_and_all_ranks_write_as_much(name):
+    count, place = PLACES[name]
+    store = memory()
+    reports = saved(count, lambda: state_at(place), store)
+    (total,) = {report.total for report in reports}
+    assert total.bytes_raw == sum(report.bytes_raw for report in reports)
+    assert total.bytes_stored == sum(report.bytes_stored for report in reports)
+    assert total.blobs == sum(report.blobs for report in reports)
+    assert total.bytes_twice == 0
+    written = [report.bytes_raw for report in reports if report.bytes_raw]
+    assert len(written) == count
+    assert max(written) <= 1.05 * sum(written) / count
+    with checkpointer(store) as ckpt:
+        info = ckpt.info()
+        assert (info.bytes_raw, info.bytes_stored) == (total.bytes_raw, total.bytes_stored)
+        assert info.world_size == count
+        assert ckpt.verify().ok
+
+
+def test_what_tensor_parallelism_leaves_to_fsdp_is_counted_as_stored_twice():
+    """The mesh of such a parameter is that of FSDP, which does not know of the other ranks."""
+    count, place = PLACES["FSDP2 x TP 2 x 2"]
+    reports = saved(count, lambda: state_at(place), memory())
+    left = (2 * 1200 * 96 + 2 * 96) * 4  # embedding, head, norm
+    assert {report.total.bytes_twice for report in reports} == {3 * left}
+
+
+def test_what_stages_have_in_common_is_counted_as_stored_twice():
+    shared = torch.arange(600.0).view(-1, 6)
+    store = memory()
+
+    def state_of(rank):
+        return {"embedding": shared, f"layer{rank // 2}": torch.ones(40, 5), "epoch": 3}
+
+    reports = Job(4, store).save(state_of)
+    assert {report.total.bytes_twice for report in reports} == {shared.nbytes}
+    assert {report.total.bytes_raw for report in reports} == {sum(r.bytes_raw for r in reports)}
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+
+
+def test_totals_count_what_is_stored_now_and_not_what_is_borrowed():
+    store = memory()
+    job = Job(2, store, share=True)
+    state = {"w": torch.arange(9000.0), "epoch": 1}
+
+    def work(ckpt, rank):
+        del rank
+        first, second = (ckpt.save(state, step).result(30).total for step in (1, 2))
+        return first.bytes_stored > 0, second.bytes_raw == first.bytes_raw, second.bytes_stored
+
+    assert job.run(work) == [(True, True, 0)] * 2
+
+
+def test_of_one_process_the_totals_are_its_own():
+    with checkpointer(memory()) as ckpt:
+        report = ckpt.save({"w": torch.ones(300), "epoch": 1}, 1).result(30)
+    own = SaveTotals(report.bytes_raw, report.bytes_stored, report.blobs)
+    assert report.total == own
+    assert own.blobs == 1
