@@ -551,7 +551,7 @@ class Checkpointer:
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` has all of it to do
             raise
-        self._ranks.close()
+        self._ranks.close(sys.exc_info()[1])
         self._closed = True  # not before: callbacks of the pending save may still read the run
         self._workers.close()
         if self._owns_backend:

@@ -17,18 +17,24 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.limits import MAX_INT
 from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.drains import FollowedDrains, ToldDrains
 from penstock.core.ranks.posts import (
+    At,
     DrainedPost,
     GoPost,
     Kind,
+    SlotPost,
     Verdict,
+    cut_bytes,
     decode_go,
     encode_go,
+    encode_slot,
     encode_verdict,
     end_key,
     go_key,
+    slot_key,
 )
 from penstock.core.ranks.round import RankPlace
 
@@ -89,6 +95,8 @@ class RankGroup:
         self.followed_drains = FollowedDrains(coordination, timeout_s)
         """On the others: what they learn of the copies of rank 0."""
         self._numbers = itertools.count()
+        self._next = 0
+        self._closed = False
         self._lock = threading.Lock()  # guards `_nonce`, `_last`, `_followed`, `_senders`
         self._nonce = ""
         self._last = -1
@@ -100,7 +108,9 @@ class RankGroup:
 
     def next_number(self) -> int:
         """Return the number of the next save or restore."""
-        return next(self._numbers)
+        number = next(self._numbers)
+        self._next = number + 1
+        return number
 
     def uid(self, number: int) -> str:
         """Return the uid of the save with this number, the same on every rank.
@@ -173,20 +183,31 @@ class RankGroup:
         """Wait until this rank knows which checkpoints are durable, or rank 0 cannot copy them."""
         self.followed_drains.settle()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the coordination; on rank 0 once the others know how the last round ended.
 
-        Waits for them at most as long as a rank may stand still. No thread of this group is left
-        on return, unless the store hangs. Idempotent.
+        Waits for them at most as long as a rank may stand still. Tells them that this one has
+        closed, so that nobody waits for it. No thread of this group is left on return, unless the
+        store hangs. Idempotent.
+
+        Args:
+            error: Why this rank closes, for the messages of the others; None: nothing went wrong.
         """
-        if self._pid != os.getpid():
-            return  # a forked child: the threads belong to the parent
+        if self._closed or self._pid != os.getpid():
+            return  # in a forked child: the threads belong to the parent
+        self._closed = True
         deadline = Deadline(self.timeout_s)
         self.followed_drains.close()
         self.told_drains.close()
+        cause = "closed its checkpointer"
+        if error is not None:
+            cause += f" (because of {type(error).__name__}: {_line_of(error)})"
+        part = {"cause": cut_bytes(cause)}
+        post = SlotPost(self._next, "save", At.CLOSED, host=self.place.host, part=part)
+        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode_slot(post)))
         with self._lock:
             last, senders = self._last, self._senders
-        if self.place.rank and last >= 0:
+        if self.place.rank:
             with suppress(CoordinationError):  # rank 0 waits for as long as it may stand still
                 self._post_left()
         elif last >= 0:
@@ -200,6 +221,8 @@ class RankGroup:
         with self._posting:
             with self._lock:
                 left = min(self._followed, default=self._last + 1) - 1
+            if self._closed:
+                left = MAX_INT
             if left >= 0:
                 self.coordination.post(_left_key(self.place.rank), str(left).encode())
 
@@ -308,16 +331,22 @@ class RanksOfJob:
         self._group = found
         return found
 
-    def close(self) -> None:
-        """Close the group, if it was found."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the group, if it was found; `error` is why."""
+        if error is not None:  # the others may be about to wait for this rank
+            with suppress(ConfigError):
+                self.of_restore()
         if self._group is not None:
-            self._group.close()
+            self._group.close(error)
 
 
 def cause_of(error: BaseException) -> str:
     """Return what the other ranks are told of an error, in one line."""
-    text = " ".join(str(error).split()).rstrip(".")
-    return f"failed with {type(error).__name__}: {text}"
+    return f"failed with {type(error).__name__}: {_line_of(error)}"
+
+
+def _line_of(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _left_key(rank: int) -> str:

@@ -38,6 +38,7 @@ class At(StrEnum):
     HERE = "here"  # waits for the word of rank 0
     WORKING = "working"
     SEALED = "sealed"  # what it has to contribute is durable
+    CLOSED = "closed"  # takes no part in this round or a later one; `part` has the cause
 
 
 @dataclass(frozen=True, slots=True)

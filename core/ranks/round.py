@@ -425,6 +425,9 @@ class Round:
                 self._leader_or_rank_lost(rank, f"posted what cannot be read: {error}")
                 return
             self._slots[rank] = post
+            if post.at is At.CLOSED:
+                self._leader_or_rank_lost(rank, str(post.part.get("cause", "")))
+                return
             self._still.moved(rank)
             if post.round == self.number:
                 self.arrived.setdefault(rank, post.part)

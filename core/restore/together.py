@@ -307,6 +307,7 @@ class RestoreTogether(Generic[T]):
         if error is None:  # no verdict: the place where the ranks agree could not be reached
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)
+        self._group.lost.add(error.rank)
         if restored:
             error.add_note(f"This rank has the values of step {number} now.")
         return error

@@ -41,13 +41,13 @@ class Job:
         store = self._store(rank) if callable(self._store) else self._store
         return Checkpointer(store, group=self.group(rank, **group), **self._options)
 
-    def run(self, work):
+    def run(self, work, **group):
         """Return what `work(checkpointer, rank)` returns, or raises, on each rank."""
         results = [None] * self.world_size
 
         def one(rank):
             try:
-                with self.checkpointer(rank) as ckpt:
+                with self.checkpointer(rank, **group) as ckpt:
                     results[rank] = work(ckpt, rank)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 results[rank] = error

@@ -1,0 +1,73 @@
+"""A rank that closes its checkpointer tells the others, so that nobody waits for it."""
+
+import pytest
+from tests.integration.ranks.saving import Job
+from tests.integration.support import checkpointer, memory
+
+from penstock.core.errors import RankError
+
+LONG_S = 60.0  # no test waits for that: a rank that is waited for fails it by its words
+
+
+def test_a_rank_that_leaves_by_an_error_is_named_with_it_by_all_saves_after_it():
+    job = Job(3, memory())
+
+    def work(ckpt, rank):
+        ckpt.save({"epoch": 1}, 1).result(LONG_S)
+        if rank == 1:
+            raise ValueError("no data.")
+        errors = []
+        for step in (2, 3):
+            with pytest.raises(RankError) as caught:
+                ckpt.save({"epoch": 1}, step).result(LONG_S)
+            errors.append(caught.value)
+        return errors
+
+    found = run(job, work)
+    assert isinstance(found[1], ValueError)
+    for error in [*found[0], *found[2]]:
+        assert (error.rank, error.host) == (1, "node1")
+        assert error.cause == "closed its checkpointer (because of ValueError: no data)"
+        assert "rank 1 on node1 closed its checkpointer" in str(error)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_waits_for_one_that_closes_is_told_so(leaver):
+    job = Job(2, memory())
+
+    def work(ckpt, rank):
+        ckpt.save({"epoch": 1}, 1).result(LONG_S)
+        if rank == leaver:
+            return None
+        with pytest.raises(RankError) as save:
+            ckpt.save({"epoch": 1}, 2).result(LONG_S)
+        with pytest.raises(RankError) as restore:
+            ckpt.restore({"epoch": 0})
+        return [(e.value.rank, e.value.cause) for e in (save, restore)]
+
+    assert run(job, work)[1 - leaver] == [(leaver, "closed its checkpointer")] * 2
+
+
+def test_a_rank_that_leaves_before_its_first_save_is_named(tmp_path):
+    job = Job(2, memory())
+
+    def work(ckpt, rank):
+        if rank == 1:
+            raise ValueError("no model")
+        return ckpt.save({"epoch": 1}, 1).result(LONG_S)
+
+    assert "(because of ValueError: no model)" in str(run(job, work)[0])
+
+
+def test_nobody_waits_at_close_for_a_rank_that_did_not_restore():
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save({"epoch": 1}, 1, mode="blocking")
+    with Job(2, store).checkpointer(0, timeout_s=1.0) as ckpt:
+        with pytest.raises(RankError, match="rank 1 has not begun to restore"):
+            ckpt.restore({"epoch": 0})
+        assert ckpt._ranks.of_restore().lost == {1}
+
+
+def run(job, work):
+    return job.run(work, timeout_s=LONG_S)
