@@ -16,11 +16,11 @@ from penstock.core.ranks.templates import TemplatesOfRanks
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent
 from penstock.core.reporting.progress import metered
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.restore.fallback import Overwritten, with_fallback
+from penstock.core.restore.fallback import Candidates, Overwritten
 from penstock.core.restore.fill import Opened
 from penstock.core.restore.inspector import Inspector
 from penstock.core.restore.restore import build_new, restore_into, warn_of_unexpected
-from penstock.core.restore.together import Candidates, RestoreTogether
+from penstock.core.restore.together import RestoreTogether
 from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
@@ -268,9 +268,9 @@ class Reader:
             return found, tuple(dict.fromkeys(self._rescued[earlier:]))
 
         if round_ is None:
-            candidates = self._candidates(step, on_damage)
-            trying = next(iter(candidates))
-            read = partial(with_fallback, list(candidates), lambda n: one(n, candidates[n]))
+            candidates = Candidates(self._candidates(step, on_damage))
+            trying = candidates.first
+            read = partial(_read_alone, candidates, one)
         else:
             group, first = round_
             with _giving_up(round_):
@@ -386,6 +386,12 @@ def _giving_up(round_: tuple[RankGroup, int] | None) -> Iterator[None]:
             group, number = round_
             group.give_up(number, cause_of(error))
         raise
+
+
+def _read_alone(
+    candidates: Candidates, one: Callable[[int, Callable[[], Opened]], T]
+) -> tuple[T, tuple[int, ...]]:
+    return candidates.use(one), tuple(candidates.skipped)
 
 
 def _note(rescued: list[tuple[str, str]], name: str, good: str) -> None:

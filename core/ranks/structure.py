@@ -13,6 +13,7 @@ import numpy as np
 from penstock.core.abc import StateObject
 from penstock.core.errors import SaveError
 from penstock.core.format.zstd import compress, decompress
+from penstock.core.plan.sample_lines import LINE_BYTES, LINES, line_offset
 from penstock.core.types import Kind, Replica, Role, show_path
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 _DIGEST_BYTES = 16
-_LINE_BYTES = 64
-_LINES = 8
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
 
@@ -145,11 +144,10 @@ def shared_digests(
 
 def _lines_of(view: memoryview) -> bytes:
     """Return a few lines of some bytes, spread evenly."""
-    last = view.nbytes - _LINE_BYTES
-    if last < _LINES * _LINE_BYTES:
+    if view.nbytes < (LINES + 1) * LINE_BYTES:
         return bytes(view)
-    starts = (last * n // (_LINES - 1) for n in range(_LINES))
-    return b"".join(view[at : at + _LINE_BYTES] for at in starts)
+    starts = (line_offset(view.nbytes, LINE_BYTES, n, LINES) for n in range(LINES))
+    return b"".join(view[at : at + LINE_BYTES] for at in starts)
 
 
 def digest_of(values: Mapping[str, str]) -> str:

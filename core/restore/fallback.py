@@ -7,6 +7,7 @@ has to overwrite them all, else `restore` would report success and leave half of
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.core.abc import StateObject
@@ -22,9 +23,10 @@ from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.paths import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.core.abc import Target
+    from penstock.core.restore.fill import Opened
     from penstock.core.tree.containers import Providers
 
 log = logging.getLogger("penstock")
@@ -32,17 +34,50 @@ log = logging.getLogger("penstock")
 T = TypeVar("T")
 
 
-def with_fallback(steps: Sequence[int], use: Callable[[int], T]) -> tuple[T, tuple[int, ...]]:
-    """Return the result of `use` for the first step that is whole, and the damaged steps before."""
-    for number, step in enumerate(steps):
-        try:
-            return use(step), tuple(steps[:number])
-        except DamagedError as error:
-            if number == len(steps) - 1:
-                raise
+class Candidates:
+    """The checkpoints that may be read, the newest first: each is tried until one is whole."""
+
+    def __init__(self, steps: Mapping[int, Callable[[], Opened]]) -> None:
+        """Offer `steps` in their order; each comes with the function that opens it."""
+        self._left = deque(steps.items())
+        self._damage: DamagedError | None = None
+        self.skipped: list[int] = []
+        """The steps that were found damaged, here or by another rank."""
+
+    @property
+    def first(self) -> int | None:
+        """The step that is tried next; None: none is left."""
+        return self._left[0][0] if self._left else None
+
+    def use(self, attempt: Callable[[int, Callable[[], Opened]], T]) -> T:
+        """Return the result of `attempt` for the next step that is whole.
+
+        Args:
+            attempt: Gets a step, and the function that opens it.
+
+        Raises:
+            DamagedError: None is left; this is what the last one had.
+            CheckpointNotFoundError: There was none; or as `attempt`.
+        """
+        while self._left:
+            step, open_step = self._left.popleft()
+            try:
+                return attempt(step, open_step)
+            except DamagedError as error:
+                self.skip(step, error)
+                if not self._left:
+                    raise
+        if self._damage is not None:
+            raise self._damage
+        msg = "there is no checkpoint to restore"
+        raise CheckpointNotFoundError(msg)
+
+    def skip(self, step: int, error: DamagedError) -> None:
+        """Note that a step is damaged."""
+        if self._left:
             log.warning("step %d is damaged, taking an older one: %s", step, str(error))
-    msg = "there is no checkpoint to restore"
-    raise CheckpointNotFoundError(msg)
+        self.skipped.append(step)
+        self._damage = error
 
 
 class Overwritten:

@@ -25,12 +25,13 @@ from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.concurrency.timing import Timing
     from penstock.core.ranks.group import RankGroup
     from penstock.core.ranks.templates import TemplatesOfRanks
     from penstock.core.reporting.reports import Progress
+    from penstock.core.restore.fallback import Candidates
     from penstock.core.restore.fill import Opened
 
 log = logging.getLogger("penstock")
@@ -60,38 +61,6 @@ _LAST = frozenset(
     {Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_STOPPED, Step.REPORT_UNKNOWN, None}
 )
 """The steps behind which a round has no further ones; None: it has ended without any."""
-
-
-class Candidates:
-    """The checkpoints that rank 0 offers: the next one that can be opened, until none is left."""
-
-    def __init__(self, steps: Mapping[int, Callable[[], Opened]]) -> None:
-        """Offer `steps` in their order; each comes with the function that opens it."""
-        self._left: Iterator[tuple[int, Callable[[], Opened]]] = iter(steps.items())
-        self._damage: DamagedError | None = None
-        self.skipped: list[int] = []
-        """The steps that were found damaged, here or by another rank."""
-
-    def next(self) -> Opened:
-        """Open the next checkpoint.
-
-        Raises:
-            DamagedError: None is left; this is what the last one had.
-            CheckpointNotFoundError: As the function that opens a step.
-        """
-        for step, open_step in self._left:
-            try:
-                return open_step()
-            except DamagedError as error:
-                self.skip(step, error)
-        assert self._damage is not None
-        raise self._damage
-
-    def skip(self, step: int, error: DamagedError) -> None:
-        """Note that a step is damaged."""
-        log.warning("step %d is damaged: %s", step, str(error))
-        self.skipped.append(step)
-        self._damage = error
 
 
 class RestoreTogether(Generic[T]):
@@ -228,7 +197,7 @@ class RestoreTogether(Generic[T]):
         try:
             if self._candidates is None:
                 self._candidates = self._find_candidates()
-            self._chosen = self._candidates.next()
+            self._chosen = self._candidates.use(lambda _, open_step: open_step())
             record = self._chosen.contents.record
             terms = {
                 **self._asked,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.core.plan.sample_lines import LINE_BYTES, LINES, line_offset
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import ByteSource
     from penstock.core.plan.save import Chunk, PlannedObject
 
-LINE_BYTES = 64
-_LINES = 8  # of an object in a slab, which is less than 1 MiB
-_LINES_OF_CHUNK = 64
+_LINES_OF_CHUNK = 64  # of 16 MiB; an object in a slab is less than 1 MiB
 _NOISE = np.frombuffer(os.urandom(LINE_BYTES), np.uint8)
 
 
@@ -63,7 +63,7 @@ class MemorySamples:
         taken = [chunks[number] for number in numbers]
         pieces = [piece for chunk in taken for piece in chunk.pieces]
         sizes = [len(chunk.pieces) for chunk in taken]
-        wanted = [_LINES if chunk.slab else _LINES_OF_CHUNK for chunk in taken]
+        wanted = [LINES if chunk.slab else _LINES_OF_CHUNK for chunk in taken]
         self._items = [piece.item for piece in pieces]
         self._runs: dict[int, tuple[int, int]] = {}  # first and last piece of items, when asked for
         self._sources = [objects[item].entry.source for item in self._items]
@@ -175,7 +175,7 @@ def _place_lines(table: _Pieces) -> list[_SampleLines]:
     count = np.where(width < LINE_BYTES, np.minimum(count, 2), count)
     piece = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
-    offset = (length - width)[piece] * number // (count[piece] - 1)
+    offset = line_offset(length[piece], width[piece], number, count[piece])
     found = []
     # Not `np.unique`, whose first call imports masked arrays, which takes 20 ms.
     for each in np.flatnonzero(np.bincount(width)).tolist():
