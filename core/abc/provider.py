@@ -303,6 +303,14 @@ class PlaceContext(ABC):
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         """Return the names that modules of the template give to this very tensor, best first."""
 
+    def tied_names(self, tensor: object, /) -> Sequence[str]:
+        """Return the names of what the checkpoint has tied to this very tensor.
+
+        The template may hold it apart: of tied weights each stage of a pipeline has a copy.
+        """
+        del tensor
+        return ()
+
 
 class StateProvider(ABC):
     """Turns live values of certain types into objects, and places restored bytes back.

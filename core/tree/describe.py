@@ -190,21 +190,39 @@ def broken_contract(provider: StateProvider, path: ObjectPath, what: str) -> Plu
     )
 
 
+@dataclass(slots=True)
+class _Named:
+    """A tensor, which is held so that no other object gets its id, and its names and paths."""
+
+    tensor: object
+    bare: list[str] = field(default_factory=list)
+    prefixed: list[str] = field(default_factory=list)
+    paths: list[ObjectPath] = field(default_factory=list)
+
+
 class NameTable:
     """The names that the modules of a tree give to tensors."""
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
-        self._names: dict[int, tuple[object, list[str], list[str]]] | None = None
+        self._names: dict[int, _Named] | None = None
 
     def names(self, tensor: object) -> Sequence[str]:
         """Return the bare names of a tensor, then the same names with the tree key in front."""
+        entry = self._entry(tensor)
+        return [] if entry is None else [*entry.bare, *entry.prefixed]
+
+    def paths(self, tensor: object) -> Sequence[ObjectPath]:
+        """Return the paths of a tensor, as its modules are stored."""
+        entry = self._entry(tensor)
+        return [] if entry is None else entry.paths
+
+    def _entry(self, tensor: object) -> _Named | None:
         if self._names is None:
             self._names = {}
             for found in self._scan.found:
                 self._add(found)
-        entry = self._names.get(id(tensor))
-        return [] if entry is None else [*entry[1], *entry[2]]
+        return self._names.get(id(tensor))
 
     def _add(self, found: Found) -> None:
         assert self._names is not None
@@ -212,13 +230,13 @@ class NameTable:
         with _named(found, "naming its parameters"):
             parameters = list(found.provider.parameters(found.value))
         for name, tensor in parameters:
-            # Holds the tensor, so that no other object gets its id.
-            _, bare, prefixed = self._names.setdefault(id(tensor), (tensor, [], []))
+            entry = self._names.setdefault(id(tensor), _Named(tensor))
             full = f"{front}.{name}" if name else front
-            if (name or front) not in bare:
-                bare.append(name or front)
-            if full not in prefixed and full not in bare:
-                prefixed.append(full)
+            entry.paths.append((*found.path, name))
+            if (name or front) not in entry.bare:
+                entry.bare.append(name or front)
+            if full not in entry.prefixed and full not in entry.bare:
+                entry.prefixed.append(full)
 
 
 _LATE = ""  # form of a placeholder node, for a value that is described after all others

@@ -145,12 +145,27 @@ class Placing(Rebuilding):
 
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         """Return the names that modules of the template give to `tensor`, best first."""
+        return self._name_table().names(tensor)
+
+    def tied_names(self, tensor: object, /) -> Sequence[str]:
+        """Return the names of what the checkpoint has tied to `tensor`."""
+        paths = self._name_table().paths(tensor) if self._aliases else ()
+        found: dict[str, None] = {}
+        for path in paths:
+            first = self._aliases.get(path, path)
+            alike = [first, *(one for one, owner in self._aliases.items() if owner == first)]
+            others = [one for one in alike if one != path] if len(alike) > 1 else []
+            found |= dict.fromkeys(one[-1] for one in others)
+            found |= dict.fromkeys(".".join(one) for one in others)
+        return [*found]
+
+    def _name_table(self) -> NameTable:
         if self._names is None:
             # An optimizer may name any module of the template, selected or not.
             scan = Scan(self._providers)
             scan.is_container(self._root, ())
             self._names = NameTable(scan)
-        return self._names.names(tensor)
+        return self._names
 
     def _leads_on(self, path: ObjectPath) -> bool:
         """Return whether something at or below a path of the template may be selected."""

@@ -60,6 +60,8 @@ class Matcher:
             if not member.named:
                 continue
             nodes = [self._node(name) for name in member.candidates if uses[name] == 1]
+            # At last by what the checkpoint has tied to it: a stage of a pipeline has its own copy.
+            nodes += map(self._node, self._context.tied_names(member.parameter))
             for node in nodes:
                 if node is not None and node.path not in taken and node.meta.get("named"):
                     matches[member.name] = node

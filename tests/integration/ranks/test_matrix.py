@@ -7,7 +7,16 @@ import torch
 from tests.core.pipeline.test_reader import peak_bytes
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
-from tests.integration.ranks.topologies import PLACES, expected_of, held_of, trained, values_of
+from tests.integration.ranks.topologies import (
+    OPTIMIZERS,
+    PLACES_OF_EXPERTS,
+    ExpertNet,
+    adam_of_experts,
+    expected_of,
+    held_of,
+    trained,
+    values_of,
+)
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
@@ -20,12 +29,12 @@ from penstock.core.testing.faults import FaultyBackend
 def stores():
     """A checkpoint that the ranks of each topology have saved together, by its name."""
     found = {}
-    for name, (count, place) in PLACES.items():
+    for name, (count, _) in PLACES_OF_EXPERTS.items():
         store = found[name] = memory()
         job = Job(count, store) if count > 1 else None
 
-        def rank_saves(rank, job=job, place=place, store=store):
-            state = trained(place)
+        def rank_saves(rank, job=job, name=name, store=store):
+            state = state_of(name)
             with checkpointer_of(job, rank, store) as ckpt:
                 ckpt.save(state, STEP, mode="async").result(60)
 
@@ -33,23 +42,34 @@ def stores():
     return found
 
 
+def state_of(name, **options):
+    _, place = PLACES_OF_EXPERTS[name]
+    optimize = OPTIMIZERS.get(name, adam_of_experts)
+    return trained(place, make=ExpertNet, optimize=optimize, **options)
+
+
 def checkpointer_of(job, rank, store):
     """A checkpointer of this rank, or of a process that is alone."""
     return checkpointer(store) if job is None else job.checkpointer(rank)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", PLACES_OF_EXPERTS)
 def test_every_topology_restores_what_every_other_has_saved(stores, where):
-    values = values_of(trained(lambda net: net))
-    count, place = PLACES[where]
+    values = values_of(state_of("one process"))
+    count, place = PLACES_OF_EXPERTS[where]
     for saved, store in stores.items():
         job = Job(count, store) if count > 1 else None
 
         def rank_restores(rank, job=job, store=store):
-            expected = expected_of(values, place)
-            state = trained(place, seed=1)
+            state = state_of(where, seed=1)
+            owned = {path[1] for path in held_of(state) if path[0] == "optimizer"}
+            count_here = len(list(state["model"].parameters()))
+            assert (len(owned) < count_here) == (where in OPTIMIZERS)
+            expected = expected_of(values, place, make=ExpertNet, owned=owned)
             with checkpointer_of(job, rank, store) as ckpt:
                 report = ckpt.restore(state)
+            decays = [group["weight_decay"] for group in state["optimizer"].param_groups]
+            assert decays == [0.01, 0.5]
             return expected, held_of(state), state["epoch"], report
 
         for expected, held, epoch, report in run_ranks(count, rank_restores):

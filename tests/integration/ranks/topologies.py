@@ -1,13 +1,18 @@
 """A small model, placed over ranks in the ways in which models are trained."""
 
 import threading
+import warnings
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+with warnings.catch_warnings():  # torch warns of its own use of TorchScript
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _drawing = threading.Lock()  # threads share torch's generator, and would draw different weights
 
@@ -29,6 +34,23 @@ class Net(nn.Module):
     def forward(self, tokens):
         hidden = self.embed(tokens)
         hidden = hidden + self.down(torch.relu(self.up(hidden)))
+        return self.head(self.norm(hidden))
+
+
+class ExpertNet(Net):
+    """With two experts, of which expert parallelism gives each rank one."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        with _drawing:
+            torch.manual_seed(seed + 100)
+            self.experts = nn.ModuleDict({str(n): nn.Linear(6, 6) for n in range(2)})
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        hidden = hidden + self.down(torch.relu(self.up(hidden)))
+        for expert in self.experts.values():
+            hidden = hidden + expert(hidden)
         return self.head(self.norm(hidden))
 
 
@@ -72,10 +94,28 @@ def fsdp2_tp(dp, tp):
 def pipeline(net):
     """The half of the net that this rank's stage has, sharded over the ranks of the stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stages = (("embed", "up"), ("down", "norm", "head"))
+    stages = (("embed", "up"), ("down", "norm", "head", "experts"))
     for name in stages[1 - mesh.get_coordinate()[0]]:
-        delattr(net, name)
+        if hasattr(net, name):
+            delattr(net, name)
     return fully_shard(net, mesh=mesh["dp"])
+
+
+def experts(net):
+    """One expert on every second rank, sharded over those that have it; all else over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mine = str(mesh.get_coordinate()[1])
+    for name in {*net.experts} - {mine}:
+        del net.experts[name]
+    fully_shard(net.experts[mine], mesh=mesh["dp"])
+    return fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+
+
+def fsdp1(net):
+    """Flat ranges of two flat parameters."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    net.up = FullyShardedDataParallel(net.up, **options)
+    return FullyShardedDataParallel(net, **options)
 
 
 PLACES = {
@@ -90,16 +130,42 @@ PLACES = {
     "FSDP2 x TP 3 x 2": (6, fsdp2_tp(3, 2)),
     "pipeline 2 x FSDP2 2": (4, pipeline),
 }
+PLACES_OF_EXPERTS = {
+    **PLACES,
+    "ZeRO-1 4": (4, alone),
+    "FSDP1 3": (3, fsdp1),
+    "experts 2 x FSDP2 2": (4, experts),
+}
+"""The places of a net with experts, whose optimizer has two groups."""
 
 
 def adam(net):
     return torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
-def trained(place, *, seed=0):
+def adam_of_experts(net, kind=torch.optim.AdamW):
+    """Experts have a group of their own, which is empty on ranks without any."""
+    groups = [{"params": []}, {"params": [], "weight_decay": 0.5}]
+    for name, parameter in net.named_parameters():
+        groups["experts" in name]["params"].append(parameter)
+    return kind(groups, lr=0.01)
+
+
+def zero(net):
+    def kind(groups, **options):
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+
+    return adam_of_experts(net, kind)
+
+
+OPTIMIZERS = {"ZeRO-1 4": zero}
+"""The optimizers of places that have one of their own, for a net with experts."""
+
+
+def trained(place, *, seed=0, make=Net, optimize=adam):
     """A state after two steps; without a forward, which torch refuses under uneven TP."""
-    net = place(Net(seed))
-    optimizer = adam(net)
+    net = place(make(seed))
+    optimizer = optimize(net)
     for _ in range(2):
         for parameter in net.parameters():
             parameter.grad = parameter.detach().clone()
@@ -121,35 +187,47 @@ def train(net, optimizer, steps, *, start=0):
     return losses
 
 
+def tensors_of(net):
+    """The parameters and buffers as they are, by the names of the bare module."""
+    if not isinstance(net, FullyShardedDataParallel):  # whose `state_dict` gathers
+        return dict(net.state_dict())
+    found = [*net.named_parameters(), *net.named_buffers()]
+    return {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in found}
+
+
+def owned_by(optimizer):
+    """The optimizer that has the state of this rank."""
+    return getattr(optimizer, "optim", optimizer)
+
+
 def values_of(state):
-    """The whole tensors of a plain state, by path: of the model and of the optimizer's state."""
-    net, optimizer = state["model"], state["optimizer"]
-    found = {("model", name): tensor for name, tensor in net.state_dict().items()}
+    """The tensors of a state on this rank, by path: of the model and of the optimizer's state."""
+    net = state["model"]
+    found = {("model", name): tensor for name, tensor in tensors_of(net).items()}
+    states = owned_by(state["optimizer"]).state
     for name, parameter in net.named_parameters():
-        for key, tensor in optimizer.state[parameter].items():
+        name = name.replace("_fsdp_wrapped_module.", "")  # noqa: PLW2901 - the bare one's
+        for key, tensor in states.get(parameter, {}).items():
             found["optimizer", name, key] = tensor
-    return {path: tensor.detach().clone() for path, tensor in found.items()}
+    return {path: local(tensor).detach().clone() for path, tensor in found.items()}
+
+
+held_of = values_of
 
 
 def local(tensor):
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def held_of(state):
-    """The local tensors of a state on this rank, by path, as in `values_of`."""
-    net, optimizer = state["model"], state["optimizer"]
-    found = {("model", name): tensor for name, tensor in net.state_dict().items()}
-    for name, parameter in net.named_parameters():
-        for key, tensor in optimizer.state[parameter].items():
-            found["optimizer", name, key] = tensor
-    return {path: local(tensor).detach().clone() for path, tensor in found.items()}
+def expected_of(values, place, *, make=Net, owned=None):
+    """What this rank has to hold: torch itself distributes modules that are made of `values`.
 
-
-def expected_of(values, place):
-    """What this rank has to hold: torch itself distributes modules that are made of `values`."""
-    expected, here = {}, place(Net()).state_dict().keys()
+    `owned` has the names whose optimizer state this rank holds, where it is not that of all that
+    it has.
+    """
+    expected, here = {}, tensors_of(place(make())).keys()
     for key in {path[2] for path in values if path[0] == "optimizer"} | {None}:
-        net = Net()
+        net = make()
         of_key = {p[1]: t for p, t in values.items() if (p[2:] or (None,))[0] == key}
         like = dict(net.state_dict())
         if any(of_key[name].shape != like[name].shape for name in of_key):  # numbers, as `step`
@@ -157,8 +235,10 @@ def expected_of(values, place):
             expected |= {("optimizer", name, key): tensor for name, tensor in numbers.items()}
             continue
         net.load_state_dict(of_key, strict=False)
-        for name, tensor in place(net).state_dict().items():
+        for name, tensor in tensors_of(place(net)).items():
             if name in of_key:
                 path = ("model", name) if key is None else ("optimizer", name, key)
                 expected[path] = local(tensor).detach().clone()
-    return expected
+    if owned is None:
+        return expected
+    return {path: t for path, t in expected.items() if path[0] == "model" or path[1] in owned}
