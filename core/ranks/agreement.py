@@ -6,6 +6,7 @@ written and published is `finish`'s.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.catalog.commit_table import Commit, Event
     from penstock.core.ranks.group import RankGroup
+
+log = logging.getLogger("penstock")
+
 _POLL_S = 0.05
 
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
@@ -332,6 +336,8 @@ class SaveAgreement:
             self._next()
         except PenstockError as other:
             return other if isinstance(other, RankError) else error
+        except BaseException as bug:  # noqa: BLE001 - or nobody would end the save
+            log.debug("the end of round %d is not known: %s", self._number, repr(bug))
         return error
 
     def finish(self) -> None:

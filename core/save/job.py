@@ -363,11 +363,13 @@ class SaveJob:
             )
             self._after_commit(report)
         finally:
-            self._finish.leave()
-            self._finish.forget()  # the user may keep the handle, and the handle keeps this
-            self.released.open()
-            if self._onward is None or self.handle.durable.done():
-                self._surroundings = None  # they hold the checkpointer, which holds this
+            try:
+                self._finish.leave()
+            finally:
+                self._finish.forget()  # the user may keep the handle, and the handle keeps this
+                self.released.open()
+                if self._onward is None or self.handle.durable.done():
+                    self._surroundings = None  # they hold the checkpointer, which holds this
 
     def _skip(self, error: SaveSkippedError) -> None:
         """Make this a save that rank 0 has skipped, which is no failure that a user has to see."""

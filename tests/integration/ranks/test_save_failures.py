@@ -12,6 +12,7 @@ from tests.integration.support import checkpointer, memory
 
 from penstock import Checkpointer, Shard
 from penstock.core.abc.delegating import DelegatingBackend
+from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import (
     RankError,
     SaveError,
@@ -21,6 +22,7 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
+from penstock.core.ranks.posts import go_key
 
 WEIGHT = torch.arange(60_000.0)
 
@@ -182,6 +184,39 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
         error = info.value
         assert ckpt._ranks.of_save().lost == {1}
     assert error.rank == 1
+    assert names(store) == []
+
+
+class Broken(MemoryCoordination):
+    """Reads nothing once others are there, by an error that the contract does not know."""
+
+    def read(self, keys, /):
+        if go_key(0) in keys and self._board.read([go_key(0)])[0] is not None:
+            raise ZeroDivisionError("a bug")
+        return super().read(keys)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async"])
+def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
+    store = memory()
+    job = Job(2, store)
+    errors = [None, None]
+
+    def one(rank):
+        member = Broken(job.board) if rank else None
+        with job.checkpointer(rank, coordination=member, timeout_s=1.0) as ckpt:
+            try:
+                ckpt.save(state_of(rank), 1, mode=mode).result(30)
+            except Exception as error:  # noqa: BLE001 - looked at below
+                errors[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert told(errors) == [(RankError, 1), (SaveError, None)]
+    assert "a bug" in str(errors[1])
     assert names(store) == []
 
 

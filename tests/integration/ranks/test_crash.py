@@ -1,0 +1,197 @@
+"""Two ranks over one store that loses its power, or of which one dies: old or new, always whole."""
+
+import random
+import threading
+
+import pytest
+from tests.integration.atomic.crash_scenarios import (
+    BEFORE,
+    BOTH,
+    ENCODED,
+    OPTIONS,
+    RAW,
+    TWO_GENERATIONS,
+    check_run,
+    job,
+    mortal,
+    without,
+)
+from tests.integration.ranks.saving import Job
+
+from penstock import RankError
+from penstock.core.coordination.memory import MemoryCoordination
+from penstock.core.testing.faults import EFFECTS, CrashAt, SimulatedCrashError
+from penstock.core.testing.latency import LatencyBackend
+from penstock.core.testing.powercut import Disk, PowerCut
+
+WORLD = 2
+WRITER_BYTES = 4096  # so that two ranks share some 30 KB as they would share gigabytes
+TIMEOUT_S = 0.6
+AFTER = {**BEFORE, 4: 4}
+JITTER = {"create": 0.002, "write": 0.002, "seal": 0.002, "publish": 0.002}
+MOST_CUTS = 4
+"""Outcomes of a cut that are looked at, at one point."""
+
+
+class Save:
+    """A save of two ranks, and what the run may hold, from before to after."""
+
+    def __init__(self, name, ends, *, options=BOTH, mode="async", step=4, number=4, **more):
+        self.name = name
+        self.ends = ends
+        self.options = options
+        self.step, self.number = step, number
+        self.call = {"mode": mode, "step": step, **more}
+
+    def run(self, stores, member=lambda board, _: MemoryCoordination(board)):
+        """Save on each rank; return what each has come to: a report, or an error."""
+        its = job()
+        its.fill(self.number)
+        options = {"writer_bytes": WRITER_BYTES, **OPTIONS, **self.options}
+        ranks = Job(WORLD, lambda rank: stores[rank], **options)
+        results = [None] * WORLD
+
+        def one(rank):
+            group = {"coordination": member(ranks.board, rank), "timeout_s": TIMEOUT_S}
+            try:
+                with ranks.checkpointer(rank, **group) as ckpt:
+                    handle = ckpt.save(its.state, **self.call)
+                    try:
+                        results[rank] = handle.result(60)
+                    finally:
+                        ckpt._job.released.wait(60)  # what follows the end is over, too
+            except BaseException as error:  # noqa: BLE001 - of one that dies, too
+                results[rank] = results[rank] or error
+
+        with mortal():
+            threads = [threading.Thread(target=one, args=(rank,)) for rank in range(WORLD)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert None not in results
+        return results
+
+    def possible(self, results):
+        """What the run may hold, by what the ranks have been told."""
+        committed = next(n for n, end in enumerate(self.ends) if end.get(self.step) == self.number)
+        if any(not isinstance(result, BaseException) for result in results):
+            return self.ends[committed:]
+        if any(isinstance(result, RankError) for result in results):
+            return self.ends[:committed]
+        return self.ends
+
+
+SAVES = [
+    *(
+        Save(f"{mode} {kind}", [BEFORE, AFTER], options=rules, mode=mode)
+        for mode, kind, rules in (
+            ("blocking", "raw", RAW),
+            ("async", "encoded", ENCODED),
+            ("lazy", "both", BOTH),
+        )
+    ),
+    Save("overwrite", [BEFORE, TWO_GENERATIONS], step=3, number=30, overwrite=True),
+    Save(
+        "retention",
+        [BEFORE, without(BEFORE, 1), without(AFTER, 1), without(AFTER, 1, 2)],
+        options={"retention": {"keep_last": 2}},
+    ),
+]
+each_save = pytest.mark.parametrize(
+    "save",
+    [
+        pytest.param(
+            save,
+            id=save.name.replace(" ", "-"),
+            marks=[pytest.mark.slow] if save.options in (RAW, ENCODED) else [],
+        )
+        for save in SAVES
+    ],
+)
+
+
+def prepared():
+    """Three checkpoints that two ranks have saved."""
+    disk = Disk()
+    for step in (1, 2, 3):
+        results = Save("", [], step=step, number=step).run([PowerCut(disk)] * WORLD)
+        assert {report.ranks for report in results} == {WORLD}
+    blobs = {blob.name.rpartition("/")[2] for blob in PowerCut(disk).list("data/")}
+    assert blobs >= {"00000-0.raw", "00001-0.enc"}  # of 30 KB, rank 0 writes the first half
+    return disk.copy()
+
+
+@each_save
+def test_power_that_goes_during_any_effect_of_two_ranks_leaves_old_or_new(save):
+    start = prepared()
+    found, points, cuts = [], 0, 0
+    while True:
+        disk = start.copy(cut_at=points + 1)
+        # Now one rank is ahead, now the other.
+        stores = [
+            LatencyBackend(PowerCut(disk), jitter_s=JITTER, seed=2 * points + rank)
+            for rank in range(WORLD)
+        ]
+        possible = save.possible(save.run(stores))
+        over = not disk.dead
+        chance = random.Random(f"{save.name} {points}")
+        for survived in disk.cuts(chance, most=MOST_CUTS):
+            found.append(check_run(survived, save.ends[-1:] if over else possible))
+            cuts += 1
+        if over:
+            break
+        points += 1
+    print(f"{save.name}: {cuts} cuts at {points} points")
+    assert points >= 10
+    assert all(end in found for end in save.ends)
+
+
+def names_of(disk, rank):
+    """What a rank has stored on a disk, for any save."""
+    names = {blob.name for blob in PowerCut(disk).list("data/")}
+    return {name for name in names if name.rpartition("/")[2].startswith(f"{rank:05d}")}
+
+
+class OfOne(MemoryCoordination):
+    """The store of the job as a rank sees it, until the rank dies."""
+
+    def __init__(self, board, store):
+        super().__init__(board)
+        self._store = store
+
+    def _check_open(self):
+        super()._check_open()
+        if self._store.crashed:
+            msg = "the rank is dead"
+            raise SimulatedCrashError(msg)
+
+
+@each_save
+@pytest.mark.parametrize("victim", range(WORLD))
+def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim):
+    start = prepared()
+    found, told, points = [], set(), 0
+    while True:
+        disk = start.copy()
+        stores = [PowerCut(disk) for _ in range(WORLD)]
+        dying = stores[victim] = CrashAt(stores[victim], points + 1, operations=EFFECTS)
+
+        def member(board, rank, dying=dying):
+            return OfOne(board, dying) if rank == victim else MemoryCoordination(board)
+
+        results = save.run(stores, member)
+        if dying.crashed:
+            survivor = results[1 - victim]
+            told.add(type(survivor))
+            if isinstance(survivor, RankError):
+                assert (survivor.rank, survivor.host) == (victim, f"node{victim}")
+                new = names_of(disk, 1 - victim) - names_of(start, 1 - victim)
+                assert not new, "the survivor has left data of an abort"
+        found.append(check_run(disk, save.possible(results) if dying.crashed else save.ends[-1:]))
+        if not dying.crashed:
+            break
+        points += 1
+    print(f"{save.name}: rank {victim} died at {points} points; {told}")
+    assert points >= (7 if victim == 0 else 4)
+    assert all(end in found for end in (save.ends if victim == 0 else save.ends[-1:]))

@@ -1,0 +1,159 @@
+"""What three ranks stored, damaged anywhere: found or harmless, for one process and two ranks."""
+
+import random
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import ENCODED, Run, blank, make_state, same
+
+from penstock import CheckpointNotFoundError, DamagedError, RankError, Shard
+
+SAVERS, READERS = 3, 2
+FLIPS = 6  # of each file, beside its first and its last byte
+
+
+def cut(tree, rank, count):
+    """The tree of one of `count` ranks, each of which holds some rows of each tensor."""
+    if isinstance(tree, dict):
+        return {key: cut(value, rank, count) for key, value in tree.items()}
+    if not isinstance(tree, torch.Tensor):
+        return tree
+    rows = [len(tree) * n // count for n in (rank, rank + 1)]
+    offsets = (rows[0],) + (0,) * (tree.ndim - 1)
+    return Shard(tree[slice(*rows)].clone(), tuple(tree.shape), offsets)
+
+
+def held(tree):
+    """The tensors of shards in place of these."""
+    if isinstance(tree, dict):
+        return {key: held(value) for key, value in tree.items()}
+    return tree.tensor if isinstance(tree, Shard) else tree
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """Steps 1 and 2, saved by three ranks; each has a raw and an encoded blob."""
+    run = Run(tmp_path_factory.mktemp("pristine") / "root")
+    job = Job(SAVERS, f"posix://{run.root}?direct_io=off", **ENCODED)
+
+    def work(ckpt, rank):
+        return [ckpt.save(cut(make_state(n), rank, SAVERS), n).result(60).ranks for n in (1, 2)]
+
+    assert job.run(work) == [[SAVERS, SAVERS]] * SAVERS
+    return run
+
+
+def files_of(run, step):
+    """All files of a step, by what they are."""
+    with run.open() as ckpt:
+        uid = ckpt.info(step).uid
+    names = run.names(f"data/{uid}/**/*.*") + run.names(f"data/{uid}/*")
+    names = {n for n in names if (run.root / n).is_file()}
+    return {n.removeprefix(f"data/{uid}/"): n for n in names} | {"commit": run.commit(step)}
+
+
+def one_process(run, **options):
+    """What a process that is alone reads: the tree, or None where it finds damage."""
+    with run.open() as ckpt:
+        try:
+            tree = ckpt.load(2, **options)
+        except (DamagedError, CheckpointNotFoundError):
+            return None
+        return tree
+
+
+def verified(run):
+    with run.open() as ckpt:
+        try:
+            return ckpt.verify(2).ok
+        except (DamagedError, CheckpointNotFoundError):
+            return False
+
+
+def two_ranks(run, **options):
+    """What each of two ranks restores: the step and its tree, or the error."""
+    job = Job(READERS, f"posix://{run.root}?direct_io=off")
+
+    def work(ckpt, rank):
+        target = cut(blank(make_state()), rank, READERS)
+        return ckpt.restore(target, 2, **options).step, held(target)
+
+    return job.run(work)
+
+
+def expected(step):
+    return [(step, held(cut(make_state(step), rank, READERS))) for rank in range(READERS)]
+
+
+def test_files_of_every_rank_are_there(pristine):
+    files = set(files_of(pristine, 2))
+    print(sorted(files))
+    for rank in range(SAVERS):
+        assert {
+            f"parts/{rank:05d}.json.zst",
+            f"blobs/{rank:05d}-0.raw",
+            f"blobs/{rank:05d}-0.enc",
+        } <= files
+    assert {"index", "commit", "intent.json"} < files
+    assert same(one_process(pristine), make_state(2))
+    assert same(two_ranks(pristine), expected(2))
+
+
+def test_any_flipped_bit_of_any_rank_is_found_or_harmless(pristine, tmp_path):
+    run = pristine.copy_to(tmp_path / "root")
+    found = {}
+    for kind, name in files_of(run, 2).items():
+        whole = run.read(name)
+        chance = random.Random(kind)
+        places = [0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(FLIPS))]
+        found[kind] = 0
+        for place in places:
+            run.flip(name, place, 1 << chance.randrange(8))
+            is_whole, tree, results = verified(run), one_process(run), two_ranks(run)
+            run.write(name, whole)
+            where = f"{kind}, byte {place}"
+            assert tree is None or same(tree, make_state(2)), where
+            raised = [isinstance(result, Exception) for result in results]
+            assert all(raised) or same(results, expected(2)), where
+            for result in results:
+                known = (DamagedError, CheckpointNotFoundError, RankError)
+                assert not isinstance(result, Exception) or isinstance(result, known), where
+            assert not is_whole or (tree is not None and not any(raised)), where
+            found[kind] += not is_whole
+    print(found)
+    intent = found.pop("intent.json")
+    assert intent == 0
+    assert all(found.values())
+
+
+def flipped(run, name):
+    run.flip(name, len(run.read(name)) // 2)
+
+
+def shortened(run, name):
+    run.truncate(name, len(run.read(name)) // 2)
+
+
+def removed(run, name):
+    run.remove(name)
+
+
+@pytest.mark.parametrize("damage", [flipped, shortened, removed])
+def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
+    damage, pristine, tmp_path
+):
+    run = pristine.copy_to(tmp_path / "root")
+    for kind, name in files_of(run, 2).items():
+        if kind in {"intent.json", "commit"}:  # without a commit record there is no such step
+            continue
+        whole = run.read(name)
+        damage(run, name)
+        results = two_ranks(run, on_damage="fallback")
+        tree = one_process(run, on_damage="fallback")
+        run.write(name, whole)
+        if kind == "index" and same(results, expected(2)):
+            continue  # whoever reads everything needs no index
+        assert same(tree, make_state(1)), kind
+        assert same(results, expected(1)), (kind, results)
+    assert same(two_ranks(run, on_damage="fallback"), expected(2))
