@@ -65,6 +65,11 @@ class Watchdog(Deadline):
         """Count from now on."""
         self._began_s = self._clock.monotonic_s()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is counted now."""
+        return self._began_s == math.inf
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count within the block, whose calls have limits of their own."""

@@ -292,6 +292,11 @@ class Finish:
         if self._agreement is not None:
             self._agreement.finish()
 
+    def moved(self) -> None:
+        """Tell the other ranks, if there are any, that this one gets on."""
+        if self._agreement is not None:
+            self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
+
     def check_ranks(self) -> None:
         """Raise if another rank has failed; for a thread that finds the save thread waiting.
 
@@ -347,8 +352,7 @@ class Finish:
 
     def _moved(self) -> None:
         self.watchdog.moved()
-        if self._agreement is not None:
-            self._agreement.moved(self.bytes_done, self.request.plan.raw_bytes)
+        self.moved()
 
     def _stay(self) -> None:
         """Go on waiting for other ranks, which is no fault of the store; raise if given up."""

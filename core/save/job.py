@@ -98,6 +98,7 @@ class SaveJob:
         self._rank_turn = turn
         self._lock = threading.Lock()  # guards `_started`
         self._started = False
+        self._has_error = False  # the save thread has, and knows best what it is
         # Acquired once: by the capture thread when it starts, or by `interrupt` before that.
         self._may_capture = threading.Lock()
         self._capture_over = Latch()  # opens when no thread captures for this save any more
@@ -343,11 +344,12 @@ class SaveJob:
                 surroundings.before_write(self.request, self._finish.url)
             report = self._finish.run()
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
-            if isinstance(error, StorageFullError):
-                with watchdog.paused(), self.ending.calling_back():
-                    error = surroundings.when_full(self.request, self.uid, error)
+            self._has_error = True
             with watchdog.paused():  # for the word of other ranks
                 error = self._finish.give_up(error)
+            if isinstance(error, StorageFullError):  # the others know by now
+                with watchdog.paused(), self.ending.calling_back():
+                    error = surroundings.when_full(self.request, self.uid, error)
             if isinstance(error, SaveSkippedError):
                 self._skip(error)
             self.fail(_of_our_tree(error, self.request.step))
@@ -419,7 +421,10 @@ class SaveJob:
                 # The save thread may hang in the store for ever, and other threads may wait until
                 # this memory is no longer held.
                 self._capture.release_unwritten()
-            if self.ending.error is None:
+            if watchdog.is_paused:
+                # Calls with limits of their own, as where room is made: the others wait for them.
+                self._finish.moved()
+            if self.ending.error is None and not self._has_error:
                 try:  # the save thread may hang in the store, and learns nothing there
                     self._finish.check_ranks()
                 except PenstockError as error:

@@ -127,8 +127,12 @@ def test_any_flipped_bit_of_any_rank_is_found_or_harmless(pristine, tmp_path):
     assert all(found.values())
 
 
-def flipped(run, name):
-    run.flip(name, len(run.read(name)) // 2)
+def overwritten(run, name):
+    """All but the edges: between frames a blob has bytes that nobody reads."""
+    data = run.read(name)
+    edge = len(data) // 8
+    inner = bytes(byte ^ 0x10 for byte in data[edge:-edge])
+    run.write(name, data[:edge] + inner + data[-edge:])
 
 
 def shortened(run, name):
@@ -139,7 +143,7 @@ def removed(run, name):
     run.remove(name)
 
 
-@pytest.mark.parametrize("damage", [flipped, shortened, removed])
+@pytest.mark.parametrize("damage", [overwritten, shortened, removed])
 def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
     damage, pristine, tmp_path
 ):

@@ -19,10 +19,12 @@ from penstock.core.errors import (
     SaveSkippedError,
     StepExistsError,
     StorageError,
+    StorageFullError,
     TornSnapshotError,
     UnsupportedStateError,
 )
 from penstock.core.ranks.posts import go_key
+from penstock.core.testing.faults import FaultyBackend
 
 WEIGHT = torch.arange(60_000.0)
 
@@ -185,6 +187,42 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
         assert ckpt._ranks.of_save().lost == {1}
     assert error.rank == 1
     assert names(store) == []
+
+
+def test_rank_0_is_waited_for_while_it_makes_room():
+    store = memory()
+    for step in (1, 2):
+        Job(2, store).save(state_of, step)
+    slow = FaultyBackend(store)
+    slow.slow("delete", 1.5 * TIMEOUT_S, match="commits/")
+    job = Job(2, lambda rank: store if rank else slow, retention={"keep_last": 1})
+    assert [report.step for report in job.save(state_of, 3)] == [3, 3]
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [3]
+
+
+class FullAndSlow(DelegatingBackend):
+    """A store without room, that takes long to list what it has when that is known."""
+
+    is_full = False
+
+    def create(self, name, /, *, size_hint=0):
+        self.is_full = True
+        msg = f"{name}: No space left on device"
+        raise StorageFullError(msg)
+
+    def list(self, prefix, /):
+        full, self.is_full = self.is_full, False
+        time.sleep(1.5 * TIMEOUT_S * full)
+        return super().list(prefix)
+
+
+def test_that_rank_0_has_no_room_is_told_before_it_looks_for_some():
+    store = memory()
+    job = Job(2, lambda rank: store if rank else FullAndSlow(store))
+    errors = job.save(state_of)
+    assert told(errors) == [(StorageFullError, None), (RankError, 0)]
+    assert "No space left on device" in errors[1].cause
 
 
 class Broken(MemoryCoordination):
