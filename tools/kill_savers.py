@@ -1,15 +1,21 @@
 """Kills processes that save, prune, delete and restore in one run, and looks what is left.
 
     python tools/kill_savers.py --kills 1000 --seconds 600
+    python tools/kill_savers.py --ranks --kills 100 --seconds 600
 
 Several savers work on one run at once, beside them a pruner, a deleter and a reader; each is
 killed (SIGKILL) at a random moment and replaced. Every state says which save it belongs to, so a
 checkpoint that is whole but wrong is found too. Ends with 1 where anything was wrong.
+
+With `--ranks` two jobs of two to four ranks each save and restore on one root. One rank of each,
+often rank 0, is killed or stopped (SIGSTOP) at a random moment; the others have to name it, a job
+of fewer ranks begins at once, and who was stopped is woken later. A pruner and a reader go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import logging
@@ -24,12 +30,14 @@ import time
 import warnings
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tests.integration.atomic import forked_ranks  # noqa: E402
 from tests.integration.atomic.forked_savers import OPTIONS, fork, make  # noqa: E402
 from tests.integration.support import same, uring_missing  # noqa: E402
 
@@ -52,6 +60,10 @@ GRACE_S = 2.0
 ROLES = ("saver", "saver", "saver", "pruner", "deleter", "reader")
 LARGEST_NUMBER = 1 << 24  # float32 holds it exactly
 SPARE_STEPS = 4  # that the deleter leaves
+JOBS = 2  # of several ranks at once
+# A rank that says nothing for so long hangs. The promise is 1.25 times the time-out, but so many
+# processes may share few cores.
+LIMIT_S = 20 * forked_ranks.RANK_TIMEOUT_S
 
 
 @dataclass
@@ -64,6 +76,7 @@ class Seen:
     counts: Counter = field(default_factory=Counter)
     kills: Counter = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    known_s: list[float] = field(default_factory=list)  # until ranks knew that one was lost
 
     def hear(self, message: dict) -> None:
         """Take in one message."""
@@ -74,7 +87,7 @@ class Seen:
             save = (message["number"], message["uid"])
             self.durable[message["step"]] = save
             if message["step"] % KEEP_EVERY == 0:
-                if message["step"] in self.kept:
+                if self.kept.get(message["step"], save) != save:
                     self.problems.append(f"step {message['step']} was won twice")
                 self.kept[message["step"]] = save
         elif message["what"] == "problem":
@@ -200,6 +213,12 @@ def reader(ckpt: Checkpointer, chance: random.Random, say: object) -> None:
         say("gone")
 
 
+def watcher(ckpt: Checkpointer, chance: random.Random, say: object) -> None:
+    """Read as the reader does, and tell the latest step, which never goes back."""
+    reader(ckpt, chance, say)
+    say("latest", step=ckpt.latest() or 0)
+
+
 # -- the killer ------------------------------------------------------------------------------------
 
 
@@ -254,6 +273,199 @@ def run(  # noqa: C901 - starts, listens and kills in one loop
     os.close(readable)
     os.close(writable)
     return seen
+
+
+# -- jobs of several ranks -------------------------------------------------------------------------
+
+
+@dataclass
+class RankJob:
+    """A job of several ranks, of which one will be killed or stopped.
+
+    Attributes:
+        name: Its name in messages and on its hosts.
+        server: The process that hosts its store, as an agent does.
+        pids: The processes of its ranks; who has ended is gone.
+        victim: The rank that is struck.
+        how: The signal.
+        strike_s: When; None: not all ranks are ready yet.
+        struck_s: When it was struck; None: not yet.
+        heard_s: When each rank was heard of last, or woken.
+        sleeps_until_s: When the victim is woken; None: it does not sleep.
+    """
+
+    name: str
+    server: int
+    pids: dict[int, int]
+    victim: int
+    how: signal.Signals
+    strike_s: float | None = None
+    struck_s: float | None = None
+    heard_s: dict[int, float] = field(default_factory=dict)
+    sleeps_until_s: float | None = None
+
+    def hear(self, message: dict, seen: Seen, now_s: float) -> None:
+        """Take in what one of its ranks says."""
+        rank = message["rank"]
+        if rank not in self.pids:
+            return  # its last words
+        before_s, self.heard_s[rank] = self.heard_s.get(rank, now_s), now_s
+        if len(self.heard_s) == len(self.pids) and self.strike_s is None:
+            self.strike_s = now_s
+        if message["what"] != "lost" or rank == self.victim:
+            return
+        if self.struck_s is not None and self.heard_s.get(self.victim, 0.0) <= self.struck_s:
+            seen.known_s.append(now_s - max(before_s, self.struck_s))
+        if message["host"] not in {f"{self.name}-{message['named']}", ""}:
+            seen.problems.append(f"rank {rank} of {self.name} names a wrong host: {message}")
+        # A rank that gets no time of a busy machine stands still as well as one that was stopped.
+        seen.counts["named the lost rank"] += message["named"] == self.victim
+        seen.counts["named another"] += message["named"] != self.victim
+
+    def ends(self, rank: int, seen: Seen) -> bool:
+        """Whether a rank has ended; how it did is looked at."""
+        pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
+        if pid and status:
+            seen.problems.append(f"rank {rank} of {self.name} ended with status {status}")
+        return bool(pid)
+
+
+class RankJobs:
+    """Two jobs of several ranks on one root, each with fewer ranks where one has lost a rank."""
+
+    def __init__(self, root: Path, kinds: list[str], seed: int) -> None:
+        """Prepare; nothing is started."""
+        self.seen = Seen()
+        self._root, self._kinds = root, kinds
+        self._chance = random.Random(seed)  # noqa: S311
+        self._jobs: dict[str, RankJob] = {}
+        self._numbers = itertools.count()
+        self._readable, self._writable = os.pipe()
+        self._text = b""
+        self._others: dict[int, tuple[str, float]] = {}  # pid of pruner or watcher: role, its end
+        self._latest = 0
+
+    def run(self, kills: int, seconds: float) -> Seen:
+        """Strike so many ranks, or for so long; what they said."""
+        end_s = time.monotonic() + seconds
+        while (
+            self.seen.kills.total() < kills and time.monotonic() < end_s and not self.seen.problems
+        ):
+            while sum(job.struck_s is None for job in self._jobs.values()) < JOBS:
+                self._start(self._chance.randint(2, 4))
+            self._keep_others()
+            self._listen(0.02)
+            for job in list(self._jobs.values()):
+                self._go_on(job)
+        for job in self._jobs.values():
+            for pid in [*job.pids.values(), job.server]:
+                end(pid)
+        for pid in self._others:
+            end(pid)
+        self._listen(0)
+        os.close(self._readable)
+        os.close(self._writable)
+        return self.seen
+
+    def _start(self, world_size: int) -> None:
+        name, seed = f"job{next(self._numbers)}", self._chance.getrandbits(32)
+        url = f"{self._chance.choice(self._kinds)}://{self._root}"
+        ready, told = os.pipe()
+        server = fork(lambda: forked_ranks.serve(told))
+        port = int(os.read(ready, 16))
+        os.close(ready)
+        os.close(told)
+
+        def be(rank: int) -> None:
+            def say(what: str, **more: object) -> None:
+                message = {"what": what, "job": name, "rank": rank, **more}
+                os.write(self._writable, json.dumps(message).encode() + b"\n")
+
+            faulthandler.register(signal.SIGUSR1)
+            try:
+                forked_ranks.Rank(
+                    url, port, name, rank=rank, world_size=world_size, seed=seed, say=say,
+                    grace_s=GRACE_S,
+                ).run()  # fmt: skip
+            except BaseException as error:
+                say("problem", text=f"rank {rank} of {name}: {type(error).__name__}: {error}")
+                raise
+
+        pids = {rank: fork(partial(be, rank)) for rank in range(world_size)}
+        how = self._chance.choice([signal.SIGKILL, signal.SIGSTOP])
+        victim = self._chance.choice([0, self._chance.randrange(world_size)])
+        self._jobs[name] = RankJob(name, server, pids, victim, how)
+
+    def _keep_others(self) -> None:
+        """Keep a pruner and a watcher alive, each for some seconds."""
+        now_s = time.monotonic()
+        for pid in [pid for pid, (_, end_s) in self._others.items() if end_s <= now_s]:
+            del self._others[pid]
+            end(pid)
+        for role in {"pruner", "watcher"} - {role for role, _ in self._others.values()}:
+            url, seed = f"posix://{self._root}", self._chance.getrandbits(32)
+            pid = fork(partial(work, role, url, seed, self._writable))
+            self._others[pid] = role, now_s + 10 * self._chance.random()
+
+    def _listen(self, wait_s: float) -> None:
+        while select.select([self._readable], [], [], wait_s)[0]:
+            *lines, self._text = (self._text + os.read(self._readable, 1 << 16)).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                self.seen.hear(message)
+                if message["what"] == "latest":
+                    if message["step"] < self._latest:
+                        self.seen.problems.append(f"the latest went back to {message['step']}")
+                    self._latest = message["step"]
+                elif job := self._jobs.get(message.get("job", "")):
+                    job.hear(message, self.seen, time.monotonic())
+            wait_s = 0
+
+    def _go_on(self, job: RankJob) -> None:
+        now_s = time.monotonic()
+        if job.struck_s is None:
+            if job.strike_s is not None and now_s >= job.strike_s + self._delay_s(job):
+                self._strike(job, now_s)
+            return
+        if job.sleeps_until_s is not None and now_s >= job.sleeps_until_s:
+            os.kill(job.pids[job.victim], signal.SIGCONT)
+            job.sleeps_until_s = None
+            job.heard_s[job.victim] = now_s
+        for rank in list(job.pids):
+            if rank == job.victim and job.sleeps_until_s is not None:
+                continue
+            if job.ends(rank, self.seen):
+                del job.pids[rank]
+            elif now_s - max(job.heard_s[rank], job.struck_s) > LIMIT_S:
+                self.seen.problems.append(f"rank {rank} of {job.name} hangs: {job}")
+                os.kill(job.pids[rank], signal.SIGUSR1)  # prints where
+                time.sleep(1)
+        if not job.pids:
+            end(job.server)
+            del self._jobs[job.name]
+
+    def _delay_s(self, job: RankJob) -> float:
+        return random.Random(job.name).random() * 1.5  # noqa: S311
+
+    def _strike(self, job: RankJob, now_s: float) -> None:
+        pid = job.pids[job.victim]
+        os.kill(pid, job.how)
+        job.struck_s = now_s
+        self.seen.kills[f"{job.how.name} of {'rank 0' if not job.victim else 'another'}"] += 1
+        if job.how is signal.SIGSTOP:
+            job.sleeps_until_s = now_s + self._chance.random() * self._chance.choice([2, 12])
+        else:
+            os.waitpid(pid, 0)
+            del job.pids[job.victim]
+        fewer = len(job.pids) - (job.how is signal.SIGSTOP)
+        if fewer > 1:
+            self._start(fewer)  # while the others find out, and a stopped one sleeps
+
+
+def end(pid: int) -> None:
+    """Kill a process, and wait for it."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 # -- what must hold --------------------------------------------------------------------------------
@@ -332,10 +544,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600, help="at most, over the kinds")
     parser.add_argument("--kind", choices=["posix", "uring", "mixed", "all"], default="all")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    parser.add_argument("--ranks", action="store_true", help="jobs of several ranks")
     parser.add_argument("--root", type=Path, help="parent of the roots; default: temporary")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("penstock").propagate = False  # what matters is told with the problem
+    logging.getLogger("penstock").addHandler(logging.NullHandler())
     wanted = ["posix", "uring", "mixed"] if options.kind == "all" else [options.kind]
     if missing := uring_missing():
         print(f"only posix: io_uring is missing: {missing}")
@@ -349,13 +563,12 @@ def main() -> int:
     for number, kind in enumerate(wanted):
         began = time.monotonic()
         kinds = ["posix", "uring"] if kind == "mixed" else [kind]
-        seen = run(
-            parent / kind,
-            kinds,
-            kills=options.kills // len(wanted) + (number < options.kills % len(wanted)),
-            seconds=options.seconds / len(wanted),
-            seed=options.seed + number,
-        )
+        kills = options.kills // len(wanted) + (number < options.kills % len(wanted))
+        limit_s, seed = options.seconds / len(wanted), options.seed + number
+        if options.ranks:
+            seen = RankJobs(parent / kind, kinds, seed).run(kills, limit_s)
+        else:
+            seen = run(parent / kind, kinds, kills=kills, seconds=limit_s, seed=seed)
         runs.append((kind, seen, time.monotonic() - began))
     for kind, seen, seconds in runs:
         problems = check(parent / kind, seen)
@@ -366,6 +579,10 @@ def main() -> int:
             f"  {len(seen.kept)} kept steps, {len(problems)} problems",
             flush=True,
         )
+        if seen.known_s:
+            known = ", ".join(f"{one:.2f}" for one in sorted(seen.known_s)[-5:])
+            known += f" of {forked_ranks.RANK_TIMEOUT_S:g}"
+            print(f"  {len(seen.known_s)} ranks knew of a lost one; the slowest after {known} s")
         for problem in problems[:20]:
             print(f"  PROBLEM {problem}")
     if wrong == 0:

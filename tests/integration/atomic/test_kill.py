@@ -173,3 +173,22 @@ def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_r
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 problems" in done.stdout
     assert '"durable"' in done.stdout
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run_and_nobody_waits(tmp_path):
+    """Two jobs of two to four ranks on one root; `tools/kill_savers.py --ranks` goes on longer."""
+    tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
+    done = subprocess.run(
+        [
+            sys.executable, tool, "--ranks", "--kills", "10", "--seconds", "20",
+            "--kind", "posix", "--root", tmp_path,
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 problems" in done.stdout
+    assert '"durable"' in done.stdout
+    assert '"named the lost rank"' in done.stdout
