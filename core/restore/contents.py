@@ -71,6 +71,8 @@ T = TypeVar("T")
 # Up to so many bytes are read without a look at the size, which takes a store as long as the read.
 _UNASKED_BYTES = 1 << 20
 
+_AHEAD_BYTES = 16 << 20  # of the records that are read at once
+
 _DIFFERENT = "the ranks that saved it describe it differently"
 
 
@@ -299,6 +301,7 @@ class Contents:
         wanted: list[ShardRequest] = []
         of_stored = [*map(self._of_stored, requests)]
         self._look_up({r.located.record.path for r in of_stored if r.sink is not None})
+        self._read_ahead(of_stored)
         for request in of_stored:
             stored = self._stored(request)
             wanted += shard_requests(request, stored, lambda part: self.head(part).block_bytes)
@@ -382,6 +385,64 @@ class Contents:
         rows = zip(table.hashes.tolist(), table.places(), table.regions(), strict=True)
         for number, group in groupby(rows, key=itemgetter(0)):
             self._rows[number] = [(place, region) for _, place, region in group]
+
+    def _read_ahead(self, requests: Sequence[ObjectRequest]) -> None:
+        """Read the heads and sections that `requests` need in two batches, not one by one."""
+        places: dict[tuple[int, int], None] = {}
+        for request in requests if self._rows else ():  # else there is one part
+            within = request.region
+            for place, region in self._rows.get(path_hash(request.located.record.path), ()):
+                if within is None or region is None or common_region(region, within):
+                    places[place] = None
+        if not places:
+            return
+        parts = {part for part, _ in places if part < len(self.parts)} - self._heads.keys()
+        entries = [(part, self.parts[part]) for part in sorted(parts)]
+        heads = [(part, (entry.name, 0, entry.head_length)) for part, entry in entries]
+        for part, data in self._fetched(heads):
+            with suppress(DamagedError):
+                self._heads[part] = decode_head(data, self.parts[part], self.record)
+        sections = []
+        for part, number in sorted(places.keys() - self._sections.keys()):
+            head = self._heads.get(part)
+            if head is not None and number < len(head.sections):
+                info = head.sections[number]
+                sections.append(((part, number), (self.parts[part].name, info.offset, info.length)))
+        for (part, number), data in self._fetched(sections):
+            head = self._heads[part]
+            with suppress(DamagedError):
+                self._sections[part, number] = decode_section(data, head.sections[number], head)
+
+    def _fetched(
+        self, wanted: Iterable[tuple[T, tuple[str, int, int]]]
+    ) -> Iterator[tuple[T, bytes]]:
+        """Yield what is at places, `(name, offset, length)`, as far as it can be read at once.
+
+        What is damaged or missing, or long, is left out: who needs it reads it by itself, from any
+        tier, and knows what to say of it.
+        """
+        batch: list[tuple[T, ReadRequest]] = []
+        size = 0
+        for key, (name, offset, length) in wanted:
+            if length > _UNASKED_BYTES:
+                continue
+            if size + length > _AHEAD_BYTES:
+                yield from self._fetched_batch(batch)
+                batch, size = [], 0
+            batch.append((key, ReadRequest(name, offset, memoryview(bytearray(length)))))
+            size += length
+        yield from self._fetched_batch(batch)
+
+    def _fetched_batch(self, batch: Sequence[tuple[T, ReadRequest]]) -> Iterator[tuple[T, bytes]]:
+        if not batch:
+            return
+        try:
+            self._backend.read([request for _, request in batch])
+        except (BlobNotFoundError, BlobTruncatedError):
+            return
+        for key, request in batch:
+            self.bytes_read += request.target.nbytes
+            yield key, bytes(request.target)
 
     def _described(
         self, path: ObjectPath, within: Region | None, backend: Backend
