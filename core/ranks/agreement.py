@@ -38,6 +38,7 @@ from penstock.core.ranks.structure import (
     pack_numbers,
     place_in,
     shared_difference,
+    unequal_replicas,
     unpack_numbers,
 )
 
@@ -176,6 +177,7 @@ class SaveAgreement:
             "values": digest_of(self._brought.values),
             "classes": pack_numbers(classes_of([str(post["structure"]) for post in posts])),
             "shared": {path: pack_numbers(found) for path, found in self._indices.items()},
+            "unequal": unequal_replicas(post.get("replicas", {}) for post in posts),
         }
         try:
             self._conductor.tell(lambda r: r.go(every))
@@ -254,10 +256,11 @@ class SaveAgreement:
         Raises:
             PenstockError: The save is given up.
         """
-        own = digest_of(self._brought.values)
+        compared = self._brought.compared(self.terms["unequal"])
+        own = digest_of(compared)
         pieces: list[bytes] = []
         if own != self.terms["values"]:
-            pieces = dump_values(self._brought.values)
+            pieces = dump_values(compared)
             for number, piece in enumerate(pieces):
                 key = values_key(self._number, self.rank, number)
                 self._group.coordination.post(key, piece)
@@ -277,7 +280,7 @@ class SaveAgreement:
         Raises:
             SaveError: A value is not equal on all ranks that have it; names its path and ranks.
         """
-        values = self._brought.values
+        values = self._brought.compared(self.terms["unequal"])
         ranks: dict[str, list[int]] = {digest_of(values): [0]}
         pieces = {}
         for rank, post in sorted(parts.items()):

@@ -14,15 +14,16 @@ from penstock.core.abc import StateObject
 from penstock.core.errors import SaveError
 from penstock.core.format.zstd import compress, decompress
 from penstock.core.plan.sample_lines import LINE_BYTES, LINES, line_offset
-from penstock.core.types import Kind, Replica, Role, show_path
+from penstock.core.types import Kind, Region, Replica, Role, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Node
     from penstock.core.types import ObjectPath
 
 _DIGEST_BYTES = 16
+_MAX_SETS = 8  # some 30 bytes each in a post
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
 
@@ -35,12 +36,15 @@ class Brought:
         values: The digests of the plain values here, by shown path.
         shared: Index and count of each `PerRank` that has them, by shown path.
         digests: The digest of what this rank has there, by shown path.
+        replicas: The digests of the pieces of tensors that other ranks hold as well: by a key that
+            these ranks have in common, then by what they are.
     """
 
     structure: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    replicas: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def key(self) -> object:
@@ -50,7 +54,24 @@ class Brought:
     def arrival(self) -> dict[str, Any]:
         """Return what this rank tells when it arrives."""
         shared = {path: list(place) for path, place in self.shared.items()}
-        return {"structure": self.structure} | ({"shared": shared} if shared else {})
+        told: dict[str, Any] = {"structure": self.structure} | (
+            {"shared": shared} if shared else {}
+        )
+        if self.replicas:
+            told["replicas"] = {key: digest_of(found) for key, found in self.replicas.items()}
+        return told
+
+    def compared(self, unequal: Collection[str]) -> dict[str, str]:
+        """Return the digests of all that has to be equal where other ranks have it.
+
+        Args:
+            unequal: Keys of replicas that are not equal on all their ranks, from
+                `unequal_replicas`. Of other replicas nothing is returned.
+        """
+        found = dict(self.values)
+        for key in unequal:
+            found |= self.replicas.get(key, {})
+        return found
 
     @classmethod
     def of(
@@ -65,6 +86,7 @@ class Brought:
             value_digests(entries, own_paths),
             shared,
             shared_digests(entries, shared),
+            replica_digests(entries),
         )
 
 
@@ -140,6 +162,56 @@ def shared_digests(
             if view is not None:
                 hashed.update(view if entry.kind is Kind.VALUE else _lines_of(view))
     return {path: hashed.hexdigest() for path, hashed in hashes.items()}
+
+
+def replica_digests(entries: Sequence[StateObject | Node]) -> dict[str, dict[str, str]]:
+    """Return a digest of some lines of each piece in host memory that several ranks hold.
+
+    They share its bytes as they share those of plain tensors.
+
+    Returns:
+        For each set of ranks that hold the same pieces, by a key that they have in common, the
+        digests by what they are of: "model/w from [4, 0], of shape [4, 8]". Where the provider does
+        not say which ranks these are, the pieces themselves decide: so what two ranks hold by
+        mistake is compared as well. No more sets than fit a post.
+    """
+    sets: dict[tuple[tuple[int, ...], int], dict[str, str]] = {}
+    for entry in entries:
+        if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE or entry.same_as:
+            continue
+        replica = entry.replica
+        if replica is None or replica.place or (replica.ranks and replica.count == 1):
+            continue
+        view = entry.source.view()
+        if view is not None:
+            digest = blake2b(_lines_of(view), digest_size=8).hexdigest()
+            sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = digest
+    found = {}
+    for (ranks, count), pieces in sets.items():
+        told = ranks, count, () if ranks else tuple(sorted(pieces))
+        found[blake2b(repr(told).encode(), digest_size=4).hexdigest()] = pieces
+    return dict(sorted(found.items())[:_MAX_SETS])
+
+
+def unequal_replicas(given: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the keys of replicas that are not equal on all ranks that hold them.
+
+    Args:
+        given: What each rank has told of its replicas with `Brought.arrival`.
+    """
+    digests: dict[str, set[str]] = {}
+    for one in given:
+        for key, digest in one.items():
+            digests.setdefault(key, set()).add(digest)
+    return sorted(key for key, found in digests.items() if len(found) > 1)[:_MAX_SETS]
+
+
+def _in_words(entry: StateObject) -> str:
+    regions = entry.regions or (Region.whole(entry.spec.shape),)
+    first = regions[0]
+    where = f"from {list(first.offsets)}, of shape {list(first.sizes)}"
+    more = f" and {len(regions) - 1} more" if len(regions) > 1 else ""
+    return f"{show_path(entry.path)} {where}{more}"
 
 
 def _lines_of(view: memoryview) -> bytes:

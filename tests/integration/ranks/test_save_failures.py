@@ -9,6 +9,9 @@ import pytest
 import torch
 from tests.integration.ranks.saving import TIMEOUT_S, Job
 from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from penstock import Checkpointer, Shard
 from penstock.core.abc.delegating import DelegatingBackend
@@ -401,4 +404,59 @@ def test_ranks_that_describe_one_object_differently_fail_the_save_by_name(job, w
     of_rank, message = UNLIKE[what]
     errors = job.save(lambda rank: {**state_of(rank), "rows": of_rank(rank)}, 2)
     assert re.search(f"rows is {message}", str(errors[0])), errors[0]
+    assert_unchanged(store, before)
+
+
+DRIFTED = "norm from [0, 0], of shape [4, 3] is not equal on ranks 0-1 and rank 2"
+
+
+def by_hand(rank, replica):
+    return Shard(torch.full((4, 3), 1.0 + (rank == 2)), (4, 3), (0, 0), replica=replica)
+
+
+def on_a_mesh(rank):
+    mesh = init_device_mesh("cpu", (3,))
+    local = torch.full((4, 3), 1.0 + (rank == 2))
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_pieces_by_hand_that_have_drifted_fail_the_save_by_name(job, declared):
+    job, store, before = job
+
+    def drifted(rank):
+        return by_hand(rank, (rank, 3) if declared else (0, 1))
+
+    errors = job.save(lambda rank: {**state_of(rank), "norm": drifted(rank)}, 2)
+    assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
+    for error in errors:
+        assert "norm from [0, 0], of shape [4, 3] is not equal on ranks 0-1 and rank 2" in str(
+            error
+        )
+    assert_unchanged(store, before)
+
+
+def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
+    job, store, before = job
+
+    def work(rank):
+        with job.checkpointer(rank) as ckpt, pytest.raises((SaveError, RankError)) as caught:
+            ckpt.save({**state_of(rank), "norm": on_a_mesh(rank)}, 2).result(30)
+        return str(caught.value)
+
+    for error in run_ranks(3, work):
+        assert DRIFTED in error
+    assert_unchanged(store, before)
+
+
+def test_one_replica_that_has_drifted_is_named_among_those_of_other_ranks(job):
+    job, store, before = job
+
+    def pieces(rank):  # rows 0 to 3 on rank 0 alone, the others on ranks 1 and 2
+        if rank == 0:
+            return Shard(torch.zeros(4, 3), (8, 3), (0, 0))
+        return Shard(torch.full((4, 3), float(rank)), (8, 3), (4, 0), replica=(rank - 1, 2))
+
+    errors = job.save(lambda rank: {**state_of(rank), "w": pieces(rank)}, 2)
+    assert "w from [4, 0], of shape [4, 3] is not equal on rank 1 and rank 2" in str(errors[0])
     assert_unchanged(store, before)
