@@ -388,10 +388,13 @@ class SaveAgreement:
         elif phase is Phase.STOPPED:
             error = self._stopped(f"step {step} was not saved")
         elif phase is Phase.UNKNOWN:
+            result = self._round.result
+            why = "rank 0 and the store of the job are silent"
+            if result is not None and result.result is Result.UNKNOWN:
+                why = f"rank 0 {result.cause}"
             error = CommitUnknownError(
-                f"step {step}: rank 0 and the store of the job are silent, and there is no "
-                "commit record yet: the checkpoint may or may not exist. Look at steps() later; "
-                "nothing of it is deleted"
+                f"step {step}: {why}, and there is no commit record yet: the checkpoint may or may "
+                "not exist. Look at steps() later; nothing of it is deleted"
             )
         else:
             error = self._aborted(f"step {step} was not saved", stays)
@@ -400,8 +403,10 @@ class SaveAgreement:
     def _aborted(self, what: str, stays: str) -> PenstockError:
         result, verdict = self._round.result, self._round.verdict
         if result is not None and result.result is not Result.COMMITTED:
-            msg = f"{what}: rank 0 {result.cause}. {stays}".rstrip()
-            return RankError(msg, 0, "", result.cause)
+            host = self._round.host_of(0)
+            who = "rank 0" + (f" on {host}" if host else "")
+            msg = f"{what}: {who} {result.cause}. {stays}".rstrip()
+            return RankError(msg, 0, host, result.cause)
         if verdict is not None and verdict.commit:
             return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
         found = self._round.error(what, stays)
@@ -418,7 +423,8 @@ class SaveAgreement:
         if self.terms.get("skipped"):
             return SaveSkippedError(f"step {self._step} was skipped: {self._round.stop}")
         cause = self._round.stop
-        return RankError(f"{what}: rank 0 did not begin: {cause}", 0, "", cause)
+        host = self._round.host_of(0)
+        return RankError(f"{what}: rank 0 did not begin: {cause}", 0, host, cause)
 
 
 def _not_shared(url: str, tier: str | None) -> str:

@@ -155,6 +155,11 @@ class Round:
         """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
         return len(self.arrived) == self.place.world_size - 1
 
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host of a watched rank; empty: it was not heard of."""
+        post = self._slots.get(rank)
+        return "" if post is None else post.host
+
     def arrive(self, arrival: Mapping[str, Any]) -> None:
         """Take what is posted with the first post; rank 0 then waits for that of all others.
 
@@ -444,8 +449,7 @@ class Round:
         if self.phase is Phase.PUBLISHING:
             self._happen(Happening.LEADER_LOST)
             return
-        post = self._slots.get(rank)
-        self._accuse(rank, post.host if post is not None else "", cause)
+        self._accuse(rank, self.host_of(rank), cause)
 
     def _still_words(self, rank: int) -> str:
         post = self._slots.get(rank)
