@@ -10,13 +10,14 @@ through the network would, and nothing is sent.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import tempfile
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -43,13 +44,18 @@ if str(ROOT) not in sys.path:
 from tests.core.manifests import UID, tensor  # noqa: E402
 from tests.core.stored_ranks import part_of_rank  # noqa: E402
 
-from penstock.core.format.index import encode_index  # noqa: E402
+from penstock.core.format.index import index_of  # noqa: E402
 from penstock.core.format.records import blob_name  # noqa: E402
+from penstock.core.plan.bases import PartTables  # noqa: E402
 from penstock.core.plugins.registry import default_registry  # noqa: E402
-from penstock.core.save.manifest import PartSummary  # noqa: E402
-from penstock.core.save.merge import PartsOfRanks  # noqa: E402
+from penstock.core.save.manifest import PartSummary, RankManifest  # noqa: E402
+from penstock.core.save.merge import KnownParts, PartsOfRanks  # noqa: E402
 from penstock.core.storage.open import open_backend  # noqa: E402
 from penstock.core.types import Region  # noqa: E402
+
+if TYPE_CHECKING:
+    from penstock.core.abc import Backend, StateObject
+    from penstock.core.format.index import EncodedIndex
 
 WIDTH = 4
 console = Console(width=None if sys.stdout.isatty() else 110)
@@ -76,6 +82,7 @@ def ours(folder: Path, ranks: int, objects: int, rounds: int) -> None:
     array = np.zeros((ranks, WIDTH), np.float32)
     posts: dict[int, dict[str, Any]] = {}
     own = None
+    lengths = 0
     for rank in track(range(ranks), "parts", console=console):
         region = Region((rank, 0), (1, WIDTH))
         part, blob = part_of_rank(rank, ranks, [(path, array, [region]) for path in paths])
@@ -83,36 +90,63 @@ def ours(folder: Path, ranks: int, objects: int, rounds: int) -> None:
         store(folder / blob_name(UID, rank, 0, "raw"), blob)
         store(folder / part.entry.name, part.data)
         entry = part.entry
+        lengths += entry.length
         if rank == 0:
-            own = PartSummary(entry, part.shards, {}, (), 0, len(blob))
-        post = [entry.length, entry.head_length, entry.head_sha256]
-        posts[rank] = {"part": post, "raw": 0}
+            summary = PartSummary(entry, {}, (), 0, len(blob), 1)
+            own = RankManifest(
+                part.data, summary, part.shards, part.listing_bytes, {}, PartTables((), ((),))
+            )
+        row = [entry.length, entry.head_length, entry.head_sha256]
+        posts[rank] = {"part": row, "listing": part.listing_bytes, "raw": 0}
     assert own is not None
     del posts[0]
     shards = ranks * objects
     entries = [tensor(path, (ranks, WIDTH)) for path in paths]
-    for _ in range(rounds):
-        times = []
-        began = time.perf_counter()
-        reader = PartsOfRanks(backend, uid=UID, step=1, world_size=ranks, tick=lambda: None)
-        parts = reader.read(own, posts)
-        times.append(time.perf_counter() - began)
-        reader.check_cover(parts, entries)
-        times.append(time.perf_counter() - began)
-        index = encode_index(UID, [one.shards for one in parts], [one.entry for one in parts])
-        times.append(time.perf_counter() - began)
-        manifest = len(index.data) + sum(one.entry.length for one in parts)
+    known = KnownParts()
+    for number in range(rounds):
+        took = []
+        for _ in range(2):  # the first knows no structure
+            gc.collect()
+            began = time.perf_counter()
+            index = merge(backend, ranks, own, posts, entries, known)
+            took.append(time.perf_counter() - began)
+        known = KnownParts()
+        new, again = took
+        manifest = len(index.data) + lengths
         console.print(
-            f"Penstock: parts read {times[0]:.2f} s, covered {times[1]:.2f} s, index {times[2]:.2f}"
-            f" s; index {len(index.data) / 1e3:.0f} KB, manifest {manifest / shards:.1f} B a shard"
+            f"Penstock {number}: structure new {new:.2f} s, known {again:.2f} s; index "
+            f"{len(index.data) / 1e3:.0f} KB, manifest {manifest / shards:.1f} B a shard"
         )
     tracemalloc.start()
-    reader = PartsOfRanks(backend, uid=UID, step=1, world_size=ranks, tick=lambda: None)
-    parts = reader.read(own, posts)
-    reader.check_cover(parts, entries)
-    encode_index(UID, [one.shards for one in parts], [one.entry for one in parts])
-    console.print(f"Penstock: {tracemalloc.get_traced_memory()[1] / 1e6:.0f} MB at most on rank 0")
+    merge(backend, ranks, own, posts, entries, known)
+    held, most = tracemalloc.get_traced_memory()
+    console.print(
+        f"Penstock: {most / 1e6:.0f} MB at most on rank 0, {held / 1e6:.0f} MB kept for the next"
+    )
     tracemalloc.stop()
+
+
+def merge(  # noqa: PLR0917 - what rank 0 has
+    backend: Backend,
+    ranks: int,
+    own: RankManifest,
+    posts: dict[int, dict[str, Any]],
+    entries: list[StateObject],
+    known: KnownParts,
+) -> EncodedIndex:
+    """Do what rank 0 does once all have sealed."""
+    reader = PartsOfRanks(
+        backend,
+        uid=UID,
+        step=1,
+        world_size=ranks,
+        references=(),
+        tick=lambda: None,
+        known=known,
+    )
+    parts = reader.read(own.summary, posts)
+    blocks = reader.merge(own.shards, entries).blocks
+    return index_of(UID, blocks, [one.entry for one in parts])
 
 
 def store(path: Path, data: bytes) -> None:

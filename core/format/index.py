@@ -169,6 +169,23 @@ def merged(tables: Sequence[ShardTable]) -> ShardTable:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexBlocks:
+    """The blocks of an index: all of it that follows from the shards alone.
+
+    Attributes:
+        shards: Number of shards.
+        objects: Number of objects that they are of.
+        rows: The table of the blocks.
+        data: The blocks, one behind the other.
+    """
+
+    shards: int
+    objects: int
+    rows: NDArray[np.void]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedIndex:
     """The bytes of an index, its entry for the commit record, and how many objects it leads to."""
 
@@ -187,7 +204,11 @@ def encode_index(
         tables: The table of each part.
         parts: The parts, where the commit record has no room for them.
     """
-    table = merged(tables)
+    return index_of(uid, encode_blocks(merged(tables)), parts)
+
+
+def encode_blocks(table: ShardTable) -> IndexBlocks:
+    """Encode the blocks of an index over a merged table."""
     rows = np.zeros(-(-len(table) // _BLOCK_SHARDS), _BLOCK)
     blocks = []
     for row, piece in zip(rows, table.cut(_BLOCK_SHARDS), strict=True):
@@ -195,12 +216,18 @@ def encode_index(
         row["hash"], row["shards"], row["length"] = piece.hashes[0], len(piece), len(block)
         row["sha256"] = np.frombuffer(bytes.fromhex(digest(block)), np.uint8)
         blocks.append(block)
-    counts = len(table), len(rows), len(parts)
-    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, *counts) + rows.tobytes() + _part_rows(parts)
-    data = b"".join((head, *blocks))
-    entry = IndexEntry(index_name(uid), len(data), len(head), digest(head))
     objects = int(np.count_nonzero(np.diff(table.hashes))) + bool(len(table))
-    return EncodedIndex(data, entry, objects)
+    return IndexBlocks(len(table), objects, rows, b"".join(blocks))
+
+
+def index_of(uid: str, blocks: IndexBlocks, parts: Sequence[PartEntry] = ()) -> EncodedIndex:
+    """Encode the index of a save from its blocks; for `parts` see `encode_index`."""
+    rows = blocks.rows
+    counts = blocks.shards, len(rows), len(parts)
+    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, *counts) + rows.tobytes() + _part_rows(parts)
+    data = head + blocks.data
+    entry = IndexEntry(index_name(uid), len(data), len(head), digest(head))
+    return EncodedIndex(data, entry, blocks.objects)
 
 
 def _part_rows(parts: Sequence[PartEntry]) -> bytes:

@@ -69,12 +69,16 @@ _SECTION_COLUMNS = 7
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """The bytes of a part, its entry for the commit record, and its shards for the index."""
+    """The bytes of a part, its entry for the commit record, and its shards for the index.
+
+    Head and table of the shards are its first `listing_bytes` bytes.
+    """
 
     data: bytes
     entry: PartEntry
     shards: ShardTable
     objects: int
+    listing_bytes: int
 
 
 def encode_part(  # noqa: PLR0913 - tables of one part, each by name
@@ -141,7 +145,8 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
     for frame, info in zip(frames, known.sections, strict=True):
         name = _section_name(known, info)
         check_section(_unsqueeze(frame, info, name), known, info, name)
-    return EncodedPart(data, entry, table, sum(info.objects for info in infos))
+    objects = sum(info.objects for info in infos)
+    return EncodedPart(data, entry, table, objects, len(head) + len(table_frame))
 
 
 def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead:

@@ -165,7 +165,13 @@ def _traits_of(
     same_as: Sequence[str] | None,
     derived: Sequence[str] | None,
 ) -> int:
-    """Return what is said of an object, summed up: equal for parts that say the same."""
+    """Return what is said of an object, summed up: equal for parts that say the same.
+
+    The length of a value does not count: ranks compare values whole, and a save whose values are
+    longer than those of the save before has the same table all the same.
+    """
+    if type_row[0] == Kind.VALUE:
+        shape = ()
     return zlib.crc32(dump_json([*type_row, shape, same_as, derived]))
 
 

@@ -30,6 +30,7 @@ from penstock.core.errors import (
     SaveSkippedError,
     StorageTimeoutError,
 )
+from penstock.core.format.index import encode_blocks, merged
 from penstock.core.format.records import index_name, intent_name, part_name
 from penstock.core.pipeline.choices import ChainChoices
 from penstock.core.pipeline.chunks import Captured
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
+    from penstock.core.format.index import IndexBlocks
     from penstock.core.format.records import CommitRecord
     from penstock.core.pipeline.chunks import ChunkResult
     from penstock.core.reporting.handle import Ending
@@ -217,7 +219,8 @@ class Finish:
         self._clock.commit_began = time.monotonic()
         part = self._encoded_part(results, blobs)
         if self._agreement is None:
-            manifest = self._encoded_manifest([part.summary], refers=self._refers(results))
+            blocks = encode_blocks(merged([part.shards]))
+            manifest = self._encoded_manifest([part.summary], blocks, refers=self._refers(results))
             self.commit.feed(Event.SEALED)
             self._publish(part.summary.entry.name, part.data)
         else:
@@ -476,9 +479,10 @@ class Finish:
         post: dict[str, Any] = {"raw": summary.bytes_raw, "part": None}
         if refers:
             post["refers"] = True
-        if agreement.leads or len(summary.shards) or self._share.own_paths:
+        if agreement.leads or len(part.shards) or self._share.own_paths:
             self._publish(entry.name, part.data)
             post["part"] = [entry.length, entry.head_length, entry.head_sha256]
+            post["listing"] = part.listing_bytes
         known = agreement.terms["providers"]
         more = {name: n for name, n in self.request.providers if name not in known}
         return agreement.seal(post | ({"providers": more} if more else {}))
@@ -499,23 +503,26 @@ class Finish:
             world_size=agreement.world_size,
             references=self._references,
             tick=self._moved,
+            known=None if self._turn is None else self._turn.known,
         )
         parts = reader.read(part.summary, posts)
         plan = self.request.plan
         derived = [plan.objects[n].entry.path for n in self._capture.derived if self._derives(n)]
-        twice = reader.check_cover(parts, self.request.entries, derived)
-        self._totals = SaveTotals(
-            sum(one.bytes_raw for one in parts),
-            sum(one.bytes_stored for one in parts),
-            sum(one.blobs for one in parts),
-            twice,
-        )
-        self._moved()
         providers: dict[str, int] = {}
         for post in posts.values():
             providers |= post.get("providers", {})
             refers = refers or bool(post.get("refers"))
-        return self._encoded_manifest(parts, agreement.world_size, providers, refers=refers)
+        found = reader.merge(part.shards, self.request.entries, derived=derived)
+        self._totals = SaveTotals(
+            sum(one.bytes_raw for one in parts),
+            sum(one.bytes_stored for one in parts),
+            sum(one.blobs for one in parts),
+            found.bytes_twice,
+        )
+        self._moved()
+        return self._encoded_manifest(
+            parts, found.blocks, agreement.world_size, providers, refers=refers
+        )
 
     def _publish_commit(self, record: CommitRecord) -> None:
         agreement = self._agreement
@@ -620,6 +627,7 @@ class Finish:
     def _encoded_manifest(
         self,
         parts: Sequence[PartSummary],
+        blocks: IndexBlocks,
         world_size: int = 1,
         providers: Mapping[str, int] | None = None,
         *,
@@ -630,6 +638,7 @@ class Finish:
             return self._manifest.encode(
                 self.uid,
                 parts,
+                blocks,
                 engine=self._backend.name,
                 created=self._timing.clock.now_iso(),
                 base=base,

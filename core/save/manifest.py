@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.core.abc.provider import Node
 from penstock.core.errors import SaveError
-from penstock.core.format.index import encode_index
+from penstock.core.format.index import index_of
 from penstock.core.format.part import encode_part
 from penstock.core.format.records import (
     BlobRecord,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import StateObject
-    from penstock.core.format.index import ShardTable
+    from penstock.core.format.index import IndexBlocks, ShardTable
     from penstock.core.format.records import BaseEntry, Chain, PartEntry
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.chunks import ChunkResult
@@ -56,7 +56,6 @@ class PartSummary:
 
     Attributes:
         entry: The part.
-        shards: The shards in it.
         codecs: Codecs used, name to version.
         borrowed: The blobs of other saves that it refers to, ascending by name.
         bytes_raw: Bytes of what it stores of objects.
@@ -65,7 +64,6 @@ class PartSummary:
     """
 
     entry: PartEntry
-    shards: ShardTable
     codecs: Mapping[str, int]
     borrowed: tuple[BlobRecord, ...]
     bytes_raw: int
@@ -77,11 +75,14 @@ class PartSummary:
 class RankManifest:
     """The part of one rank, and what it lists.
 
-    The frames are those of chunks of the plan, by number; their own numbers count in `tables`.
+    Its first `listing_bytes` bytes say which shards it has. The frames are those of chunks of the
+    plan, by number; their own numbers count in `tables`.
     """
 
     data: bytes
     summary: PartSummary
+    shards: ShardTable
+    listing_bytes: int
     frames: Mapping[int, Frame]
     tables: PartTables
 
@@ -218,19 +219,19 @@ class ManifestWriter:
         )
         summary = PartSummary(
             part.entry,
-            part.shards,
             codecs_of(tables.chains),
             borrowed,
             request.plan.bytes_of_chunks(share.chunks),
             sum(blob.length for blob in tables.blobs if blob not in borrowed),
             len(tables.blobs) - len(borrowed),
         )
-        return RankManifest(part.data, summary, frames, tables)
+        return RankManifest(part.data, summary, part.shards, part.listing_bytes, frames, tables)
 
     def encode(
         self,
         uid: str,
         parts: Sequence[PartSummary],
+        blocks: IndexBlocks,
         *,
         engine: str,
         created: str,
@@ -243,6 +244,7 @@ class ManifestWriter:
         Args:
             uid: The uid of the save.
             parts: The parts of all ranks that stored anything, in order of ranks.
+            blocks: The index over their shards.
             engine: Name of the backend that wrote the blobs.
             created: The time of the commit, in the form of records.
             base: The earlier checkpoint that frames are encoded against.
@@ -257,7 +259,7 @@ class ManifestWriter:
         many = None
         if len(entries) > MAX_LISTED_PARTS:
             many = ManyParts(len(entries), sum(entry.length for entry in entries))
-        index = encode_index(uid, [part.shards for part in parts], entries if many else ())
+        index = index_of(uid, blocks, entries if many else ())
         codecs = {name: version for part in parts for name, version in part.codecs.items()}
         record = CommitRecord(
             uid=uid,

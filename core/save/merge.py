@@ -7,6 +7,7 @@ hosts do not share is found here, and so are bytes that no rank has stored.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,14 @@ from penstock.core.errors import (
     BlobTruncatedError,
     SaveError,
 )
-from penstock.core.format.index import NO_BYTES, WHOLE, merged
+from penstock.core.format.index import (
+    NO_BYTES,
+    WHOLE,
+    dump_table,
+    dump_traits,
+    encode_blocks,
+    merged,
+)
 from penstock.core.format.part import decode_section, decode_shards, read_head
 from penstock.core.format.records import (
     PartEntry,
@@ -26,11 +34,12 @@ from penstock.core.format.records import (
     borrowed_from,
     part_name,
 )
+from penstock.core.format.zstd import check_digest, digest
 from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.save.manifest import PartSummary, codecs_of
 from penstock.core.tree.paths import path_hash, show_path
-from penstock.core.types import Kind, ReadRequest, Region, Role, TensorSpec
+from penstock.core.types import Kind, ReadRequest, Region, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,11 +47,37 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.core.abc import Backend, Node
-    from penstock.core.format.index import ShardTable
-    from penstock.core.format.records import ObjectRecord, PartHead
+    from penstock.core.format.index import IndexBlocks, ShardTable
+    from penstock.core.format.records import BlobRecord, ObjectRecord, PartHead
     from penstock.core.types import ObjectPath
 
 _BATCH = 64  # parts that are read at once
+
+
+@dataclass(frozen=True, slots=True)
+class MergedParts:
+    """What came of the parts of one save.
+
+    Attributes:
+        basis: The digests of the tables of all parts.
+        blocks: The index over these shards.
+        bytes_twice: Bytes of tensors beyond one copy of each.
+        judged: The hashes of the objects whose shards were compared with their shape.
+        shapes: What rank 0 said of these; see `_shapes_of`.
+    """
+
+    basis: tuple[object, ...]
+    blocks: IndexBlocks
+    bytes_twice: int
+    judged: Sequence[int]
+    shapes: Sequence[object]
+
+
+class KnownParts:
+    """The index of the newest save that was merged, for one whose ranks store the same shards."""
+
+    def __init__(self) -> None:
+        self.newest: MergedParts | None = None
 
 
 class PartsOfRanks:
@@ -57,6 +92,7 @@ class PartsOfRanks:
         world_size: int,
         references: Collection[str],
         tick: Callable[[], None],
+        known: KnownParts | None = None,
     ) -> None:
         """Prepare to read.
 
@@ -67,7 +103,9 @@ class PartsOfRanks:
             world_size: Number of ranks.
             references: The uids of the other saves whose data the intent protects.
             tick: Called whenever something was read.
+            known: What was merged before; gets what is merged now.
         """
+        self._known = known or KnownParts()
         self._backend = backend
         self._uid = uid
         self._step = step
@@ -75,10 +113,12 @@ class PartsOfRanks:
         self._references = references
         self._tick = tick
         self._heads: dict[int, PartHead] = {}
+        self._entries: dict[int, PartEntry] = {}
+        self._tables: dict[int, bytes] = {}
         self._records: dict[tuple[int, int], dict[int, ObjectRecord]] = {}  # of sections, by hash
 
     def read(self, own: PartSummary, posts: Mapping[int, Mapping[str, Any]]) -> list[PartSummary]:
-        """Return all parts, in order of ranks.
+        """Read what the parts list back from the root, and return all parts, in order of ranks.
 
         Args:
             own: The part of rank 0.
@@ -88,30 +128,32 @@ class PartsOfRanks:
             SaveError: A part, or a blob of it, is not there as rank 0 sees the root.
             FormatError: A part is damaged.
         """
-        entries = {
+        entries = self._entries = {
             rank: PartEntry(part_name(self._uid, rank), *post["part"])
             for rank, post in sorted(posts.items())
             if post.get("part")
         }
-        heads = self._ranges({r: (0, one.head_length) for r, one in entries.items()}, entries)
-        for rank, data in heads.items():
+        # Each file is opened once: a thousand of them take longer than all that is done with them.
+        listings = self._ranges({rank: (0, posts[rank]["listing"]) for rank in entries}, entries)
+        for rank, data in listings.items():
+            head_length = entries[rank].head_length
             self._heads[rank] = read_head(
-                data,
+                data[:head_length],
                 entries[rank],
                 uid=self._uid,
                 rank=rank,
                 world_size=self._world_size,
                 borrowed=None,
             )
-        places = {r: (h.shards.offset, h.shards.length) for r, h in self._heads.items()}
-        tables = self._ranges(places, entries)
+            info = self._heads[rank].shards
+            table = self._tables[rank] = data[head_length:]
+            check_digest(table, entries[rank].name, length=info.length, expected=info.sha256)
         parts = [own]
         for rank, head in sorted(self._heads.items()):
             borrowed = borrowed_from(head.blobs, self._uid)
             parts.append(
                 PartSummary(
                     entries[rank],
-                    decode_shards(tables[rank], head),
                     codecs_of(head.chains),
                     borrowed,
                     posts[rank]["raw"],
@@ -122,32 +164,73 @@ class PartsOfRanks:
         self._check_blobs(parts)
         return parts
 
-    def check_cover(
+    def merge(
         self,
-        parts: Sequence[PartSummary],
+        own: ShardTable,
         entries: Sequence[StateObject | Node],
+        *,
         derived: Collection[ObjectPath] = (),
-    ) -> int:
-        """Check that the parts hold every byte of every object, and no two of its shards overlap.
+    ) -> MergedParts:
+        """Return the index over all parts, whose shards hold every byte and do not overlap.
 
         Args:
-            parts: The parts, from `read`.
+            own: The shards in the part of rank 0; those of the others were `read`.
+            entries: What rank 0 describes. Of other objects the shape is read from the parts.
+            derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
+
+        Raises:
+            SaveError: Bytes of an object are missing, or shards overlap; names the object.
+        """
+        known = self._known.newest
+        heads = sorted(self._heads.items())
+        # The place of the table in its part is no matter.
+        told = [(r, replace(h.shards, offset=0), len(h.sections)) for r, h in heads]
+        basis = (digest(dump_table(own) + dump_traits(own)), told)
+        # The tables tell of shapes, too, in 32 bits each.
+        if (
+            known is not None
+            and known.basis == basis
+            and _shapes_of(known.judged, entries) == known.shapes
+        ):
+            return known
+        tables = [decode_shards(self._tables[rank], head) for rank, head in heads]
+        table = merged([own, *tables])
+        self._tick()
+        every = [0, *(rank for rank, _ in heads)]
+        judged, twice = self.check_cover(table, every, entries, derived)
+        self._tick()
+        shapes = _shapes_of(judged, entries)
+        found = MergedParts(basis, encode_blocks(table), twice, judged, shapes)
+        self._known.newest = found
+        return found
+
+    def check_cover(
+        self,
+        table: ShardTable,
+        ranks: Sequence[int],
+        entries: Sequence[StateObject | Node],
+        derived: Collection[ObjectPath] = (),
+    ) -> tuple[list[int], int]:
+        """Check that shards hold every byte of every object, and none twice.
+
+        Args:
+            table: The shards of all parts.
+            ranks: The rank of each part.
             entries: What rank 0 describes. Of other objects the shape is read from the parts.
             derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
 
         Returns:
-            The bytes of tensors that are stored beyond one copy of each: equal regions may stand in
-            several parts.
+            The hashes of the objects whose shape mattered; and the bytes of tensors that are stored
+            beyond one copy of each, since equal regions may stand in several parts.
 
         Raises:
             SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
                 differently; names the object.
         """
-        table = merged([part.shards for part in parts])
-        self._check_traits(table, parts, entries)
+        self._check_traits(table, ranks, entries)
         doubtful = _doubtful(table)
         if not len(doubtful):
-            return 0
+            return [], 0
         twice = 0
         known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
         chosen = table.take(doubtful)
@@ -157,34 +240,34 @@ class PartsOfRanks:
             entry = known.get(int(chosen.hashes[first]))
             rows = slice(first, stop)
             if entry is not None:
-                path, kind, spec = show_path(entry.path), entry.kind, entry.spec
-                needs = _needs_bytes(entry)
+                kind, itemsize = entry.kind, entry.spec.itemsize
+                path, (shape, needs) = show_path(entry.path), _shape_of(entry)
             else:
-                path, kind, spec, needs = self._described(
-                    parts, chosen.take(np.arange(first, stop))
-                )
+                rank, section = ranks[int(chosen.parts[first])], int(chosen.sections[first])
+                record = self._record(rank, section, int(chosen.hashes[first]))
+                kind, itemsize = record.kind, record.spec.itemsize
+                path, shape, needs = _told_by(record)
             if needs and entry is not None and (chosen.dims[rows] == NO_BYTES).all():
                 taken = chosen.take(np.arange(first, stop))
-                needs = entry.path not in derived and not self._is_derived(parts, taken)
+                needs = entry.path not in derived and not self._is_derived(ranks, taken)
             if not needs:
                 continue
-            shape = spec.shape
             own = chosen.bounds[bounds[first - 1] if first else 0 : bounds[stop - 1]]
             flaw, elements = _cover(shape, chosen.dims[rows], own)
             if kind is Kind.TENSOR:
-                twice += (elements - math.prod(shape)) * spec.itemsize
+                twice += (elements - math.prod(shape)) * itemsize
             if flaw is not None:
                 msg = (
                     f"step {self._step}: of {path}, of shape {list(shape)}, {flaw}: do all ranks "
                     "put the same state into save(), and is every rank in it?"
                 )
                 raise SaveError(msg)
-        return twice
+        return [int(hashed) for hashed in chosen.hashes[firsts]], twice
 
     def _check_traits(
         self,
         table: ShardTable,
-        parts: Sequence[PartSummary],
+        ranks: Sequence[int],
         entries: Sequence[StateObject | Node],
     ) -> None:
         """Check that ranks which list one object say the same of it, as every reader does."""
@@ -193,14 +276,17 @@ class PartsOfRanks:
         if not unlike.any():
             return
         first = int(np.flatnonzero(unlike)[0])
-        told = []
+        told: list[tuple[int, StateObject | ObjectRecord]] = []
         for row in (first, first + 1):
             one = table.take(np.array([row]))
-            rank = parts[one.places()[0][0]].entry.rank
-            own = [e for e in entries if path_hash(e.path) == int(one.hashes[0])]
+            (part, section), hashed = one.places()[0], int(one.hashes[0])
+            rank = ranks[part]
+            own = [e for e in entries if path_hash(e.path) == hashed]
             found = next((e for e in own if isinstance(e, StateObject)), None)
-            record = found if rank == 0 and found is not None else self._record(parts, one)
-            told.append((rank, record))
+            if rank or found is None:
+                told.append((rank, self._record(rank, section, hashed)))
+            else:
+                told.append((rank, found))
         (rank, record), (other, unlike_it) = told
         msg = (
             f"step {self._step}: {show_path(record.path)} is {_in_words(record)} on rank {rank}, "
@@ -209,37 +295,23 @@ class PartsOfRanks:
         )
         raise SaveError(msg)
 
-    def _described(
-        self, parts: Sequence[PartSummary], rows: ShardTable
-    ) -> tuple[str, Kind, TensorSpec, bool]:
-        """Return path, kind and spec of an object that rank 0 does not have, from its part."""
-        record = self._record(parts, rows)
-        needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
-        return show_path(record.path), record.kind, record.spec, needs
-
-    def _record(self, parts: Sequence[PartSummary], rows: ShardTable) -> ObjectRecord:
-        """Return what the part of the first row says of its object."""
-        part, number = rows.places()[0]
-        return self._record_in(parts[part].entry, number, int(rows.hashes[0]))
-
-    def _is_derived(self, parts: Sequence[PartSummary], rows: ShardTable) -> bool:
+    def _is_derived(self, ranks: Sequence[int], rows: ShardTable) -> bool:
         """Return whether the part of another rank says that an object is derived."""
         return any(
-            self._record_in(parts[part].entry, number, int(rows.hashes[0])).derived is not None
+            self._record(ranks[part], number, int(rows.hashes[0])).derived is not None
             for part, number in rows.places()
-            if parts[part].entry.rank in self._heads
+            if ranks[part] in self._heads
         )
 
-    def _record_in(self, entry: PartEntry, number: int, hashed: int) -> ObjectRecord:
+    def _record(self, rank: int, section: int, hashed: int) -> ObjectRecord:
         """Return the record of an object in a section of the part of another rank."""
-        key = entry.rank, number
-        if key not in self._records:
-            head = self._heads[entry.rank]
-            info = head.sections[number]
-            data = self._ranges({entry.rank: (info.offset, info.length)}, {entry.rank: entry})
-            section = decode_section(data[entry.rank], info, head)
-            self._records[key] = {path_hash(o.path): o for o in section.objects}
-        return self._records[key][hashed]
+        records = self._records.get((rank, section))
+        if records is None:
+            info = self._heads[rank].sections[section]
+            data = self._ranges({rank: (info.offset, info.length)}, self._entries)
+            objects = decode_section(data[rank], info, self._heads[rank]).objects
+            records = self._records[rank, section] = {path_hash(o.path): o for o in objects}
+        return records[hashed]
 
     def _ranges(
         self, places: Mapping[int, tuple[int, int]], entries: Mapping[int, PartEntry]
@@ -286,7 +358,10 @@ class PartsOfRanks:
                     )
                     raise SaveError(msg)
             blobs = self._heads[rank].blobs if rank in self._heads else part.borrowed
-            if any(sizes.get(blob.name) != blob.length for blob in blobs):
+            named: list[BlobRecord | PartEntry] = [*blobs]
+            if rank in self._heads:
+                named.append(part.entry)
+            if any(sizes.get(one.name) != one.length for one in named):
                 raise self._lost(rank, None)
 
     def _lost(self, rank: int, error: Exception | None) -> SaveError:
@@ -295,6 +370,29 @@ class PartsOfRanks:
             f"step {self._step}: what rank {rank} has stored is not on {self._backend.url} as rank "
             f"0 sees it: is the folder shared by all hosts?{detail}"
         )
+
+
+def _shapes_of(
+    hashes: Sequence[int], entries: Sequence[StateObject | Node]
+) -> list[tuple[tuple[int, ...], bool] | None]:
+    """Return what rank 0 says of objects: shape, and whether bytes are stored; None: nothing."""
+    if not hashes:
+        return []
+    known = {path_hash(e.path): _shape_of(e) for e in entries if isinstance(e, StateObject)}
+    return [known.get(hashed) for hashed in hashes]
+
+
+def _shape_of(entry: StateObject) -> tuple[tuple[int, ...], bool]:
+    """Return the shape of an object, and whether bytes of it are stored."""
+    # A value is stored as one whole, however long it is at this step.
+    shape = () if entry.kind is Kind.VALUE else entry.spec.shape
+    return shape, entry.same_as is None and entry.spec.nbytes > 0
+
+
+def _told_by(record: ObjectRecord) -> tuple[str, tuple[int, ...], bool]:
+    needs = record.same_as is None and record.derived is None and record.spec.nbytes > 0
+    shape = () if record.kind is Kind.VALUE else record.spec.shape
+    return show_path(record.path), shape, needs
 
 
 def _doubtful(table: ShardTable) -> NDArray[np.intp]:
@@ -319,6 +417,8 @@ def _cover(
         bounds: Offset and size in each dimension of each region, one behind the other.
     """
     held = dims[dims != NO_BYTES]
+    if ((held != WHOLE) & (held != len(shape))).any():
+        return "a shard has another number of dimensions", 0
     if len(held) and (held == len(shape)).all() and _are_rows(shape, bounds):
         return None, math.prod(shape)
     regions = [Region.whole(shape)] * int((held == WHOLE).sum())
@@ -353,7 +453,3 @@ def _in_words(one: StateObject | ObjectRecord) -> str:
     tied = "" if one.same_as is None else f" tied to {show_path(one.same_as)}"
     role = "" if one.role is Role.OTHER else f" {one.role.value}"
     return f"a {one.spec.dtype}{role} tensor of shape {list(one.spec.shape)}{tied}"
-
-
-def _needs_bytes(entry: StateObject) -> bool:
-    return entry.same_as is None and entry.spec.nbytes > 0

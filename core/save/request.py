@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.core.plan.save import SavePlan
     from penstock.core.ranks.group import RankGroup
     from penstock.core.reporting.reports import SaveReport
+    from penstock.core.save.merge import KnownParts
     from penstock.core.types import ObjectPath, Region
 
 
@@ -83,6 +84,7 @@ class RankTurn:
         masters: The objects that this rank may store as derived, as in `SavePlan.masters`; None:
             that is not known before the capture.
         latest: On rank 0 the latest step when the save was called; None: there was none.
+        known: On rank 0 the index of the newest save.
         begun: Whether a job goes on with it, and tells the others how it ends.
     """
 
@@ -92,6 +94,7 @@ class RankTurn:
     skip: frozenset[int] = frozenset()
     masters: Mapping[int, Sequence[int]] | None = None
     latest: int | None = None
+    known: KnownParts | None = None
     begun: bool = False
 
     @property

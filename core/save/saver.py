@@ -24,6 +24,7 @@ from penstock.core.save.bases import KeptChunks, SaveBases
 from penstock.core.save.current import Pending
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
+from penstock.core.save.merge import KnownParts
 from penstock.core.save.prepare import (
     ChainTable,
     check_metadata,
@@ -121,6 +122,7 @@ class Saver(SaveSurroundings):
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
         self._cuts = KnownCuts()
+        self._parts = KnownParts()
         self._warned_straight = False
         self._warned_not_lazy = False
         self._committed: int | None = None
@@ -151,7 +153,7 @@ class Saver(SaveSurroundings):
     ) -> SaveHandle:
         """See `Checkpointer.save`; `called` is its time on the monotonic clock."""
         group = self._ranks()
-        turn = None if group is None else RankTurn(group, group.next_number())
+        turn = None if group is None else RankTurn(group, group.next_number(), known=self._parts)
         try:
             if not self.pending.may_prepare(self._config.on_busy):
                 return self._skipped(valid_step(step), on_progress, _BUSY, turn)

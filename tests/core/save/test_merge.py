@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.manifests import OTHER, UID, tensor, tied
+from tests.core.manifests import OTHER, UID, tensor, tied, value
 from tests.integration.support import memory
 
 from penstock.core.errors import SaveError
-from penstock.core.format.index import SectionShards, shard_table
+from penstock.core.format.index import SectionShards, merged, shard_table
 from penstock.core.format.part import encode_part
 from penstock.core.format.records import BlobRecord, PartEntry, blob_name, part_name
 from penstock.core.plan.regions import flaw_of_cover
@@ -22,15 +22,14 @@ from penstock.core.types import Region
 def check(entries, ranks):
     """Check parts of ranks that store `{path: regions}`; True: the whole, False: nothing."""
     parts = []
-    for rank, held in enumerate(ranks):
+    for held in ranks:
         pairs = [(path_hash(path), one) for path, regions in held.items() for one in regions]
         hashes, regions = zip(*pairs, strict=True) if pairs else ((), ())
-        table = shard_table([SectionShards(hashes, regions)])
-        parts.append(SimpleNamespace(shards=table, entry=SimpleNamespace(rank=rank)))
+        parts.append(shard_table([SectionShards(hashes, regions)]))
     reader = PartsOfRanks(
         None, uid=UID, step=7, world_size=len(ranks), references=(), tick=lambda: None
     )
-    reader.check_cover(parts, entries)
+    reader.check_cover(merged(parts), range(len(ranks)), entries)
 
 
 def read(borrowed, *, lent, references):
@@ -43,11 +42,17 @@ def read(borrowed, *, lent, references):
         [], uid=UID, rank=1, world_size=2, step=7, block_bytes=4096, blobs=borrowed, chains=[()]
     )
     store.publish(part.entry.name, part.data)
-    post = {"part": [part.entry.length, part.entry.head_length, part.entry.head_sha256], "raw": 0}
+    post = post_of(part)
     reader = PartsOfRanks(
         store, uid=UID, step=7, world_size=2, references=references, tick=lambda: None
     )
     return reader.read(own, {1: post})
+
+
+def post_of(part):
+    entry = part.entry
+    row = [entry.length, entry.head_length, entry.head_sha256]
+    return {"part": row, "listing": part.listing_bytes, "raw": 0}
 
 
 def rows(start, stop, width=5):
@@ -74,6 +79,7 @@ ENTRY = tensor(W, (9, 5))
         ([[Region((0, 0), (9, 2))], [Region((0, 2), (9, 3))]], None),
         ([[Region((0, 0), (9, 2))], [Region((0, 2), (9, 2))]], "no shard has elements [0:9, 4:5]"),
         ([[rows(0, 4), rows(6, 9)], [rows(4, 6)]], None),
+        ([[rows(0, 4)], [Region((4,), (5,))]], "a shard has another number of dimensions"),
     ],
 )
 def test_what_is_missing_or_stored_twice_is_named(ranks, flaw):
@@ -89,6 +95,13 @@ def test_what_is_missing_or_stored_twice_is_named(ranks, flaw):
 def test_an_object_without_bytes_of_its_own_needs_none():
     entries = [ENTRY, tied(("tied",), ENTRY), tensor(("empty",), (0, 5))]
     check(entries, [{W: [True], ("tied",): [False], ("empty",): [False]}])
+
+
+def test_a_value_is_stored_whole_however_long_it_is():
+    entries = [value(("v",), 3)]
+    check(entries, [{("v",): [True]}, {("v",): [True]}])
+    with pytest.raises(SaveError, match=r"of v, of shape .*another number of dimensions"):
+        check(entries, [{("v",): [Region((0,), (2,))]}, {("v",): [Region((2,), (1,))]}])
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
