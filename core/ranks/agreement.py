@@ -354,7 +354,11 @@ class SaveAgreement:
     def _obstacle(self, terms: Mapping[str, Any]) -> str:
         if terms.get("step") == self._step:
             return ""
-        return f"was called to save step {self._step} while rank 0 saves step {terms.get('step')}"
+        there = terms.get("step")
+        return (
+            f"was called to save step {self._step} while rank 0 saves step {there}: all ranks have "
+            "to save the same steps"
+        )
 
     def _next(self, *wanted: Step) -> None:
         """Wait for one of the steps, or for the end.

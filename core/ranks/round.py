@@ -259,7 +259,8 @@ class Round:
         if verdict is None or verdict.commit or verdict.rank == self.place.rank:
             return None
         who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
-        msg = f"{what}: {who} {verdict.cause}. {stays}".rstrip()
+        stop = "" if verdict.cause.endswith((".", "?", "!")) else "."
+        msg = f"{what}: {who} {verdict.cause}{stop} {stays}".rstrip()
         return RankError(msg, verdict.rank, verdict.host, verdict.cause)
 
     # -- within ----------------------------------------------------------------------------------

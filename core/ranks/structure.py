@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _DIGEST_BYTES = 16
 _MAX_SETS = 8  # some 30 bytes each in a post
+_OF_TENSOR = "t"  # begins the digest of a tensor; no digit
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
 
@@ -136,8 +137,10 @@ def value_digests(
             continue
         view = entry.source.view()
         if view is not None:
-            told = view if entry.kind is Kind.VALUE else _lines_of(view)
-            found[show_path(entry.path)] = blake2b(told, digest_size=8).hexdigest()
+            is_value = entry.kind is Kind.VALUE
+            told = view if is_value else _lines_of(view)
+            digest = blake2b(told, digest_size=8).hexdigest()
+            found[show_path(entry.path)] = digest if is_value else f"{_OF_TENSOR}{digest}"
     return found
 
 
@@ -255,10 +258,11 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
         for path, digest in values.items():
             other, where = first.setdefault(path, (digest, ranks))
             if other != digest:
-                return (
-                    f"{path} is not equal on {shown_ranks(where)} and {shown_ranks(ranks)}: make "
-                    "it equal on all ranks, or put it into penstock.PerRank"
-                )
+                remedy = "make it equal on all ranks, or put it into penstock.PerRank"
+                if _OF_TENSOR in {other[0], digest[0]}:
+                    remedy += "; if each rank has a piece of one tensor, say so by penstock.Shard"
+                shown = f"{shown_ranks(where)} and {shown_ranks(ranks)}"
+                return f"{path} is not equal on {shown}: {remedy}"
     return None
 
 

@@ -271,8 +271,9 @@ class RestoreTogether(Generic[T]):
                 "be reached, so it is not known whether all ranks have it: restart the job"
             )
             return CoordinationError(msg)
-        what = "nothing" if number is None else f"step {number}"
-        error = round_.error(f"{what} was not {_PAST.get(verb, verb)}")
+        past = _PAST.get(verb, verb)
+        what = f"no checkpoint was {past}" if number is None else f"step {number} was not {past}"
+        error = round_.error(what)
         if error is None:  # no verdict: the place where the ranks agree could not be reached
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)

@@ -334,7 +334,12 @@ def test_call_that_is_wrong_on_one_rank_ends_the_restore_of_all_at_once(runs):
 
     first, own, last = restore_all(runs, call)
     assert isinstance(own, SelectionError)
-    assert [(error.rank, error.host) for error in (first, last)] == [(1, "node1")] * 2
+    for error in (first, last):
+        assert (error.rank, error.host) == (1, "node1")
+        assert str(error).partition(": rank 1 on node1 failed with SelectionError")[0] in {
+            "no checkpoint was restored",
+            "step 200 was not restored",
+        }
 
 
 def test_interrupt_of_one_rank_ends_the_restore_of_all(runs):
@@ -446,4 +451,5 @@ def test_rank_0_closes_the_store_of_the_job_when_all_know_that_they_have_restore
         thread.start()
     for thread in threads:
         thread.join(2 * PATIENCE_S)
-    assert server.left == [b"1", b"1"]
+    # The number of the last round, or one beyond all: a rank that closes takes part in no other.
+    assert [int(number) >= 1 for number in server.left] == [True, True]

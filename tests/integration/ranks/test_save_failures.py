@@ -78,6 +78,7 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     assert told(errors) == [(SaveError, None), (RankError, 0), (RankError, 0)]
     for error in errors:
         assert "epoch is not equal on ranks 0, 2 and rank 1" in str(error)
+        assert "penstock.Shard" not in str(error)
     assert str(errors[1]).endswith("Step 1 stays the latest.")
     assert_unchanged(store, before)
 
@@ -358,6 +359,7 @@ def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job,
     for error in job.save(drifted, 2):
         assert isinstance(error, SaveError | RankError)
         assert "weight is not equal on ranks 0-1 and rank 2" in str(error)
+        assert "if each rank has a piece of one tensor, say so by penstock.Shard" in str(error)
     assert_unchanged(store, before)
 
 
