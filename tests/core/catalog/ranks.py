@@ -13,6 +13,7 @@ change nothing but when a time-out is over. An abort is the same whoever asks fo
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -27,17 +28,21 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event, State
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.retention import clean_up_after
+from penstock.core.catalog.survey import is_whole, read_commit
 from penstock.core.errors import (
     BlobNotFoundError,
+    CheckpointNotFoundError,
     CoordinationError,
     PenstockError,
     SaveAbortedError,
     SaveError,
 )
 from penstock.core.format.records import (
+    BlobRecord,
     CommitRecord,
     IndexEntry,
     PartEntry,
+    borrowed_from,
     commit_name,
     index_name,
     intent_name,
@@ -206,6 +211,7 @@ class _Engine:
         self._publisher = None
         self._name = ""
         self._error = None  # of the publish, on rank 0
+        self._borrowed = ()
         self.round = SaveRound(
             RankPlace(actor.rank, actor.world_size),
             _ROUND,
@@ -260,13 +266,32 @@ class _Engine:
                 actor.step, catalog.entries(), url=self._turn.url, overwrite=actor.overwrite
             )
             self._learn(generation)
-            self._publisher.publish_intent()
+            base = self._chosen(catalog)
         except PenstockError as error:
             reason = str(error)
             self._beside.tell(lambda r: r.refuse(reason))
             return
-        terms = {"step": actor.step, "generation": generation, "uid": actor.uid}
+        terms = {"step": actor.step, "generation": generation, "uid": actor.uid, "base": base}
         self._beside.tell(lambda r: r.go(terms))
+
+    def _chosen(self, catalog):
+        """Publish the intent; return the base as all ranks learn it, as `Finish` and its bases."""
+        like, base = self._actor.like, None
+        if like is not None:
+            with suppress(CheckpointNotFoundError):
+                base = catalog.record(like)
+        references = () if base is None else {base.uid, *base.references}
+        self._publisher.publish_intent(references=references)
+        if base is None or not is_whole(self._turn, base):
+            return None
+        self._borrowed = lent_by(base)
+        return [base.uid, base.step, base.generation]
+
+    def _adopt(self, uid, step, generation):
+        with suppress(BlobNotFoundError):
+            base = read_commit(self._turn, commit_name(step, generation))
+            if base.uid == uid:
+                self._borrowed = lent_by(base)
 
     def _learn(self, generation):
         actor, turn = self._actor, self._turn
@@ -282,13 +307,16 @@ class _Engine:
         actor = self._actor
         if actor.rank != 0:
             self._learn(self.round.terms["generation"])
+            if self.round.terms["base"] is not None:
+                self._adopt(*self.round.terms["base"])
         else:
             self._publisher.refresh_intent()
         names = actor.own_names()
         for some in [names] if actor.at_once else [[name] for name in names]:
             self._raise_if_over()
             self._turn.ask("write", actor.uid.encode(), *some)
-        self._beside.tell(lambda r: r.seal(_PART))
+        part = {**_PART, "borrowed": [[blob.name, blob.length] for blob in self._borrowed]}
+        self._beside.tell(lambda r: r.seal(part))
 
     def _merge(self):
         actor = self._actor
@@ -327,10 +355,13 @@ class _Engine:
             for rank in range(actor.world_size)
         ]
         generation = self.round.terms["generation"]
+        posted = [row for part in self.round.parts.values() for row in part["borrowed"]]
+        every = {*self._borrowed, *(BlobRecord(*row) for row in posted)}
         return CommitRecord(
             actor.uid, actor.step, generation, "2026-01-01T00:00:00Z", actor.world_size,
             IndexEntry(index_name(actor.uid), 32, 32, "0" * 64), tuple(parts),
             1, 32 * actor.world_size, 32 * actor.world_size,
+            borrowed=borrowed_from(every, actor.uid),
         )  # fmt: skip
 
     def _end(self, step):
@@ -374,6 +405,11 @@ _TOLD = {
 }
 
 
+def lent_by(base):
+    """The blobs that a save borrows of a checkpoint."""
+    return BlobRecord(f"data/{base.uid}/blobs/0.raw", 32), *base.borrowed
+
+
 def blob_name(uid, rank):
     """The only blob that a rank writes."""
     return f"data/{uid}/blobs/{rank}.raw"
@@ -393,6 +429,7 @@ class Rank(Actor):
     grace_s: float = 4.0
     stopped_clock: bool = False
     at_once: bool = False  # whether blob and part appear, and go, in one step: fewer states
+    like: int | None = None  # the step that it borrows from, as far as it finds it
     tires: bool = True  # whether it ever waits for so long that it counts others as dead
 
     words = frozenset({"success", "lost", "unknown", "aborted", "refused"})

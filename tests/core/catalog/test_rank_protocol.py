@@ -16,6 +16,7 @@ from tests.core.catalog.protocol import (
 from tests.core.catalog.ranks import Rank, ranks
 
 from penstock.core.catalog.commit_table import TABLE, Action, Event, State
+from penstock.core.catalog.publisher import Publisher
 from penstock.core.ranks.posts import decode_verdict
 from penstock.core.ranks.round import Round
 from penstock.core.ranks.round_table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase, Step
@@ -38,6 +39,9 @@ SCENARIOS = {
     "three ranks, one dies": Scenario(THREE, ONE, faults=1, crashes=1),
     "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1, crashes=1),
     "the latest is deleted, and one dies": Scenario((*PAIR, Deleter(1)), ONE, crashes=1),
+    "the step that they borrow from is deleted, and one dies": Scenario(
+        (*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE, crashes=1
+    ),
     "prune, and ranks that may sleep": Scenario(
         (FAITHFUL, SLEEPY[1], Pruner(GRACE_S)), ONE, ticks=1
     ),
@@ -156,9 +160,16 @@ def break_deleting(patch):
         patch.setitem(TABLE, (state, Event.ABORT_DECIDED), (State.ABORTED, Action.FAIL_KEEP))
 
 
+def break_references(patch):
+    """The intent does not say what the ranks borrow."""
+    real = Publisher.publish_intent
+    patch.setattr(Publisher, "publish_intent", lambda self, references: real(self))
+
+
 _ASKING = {Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING}
 WELL = Scenario(TWO, ONE)
 CUT_OFF = Scenario(TWO, ONE, cuts=1)
+BORROWS = Scenario((*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE)
 BROKEN = [
     (break_asking, WELL, "does not say commit"),
     (break_waiting_for_all, WELL, "giving up on rank 1 cannot see: the register says commit"),
@@ -168,6 +179,7 @@ BROKEN = [
     (break_the_register, WELL, "was told aborted, but its record is there"),
     (break_watching, WELL, "cannot go on"),
     (break_deleting, WELL, "has left"),
+    (break_references, BORROWS, "is there without"),
 ]
 
 
