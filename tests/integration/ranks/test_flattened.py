@@ -8,7 +8,7 @@ from tests.integration.ranks.topologies import Net, adam, train, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from penstock import Grads, UnsupportedStateError
@@ -231,3 +231,25 @@ def test_ranges_of_tensor_parallel_parameters_are_refused():
             ckpt.save({"model": model}, STEP)
 
     run_ranks(4, work)
+
+
+def test_mixed_precision_stores_whole_weights_and_goes_on_with_equal_losses():
+    store = memory()
+    job, reader = Job(2, store), Job(2, store)
+    half = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+
+    def work(rank):
+        state = fresh("FULL_SHARD 2", seed=0, **half)
+        train(state["model"], state["optimizer"], 2)
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(30)
+        other = fresh("FULL_SHARD 2", **half)
+        with reader.checkpointer(rank) as ckpt:
+            ckpt.restore(other)
+        return [train(each["model"], each["optimizer"], 2, start=2) for each in (state, other)]
+
+    for before, after in run_ranks(2, work):
+        assert after == before
+    state = fresh(None)
+    with checkpointer(store) as ckpt:
+        assert ckpt.restore(state).missing == ()
