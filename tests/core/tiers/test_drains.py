@@ -233,7 +233,7 @@ def test_a_tier_that_is_away_is_tried_again_until_it_is_back(caplog):
         told = Told()
         drains.committed(0, record, told, marked=is_marked(fast, record.uid))
         assert drains.settle(30)  # it fails, so waiting makes no sense
-        assert drains.is_failing()
+        assert drains.failing()
         assert "no route to host" in drains.states()[0].error
         assert not told.over.is_set()
         durable.clear()
