@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import (
     BlobNotFoundError,
+    BusyError,
     CommitUnknownError,
     CoordinationError,
     FormatError,
@@ -20,11 +21,12 @@ from penstock.core.errors import (
     RankError,
     SaveError,
     SaveSkippedError,
+    StepExistsError,
 )
 from penstock.core.plan.ranks import RankPlaces
 from penstock.core.ranks.conductor import Conductor
-from penstock.core.ranks.group import cause_of
-from penstock.core.ranks.posts import Result, values_key
+from penstock.core.ranks.group import cause_of, failed_with
+from penstock.core.ranks.posts import Result, ended, values_key
 from penstock.core.ranks.round_table import ENDS, Phase, Step
 from penstock.core.ranks.save_round import SaveRound
 from penstock.core.ranks.structure import (
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _POLL_S = 0.05
+
+# Errors of rank 0 that all ranks raise as they are: `except StepExistsError` has to take all ranks
+# the same way.
+_ALIKE: tuple[type[SaveError], ...] = (BusyError, StepExistsError)
 
 _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, Step.REPORT_STOPPED})
 
@@ -409,17 +415,17 @@ class SaveAgreement:
         if result is not None and result.result is not Result.COMMITTED:
             host = self._round.host_of(0)
             who = "rank 0" + (f" on {host}" if host else "")
-            msg = f"{what}: {who} {result.cause}. {stays}".rstrip()
+            msg = f"{ended(f'{what}: {who} {result.cause}')} {stays}".rstrip()
             return RankError(msg, 0, host, result.cause)
         if verdict is not None and verdict.commit:
             return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
+        if verdict is not None and verdict.rank == self.rank:
+            why = f"{what}: the other ranks gave it up, since this one {verdict.cause}"
+            return SaveError(f"{ended(why)} {stays}".rstrip())
         found = self._round.error(what, stays)
         if found is not None:
             self._group.lost.add(found.rank)
-            return found
-        if verdict is not None:
-            why = f"the other ranks gave it up, since this one {verdict.cause}"
-            return SaveError(f"{what}: {why}. {stays}".rstrip())
+            return _alike(found)
         silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
         return CoordinationError(f"{what}: {silence}. {stays}".rstrip())
 
@@ -443,6 +449,15 @@ def _not_shared(url: str, tier: str | None) -> str:
         f"{what} It is tier {tier}. A fast tier of each host's own is not supported with ranks on "
         "several hosts yet: put it on a file system that all hosts share, or save without it"
     )
+
+
+def _alike(error: RankError) -> PenstockError:
+    """Return the error that rank 0 has raised, where all ranks have to raise the same."""
+    for kind in _ALIKE:
+        name = failed_with(kind.__name__)
+        if error.rank == 0 and error.cause.startswith(name):
+            return kind(ended(error.cause.removeprefix(name)))
+    return error
 
 
 def _nothing() -> None:

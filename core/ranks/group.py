@@ -342,7 +342,12 @@ class RanksOfJob:
 
 def cause_of(error: BaseException) -> str:
     """Return what the other ranks are told of an error, in one line."""
-    return f"failed with {type(error).__name__}: {_line_of(error)}"
+    return f"{failed_with(type(error).__name__)}{_line_of(error)}"
+
+
+def failed_with(name: str) -> str:
+    """Return how the cause begins of a rank that failed with an error of this name."""
+    return f"failed with {name}: "
 
 
 def _line_of(error: BaseException) -> str:

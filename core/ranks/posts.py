@@ -337,6 +337,11 @@ def decode_drained(data: bytes) -> DrainedPost:
     return DrainedPost(tuple(tiers), read.text("kind"), read.text("error"))
 
 
+def ended(text: str) -> str:
+    """Return `text` with a full stop at its end, unless it ends in a question or was cut."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 def cut_bytes(text: str, limit: int = _CAUSE_BYTES) -> str:
     """Return the beginning of `text` that takes at most `limit` bytes within JSON."""
     if len(dump_json(text)) - 2 <= limit:

@@ -34,6 +34,7 @@ from penstock.core.ranks.posts import (
     encode_slot,
     encode_verdict,
     end_key,
+    ended,
     go_key,
     result_key,
     slot_key,
@@ -248,19 +249,19 @@ class Round:
                 # A store that refuses calls at once would otherwise be called without a pause.
                 self._now_s = (yield Rest(left_s)).now_s
 
-    def error(self, what: str, stays: str = "") -> RankError | None:
+    def error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
         """Return the error of an abort for the ranks that are not its cause; None on that one.
 
         Args:
             what: What was not done: "step 300 was not saved".
             stays: What is the latest checkpoint now; empty: nothing is said of it.
+            own: Whether the rank that is the cause gets it, too.
         """
         verdict = self.verdict
-        if verdict is None or verdict.commit or verdict.rank == self.place.rank:
+        if verdict is None or verdict.commit or (verdict.rank == self.place.rank and not own):
             return None
         who = f"rank {verdict.rank}" + (f" on {verdict.host}" if verdict.host else "")
-        stop = "" if verdict.cause.endswith((".", "?", "!")) else "."
-        msg = f"{what}: {who} {verdict.cause}{stop} {stays}".rstrip()
+        msg = f"{ended(f'{what}: {who} {verdict.cause}')} {stays}".rstrip()
         return RankError(msg, verdict.rank, verdict.host, verdict.cause)
 
     # -- within ----------------------------------------------------------------------------------
@@ -456,7 +457,8 @@ class Round:
         post = self._slots.get(rank)
         still = f"stood still for {self.timeout_s:g} s"
         if post is None or post.round < self.number:
-            return f"has not begun to {self.kind}, and {still}"
+            every = f"every rank has to call {self.kind}"
+            return f"has not begun to {self.kind} for {self.timeout_s:g} s: {every}"
         if post.at is At.HERE:
             return f"{still} before it began to {self.kind}"
         if post.at is At.SEALED:

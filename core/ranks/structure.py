@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _DIGEST_BYTES = 16
 _MAX_SETS = 8  # some 30 bytes each in a post
 _OF_TENSOR = "t"  # begins the digest of a tensor; no digit
+_MOST_SHOWN = 3  # of the paths that differ
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
 
@@ -254,16 +255,26 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
         maps: The digests of values, each with the ranks that have them.
     """
     first: dict[str, tuple[str, Sequence[int]]] = {}
+    differing: dict[str, str] = {}
+    tensors = False
     for ranks, values in maps:
         for path, digest in values.items():
             other, where = first.setdefault(path, (digest, ranks))
-            if other != digest:
-                remedy = "make it equal on all ranks, or put it into penstock.PerRank"
-                if _OF_TENSOR in {other[0], digest[0]}:
-                    remedy += "; if each rank has a piece of one tensor, say so by penstock.Shard"
-                shown = f"{shown_ranks(where)} and {shown_ranks(ranks)}"
-                return f"{path} is not equal on {shown}: {remedy}"
-    return None
+            if other != digest and path not in differing:
+                on = f"{shown_ranks(where)} and {shown_ranks(ranks)}"
+                differing[path] = f"{path} is not equal on {on}"
+                tensors |= _OF_TENSOR in {other[0], digest[0]}
+    if not differing:
+        return None
+    shown = "; ".join(list(differing.values())[:_MOST_SHOWN])
+    more = len(differing) - _MOST_SHOWN
+    remedy = "make it equal on all ranks, or put it into penstock.PerRank"
+    if tensors:
+        remedy += (
+            "; if each rank has a piece of one tensor, say so by penstock.Shard, and if it has "
+            "another tensor, as each stage of a pipeline has, give that a key of its own"
+        )
+    return f"{shown}{f'; and {more} more' if more > 0 else ''}: {remedy}"
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:

@@ -115,6 +115,7 @@ class RestoreTogether(Generic[T]):
         self._chosen: Opened | None = None
         self._conductor: Conductor | None = None
         self._error: BaseException | None = None
+        self._refused: int | None = None  # the step of rank 0, where the calls differ
         self._notes: Sequence[str] = ()  # on what is undefined where the others have failed
 
     def run(self, number: int) -> tuple[T, tuple[int, ...]]:
@@ -216,6 +217,7 @@ class RestoreTogether(Generic[T]):
         for key, what in (("verb", ""), ("asked", "step "), ("fallback", "on_damage fallback ")):
             here, there = self._asked[key], terms.get(key)
             if here != there:
+                self._refused = terms.get("step")
                 return f"was called for {what}{here}, but rank 0 for {what}{there}"
         return ""
 
@@ -264,7 +266,7 @@ class RestoreTogether(Generic[T]):
         verb = self._verb
         if step is Step.REPORT_STOPPED:
             return _stopped(round_.stop, verb)
-        number = round_.terms.get("step")
+        number = round_.terms.get("step", self._refused)
         if step is Step.REPORT_UNKNOWN:
             msg = (
                 f"step {number} is here on this rank, but the place where the ranks agree cannot "
@@ -273,12 +275,13 @@ class RestoreTogether(Generic[T]):
             return CoordinationError(msg)
         past = _PAST.get(verb, verb)
         what = f"no checkpoint was {past}" if number is None else f"step {number} was not {past}"
-        error = round_.error(what)
+        error = round_.error(what, own=True)
         if error is None:  # no verdict: the place where the ranks agree could not be reached
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)
-        self._group.lost.add(error.rank)
-        if restored:
+        if error.rank != self._group.place.rank:
+            self._group.lost.add(error.rank)
+        if restored and verb == "restore":
             error.add_note(f"This rank has the values of step {number} now.")
         return error
 

@@ -14,6 +14,7 @@ from penstock.core.errors import (
     BusyError,
     FenceTimeoutError,
     PenstockError,
+    RankError,
     SaveAbortedError,
     SaveError,
     SaveSkippedError,
@@ -286,9 +287,15 @@ class SaveJob:
             # Text: a kept log record would keep the error, its frames, and all that they hold.
             loud = self._log_failure and not isinstance(error, SaveSkippedError)
             level = logging.ERROR if loud else logging.DEBUG
-            log.log(level, "save of step %d failed: %s", self.request.step, str(error))
+            log.log(level, "save of step %d failed: %s", self.request.step, self._told(error))
 
         self.ending.fail(why, first=first)
+
+    def _told(self, error: BaseException) -> str:
+        """Return what is logged of an error: of another rank's, only where no other log has it."""
+        if isinstance(error, RankError) and self.request.rank and error.rank:
+            return f"rank {error.rank} is the cause, as the log of rank 0 says"
+        return str(error)
 
     def progress(self) -> Progress:
         """Return the phase of the save, and the bytes written by now."""

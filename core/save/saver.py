@@ -432,7 +432,9 @@ class Saver(SaveSurroundings):
         )
 
     def _warn_if_not_lazy(self, request: SaveRequest) -> None:
-        tensors = any(chunk.capture is Capture.NOW for chunk in request.plan.chunks)
+        captures = {chunk.capture for chunk in request.plan.chunks}
+        # Of several ranks one may write nothing of what an optimizer claims.
+        tensors = Capture.NOW in captures and Capture.DEFERRED not in captures
         if request.mode == "lazy" and tensors and not self._warned_not_lazy:
             self._warned_not_lazy = True
             log.warning(

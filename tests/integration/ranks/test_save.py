@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
-from tests.integration.ranks.topologies import PLACES, Net, adam, trained, values_of
+from tests.integration.ranks.topologies import PLACES, Net, adam, alone, trained, values_of
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
@@ -122,3 +122,14 @@ def test_stages_of_a_pipeline_store_what_each_has_and_what_they_share():
     for stage in range(2):
         assert tree["model"][f"layer{stage}"].eq(stage).all()
         assert tree[f"only{stage}"] == stage
+
+
+def test_a_lazy_save_warns_of_no_optimizer_only_where_there_is_none(caplog):
+    """From the second save on a rank captures only what it writes, which may be nothing."""
+    states = [trained(alone) for _ in range(2)]
+
+    def work(ckpt, rank):
+        return [ckpt.save(states[rank], step, mode="lazy").result(30).step for step in (1, 2)]
+
+    assert Job(2, memory()).run(work) == [[1, 2], [1, 2]]
+    assert "defers nothing" not in caplog.text

@@ -83,6 +83,17 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     assert_unchanged(store, before)
 
 
+def test_all_values_that_differ_are_counted_and_the_first_are_named(job):
+    job, store, before = job
+    errors = job.save(lambda rank: {**state_of(0), **{f"v{n}": rank for n in range(5)}}, 2)
+    for error in errors:
+        for name in ("v0", "v1", "v2"):
+            assert f"{name} is not equal on rank 0 and rank 1" in str(error)
+        assert "; and 2 more: make" in str(error)
+        assert "...." not in str(error)
+    assert_unchanged(store, before)
+
+
 def test_a_value_that_one_rank_lacks_is_no_difference(job):
     job, store, _ = job
     reports = job.save(lambda rank: state_of(rank) | ({"mine": 5} if rank == 2 else {}), 2)
@@ -111,7 +122,7 @@ class Full(DelegatingBackend):
         raise StorageError(msg)
 
 
-def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job):
+def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job, caplog):
     _, store, before = job
     big = {"weight": torch.ones(40_000), "epoch": 7}
 
@@ -126,6 +137,9 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_at_once(job):
     assert told(errors) == [(RankError, 2), (RankError, 2), (StorageError, None)]
     assert "rank 2 on node2" in str(errors[0])
     assert "No space left" in str(errors[0])
+    logged = [r.getMessage().partition("failed: ")[2] for r in caplog.records]
+    short = "rank 2 is the cause, as the log of rank 0 says"
+    assert sorted(logged) == sorted([str(errors[0]), short, str(errors[2])])
     assert_unchanged(store, before)
 
 
@@ -146,6 +160,14 @@ def test_a_root_that_hosts_do_not_share_is_found():
     assert [names(store) for store in stores] == [[], []]
 
 
+def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
+    stores = [memory(), memory()]
+    errors = Job(2, lambda rank: stores[rank]).save(lambda _: {"epoch": 1})
+    for error in errors:
+        assert "is the folder shared by all hosts?" in str(error)
+    assert [names(store) for store in stores] == [[], []]
+
+
 def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
     job, store, before = job
     began = time.monotonic()
@@ -158,8 +180,8 @@ def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
 def test_a_step_that_exists_is_refused_on_all(job):
     job, store, before = job
     errors = job.save(state_of, 1)
-    assert told(errors) == [(StepExistsError, None), (RankError, 0), (RankError, 0)]
-    assert "exists" in str(errors[2])
+    assert told(errors) == [(StepExistsError, None)] * 3
+    assert str(errors[1]) == str(errors[2]) == f"{str(errors[0]).rstrip('.')}."
     assert_unchanged(store, before)
     reports = Job(3, store).save(state_of, 1, overwrite=True)
     assert [report.generation for report in reports] == [1, 1, 1]
@@ -185,7 +207,9 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
     error = None
     with job.checkpointer(0, timeout_s=1.0) as ckpt:
         handle = ckpt.save(state_of(0), 1)
-        with pytest.raises(RankError, match="has not begun to save, and stood") as info:
+        with pytest.raises(
+            RankError, match="not begun to save for 1 s: every rank has to call save"
+        ) as info:
             handle.result(30)
         error = info.value
         assert ckpt._ranks.of_save().lost == {1}
