@@ -607,8 +607,6 @@ class Checkpointer:
 
     def _warn_early(self) -> None:
         """Warn of obstacles that would make the first save fail; reading works all the same."""
-        if (obstacle := self._ranks.obstacle()) is not None:
-            log.warning("%s", obstacle)
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(self._config.io_timeout_s, self._workers.timing.opening_s)
         try:
@@ -624,6 +622,8 @@ class Checkpointer:
         """
         if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)
+        elif (obstacle := self._ranks.obstacle()) is not None:  # a save is refused for that
+            log.warning("%s", obstacle)
 
     def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
         """Return the drains that copy from tier to tier; None if the store is one place."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock import (
     Checkpointer,
+    CheckpointNotFoundError,
     ConfigError,
     StepExistsError,
     StorageError,
@@ -96,9 +97,12 @@ def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, 
     store = memory()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with checkpointer(store) as ckpt:
-        (warning,) = warnings_of(caplog)
         with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*init_process_group.*'alone'"):
             ckpt.save({"a": 1}, 1)
+        assert warnings_of(caplog) == []  # it may be opened before the group is there
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.restore({"a": 0})
+        (warning,) = warnings_of(caplog)
     assert "WORLD_SIZE is 4" in warning
     caplog.clear()
     with checkpointer(store, ranks="alone") as ckpt:
