@@ -22,6 +22,7 @@ from penstock.core.abc import (
     check_coordination_value,
 )
 from penstock.core.concurrency.pool import Pool
+from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.coordination.polling import wait_by_reading
 from penstock.core.errors import ConfigError, CoordinationError
 
@@ -92,6 +93,8 @@ class TorchCoordination(Coordination):
         if not able:
             msg = f"a {type(original).__name__} cannot read many keys at once: use a TCPStore"
             raise ConfigError(msg)
+        self._network_error: type[Exception] = distributed.DistNetworkError
+        self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
         self._original = original  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
@@ -157,6 +160,8 @@ class TorchCoordination(Coordination):
         if self._closed:
             msg = "this rank's coordination is closed"
             raise CoordinationError(msg)
+        if self._broken is not None and not self._broken[0].is_over():
+            raise CoordinationError(self._broken[1])
         try:
             future = self._pool.submit(call)
         except RuntimeError as error:
@@ -173,6 +178,9 @@ class TorchCoordination(Coordination):
             return future.result()
         except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
             msg = f"the store of the job ({self._prefix}): {error}"
+            if isinstance(error, self._network_error):
+                # Each call on a broken connection prints a stack trace of the C++ library.
+                self._broken = Deadline(self._call_s), msg
             raise CoordinationError(msg) from error
 
 

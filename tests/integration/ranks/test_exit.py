@@ -10,6 +10,7 @@ from tests.integration.ranks.test_processes import START, end
 from tests.integration.support import start_python
 
 from penstock.core.coordination.torch_store import TorchCoordination
+from penstock.core.errors import CoordinationError
 
 SAVE = """
 def ours():
@@ -84,3 +85,19 @@ def test_a_store_that_is_closed_ends_the_call_under_way_first(link):
     coordination.close()
     assert not any(thread.is_alive() for thread in found)
     call.join()
+
+
+def test_a_broken_connection_is_not_asked_again_and_again(link, capfd):
+    """Each call on it prints dozens of lines of the C++ library."""
+    with TorchCoordination(
+        dist.TCPStore("127.0.0.1", link.port, is_master=False), prefix="job"
+    ) as coordination:
+        assert coordination.read(["key"]) == [None]
+        link.close()
+        with pytest.raises(CoordinationError):
+            coordination.read(["key"])
+        capfd.readouterr()
+        for _ in range(20):
+            with pytest.raises(CoordinationError, match="the store of the job"):
+                coordination.read(["key"])
+        assert capfd.readouterr().err == ""
