@@ -10,10 +10,11 @@ import numpy as np
 from penstock.core.types import ByteRange, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+_MAX_TRIES = 10_000
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -36,29 +37,108 @@ def relative(region: Region, origin: Region) -> Region:
 
 
 def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
-    """Return how `regions` fail to cover a tensor of `shape` once each, as a clause; None: not.
+    """Return how `regions` fail to hold a tensor of `shape`, as a clause; None if they do not.
 
-    A region may stand there several times: replicas.
+    They may hold copies of it, which need not be cut alike: each region has to be of a copy that
+    holds each element once.
     """
     distinct = list(dict.fromkeys(region for region in regions if region.numel))
     if distinct == [Region.whole(shape)] or (not distinct and not math.prod(shape)):
         return None
-    # A grid of all edges: each cell is within a region as a whole, or not at all.
-    edges = [
-        np.unique([0, size, *(e for r in distinct for e in _ends(r, d))]).tolist()
-        for d, size in enumerate(shape)
-    ]
-    places = [{edge: n for n, edge in enumerate(row)} for row in edges]
-    counts = np.zeros([len(row) - 1 for row in edges], np.uint32)
-    for region in distinct:
-        cells = (slice(*map(p.__getitem__, _ends(region, d))) for d, p in enumerate(places))
-        counts[tuple(cells)] += 1
-    for wrong, what in ((counts == 0, "no shard has"), (counts > 1, "several shards have")):
-        if wrong.any():
-            cell = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-            spans = [(row[n], row[n + 1]) for row, n in zip(edges, cell, strict=True)]
-            return f"{what} elements [{', '.join(f'{a}:{b}' for a, b in spans)}]"
+    grid = _Grid(shape, distinct)
+    counts = grid.counts()
+    wrong = counts == 0
+    if wrong.any():
+        return f"no shard has elements {grid.shown(wrong)}"
+    if (counts == 1).all():
+        return None
+    copied = set(grid.copy_with(None, ()) or ())
+    for number, region in enumerate(distinct):
+        if number not in copied:
+            found = grid.copy_with(number, copied)
+            if found is None:
+                inside = np.zeros_like(wrong)
+                inside[grid.cells(region)] = True
+                return f"several shards have elements {grid.shown((counts > 1) & inside)}"
+            copied |= set(found)
     return None
+
+
+def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | None:
+    """Return which of `regions` hold each element of a tensor of `shape` once; None: none do."""
+    return _Grid(shape, regions).copy_with(None, ()) if math.prod(shape) else []
+
+
+class _Grid:
+    """All edges of some regions: each cell is within a region as a whole, or not at all."""
+
+    def __init__(self, shape: Sequence[int], regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._edges = [
+            np.unique([0, size, *(e for r in regions for e in _ends(r, d))]).tolist()
+            for d, size in enumerate(shape)
+        ]
+        self._places = [{edge: n for n, edge in enumerate(row)} for row in self._edges]
+        self._sizes = [len(row) - 1 for row in self._edges]
+
+    def cells(self, region: Region) -> tuple[slice, ...]:
+        """Return the cells of a region."""
+        pairs = (map(place.__getitem__, _ends(region, d)) for d, place in enumerate(self._places))
+        return tuple(slice(*pair) for pair in pairs)
+
+    def counts(self) -> NDArray[np.uint32]:
+        """Return how many regions have each cell."""
+        counts = np.zeros(self._sizes, np.uint32)
+        for region in self._regions:
+            counts[self.cells(region)] += 1
+        return counts
+
+    def shown(self, cells: NDArray[np.bool_]) -> str:
+        """Return the first of some cells in words: "[0:2, 4:8]"."""
+        first = np.unravel_index(int(np.argmax(cells)), cells.shape)
+        spans = [(row[n], row[n + 1]) for row, n in zip(self._edges, first, strict=True)]
+        return f"[{', '.join(f'{a}:{b}' for a, b in spans)}]"
+
+    def copy_with(self, first: int | None, known: Collection[int]) -> list[int] | None:
+        """Return regions that have each cell once, `first` among them; None if none are found.
+
+        Whatever has the first cell that is still free begins there, so few regions come into
+        question, those that are not `known` first, and the largest; after `_MAX_TRIES` steps that
+        led nowhere the search ends.
+        """
+        starts: dict[tuple[int, ...], list[int]] = {}
+        every = range(len(self._regions))
+        order = sorted(every, key=lambda n: (n not in known, self._regions[n].numel))
+        for number in order:
+            if self._regions[number].numel:
+                starts.setdefault(self._regions[number].offsets, []).append(number)
+        taken = np.zeros(self._sizes, np.bool_)
+        chosen: list[int] = []
+        if first is not None:
+            taken[self.cells(self._regions[first])] = True
+        trials = [list(starts.get(self._corner(taken), ()))]
+        for _ in range(_MAX_TRIES + 2 * len(self._regions)):
+            if taken.all():
+                return chosen if first is None else [first, *chosen]
+            if not trials:
+                return None
+            if not trials[-1]:  # a dead end
+                trials.pop()
+                if chosen:
+                    taken[self.cells(self._regions[chosen.pop()])] = False
+                continue
+            number = trials[-1].pop()
+            cells = self.cells(self._regions[number])
+            if not taken[cells].any():
+                taken[cells] = True
+                chosen.append(number)
+                trials.append(list(starts.get(self._corner(taken), ())))
+        return None
+
+    def _corner(self, taken: NDArray[np.bool_]) -> tuple[int, ...]:
+        """Return the offsets of the first cell that is free."""
+        first = np.unravel_index(int(np.argmin(taken)), taken.shape)
+        return tuple(row[n] for row, n in zip(self._edges, first, strict=True))
 
 
 def _ends(region: Region, dimension: int) -> tuple[int, int]:

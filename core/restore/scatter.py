@@ -10,6 +10,7 @@ from penstock.core.plan.regions import (
     common_region,
     copy_region,
     flaw_of_cover,
+    one_copy,
     region_runs,
     relative,
     run_of,
@@ -20,7 +21,7 @@ from penstock.core.types import ByteRange, Region, regions_of_range, show_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.core.format.records import ObjectRecord, ShardRecord
+    from penstock.core.format.records import ShardRecord
     from penstock.core.plan.restore import Located, ObjectRequest
 
 
@@ -50,15 +51,23 @@ def shard_requests(
     if len(stored) == 1 and stored[0][1].region == region:  # as of nearly all
         yield ShardRequest(*stored[0], sink, request.at, None, request.path)
         return
-    found = 0
-    for located, shard in {shard.region: (located, shard) for located, shard in stored}.values():
-        common = common_region(shard.region, region)
-        if common is not None:
-            found += common.numel
-            gap = block_bytes(located.part) - 1  # a gap below that has no block to itself
-            yield _request(request._replace(region=region), (located, shard), common, gap)
-    if found != region.numel:
-        raise _not_whole(record, region, [shard.region for _, shard in stored])
+    distinct = {shard.region: (located, shard) for located, shard in stored}.values()
+    meeting = [
+        (one, common)
+        for one in distinct
+        if (common := common_region(one[1].region, region)) is not None
+    ]
+    if sum(common.numel for _, common in meeting) != region.numel:
+        inside = [relative(common, region) for _, common in meeting]
+        chosen = one_copy(region.sizes, inside)  # of copies that are not cut alike
+        if chosen is None:
+            shown = show_path(record.path)
+            msg = f"{shown} from {region.offsets} on: {flaw_of_cover(region.sizes, inside)}"
+            raise FormatError(msg, [shown])
+        meeting = [meeting[number] for number in chosen]
+    for one, common in meeting:
+        gap = block_bytes(one[0].part) - 1  # a gap below that has no block to itself
+        yield _request(request._replace(region=region), one, common, gap)
 
 
 def _request(
@@ -79,14 +88,6 @@ def _request(
     runs = region_runs(shard.region.sizes, inside, itemsize, merge_gap_bytes=gap)
     scattered = RegionSink(sink, request.at, region, shard.region, itemsize)
     return ShardRequest(located, shard, scattered, 0, runs, request.path)
-
-
-def _not_whole(record: ObjectRecord, region: Region, shards: Sequence[Region]) -> FormatError:
-    shown = show_path(record.path)
-    common = (common_region(one, region) for one in shards)
-    inside = [relative(one, region) for one in common if one is not None]
-    why = flaw_of_cover(region.sizes, inside)
-    return FormatError(f"{shown} from {region.offsets} on: {why}", [shown])
 
 
 class RegionSink(ByteSink):

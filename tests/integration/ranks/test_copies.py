@@ -1,0 +1,68 @@
+"""A tensor that ranks of different structures have in common is stored once for each structure.
+
+Each structure cuts it at other elements, as stages of a pipeline of several replicas do with a tied
+embedding that is larger than the share of one writer.
+"""
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.support import checkpointer, memory
+
+from penstock import SaveError, Shard
+
+TIED = torch.arange(40_000.0).reshape(400, 100)
+OF_STAGE = {0: 300, 1: 120}  # rows of what each stage has for itself
+
+
+def state_of(rank):
+    stage = rank // 2
+    own = torch.full((OF_STAGE[stage], 100), float(stage))
+    return {"tied": TIED.clone(), f"stage{stage}": own, "epoch": 7}
+
+
+def saved_by_stages(store, step=1, **options):
+    job = Job(4, store, writer_bytes=1, chunk_bytes=8192, **options)
+    return job.save(state_of, step)
+
+
+def assert_whole(tree):
+    assert torch.equal(tree["tied"], TIED)
+    assert all(tree[f"stage{n}"].eq(n).all() for n in (0, 1))
+    assert tree["epoch"] == 7
+
+
+def test_copies_that_are_cut_differently_are_saved_and_read_as_one():
+    store = memory()
+    reports = saved_by_stages(store)
+    assert {report.total.bytes_twice for report in reports} == {TIED.nbytes}
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        assert_whole(ckpt.load())
+        assert torch.equal(ckpt.open().read("tied", slice(90, 310)), TIED[90:310])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_copies_that_are_cut_differently_come_back_in_any_cut(ranks):
+    store = memory()
+    saved_by_stages(store)
+
+    def work(ckpt, rank):
+        rows = 400 // ranks + 1
+        start, stop = rank * rows, min(400, (rank + 1) * rows)
+        piece = torch.zeros(stop - start, 100)
+        report = ckpt.restore({"tied": Shard(piece, (400, 100), (start, 0))}, include="tied")
+        assert report.bytes_needed <= TIED.nbytes  # of one copy
+        return torch.equal(piece, TIED[start:stop])
+
+    assert Job(ranks, store).run(work) == [True] * ranks
+
+
+def test_a_piece_that_is_of_no_copy_fails_the_save():
+    def pieces(rank):
+        start, rows = [(0, 4), (4, 4), (2, 4)][rank]
+        return {"w": Shard(torch.zeros(rows, 3), (8, 3), (start, 0))}
+
+    errors = Job(3, memory()).save(pieces)
+    assert isinstance(errors[0], SaveError)
+    assert "several shards have elements [2:4, 0:3]" in str(errors[0])
