@@ -30,7 +30,7 @@ from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, Region, regions_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
@@ -59,6 +59,7 @@ class Opened:
         rank: The number of this rank among those that restore together.
         world_size: How many there are.
         host: Reads the targets together with the other ranks of this host; None: alone.
+        ended: Returns whether the ranks have given up this restore: reading then ends at once.
     """
 
     backend: Backend
@@ -70,6 +71,7 @@ class Opened:
     rank: int = 0
     world_size: int = 1
     host: HostReading | None = None
+    ended: Callable[[], bool] = lambda: False
 
     @classmethod
     def open(
@@ -250,6 +252,7 @@ def fill(
         DamagedError: Names every damaged object.
         CheckpointGoneError: The checkpoint was deleted meanwhile.
         RestoreError: The store failed.
+        RoundOverError: Another rank has failed.
     """
     jobs, needed = checkpoint.contents.jobs(requests)
     shared = None if host is None else host.share(jobs)
@@ -258,11 +261,19 @@ def fill(
     began = time.monotonic()
     meter = checkpoint.meter
     meter.expect(bytes_of(jobs) if shared is None else shared.bytes_expected)
+
+    def advance(size_bytes: int) -> None:
+        # The others wait for this rank: to begin with an older checkpoint, or to raise with them.
+        if checkpoint.ended():
+            msg = "another rank has failed"
+            raise RoundOverError(msg)
+        meter.advance(size_bytes)
+
     try:
         if shared is None:
-            stats = checkpoint.loader.run(jobs, progress=meter.advance)
+            stats = checkpoint.loader.run(jobs, progress=advance)
         else:
-            stats = shared.run(checkpoint.loader, meter.advance)
+            stats = shared.run(checkpoint.loader, advance)
     except RoundOverError:
         raise
     except PenstockError as error:

@@ -227,6 +227,7 @@ class RestoreTogether(Generic[T]):
             chosen = self._chosen
             if chosen is None:
                 chosen = self._follow(round_.terms["step"], round_.terms["uid"])
+            chosen = replace(chosen, ended=lambda: conductor.has_news)
             if self._host_timing is not None:
                 host = HostReading(
                     self._group,

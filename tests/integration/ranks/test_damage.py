@@ -1,13 +1,15 @@
 """What three ranks stored, damaged anywhere: found or harmless, for one process and two ranks."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.integration.ranks.saving import Job
-from tests.integration.support import ENCODED, Run, blank, make_state, same
+from tests.integration.support import ENCODED, Run, blank, make_state, memory, same
 
-from penstock import CheckpointNotFoundError, DamagedError, RankError, Shard
+from penstock import Checkpointer, CheckpointNotFoundError, DamagedError, RankError, Shard
+from penstock.core.testing.faults import Fault, FaultyBackend
 
 SAVERS, READERS = 3, 2
 FLIPS = 6  # of each file, beside its first and its last byte
@@ -161,3 +163,31 @@ def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
         assert same(tree, make_state(1)), kind
         assert same(results, expected(1)), (kind, results)
     assert same(two_ranks(run, on_damage="fallback"), expected(2))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_rank_that_still_reads_what_another_found_damaged_stops_and_goes_on_with_the_others(once):
+    store, bad = memory(), memory()
+
+    def filled(value):
+        return {f"t{n:02}": torch.full((65536,), float(value)) for n in range(75)}
+
+    for step in (1, 2):
+        with Checkpointer(store, chunk_bytes=4096, block_bytes=4096) as ckpt:
+            uid = ckpt.save(filled(step), step).result(60).uid
+    bad._store.blobs.update(store._store.blobs)
+    for name, blob in store._store.blobs.items():
+        if uid in name and name.endswith(".raw"):
+            data = bytes(byte ^ 1 for byte in blob.data)
+            bad._store.blobs[name] = replace(blob, data=bytearray(data))
+    slow = FaultyBackend(store, Fault("read", match=uid, seconds=0.3, times=None))
+
+    def work(ckpt, rank):
+        state = filled(0) if rank else {"t00": torch.zeros(65536)}
+        report = ckpt.restore(state, on_damage="fallback", strict=False)
+        assert {float(tensor.max()) for tensor in state.values()} == {1.0}
+        return report.step, report.fell_back_from
+
+    job = Job(2, lambda rank: slow if rank else bad, host="one".format if once else "node{}".format)
+    # Rank 1 would read the damaged step for more than two seconds.
+    assert job.run(work, timeout_s=1.5) == [(1, (2,))] * 2
