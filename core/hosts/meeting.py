@@ -125,18 +125,25 @@ class Meeting:
         listener = fds.enter_context(_new_socket())
         listener.bind(self._address)
         listener.listen(len(self._ranks))
+        silent: list[socket.socket] = []  # connected, and has not said who it is
         while len(held) < len(self._ranks):
-            if not _ready(listener, deadline):
-                if deadline.is_over() or ended():
-                    return None
-                continue
-            line = fds.enter_context(listener.accept()[0])
-            line.settimeout(max(_POLL_S, deadline.left_s()))
-            member = self._welcome(line, held, fds)
-            if member is None:
-                line.close()
-            else:
-                lines[member] = line
+            for line in _ready([listener, *silent], deadline):
+                if line is listener:
+                    new = fds.enter_context(_accepted(listener))
+                    if _user_of(new) == os.geteuid():
+                        silent.append(new)
+                    else:
+                        new.close()
+                    continue
+                silent.remove(line)
+                member = self._welcome(line, held, fds)
+                if member is None:
+                    line.close()
+                else:
+                    lines[member] = line
+            # Whoever connects: a stranger who does so all the time must not hold this rank up.
+            if len(held) < len(self._ranks) and (deadline.is_over() or ended()):
+                return None
         ends = self._socket_pairs(fds)
         windows = {member: held[member][1] for member in held}
         for member in members:
@@ -155,8 +162,6 @@ class Meeting:
         self, line: socket.socket, held: dict[int, list[int]], fds: ExitStack
     ) -> int | None:
         """Take what a rank has brought; None for a stranger."""
-        if _user_of(line) != os.getuid():
-            return None
         with suppress(OSError):
             data, got, _, _ = socket.recv_fds(line, _HELLO.size, 2, _CLOSED_ON_EXEC)
             for fd in got:
@@ -184,16 +189,16 @@ class Meeting:
         while True:
             try:
                 line.connect(self._address)
-            except (ConnectionRefusedError, BlockingIOError):  # it does not listen yet
+            except (ConnectionRefusedError, BlockingIOError):  # it does not listen, or not accept
                 if deadline.is_over() or ended():
                     return None
                 time.sleep(_CONNECT_POLL_S)
             else:
                 break
-        if _user_of(line) != os.getuid():
+        if _user_of(line) != os.geteuid():
             return None
         socket.send_fds(line, [_HELLO.pack(self._token, self._me)], mine)
-        while not _ready(line, deadline):
+        while not _ready([line], deadline):
             if deadline.is_over() or ended():
                 return None
         count = 3 * (len(self._ranks) - 1)
@@ -229,14 +234,25 @@ class Meeting:
 
 
 def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Return a socket none of whose calls waits: the other end may be stopped, or a stranger."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.settimeout(0)
+    return line
 
 
-def _ready(line: socket.socket, deadline: Deadline) -> bool:
-    """Wait a moment for something to read."""
+def _accepted(listener: socket.socket) -> socket.socket:
+    line, _ = listener.accept()
+    line.settimeout(0)
+    return line
+
+
+def _ready(lines: Sequence[socket.socket], deadline: Deadline) -> list[socket.socket]:
+    """Wait a moment for something to read; return which of `lines` have something."""
     poller = select.poll()
-    poller.register(line, select.POLLIN)
-    return bool(poller.poll(1000 * min(_POLL_S, deadline.left_s())))
+    by_fd = {line.fileno(): line for line in lines}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poller.poll(1000 * min(_POLL_S, deadline.left_s()))]
 
 
 def _user_of(line: socket.socket) -> int:

@@ -181,7 +181,8 @@ class SharedReading:
             BaseException: As `Loader.run`.
         """
         self._progress = progress
-        stats, exchange = LoadStats(), self._exchange
+        # Not kept here: it holds this object, too, and the window would last as long as the cycle.
+        stats, exchange, self._exchange = LoadStats(), self._exchange, None
         if exchange is None:
             self._met.part()
             stats.add(loader.run(self._division.alone, progress=progress))

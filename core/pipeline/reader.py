@@ -414,6 +414,8 @@ class _Session:
         except DamagedError as error:
             found = [(name, str(error), error.damaged[0]) for name in job.label]
             self._damaged.append((self._submitted, found))
+        if self._exchange is not None:  # who reads so much for one chunk has no room to lend it
+            self._exchange.refuse(job)
 
     def _stored(self, link: FrameJob[CodecChain]) -> memoryview:
         """Read and verify all stored bytes of a frame.

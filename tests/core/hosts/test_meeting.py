@@ -3,6 +3,8 @@
 import os
 import socket
 import threading
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -134,3 +136,82 @@ def test_a_stranger_who_connects_is_sent_away_and_the_others_meet():
     assert found[0] is not None
     assert found[1] is not None
     part(found)
+
+
+def rank_0_meets_nobody(meeting, *, limit_s=0.5):
+    """The thread in which rank 0 waits for others in vain, and the times at which it looked."""
+    looks = []
+
+    def ended():
+        looks.append(time.monotonic())
+        return False
+
+    thread = threading.Thread(target=meeting.hold, args=(plan(0), Deadline(limit_s), ended))
+    thread.start()
+    return thread, looks
+
+
+def connected(meeting):
+    """A socket to rank 0, once it listens."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    while True:
+        try:
+            line.connect(meeting._address)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+        else:
+            return line
+
+
+def test_one_that_connects_and_says_nothing_holds_nobody_up():
+    meeting = Meeting("silent", (0, 1), 0, window_bytes=WINDOW)
+    thread, looks = rank_0_meets_nobody(meeting)
+    with connected(meeting):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(looks) >= 4
+
+
+def test_strangers_who_connect_all_the_time_keep_nobody_beyond_its_time():
+    meeting = Meeting("strangers", (0, 1), 0, window_bytes=WINDOW)
+    stop = threading.Event()
+
+    def disturb():
+        while not stop.is_set():
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with line, suppress(OSError):
+                line.connect(meeting._address)
+                line.send(b"x")
+
+    crowd = [threading.Thread(target=disturb) for _ in range(3)]
+    for one in crowd:
+        one.start()
+    thread, looks = rank_0_meets_nobody(meeting)
+    thread.join(5)
+    alive = thread.is_alive()
+    stop.set()
+    for one in (*crowd, thread):
+        one.join(30)
+    assert not alive
+    assert len(looks) >= 2
+
+
+def test_rank_0_that_is_stopped_behind_a_full_queue_keeps_nobody_beyond_its_time():
+    meeting = Meeting("full", (0, 1), 1, window_bytes=WINDOW)
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(meeting._address)
+        listener.listen(1)
+        refused = 0
+        while not refused:
+            line = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            line.setblocking(False)
+            refused = line.connect_ex(meeting._address)
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(meeting.hold(plan(1), Deadline(0.3), lambda: False)),
+            daemon=True,
+        )
+        thread.start()
+        thread.join(5)
+        assert found == [None]

@@ -1,7 +1,10 @@
 """Ranks of one host read what several of them need once, and hand it on."""
 
+import gc
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tests.integration.support import TINY, memory
 import penstock
 from penstock import Checkpointer, DamagedError, PenstockError, RankError
 from penstock.core.errors import StorageError
+from penstock.core.pipeline.reader import Loader
 from penstock.core.testing.faults import Fault, FaultyBackend
 
 ROWS, COLUMNS = 144, 512
@@ -152,6 +156,47 @@ def test_the_frames_of_a_chain_of_deltas_are_read_once():
             ckpt.save({n: t.clone() for n, t in values.items()}, step, mode="blocking")
     alone = read(restored(store, values, whole, 1, read_once_per_host=False))
     assert read(restored(store, values, whole, 3)) == alone
+
+
+def test_chains_that_take_too_much_to_be_lent_are_read_by_each_at_once(monkeypatch):
+    monkeypatch.setitem(Loader.__init__.__kwdefaults__, "together_bytes", 1000)
+    store, values = memory(), tensors()
+    with Checkpointer(store, **TINY, rules=[{"match": "**", "codecs": ["delta", "zstd"]}]) as ckpt:
+        for step in (1, 2, 3):
+            values["a"][step] += 1
+            ckpt.save({n: t.clone() for n, t in values.items()}, step, mode="blocking")
+
+    def work(ckpt, rank):
+        state = whole(rank, 2)
+        report = ckpt.restore(state)
+        assert equals(state, values)
+        return report.bytes_shared, report.seconds["read"]
+
+    found = Job(2, store, host=SAME).run(work, timeout_s=20.0)
+    assert [shared for shared, _ in found] == [0, 0]
+    assert max(seconds for _, seconds in found) < 8.0  # nobody waits for half of the time-out
+
+
+def test_restores_leave_no_memory_and_no_files_behind():
+    store, values = memory(), tensors()
+    saved(store, values)
+    met, counts = threading.Barrier(3), []
+
+    def work(ckpt, rank):
+        for _ in range(3):
+            ckpt.restore(whole(rank, 3))
+            met.wait(30)
+            if rank == 0:
+                counts.append(Path("/proc/self/maps").read_text().count("penstock-window"))
+            met.wait(30)
+
+    gc.collect()
+    gc.disable()  # as many a training loop does
+    try:
+        Job(3, store, host=SAME).run(work)
+    finally:
+        gc.enable()
+    assert counts == [0, 0, 0]
 
 
 def test_load_reads_once_per_host_too():
