@@ -126,7 +126,7 @@ class Reader:
                 state, self._registry.providers, allow_pickle=self._config.allow_pickle
             )
 
-        templates = None if round_ is None else TemplatesOfRanks(round_[0])
+        templates = None if round_ is None else TemplatesOfRanks(round_[0], selection.shown)
 
         def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(

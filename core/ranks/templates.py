@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.02
 _POLL_S_PER_RANK = 1 / 20_000  # all ranks may wait at once, and the store has one thread
 _DIGEST_BYTES = 8
+_MAX_SHOWN = 100  # characters
 _FITS = ("rank", "selection", "unused", "idle", "digest", "pieces")
 _WORD = ("selection", "unused", "idle")
 
@@ -75,7 +76,15 @@ class TemplatesOfRanks:
     no rank, no rank has changed anything yet.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, selection: str = "") -> None:
+        """Prepare.
+
+        Args:
+            group: The ranks.
+            selection: What this rank was called to restore, in words: all ranks have to be called
+                alike, or replicas would restore different halves.
+        """
+        self.selection = _shortened(selection)
         self._group = group
         self._number = 0
         self._conductor: Conductor | None = None
@@ -217,3 +226,10 @@ def _digest(data: bytes) -> str:
 
 def _read(data: bytes, name: str, keys: Sequence[str]) -> Fields:
     return Fields(load_json(data, name), name, keys)
+
+
+def _shortened(text: str) -> str:
+    """Return text that fits a post, and differs where `text` does."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... ({_digest(text.encode('utf-8', 'surrogatepass'))})"

@@ -55,6 +55,13 @@ _ALIKE: tuple[type[PenstockError], ...] = (
 )
 
 
+_TO_BE_EQUAL = {
+    "verb": "",
+    "asked": "step ",
+    "fallback": "on_damage fallback ",
+    "selection": "the selection ",
+}
+
 _PAST = {"restore": "restored", "load": "loaded"}
 
 _LAST = frozenset(
@@ -102,7 +109,13 @@ class RestoreTogether(Generic[T]):
         self._host_timing = host_timing
         self._group = group
         self._verb = verb
-        self._asked: Mapping[str, Any] = {"verb": verb, "asked": step, "fallback": fallback}
+        selection = "" if templates is None else templates.selection
+        self._asked: Mapping[str, Any] = {
+            "verb": verb,
+            "asked": step,
+            "fallback": fallback,
+            "selection": selection,
+        }
         self._fallback = fallback
         self._find_candidates = candidates
         self._follow = follow
@@ -214,7 +227,7 @@ class RestoreTogether(Generic[T]):
 
     def _disagreement(self, terms: Mapping[str, Any]) -> str:
         """Return how the call of this rank differs from that of rank 0; empty if it does not."""
-        for key, what in (("verb", ""), ("asked", "step "), ("fallback", "on_damage fallback ")):
+        for key, what in _TO_BE_EQUAL.items():
             here, there = self._asked[key], terms.get(key)
             if here != there:
                 self._refused = terms.get("step")

@@ -62,6 +62,13 @@ class Selection:
         """Whether every path is selected."""
         return self._include is None and not self._exclude
 
+    @property
+    def shown(self) -> str:
+        """The patterns in words: "include=['model'], exclude=['**/bias']"."""
+        given = (("include", self._include), ("exclude", self._exclude or None))
+        patterns = [f"{name}={[p.text for p in some]}" for name, some in given if some is not None]
+        return ", ".join(patterns) or "of everything"
+
     def selects(self, path: ObjectPath) -> bool:
         """Return whether the object at `path` is selected."""
         if self.everything:

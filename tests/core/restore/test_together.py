@@ -261,20 +261,11 @@ def test_each_pattern_needs_a_rank_that_it_matches(runs):
         assert [f"'{name}'" in str(error) for name in ("head0", "tail", "haed")] == [False, 1, 1]
 
 
-def test_rank_that_selects_something_else_is_judged_by_itself(runs):
-    def call(rank, reader, state):
-        return reader.restore(state, exclude="stpe" if rank == 2 else None)
-
-    *others, own = restore_all(runs, call)
-    assert isinstance(own, SelectionError)
-    assert [error.rank for error in others] == [2, 2]
-
-
 def test_rank_that_waits_for_the_others_learns_that_one_has_failed(runs):
     def call(rank, reader, state):
         if rank == 1:
             state["w"] = np.zeros(4, np.float32)
-        return reader.restore(state if rank == 1 else {}, exclude="head" if rank == 1 else None)
+        return reader.restore(state if rank == 1 else {}, exclude="head")
 
     first, own, last = restore_all(runs, call)
     assert isinstance(own, (RestoreMismatchError, SelectionError))
@@ -312,6 +303,14 @@ def test_what_no_rank_has_is_told_once(tmp_path, caplog):
         (lambda r, s: r.restore(s, 100), "was called for step 100, but rank 0 for step latest"),
         (lambda r, _: r.load(), "was called for load, but rank 0 for restore"),
         (lambda r, s: r.restore(s, on_damage="fallback"), "was called for on_damage"),
+        (
+            lambda r, s: r.restore(s, include="w"),
+            "was called for the selection include=['w'], but rank 0 for the selection of every",
+        ),
+        (
+            lambda r, s: r.restore(s, exclude=[f"none{n}" for n in range(99)]),
+            "was called for the selection exclude=['none0', 'none1', ",
+        ),
     ],
 )
 def test_ranks_that_are_called_for_different_things_are_told_so(runs, other, words):
