@@ -52,6 +52,7 @@ from penstock.core.errors import (
     StorageFullError,
 )
 from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
+from penstock.core.format.index import EMPTY
 from penstock.core.format.records import (
     BlobRecord,
     CommitRecord,
@@ -310,9 +311,10 @@ class _Finish(Finish):
 
     def _encode_part(self, uid, results, blobs, **_):
         entry = PartEntry(part_name(uid, 0), 32, 32, "0" * 64)
-        return _Part(uid.encode(), SimpleNamespace(entry=entry), {}, None)
+        return _Part(uid.encode(), SimpleNamespace(entry=entry), EMPTY, 0, {}, None)
 
-    def _encode(self, uid, parts, *, engine, created, **_):
+    def _encode(self, uid, parts, blocks, *, engine, created, **_):
+        assert not blocks.shards
         index, (part,) = index_name(uid), parts
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
@@ -357,11 +359,11 @@ class _Job(SaveJob):
         self._capture_over = Latch()
         self._capture_over.open()
         self.released = Latch()
-        self.handle.durable.add_done_callback(self._told)
+        self.handle.durable.add_done_callback(self._ended)
         self._surroundings = surroundings
         self._log_failure = True
 
-    def _told(self, durable):
+    def _ended(self, durable):
         error = durable.exception()
         self._turn.note(told="success" if error is None else word_of(error))
 
