@@ -14,6 +14,7 @@ from penstock.core.types import Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.core.abc import StateObject
     from penstock.core.plan.save import PlannedObject
     from penstock.core.types import ObjectPath, Region
 
@@ -29,7 +30,10 @@ _MOST_CANDIDATES = 8
 
 
 def find_masters(
-    objects: Sequence[PlannedObject], *, is_exact: Callable[[int], bool]
+    objects: Sequence[PlannedObject],
+    *,
+    is_exact: Callable[[int], bool],
+    counts: Callable[[StateObject], bool] = lambda _: True,
 ) -> dict[int, tuple[int, ...]]:
     """Return the numbers of objects that may be derived, and of those that each may come from.
 
@@ -42,8 +46,10 @@ def find_masters(
         objects: The objects of a save.
         is_exact: Returns whether the chain with a number is lossless: what a lossy codec makes of a
             master is not what the object was rounded from.
+        counts: Returns whether an object is looked at. Ranks have to find the same, so that one of
+            them decides: an object that not all of them hold alike must not count.
     """
-    rounded = [n for n, one in enumerate(objects) if _may_be_derived(one)]
+    rounded = [n for n, one in enumerate(objects) if _may_be_derived(one) and counts(one.entry)]
     names = {objects[number].entry.path[-1] for number in rounded}
     below: dict[tuple[ObjectPath, Regions], list[int]] = {}
     named: dict[tuple[str, Regions], list[int]] = {}
@@ -51,7 +57,7 @@ def find_masters(
         entry = one.entry
         if entry.kind is not Kind.TENSOR or entry.spec.dtype != MASTER_DTYPE:
             continue
-        if not is_exact(one.chain):
+        if not (is_exact(one.chain) and counts(entry)):
             continue
         below.setdefault((entry.path[1:], entry.regions), []).append(number)
         for name in names.intersection(entry.path):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import StateObject
     from penstock.core.plan.save import SavePlan
+    from penstock.core.types import ObjectPath
 
 WRITER_BYTES = 64 << 20
 """The least bytes that one of several replicas writes: fewer would make many small blobs."""
@@ -134,6 +135,14 @@ def derivable(
         if item not in others
     }
     return {item: masters for item, masters in found.items() if masters}
+
+
+def masters_of(plan: SavePlan) -> list[tuple[ObjectPath, list[ObjectPath]]]:
+    """Return the paths of objects that may be derived, each with those of its masters."""
+    paths = [planned.entry.path for planned in plan.objects] if plan.masters else []
+    return [
+        (paths[item], [paths[one] for one in masters]) for item, masters in plan.masters.items()
+    ]
 
 
 def _leaders(plan: SavePlan) -> dict[int, int]:

@@ -294,7 +294,13 @@ class SaveAgreement:
             pieces[rank] = post["pieces"]
         maps: list[tuple[Sequence[int], Mapping[str, str]]] = []
         for alike in ranks.values():
-            found = values if alike[0] == 0 else self._values_of(alike[0], pieces[alike[0]])
+            first = alike[0]
+            if first == 0:
+                found: Mapping[str, str] = values
+            elif not pieces[first]:  # the same plain values, and none of the unequal replicas
+                found = self._brought.values
+            else:
+                found = self._values_of(first, pieces[first])
             maps.append((alike, found))
         digests = {0: self._brought.digests}
         digests |= {rank: post.get("shared", {}) for rank, post in parts.items()}

@@ -143,13 +143,11 @@ class RankGroup:
         self.ended(number)
 
     def word(self, number: int) -> GoPost | None:
-        """Wait for the word of rank 0 on a round; None if it does not come in time.
+        """Return the word of rank 0 on a round; None if it has said nothing yet.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
         """
-        if not self.coordination.wait(go_key(number), self.timeout_s):
-            return None
         data = self.coordination.read([go_key(number)])[0]
         return None if data is None else decode_go(data)
 

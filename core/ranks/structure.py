@@ -81,10 +81,11 @@ class Brought:
         entries: Sequence[StateObject | Node],
         own_paths: Sequence[ObjectPath],
         shared: Mapping[str, tuple[int, int]],
+        masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
     ) -> Brought:
         """Return what a rank brings along that has described its state so."""
         return cls(
-            structure_digest(entries, own_paths),
+            structure_digest(entries, own_paths, masters),
             value_digests(entries, own_paths),
             shared,
             shared_digests(entries, shared),
@@ -98,12 +99,20 @@ def is_below(path: ObjectPath, own_paths: Sequence[ObjectPath]) -> bool:
 
 
 def structure_digest(
-    entries: Sequence[StateObject | Node], own_paths: Sequence[ObjectPath] = ()
+    entries: Sequence[StateObject | Node],
+    own_paths: Sequence[ObjectPath] = (),
+    masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
 ) -> str:
     """Return a digest that is equal for ranks which describe the same objects.
 
     They hold the same plain tensors then. Which rectangles a rank holds of the others, and the
     lengths of values, do not count.
+
+    Args:
+        entries: Objects and nodes of the state.
+        own_paths: Paths below which each rank has objects of its own, which do not count.
+        masters: The objects that may be derived, each with its masters. Who writes them follows
+            from that: of ranks that do not agree on it, each could leave one to the other.
     """
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for entry in entries:
@@ -116,6 +125,8 @@ def structure_digest(
             kind, role = entry.kind.value, entry.role.value
             told = (*told, kind, role, plain, spec.dtype, spec.itemsize, shape, entry.same_as)
         hashed.update(repr(told).encode("utf-8", "surrogatepass"))
+    for path, of in masters:
+        hashed.update(repr((path, tuple(of))).encode("utf-8", "surrogatepass"))
     return hashed.hexdigest()
 
 

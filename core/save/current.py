@@ -71,6 +71,11 @@ class Pending:
         job.finished(None)
         return True
 
+    def rest(self, timeout_s: float) -> None:
+        """Wait for the save under way, at most for `timeout_s` seconds."""
+        if self.job is not None:
+            self.job.finished(timeout_s)
+
     def prepare(self, action: Callable[[], T]) -> T:
         """Run `action`, which prepares a save and calls `prepared` when the save has begun.
 

@@ -435,6 +435,8 @@ class SaveJob:
                 try:  # the save thread may hang in the store, and learns nothing there
                     self._finish.check_ranks()
                 except PenstockError as error:
+                    if isinstance(error, SaveSkippedError):
+                        self._skip(error)  # the save thread learns only that it was given up
                     self.fail(error)
             stuck_s = watchdog.taken_s()
             if watchdog.is_over() and not self._over.done():

@@ -59,7 +59,7 @@ class MergedParts:
     """What came of the parts of one save.
 
     Attributes:
-        basis: The digests of the tables of all parts.
+        basis: The digests of the tables of all parts, and how much rank 0 describes.
         blocks: The index over these shards.
         bytes_twice: Bytes of tensors beyond one copy of each.
         judged: The hashes of the objects whose shards were compared with their shape.
@@ -185,7 +185,7 @@ class PartsOfRanks:
         heads = sorted(self._heads.items())
         # The place of the table in its part is no matter.
         told = [(r, replace(h.shards, offset=0), len(h.sections)) for r, h in heads]
-        basis = (digest(dump_table(own) + dump_traits(own)), told)
+        basis = (digest(dump_table(own) + dump_traits(own)), told, len(entries))
         # The tables tell of shapes, too, in 32 bits each.
         if (
             known is not None
@@ -228,11 +228,12 @@ class PartsOfRanks:
                 differently; names the object.
         """
         self._check_traits(table, ranks, entries)
+        known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
+        self._check_listed(table, known)
         doubtful = _doubtful(table)
         if not len(doubtful):
             return [], 0
         twice = 0
-        known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
         chosen = table.take(doubtful)
         firsts = np.flatnonzero(np.diff(chosen.hashes, prepend=chosen.hashes[0] + 1)).tolist()
         bounds = np.cumsum(np.where(chosen.dims > MAX_DIMENSIONS, 0, chosen.dims)).tolist()
@@ -263,6 +264,19 @@ class PartsOfRanks:
                 )
                 raise SaveError(msg)
         return [int(hashed) for hashed in chosen.hashes[firsts]], twice
+
+    def _check_listed(self, table: ShardTable, known: Mapping[int, StateObject]) -> None:
+        """Check that some part lists each object that rank 0 describes."""
+        wanted = np.fromiter(known, np.uint64, len(known))
+        first = np.searchsorted(table.hashes, wanted, "left")
+        unlisted = np.flatnonzero(first == np.searchsorted(table.hashes, wanted, "right"))
+        if len(unlisted):
+            path = show_path(known[int(wanted[unlisted[0]])].path)
+            msg = (
+                f"step {self._step}: no rank has stored {path}, which rank 0 has: give all ranks "
+                "the same configuration"
+            )
+            raise SaveError(msg)
 
     def _check_traits(
         self,

@@ -44,7 +44,7 @@ from penstock.core.tree.select import Selection, nothing_for
 from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path, show_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import ByteSource
     from penstock.core.config.model import CheckpointerConfig, Rule
@@ -315,12 +315,14 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         chain = table.number(entry, exact=single)
         planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
         objects.append(planned)
-    masters = find_masters(objects, is_exact=table.is_exact) if derive else {}
-    if place is not None:
+    masters: Mapping[int, Sequence[int]] = {}
+    if derive:
         own_paths = description.own_paths
-        masters = {
-            item: of for item, of in masters.items() if _are_alike(objects, (item, *of), own_paths)
-        }
+        masters = find_masters(
+            objects,
+            is_exact=table.is_exact,
+            counts=lambda entry: place is None or _is_alike(entry, own_paths),
+        )
     # Ranks share the chunks of what they hold alike, so all have to cut alike.
     even = share or place is not None
     plan = plan_save(
@@ -350,12 +352,9 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     )
 
 
-def _are_alike(
-    objects: Sequence[PlannedObject], numbers: Iterable[int], own_paths: Sequence[ObjectPath]
-) -> bool:
-    """Return whether all ranks of one structure hold some objects whole, and alike."""
-    entries = [objects[number].entry for number in numbers]
-    return all(e.replica is None and not is_below(e.path, own_paths) for e in entries)
+def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:
+    """Return whether all ranks of one structure hold an object whole, and alike."""
+    return entry.replica is None and not is_below(entry.path, own_paths)
 
 
 def staging_for(

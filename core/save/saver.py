@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import StateObject
 from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
+from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError
-from penstock.core.plan.ranks import chunks_of_rank, derivable
+from penstock.core.plan.ranks import chunks_of_rank, derivable, masters_of
 from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.structure import Brought
@@ -57,6 +58,7 @@ log = logging.getLogger("penstock")
 
 _MODES = ("blocking", "async", "lazy")
 _BUSY = "another save was under way"
+_FIRST_LOOK_S, _MOST_LOOK_S = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +271,17 @@ class Saver(SaveSurroundings):
         on_busy = self._config.on_busy
         if turn is None or not turn.rank:
             return self.pending.take_turn(on_busy)
-        if on_busy == "skip" and not self.pending.take_turn("skip"):
-            word = turn.group.word(turn.number)
-            if word is not None and word.stop:
-                return False
+        if on_busy == "skip":
+            # Rank 0 may be busy no more: then it says nothing before this rank is there.
+            deadline, pause_s = Deadline(turn.group.timeout_s), _FIRST_LOOK_S
+            while not (self.pending.take_turn("skip") or deadline.is_over()):
+                word = turn.group.word(turn.number)
+                if word is not None:
+                    if word.stop:
+                        return False
+                    break
+                self.pending.rest(pause_s)
+                pause_s = min(2 * pause_s, _MOST_LOOK_S)
         return self.pending.take_turn("wait")
 
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
@@ -285,7 +294,9 @@ class Saver(SaveSurroundings):
         request = self._planned(call.state, call.step, generation, mode=call.mode, group=group)
         if turn is not None:
             turn.latest = self._latest
-            turn.brought = Brought.of(request.entries, request.own_paths, request.shared)
+            turn.brought = Brought.of(
+                request.entries, request.own_paths, request.shared, masters_of(request.plan)
+            )
             places = turn.group.alike.get(turn.brought.key)
             if places is not None:
                 mine = chunks_of_rank(request.plan, places, writer_bytes=turn.group.writer_bytes)

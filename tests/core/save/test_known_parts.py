@@ -206,3 +206,11 @@ def test_parts_of_a_known_structure_are_read_back_all_the_same(spoil, error):
     with pytest.raises(error):
         saves.merge(spoil=spoil)
     assert saves.merge() is first
+
+
+def test_an_object_that_rank_0_has_and_no_part_lists_is_refused_though_the_parts_are_known():
+    saves = Saves()
+    saves.merge()
+    entries = [tensor(path, SHAPES[path]) for path in (W, B)] + [tensor(("left",), (2, 2))]
+    with pytest.raises(SaveError, match="no rank has stored left"):
+        saves.merge(entries=entries)

@@ -128,6 +128,13 @@ def test_many_objects_are_told_apart():
     assert np.unique([path_hash(path) for path in paths]).size == 50
 
 
+def test_what_rank_0_has_and_no_part_lists_is_named():
+    left = tensor(("model", "left"), (9, 5))
+    for ranks in ([[True]], [[rows(0, 4)], [rows(4, 9)]], [[]]):
+        with pytest.raises(SaveError, match="no rank has stored model/left, which rank 0 has"):
+            check([ENTRY, left] if ranks[0] else [left], [{W: regions} for regions in ranks])
+
+
 def test_what_a_rank_borrows_is_there_and_protected():
     blob = BlobRecord(blob_name(OTHER, 1, 0, "enc"), 9)
     _, part = read([blob], lent=[blob], references={OTHER})

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tests.integration.ranks import saving
 from tests.integration.support import blank, checkpointer, memory, same
+from tests.providers.threads_as_ranks import run_ranks
 
-from penstock import Shard
+from penstock import PerRank, Shard
 
 NAMES = [f"layer{n}.weight" for n in range(6)]
 
@@ -152,3 +153,37 @@ def test_ranks_restore_what_others_have_derived():
     assert found == [1, 1]
     for target in targets:
         assert same(target, state)
+
+
+def test_what_one_rank_has_for_itself_decides_of_no_weight():
+    """It may have the name and the shape of a master; the other ranks do not know of it."""
+    store, state = memory(), mixed()
+
+    def of(rank):
+        own = {name: torch.zeros_like(master) for name, master in state["master"].items()}
+        return {**state, "residual": PerRank({"none": 0} | (own if rank else {}))}
+
+    for step in (1, 2):
+        reports = Job(2, store, share=True).save(of, step)
+        assert [report.ranks for report in reports] == [2, 2]
+        with checkpointer(store) as ckpt:
+            assert ckpt.verify(step).ok
+            tree = ckpt.load(step)
+        assert same({key: tree[key] for key in state}, state)
+        assert derived(store, step)
+
+
+def test_ranks_that_may_not_derive_the_same_leave_no_weight_to_each_other():
+    """One of them was told by mistake to share nothing, which no other rank sees."""
+    store, state = memory(), mixed()
+
+    jobs = [Job(2, store, share=rank == 0) for rank in range(2)]
+    jobs[1].board = jobs[0].board
+
+    def save(rank):
+        with jobs[rank].checkpointer(rank) as ckpt:
+            return ckpt.save(state, 1).result(30).ranks
+
+    assert run_ranks(2, save) == [2, 2]
+    restored(store, state, 1)
+    assert not derived(store, 1)

@@ -313,6 +313,23 @@ def test_what_rank_0_skips_is_skipped_by_all():
     assert job.run(work) == [(1, True, 3), (1, True, 3)]
 
 
+def test_a_rank_that_alone_is_busy_comes_as_soon_as_it_is_not():
+    """Rank 0 cannot tell whether the next step is skipped before all others are there."""
+    job = Job(2, memory(), on_busy="skip")
+
+    def work(ckpt, rank):
+        first = ckpt.save(state_of(rank), 1)
+        done = threading.Event()
+        if rank:
+            first.committed.add_done_callback(lambda _: done.wait(TIMEOUT_S / 4))
+        first.committed.wait(30)
+        began = time.monotonic()
+        report = ckpt.save(state_of(rank), 2).result(30)
+        return report.step, time.monotonic() - began < TIMEOUT_S / 2
+
+    assert job.run(work) == [(2, True), (2, True)]
+
+
 def test_a_process_alone_refuses_a_piece_of_a_tensor():
     with Checkpointer(memory()) as ckpt, pytest.raises(UnsupportedStateError, match="is a piece"):
         ckpt.save({"w": Shard(torch.ones(4, 3), (8, 3), (0, 0))}, 1)
@@ -460,6 +477,20 @@ def test_pieces_by_hand_that_have_drifted_fail_the_save_by_name(job, declared):
             error
         )
     assert_unchanged(store, before)
+
+
+def test_replicas_that_have_drifted_are_named_where_others_have_not():
+    """Two ranks hold the first rows of a tensor, two others the rest, alike."""
+    store = memory()
+
+    def state(rank):
+        part, replica = divmod(rank, 2)
+        mine = torch.full((6, 64), 2.0 if rank == 1 else 1.0)
+        return {"w": Shard(mine, (12, 64), (6 * part, 0), replica=(replica, 2)), "epoch": 1}
+
+    for error in Job(4, store).save(state):
+        assert "w from [0, 0], of shape [6, 64] is not equal on rank 0 and rank 1" in str(error)
+    assert names(store) == []
 
 
 def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
