@@ -145,6 +145,9 @@ class Exchange:
         self._limit_s = min((peer.quiet.limit_s for peer in peers), default=0.0)
         self._changed = threading.Condition()  # guards `unanswered`, `gone` and `_left`
         self._left: list[Share] = []
+        # To be dropped by the thread that takes. A process that is dropped writes its window anew:
+        # that thread must not be copying from it.
+        self._deaf: list[Peer] = []
         self._lends = bool(own)
         self._given_up = False
         self._error: BaseException | None = None
@@ -207,7 +210,9 @@ class Exchange:
                     record = _RECORD.pack(share.number, _REFUSED)
                     peer.socket.send(_HEADER.pack(_LOAN, _NO_ANSWER) + record, socket.MSG_DONTWAIT)
                 except OSError:  # its buffer is full, since it stands still, or it is gone
-                    self._drop(peer, ended=False)
+                    if peer not in self._deaf:
+                        self._deaf.append(peer)
+        self._wake()
         return [share.job for share in left]
 
     def lent_all(self) -> None:
@@ -319,8 +324,9 @@ class Exchange:
                         os.eventfd_read(self._wake_fd)
                 elif not peer.gone and not self._hear(peer):
                     poller.unregister(fd)
-            for peer in waits:
-                if not peer.gone and peer.awaited and peer.quiet.is_over():
+            still = [peer for peer in waits if peer.awaited and peer.quiet.is_over()]
+            for peer in (*still, *self._deaf):
+                if not peer.gone:
                     log.warning("a rank of this host stands still: this one reads its share, too")
                     poller.unregister(peer.socket.fileno())
                     self._drop(peer, ended=False)
@@ -368,7 +374,7 @@ class Exchange:
         return True
 
     def _drop(self, peer: Peer, *, ended: bool) -> None:
-        """Stop dealing with another process.
+        """Stop dealing with another process; only the thread that takes does so.
 
         What was lent to it is free again only if it has `ended`, or is done. One that stands still
         may go on later, and look into the window.

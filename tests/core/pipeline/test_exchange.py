@@ -119,6 +119,32 @@ def test_memory_is_not_written_anew_before_all_have_taken_it(members):
     assert {n: data[0] for n, data in three.placed.items()} == {0: 7, 1: 8}
 
 
+def test_memory_that_one_copies_is_not_written_anew_because_it_lends_no_more_itself(members):
+    reader, taker = members(2, pages=1)
+    first, second = share(0, 1), share(1, 1)
+    many = [share(number, 0) for number in range(10, 30_000)]  # more than a socket holds
+    go_on, copied = threading.Event(), threading.Event()
+    reader.hold = lambda _: go_on.wait(30)
+    taker.hold = lambda _: copied.wait(30)
+    reader.begin(own=[first, second], taken=[(1, piece) for piece in many])
+    taker.begin(own=many, taken=[(0, first), (0, second)])
+    lend(taker, many[0], 9)
+    lend(reader, first, 1)
+    while first.number in taker.peers[0].awaited:
+        time.sleep(0.01)
+    taker.exchange.lend_no_more()  # the reader does not listen now
+    go_on.set()
+    thread = threading.Thread(target=lend, args=(reader, second, 2))
+    thread.start()
+    thread.join(0.5)
+    waits = thread.is_alive()
+    copied.set()
+    thread.join(30)
+    taker.exchange.wait(never)
+    assert waits
+    assert taker.placed[0] == bytes([1]) * PAGE
+
+
 def test_a_taker_that_stands_still_is_not_waited_for_and_keeps_what_it_was_lent(members):
     one, two = members(2, pages=1, limit_s=0.1)
     pieces = [share(n, 1) for n in range(3)]
