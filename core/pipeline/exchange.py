@@ -20,7 +20,7 @@ import threading
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.watchdog import Watchdog, spawn
@@ -29,7 +29,7 @@ from penstock.core.foreign import said
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.concurrency.timing import Timing
     from penstock.core.pipeline.chain import CodecChain
@@ -78,6 +78,9 @@ class _Loan:
 
     block: Block
     takers: int
+
+
+_Told: TypeAlias = "tuple[int, int, _Loan | None]"  # the piece, where it is, and its loan
 
 
 @dataclass(eq=False, slots=True)
@@ -135,6 +138,8 @@ class Exchange:
         self.window = window
         self.bytes_taken = 0
         self._own = {id(share.job): share for share in own}
+        # Of what is no longer in `_own`: the taker that has not heard of it, and the piece.
+        self._untold: list[tuple[int, int]] = []
         self._peers = {peer.number: peer for peer in peers}
         for reader, share in taken:
             self._peers[reader].awaited[share.number] = share
@@ -179,16 +184,14 @@ class Exchange:
         Raises:
             TakersStuckError: A process does not take what it asked for.
         """
-        messages: dict[int, list[tuple[int, int, _Loan]]] = defaultdict(list)
+        messages: dict[int, list[_Told]] = defaultdict(list)
         for job, block in lent:
             share = self._own.pop(id(job))
             loan = _Loan(block, len(share.takers))
             at = block.address - block.arena.address
             for taker in share.takers:
                 messages[taker].append((share.number, at, loan))
-        for taker, records in messages.items():
-            for at in range(0, len(records), _MOST_RECORDS):
-                self._send(self._peers[taker], records[at : at + _MOST_RECORDS])
+        self._tell(messages)
 
     def refuse(self, job: FrameJob[CodecChain]) -> None:
         """Tell the takers of a piece to read it themselves: it is damaged as this process sees it.
@@ -197,21 +200,20 @@ class Exchange:
             TakersStuckError: As `lend`.
         """
         share = self._own.pop(id(job))
-        for taker in share.takers:
-            self._send(self._peers[taker], [(share.number, _REFUSED, None)])
+        self._tell({taker: [(share.number, _REFUSED, None)] for taker in share.takers})
 
     def lend_no_more(self) -> list[FrameJob[CodecChain]]:
         """Tell the takers to read the rest themselves; return what is left for this process."""
         left = [*self._own.values()]
-        for share in left:
-            for taker in share.takers:
-                peer = self._peers[taker]
-                try:
-                    record = _RECORD.pack(share.number, _REFUSED)
-                    peer.socket.send(_HEADER.pack(_LOAN, _NO_ANSWER) + record, socket.MSG_DONTWAIT)
-                except OSError:  # its buffer is full, since it stands still, or it is gone
-                    if peer not in self._deaf:
-                        self._deaf.append(peer)
+        refused = [(taker, share.number) for share in left for taker in share.takers]
+        for taker, number in (*self._untold, *refused):
+            peer = self._peers[taker]
+            try:
+                record = _RECORD.pack(number, _REFUSED)
+                peer.socket.send(_HEADER.pack(_LOAN, _NO_ANSWER) + record, socket.MSG_DONTWAIT)
+            except OSError:  # its buffer is full, since it stands still, or it is gone
+                if peer not in self._deaf:
+                    self._deaf.append(peer)
         self._wake()
         return [share.job for share in left]
 
@@ -261,7 +263,18 @@ class Exchange:
 
     # -- within ----------------------------------------------------------------------------------
 
-    def _send(self, peer: Peer, records: Sequence[tuple[int, int, _Loan | None]]) -> None:
+    def _tell(self, messages: Mapping[int, list[_Told]]) -> None:
+        """Send to each taker what is for it; what one that is stuck keeps unsent is noted."""
+        try:
+            for taker, records in messages.items():
+                while records:
+                    self._send(self._peers[taker], records[:_MOST_RECORDS])
+                    del records[:_MOST_RECORDS]
+        except TakersStuckError:
+            self._untold += [(taker, told[0]) for taker in messages for told in messages[taker]]
+            raise
+
+    def _send(self, peer: Peer, records: Sequence[_Told]) -> None:
         loans = [loan for _, _, loan in records if loan is not None]
         with self._changed:
             quiet = Watchdog(self._limit_s, self._clock)

@@ -145,6 +145,26 @@ def test_memory_that_one_copies_is_not_written_anew_because_it_lends_no_more_its
     assert taker.placed[0] == bytes([1]) * PAGE
 
 
+def test_who_takes_beside_one_that_stands_still_is_told_at_once_to_read_by_itself(members):
+    reader, stuck, taker = members(3, pages=64)
+    reader.peers[0].quiet = Watchdog(0.3)  # of the one that is stuck
+    first = [share(number, 1, 2) for number in range(16)]  # as many as go without an answer
+    last, back = share(16, 1, 2), share(17, 0)
+    reader.begin(own=[*first, last], taken=[(2, back)])
+    taker.begin(own=[back], taken=[(0, piece) for piece in (*first, last)])
+    for piece in first:
+        lend(reader, piece, 1)
+    with pytest.raises(TakersStuckError):
+        lend(reader, last, 2)
+    reader.exchange.lend_no_more()
+    began_s = time.monotonic()
+    while taker.peers[0].awaited and time.monotonic() < began_s + 5:
+        time.sleep(0.01)
+    assert not taker.peers[0].awaited
+    assert last.number not in taker.placed
+    assert stuck.exchange is None
+
+
 def test_a_taker_that_stands_still_is_not_waited_for_and_keeps_what_it_was_lent(members):
     one, two = members(2, pages=1, limit_s=0.1)
     pieces = [share(n, 1) for n in range(3)]
