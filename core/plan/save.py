@@ -222,6 +222,7 @@ def plan_save(
     basis = (sizes, tuple(masters), facts)
     if known is None or known.basis != basis:
         known = known or KnownCuts()
+        known.basis = ()  # Ctrl-C may come between these lines
         known.chunks = _chunks(facts, sizes, masters)
         known.basis = basis
     return SavePlan(objects, known.chunks, sum(one.nbytes for one in facts), masters)

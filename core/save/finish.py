@@ -31,7 +31,13 @@ from penstock.core.errors import (
     StorageTimeoutError,
 )
 from penstock.core.format.index import encode_blocks, merged
-from penstock.core.format.records import index_name, intent_name, part_name
+from penstock.core.format.records import (
+    index_name,
+    intent_name,
+    mark_name,
+    part_name,
+    staying_name,
+)
 from penstock.core.pipeline.choices import ChainChoices
 from penstock.core.pipeline.chunks import Captured
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
@@ -320,6 +326,8 @@ class Finish:
         names = [part_name(self.uid, self._agreement.rank), *blobs]
         if self._agreement.leads:
             names += [index_name(self.uid), intent_name(self.uid)]
+            if self._onward is not None:  # it has marked what was to be copied
+                names += [mark_name(self.uid), staying_name(self.uid)]
         return names
 
     def forget(self) -> None:

@@ -28,6 +28,7 @@ from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import SaveError, StorageFullError
+from penstock.core.ranks.posts import Verdict, encode_verdict, end_key
 from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.core.testing.timing import FAST
 from penstock.core.testing.wrapper import WrapperBackend
@@ -285,6 +286,36 @@ def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
 
     assert run_ranks(RANKS, work, until=release, others=range(1, RANKS)) == [True] * RANKS
     assert places.steps() == ([1], [1])
+
+
+@pytest.mark.parametrize("options", [{}, {"drain_every": 2}])
+def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, options):
+    class GivesUp(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            super().publish(name, data, exclusive=exclusive)
+            if name.endswith(("/drain.json", "/stays.json")) and self.at == self.left:
+                cause = encode_verdict(Verdict(commit=False, rank=1, host="node1", cause="failed"))
+                MemoryCoordination(job.board).decide(end_key(self.left), cause)
+
+    GivesUp.left, GivesUp.at = len(options), 0  # the second one stays, with `drain_every`
+    job = job_of(
+        places, fast=lambda rank, store: store if rank else GivesUp(store), options=options
+    )
+
+    def work(ckpt, rank):
+        for step in range(GivesUp.left):
+            ckpt.save(state_of(rank), step + 1).result(30)
+        before = {blob.name for blob in places.fast.list("data/")}
+        gate.wait(30)
+        GivesUp.at = GivesUp.left
+        with pytest.raises(SaveError, match="failed"):
+            ckpt.save(state_of(rank), 9).result(30)
+        ckpt.wait()
+        gate.wait(30)
+        return {blob.name for blob in places.fast.list("data/")} - before
+
+    gate = threading.Barrier(RANKS)
+    assert job.run(work) == [set()] * RANKS
 
 
 def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):
