@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.units import size_text
@@ -63,6 +63,8 @@ def _figures(report: Any) -> dict[str, Any]:
             if field.name != "seconds":
                 continue
             value = dict(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            value = asdict(value)
         found[field.name] = value
     return found
 

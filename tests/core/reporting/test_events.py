@@ -228,6 +228,7 @@ def test_every_event_is_also_plain_data(told, backend):
     assert found["durable"]["seconds"] == report.seconds
     assert found["durable"]["uid"] == report.uid
     assert found["durable"]["step"] == 8
+    assert found["durable"]["total"]["blobs"] == report.total.blobs
     assert found["failed"]["error"] == "StorageError: no room"
     assert found["restore_done"]["restored"] == 2
     assert "values" not in found["restore_done"]
