@@ -162,6 +162,7 @@ class SaveAgreement:
         while not self._conductor.wait_all_here(_POLL_S):
             self._alive()
             self.check()
+        self._group.lost.clear()  # whoever has failed before is here again
         return {0: self._arrival, **self._conductor.tell(lambda r: dict(r.arrived))}
 
     def skip(self, reason: str) -> None:

@@ -1,10 +1,17 @@
 """A rank that closes its checkpointer tells the others, so that nobody waits for it."""
 
+import threading
+import time
+from contextlib import suppress
+
 import pytest
+import torch
 from tests.integration.ranks.saving import Job
 from tests.integration.support import checkpointer, memory
 
-from penstock.core.errors import RankError
+from penstock.core.coordination.memory import MemoryCoordination
+from penstock.core.errors import RankError, UnsupportedStateError
+from penstock.core.ranks.posts import result_key
 
 LONG_S = 60.0  # no test waits for that: a rank that is waited for fails it by its words
 
@@ -71,3 +78,36 @@ def test_nobody_waits_at_close_for_a_rank_that_did_not_restore():
 
 def run(job, work):
     return job.run(work, timeout_s=LONG_S)
+
+
+def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
+    """Without torchrun the store ends with rank 0: the other would wait for its word in vain."""
+
+    class Late(MemoryCoordination):
+        def read(self, keys, /):
+            if result_key(1) in keys:
+                time.sleep(0.3)
+            return super().read(keys)
+
+    job, over = Job(2, memory()), {}
+
+    def one(rank):
+        coordination = (Late if rank else MemoryCoordination)(job.board)
+        ckpt = job.checkpointer(rank, coordination=coordination)
+        with pytest.raises((UnsupportedStateError, RankError)):
+            ckpt.save({"w": threading.Lock() if rank else 1}, 1).result(30)
+        with suppress(RankError):  # of the save before, again
+            ckpt.wait()
+        handle = ckpt.save({"w": torch.ones(9)}, 2)
+        if rank:
+            handle.result(30)
+            over[rank] = time.monotonic()
+        ckpt.close()
+        over.setdefault(rank, time.monotonic())
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert over[1] < over[0]
