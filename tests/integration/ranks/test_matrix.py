@@ -53,7 +53,14 @@ def checkpointer_of(job, rank, store):
     return checkpointer(store) if job is None else job.checkpointer(rank)
 
 
-@pytest.mark.parametrize("where", PLACES_OF_EXPERTS)
+# These take longest, and others like them remain.
+LONG = {"FSDP2 8", "FSDP2 x TP 2 x 2"}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in PLACES_OF_EXPERTS],
+)
 def test_every_topology_restores_what_every_other_has_saved(stores, where):
     values = values_of(state_of("one process"))
     count, place = PLACES_OF_EXPERTS[where]
