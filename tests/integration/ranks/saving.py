@@ -2,7 +2,7 @@
 
 import threading
 
-from tests.integration.support import TINY
+from tests.integration.support import TINY, checkpointer
 
 from penstock import Checkpointer
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
@@ -62,3 +62,31 @@ class Job:
     def save(self, state_of, step=1, **options):
         """Save `state_of(rank)` on each rank; return the reports, or errors."""
         return self.run(lambda ckpt, rank: ckpt.save(state_of(rank), step, **options).result(30))
+
+
+def save_steps(store, count, steps, state_of, state_alone, **options):
+    """Save steps by so many ranks, or one process; return what is stored of each, in bytes.
+
+    Args:
+        store: The root.
+        count: The number of ranks.
+        steps: The steps.
+        state_of: Returns the state of a rank: `state_of(step, rank, count)`.
+        state_alone: Returns the state of one process: `state_alone(step)`.
+        options: Of the checkpointers.
+    """
+    if count == 1:
+        with checkpointer(store, **options) as ckpt:
+            return [
+                ckpt.save(state_alone(step), step, mode="blocking").result().bytes_stored
+                for step in steps
+            ]
+
+    def work(ckpt, rank):
+        return [ckpt.save(state_of(step, rank, count), step).result(30) for step in steps]
+
+    found = Job(count, store, **options).run(work)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [sum(r.bytes_stored for r in of_step) for of_step in zip(*found, strict=True)]

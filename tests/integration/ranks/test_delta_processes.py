@@ -5,14 +5,14 @@ import signal
 
 import pytest
 import torch
-from tests.integration.ranks.test_processes import HANG, LIMIT_S, START, end, start, store
+from tests.integration.ranks.test_processes import HANG, LIMIT_S, START, STEPS, end, start, store
 from tests.integration.support import run_python
 
 from penstock import Checkpointer
 
 __all__ = ["store"]  # the fixture
 
-TORCHRUN = """
+TRAIN = """
 import sys
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -30,20 +30,9 @@ fully_shard(net)
 trained = [p for p in net.parameters() if p.requires_grad]
 optimizer = torch.optim.AdamW(trained, lr=1e-5)
 state = {"model": net, "optimizer": optimizer, "plain": torch.arange(30_000.0), "epoch": 3}
+"""
 
-def step():
-    net(torch.ones(4, 50)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-def tensors():
-    found = {f"model/{n}": p.full_tensor() for n, p in net.state_dict().items()}
-    for name, parameter in net.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"optimizer/state/{name}/{key}"] = full
-    return {path: tensor.detach().clone() for path, tensor in found.items()}
-
+SAVE = """
 rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
 with penstock.Checkpointer(root, rules=rules, share=True) as ckpt:
     first = 0
@@ -71,7 +60,7 @@ HANG_WITH_DELTAS = HANG.replace(
 @pytest.mark.multirank
 def test_torchrun_goes_on_with_the_chain_on_another_number_of_processes(tmp_path):
     script, root = tmp_path / "job.py", tmp_path / "run"
-    script.write_text(TORCHRUN)
+    script.write_text(TRAIN + STEPS + SAVE)
     for count in (2, 3):
         done = run_python(
             "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", script,

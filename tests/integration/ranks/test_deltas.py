@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.integration.ranks.saving import Job
+from tests.integration.ranks.saving import Job, save_steps
 from tests.integration.ranks.topologies import PLACES, Net, adam, held_of, trained, values_of
 from tests.integration.support import checkpointer, memory, same
 from tests.providers.threads_as_ranks import run_ranks
@@ -68,23 +68,7 @@ def replicas_of_rows(step, rank, count):
 
 
 def save_all(store, count, steps, state_of=plain, **options):
-    """Save steps by so many ranks, or one process; return what is stored of each, in bytes."""
-    options = {"rules": RULES, **options}
-    if count == 1:
-        with checkpointer(store, **options) as ckpt:
-            return [
-                ckpt.save(weights(step), step, mode="blocking").result().bytes_stored
-                for step in steps
-            ]
-
-    def work(ckpt, rank):
-        return [ckpt.save(state_of(step, rank, count), step).result(30) for step in steps]
-
-    found = Job(count, store, **options).run(work)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return [sum(r.bytes_stored for r in of_step) for of_step in zip(*found, strict=True)]
+    return save_steps(store, count, steps, state_of, weights, **{"rules": RULES, **options})
 
 
 def bases_of(store, steps):

@@ -26,15 +26,9 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
 torch.manual_seed(0)
 """
 
-TRAIN = """
-net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
-for part in (net[0], net[2]):
-    fully_shard(part)
-fully_shard(net)
-optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-
+STEPS = """
 def step():
-    net(torch.ones(4, 5)).square().sum().backward()
+    net(torch.ones(4, net[0].in_features)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -45,7 +39,17 @@ def tensors():
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             found[f"optimizer/state/{name}/{key}"] = full
     return {path: tensor.detach().clone() for path, tensor in found.items()}
+"""
 
+TRAIN = """
+net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+for part in (net[0], net[2]):
+    fully_shard(part)
+fully_shard(net)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+"""
+
+SAVE = """
 state = {"model": net, "optimizer": optimizer, "epoch": 3}
 with penstock.Checkpointer(root) as ckpt:
     for number, mode in enumerate(["blocking", "async", "lazy"], 1):
@@ -186,7 +190,7 @@ def store():
 @pytest.mark.multirank
 def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
     root = tmp_path / "run"
-    processes = start(START + TRAIN, 2, store.port, root)
+    processes = start(START + TRAIN + STEPS + SAVE, 2, store.port, root)
     try:
         assert [process.communicate(timeout=100)[0] for process in processes] == ["saved\n"] * 2
     finally:
