@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.hosts.division import MOST_RANKS
+from penstock.core.ranks.structure import classes_of, pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.core.ranks.group import RankGroup
 
 _HOSTS_KEY = "hosts"
+_NOWHERE = "-"
 _POLL_S = 0.005
 _MOST_POLL_S = 0.05
 _LOOK_S = 0.25  # how often a rank that waits looks whether the others have given up
@@ -45,6 +45,7 @@ def ranks_of_host(
 
     Raises:
         CoordinationError: The store of the job cannot be reached.
+        FormatError: What rank 0 has told cannot be read.
     """
     if group.of_host is None:
         group.of_host = _asked(group, deadline, ended)
@@ -60,17 +61,16 @@ def _asked(
         while not board.wait(_HOSTS_KEY, min(_LOOK_S, deadline.left_s())):
             if deadline.is_over() or ended():
                 return None
-        numbers = _decode(board.read([_HOSTS_KEY])[0] or b"")
+        numbers = unpack_numbers((board.read([_HOSTS_KEY])[0] or b"").decode())
     else:
         names = _names(group, deadline, ended)
         if names is None:
             return None
-        numbers = _numbered(names)
-        board.post(_HOSTS_KEY, _encode(numbers))
-    mine = numbers[place.rank] if len(numbers) == place.world_size else -1
-    found = [rank for rank, number in enumerate(numbers) if number == mine >= 0]
-    if place.rank not in found:
+        numbers = classes_of(names)
+        board.post(_HOSTS_KEY, _packed(numbers))
+    if len(numbers) != place.world_size or _host_name(place.host) == _NOWHERE:
         return ()
+    found = [rank for rank, number in enumerate(numbers) if number == numbers[place.rank]]
     first = found.index(place.rank) // MOST_RANKS * MOST_RANKS
     return tuple(found[first : first + MOST_RANKS])
 
@@ -94,7 +94,7 @@ def _names(group: RankGroup, deadline: Deadline, ended: Callable[[], bool]) -> l
 
 
 def _host_name(host: str) -> str:
-    """Return a word for where this process can meet others: `-` if nowhere.
+    """Return a word for where this process can meet others: `_NOWHERE` if nowhere.
 
     Sockets are found by name within one network namespace, so containers with networks of their own
     are hosts of their own, whatever they are called. Other users' processes are not met.
@@ -103,25 +103,15 @@ def _host_name(host: str) -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         network = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - not a path
     except OSError:
-        return "-"
+        return _NOWHERE
     seed = "\0".join((host, boot, network, str(os.getuid())))
     return hashlib.blake2b(seed.encode(), digest_size=12).hexdigest()
 
 
-def _numbered(names: list[str]) -> list[int]:
-    """Return a number for each rank, alike on one host; -1 where a rank meets nobody."""
-    numbers: dict[str, int] = {}
-    return [-1 if name == "-" else numbers.setdefault(name, len(numbers)) for name in names]
-
-
-def _encode(numbers: list[int]) -> bytes:
-    data = zlib.compress(json.dumps(numbers, separators=(",", ":")).encode())
-    return data if len(data) <= COORDINATION_VALUE_BYTES else zlib.compress(b"[]")
-
-
-def _decode(data: bytes) -> list[int]:
-    found: list[int] = json.loads(zlib.decompress(data))
-    return found
+def _packed(numbers: list[int]) -> bytes:
+    """Return the hosts of all ranks for a post; nothing, if they are too many for one."""
+    data = pack_numbers(numbers).encode()
+    return data if len(data) <= COORDINATION_VALUE_BYTES else pack_numbers([]).encode()
 
 
 def _key(rank: int) -> str:

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from penstock.core.concurrency.watchdog import Deadline, Watchdog
-from penstock.core.errors import CoordinationError
+from penstock.core.errors import CoordinationError, FormatError
 from penstock.core.foreign import noting_origin, said
 from penstock.core.hosts.census import ranks_of_host
 from penstock.core.hosts.division import OwnPlan
@@ -99,7 +99,7 @@ class HostReading:
                 rank = self._group.place.rank
                 meeting = Meeting(secret, ranks, rank, window_bytes=room + _PHASES_BYTES)
                 met = meeting.hold(own.plan, deadline, self._look)
-        except (CoordinationError, OSError, ValueError) as error:
+        except (CoordinationError, FormatError, OSError, ValueError) as error:
             log.debug("rank %d reads alone: %s", self._group.place.rank, said(error))
         if self._ended():
             if met is not None:

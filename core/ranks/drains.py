@@ -22,16 +22,13 @@ from penstock.core.ranks.posts import (
     encode_drained,
     encode_drains,
 )
-from penstock.core.ranks.standstill import CountedLooks, Standstill
+from penstock.core.ranks.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.abc import Coordination
 
-_BEATS = 8  # in the time after which rank 0 counts as dead
-_LOOKS = 16
-_MOST_COUNTED = 1 / 4  # of that time, between two looks: a process may have been stopped itself
 _FIRST_LOOK_S = 0.02
 _GROWTH = 1.5
 
@@ -109,7 +106,7 @@ class ToldDrains:
                     for number in posts:
                         del self._outbox[number]
                     self._changed.notify_all()
-                self._changed.wait_for(lambda: self._told, self._timeout_s / _BEATS)
+                self._changed.wait_for(lambda: self._told, self._timeout_s / BEATS)
 
     def _send(self, posts: dict[int, bytes], failing: str) -> bool:
         self._moves += 1
@@ -188,7 +185,7 @@ class FollowedDrains:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        looks = CountedLooks(self._timeout_s * _MOST_COUNTED)
+        looks = CountedLooks(self._timeout_s * MOST_COUNTED)
         still = Standstill(looks, [0], self._timeout_s)
         beat: bytes | None = None
         pause_s = _FIRST_LOOK_S
@@ -219,7 +216,7 @@ class FollowedDrains:
                 known = set(self._waiting)
                 if self._changed.wait_for(lambda: self._waiting.keys() - known, pause_s):  # noqa: B023
                     pause_s = _FIRST_LOOK_S
-            pause_s = min(pause_s * _GROWTH, self._timeout_s / _LOOKS)
+            pause_s = min(pause_s * _GROWTH, self._timeout_s / LOOKS)
 
 
 def _failing_in(data: bytes | None) -> str:

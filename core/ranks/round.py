@@ -46,7 +46,7 @@ from penstock.core.ranks.round_table import (
     Phase,
     Step,
 )
-from penstock.core.ranks.standstill import CountedLooks, Standstill
+from penstock.core.ranks.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -54,12 +54,6 @@ if TYPE_CHECKING:
 
     from penstock.core.ranks.round_table import RoundTable
 
-# Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still:
-# so a rank that died, or hangs behind a last beat, is known to all after 1.25 times that time.
-_BEATS = 8
-_LOOKS = 16
-# Between two looks at most a quarter of that time counts; a call of a store that hangs takes less.
-_MOST_COUNTED = 1 / 4
 # What each rank asks of the store of the job while it writes; less often where there are many,
 # since the store has one thread. Always below 1 s, the time in which an error is told.
 _LOOK_S = 0.25
@@ -133,7 +127,7 @@ class Round:
         self._sealed_s = 0.0
         self._blame: Verdict | None = None
         self._outbox: dict[str, bytes] = {}
-        self._looks = CountedLooks(timeout_s * _MOST_COUNTED)
+        self._looks = CountedLooks(timeout_s * MOST_COUNTED)
         others = range(1, place.world_size) if self._leads else range(1)
         self._still = Standstill(self._looks, others, timeout_s)
         self._slots: dict[int, SlotPost] = {}
@@ -269,7 +263,7 @@ class Round:
     def _post_due(self) -> Generator[Operation, Answer, None]:
         if self._now_s >= self._next_beat_s:
             self._outbox[slot_key(self.place.rank)] = self._slot()
-            self._next_beat_s = self._now_s + self.timeout_s / _BEATS
+            self._next_beat_s = self._now_s + self.timeout_s / BEATS
         for key, value in list(self._outbox.items()):
             answer = self._answered((yield Post(key, value)), hears=not self._listens)
             self.posts += 1
@@ -294,7 +288,7 @@ class Round:
                     self._moves += 1  # to look is all that it has to do
                 self._hear(keys, answer.value)
         if slots:
-            self._next_slots_s = self._now_s + self.timeout_s / _LOOKS
+            self._next_slots_s = self._now_s + self.timeout_s / LOOKS
 
     @property
     def _leads(self) -> bool:
@@ -309,7 +303,7 @@ class Round:
 
     def _look_s(self) -> float:
         look_s = min(_LOOK_S + self.place.world_size * _LOOK_S_PER_RANK, _MOST_LOOK_S)
-        return min(look_s, self.timeout_s / _LOOKS)
+        return min(look_s, self.timeout_s / LOOKS)
 
     def _pause(self) -> Operation:
         pause_s = max(0.0, min(self._look_s(), self._next_beat_s - self._now_s))

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still:
+# so a rank that died, or hangs behind a last beat, is known to all after 1.25 times that time.
+BEATS = 8
+LOOKS = 16
+# Between two looks at most a quarter of that time counts; a call of a store that hangs takes less.
+MOST_COUNTED = 1 / 4
+
 
 class CountedLooks:
     """Counts the time in which this rank looked at the others.

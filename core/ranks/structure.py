@@ -56,9 +56,9 @@ class Brought:
     def arrival(self) -> dict[str, Any]:
         """Return what this rank tells when it arrives."""
         shared = {path: list(place) for path, place in self.shared.items()}
-        told: dict[str, Any] = {"structure": self.structure} | (
-            {"shared": shared} if shared else {}
-        )
+        told: dict[str, Any] = {"structure": self.structure}
+        if shared:
+            told["shared"] = shared
         if self.replicas:
             told["replicas"] = {key: digest_of(found) for key, found in self.replicas.items()}
         return told

@@ -59,7 +59,10 @@ class TemplateFit:
 
     @property
     def selection(self) -> str:
-        """A digest that is equal on ranks with one selection: their numbers mean the same."""
+        """A digest that is equal on ranks whose numbers mean the same.
+
+        All ranks are called with one selection; a `rename` of its own may give a rank others.
+        """
         return _digest(dump_json([*self.patterns, self.stored]))
 
 
