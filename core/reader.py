@@ -24,7 +24,7 @@ from penstock.core.restore.together import RestoreTogether
 from penstock.core.save import fence as fence_hook
 from penstock.core.storage.failover import ObservedBackend
 from penstock.core.tiers.losses import lost_by_tiers
-from penstock.core.tiers.verify_repair import verify_and_repair
+from penstock.core.tiers.repairs import verify_and_repair
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import valid_step
 

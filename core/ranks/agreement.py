@@ -26,9 +26,6 @@ from penstock.core.errors import (
 from penstock.core.plan.ranks import RankPlaces
 from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of, failed_with
-from penstock.core.ranks.posts import Result, ended, values_key
-from penstock.core.ranks.round_table import ENDS, Phase, Step
-from penstock.core.ranks.save_round import SaveRound
 from penstock.core.ranks.structure import (
     Brought,
     classes_of,
@@ -43,6 +40,9 @@ from penstock.core.ranks.structure import (
     unequal_replicas,
     unpack_numbers,
 )
+from penstock.core.rounds.posts import Result, ended, values_key
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import ENDS, Phase, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import CoordinationError
-from penstock.core.ranks.operations import Answer, Decide, Post, Read, Rest, WaitFor
+from penstock.core.rounds.operations import Answer, Decide, Post, Read, Rest, WaitFor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from penstock.core.abc import Coordination
     from penstock.core.concurrency.timing import Clock
-    from penstock.core.ranks.operations import Operation
-    from penstock.core.ranks.round import Round
-    from penstock.core.ranks.round_table import Step
+    from penstock.core.rounds.operations import Operation
+    from penstock.core.rounds.round import Round
+    from penstock.core.rounds.table import Step
 
 T = TypeVar("T")
 log = logging.getLogger("penstock")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import spawn
 from penstock.core.errors import CoordinationError, FormatError, NotDrainedError
-from penstock.core.ranks.posts import (
+from penstock.core.rounds.posts import (
     DrainedPost,
     DrainsPost,
     decode_drained,
@@ -22,7 +22,7 @@ from penstock.core.ranks.posts import (
     encode_drained,
     encode_drains,
 )
-from penstock.core.ranks.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
+from penstock.core.rounds.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
 
 if TYPE_CHECKING:
     from collections.abc import Callable

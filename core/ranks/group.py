@@ -20,7 +20,7 @@ from penstock.core.errors import ConfigError, CoordinationError
 from penstock.core.limits import MAX_INT
 from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.drains import FollowedDrains, ToldDrains
-from penstock.core.ranks.posts import (
+from penstock.core.rounds.posts import (
     At,
     DrainedPost,
     GoPost,
@@ -36,7 +36,7 @@ from penstock.core.ranks.posts import (
     go_key,
     slot_key,
 )
-from penstock.core.ranks.round import RankPlace
+from penstock.core.rounds.round import RankPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -19,7 +19,7 @@ from penstock.core.abc import COORDINATION_VALUE_BYTES
 from penstock.core.errors import CoordinationError, RestoreError
 from penstock.core.format.strict_json import Fields, dump_json, load_json
 from penstock.core.format.zstd import compress, decompress
-from penstock.core.ranks.posts import template_key, templates_key
+from penstock.core.rounds.posts import template_key, templates_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

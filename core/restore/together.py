@@ -19,10 +19,10 @@ from penstock.core.errors import (
 from penstock.core.hosts.reading import HostReading
 from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
-from penstock.core.ranks.restore_round import RestoreRound
-from penstock.core.ranks.round_table import Step
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Listener
+from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.table import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

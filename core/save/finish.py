@@ -44,8 +44,8 @@ from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.ranks.agreement import SaveAgreement
 from penstock.core.ranks.group import cause_of
-from penstock.core.ranks.posts import Result
 from penstock.core.reporting.reports import SaveReport, SaveTotals
+from penstock.core.rounds.posts import Result
 from penstock.core.save.bases import ChosenBase
 from penstock.core.save.manifest import ALONE, RankShare
 from penstock.core.save.merge import PartsOfRanks

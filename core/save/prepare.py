@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig, Rule
     from penstock.core.plan.save import KnownCuts, SavePlan
     from penstock.core.plugins.registry import Registry
-    from penstock.core.ranks.round import RankPlace
+    from penstock.core.rounds.round import RankPlace
     from penstock.core.tree.describe import Description
     from penstock.core.types import ObjectPath
 

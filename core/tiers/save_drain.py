@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError, NotDrainedError, RankError, StorageError
 from penstock.core.plan.ranks import bytes_of_rank
-from penstock.core.ranks.posts import DrainedPost
+from penstock.core.rounds.posts import DrainedPost
 from penstock.core.suggest import listed
 
 if TYPE_CHECKING:

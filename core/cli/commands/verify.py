@@ -21,7 +21,7 @@ from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.suggest import listed
 from penstock.core.tiers.drains import Drains
-from penstock.core.tiers.verify_repair import verify_and_repair
+from penstock.core.tiers.repairs import verify_and_repair
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.ranks.operations import Answer, Decide, Post, Read
-from penstock.core.ranks.posts import (
+from penstock.core.rounds.operations import Answer, Decide, Post, Read
+from penstock.core.rounds.posts import (
     At,
     Result,
     Verdict,
@@ -60,9 +60,9 @@ from penstock.core.ranks.posts import (
     end_key,
     slot_key,
 )
-from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.round_table import ENDS, Phase, Step
-from penstock.core.ranks.save_round import SaveRound
+from penstock.core.rounds.round import RankPlace
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import ENDS, Phase, Step
 from penstock.core.save.prepare import claim_generation
 
 _TIMEOUT_S = 8.0

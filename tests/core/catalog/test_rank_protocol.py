@@ -17,9 +17,9 @@ from tests.core.catalog.ranks import Rank, ranks
 
 from penstock.core.catalog.commit_table import TABLE, Action, Event, State
 from penstock.core.catalog.publisher import Publisher
-from penstock.core.ranks.posts import decode_verdict
-from penstock.core.ranks.round import Round
-from penstock.core.ranks.round_table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase, Step
+from penstock.core.rounds.posts import decode_verdict
+from penstock.core.rounds.round import Round
+from penstock.core.rounds.table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase, Step
 
 A, B, OLD = "a" * 32, "b" * 32, "c" * 32
 ONE = ((1, 0, OLD),)

@@ -17,11 +17,11 @@ from penstock.core.coordination.records import RecordCoordination
 from penstock.core.coordination.torch_store import TorchCoordination
 from penstock.core.errors import CoordinationError
 from penstock.core.ranks.conductor import Conductor
-from penstock.core.ranks.posts import Result
-from penstock.core.ranks.restore_round import RestoreRound
-from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.round_table import Phase, Step
-from penstock.core.ranks.save_round import SaveRound
+from penstock.core.rounds.posts import Result
+from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RankPlace
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import Phase, Step
 
 WORLD = 4
 PATIENCE_S = 60.0
@@ -157,9 +157,9 @@ import sys, time
 import torch.distributed as dist
 from penstock.core.catalog.commit_table import Commit
 from penstock.core.ranks.conductor import Conductor
-from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.save_round import SaveRound
-from penstock.core.ranks.round_table import Step
+from penstock.core.rounds.round import RankPlace
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import Step
 from penstock.core.coordination.torch_store import TorchCoordination
 
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])

@@ -5,7 +5,7 @@ import time
 
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
-from penstock.core.ranks.posts import end_key
+from penstock.core.rounds.posts import end_key
 
 
 class Slow(MemoryCoordination):

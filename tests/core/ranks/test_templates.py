@@ -6,8 +6,8 @@ import threading
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import RankGroup
-from penstock.core.ranks.restore_round import RestoreRound
 from penstock.core.ranks.templates import RoundOverError, TemplateFit, TemplatesOfRanks
+from penstock.core.rounds.restore import RestoreRound
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 3.0

@@ -26,7 +26,7 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
-from penstock.core.ranks.posts import go_key
+from penstock.core.rounds.posts import go_key
 from penstock.core.testing.faults import FaultyBackend
 
 WEIGHT = torch.arange(60_000.0)

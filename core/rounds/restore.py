@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.ranks.round import Round
-from penstock.core.ranks.round_table import RESTORE_OTHERS, RESTORE_RANK_0
+from penstock.core.rounds.round import Round
+from penstock.core.rounds.table import RESTORE_OTHERS, RESTORE_RANK_0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from penstock.core.ranks.posts import Kind
-    from penstock.core.ranks.round import RankPlace
+    from penstock.core.rounds.posts import Kind
+    from penstock.core.rounds.round import RankPlace
 
 
 class RestoreRound(Round):

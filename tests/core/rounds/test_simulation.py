@@ -1,9 +1,9 @@
 """Rounds of many ranks under faults, on a virtual clock; see `simulation.py` for what must hold."""
 
 import pytest
-from tests.core.ranks.simulation import Fault, Plan, World, drawn, explore
+from tests.core.rounds.simulation import Fault, Plan, World, drawn, explore
 
-from penstock.core.ranks.round_table import Phase
+from penstock.core.rounds.table import Phase
 
 SEEDS = 300
 # With these alone a guard that is broken must be found, too; see tools/guards.toml.

@@ -8,11 +8,12 @@ import pytest
 
 from penstock.core.catalog.commit_table import Commit, IllegalEventError, State
 from penstock.core.errors import CoordinationError, FormatError
-from penstock.core.ranks.operations import Answer, Post
-from penstock.core.ranks.posts import At, GoPost, decode_slot, slot_key
-from penstock.core.ranks.restore_round import RestoreRound
-from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.round_table import (
+from penstock.core.rounds.operations import Answer, Post
+from penstock.core.rounds.posts import At, GoPost, decode_slot, slot_key
+from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RankPlace
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import (
     ENDS,
     RESTORE_OTHERS,
     RESTORE_RANK_0,
@@ -23,7 +24,6 @@ from penstock.core.ranks.round_table import (
     Phase,
     Step,
 )
-from penstock.core.ranks.save_round import SaveRound
 
 TABLES = {
     "save, rank 0": SAVE_RANK_0,

@@ -7,8 +7,8 @@ come late, lose the network. `World` checks what must hold at each publish and e
 
 By hand, from the root:
 
-    python -m tests.core.ranks.simulation seeds 0 10000     # these worlds
-    python -m tests.core.ranks.simulation ranks 1024 10000  # how long so many ranks take
+    python -m tests.core.rounds.simulation seeds 0 10000     # these worlds
+    python -m tests.core.rounds.simulation ranks 1024 10000  # how long so many ranks take
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 
 from penstock.core.catalog.commit_table import Action, Commit, Event, State
 from penstock.core.errors import CoordinationError
-from penstock.core.ranks import posts
-from penstock.core.ranks.operations import Answer, Post, Read, Rest, WaitFor
-from penstock.core.ranks.posts import Result
-from penstock.core.ranks.restore_round import RestoreRound
-from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.round_table import Phase, Step
-from penstock.core.ranks.save_round import SaveRound
+from penstock.core.rounds import posts
+from penstock.core.rounds.operations import Answer, Post, Read, Rest, WaitFor
+from penstock.core.rounds.posts import Result
+from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RankPlace
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import Phase, Step
 
 TOLD = {
     Step.DONE: "committed",

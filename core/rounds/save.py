@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.commit_table import Event
-from penstock.core.ranks.posts import Result, ResultPost, encode_result, result_key
-from penstock.core.ranks.round import OF_RESULT, Round
-from penstock.core.ranks.round_table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase
+from penstock.core.rounds.posts import Result, ResultPost, encode_result, result_key
+from penstock.core.rounds.round import OF_RESULT, Round
+from penstock.core.rounds.table import SAVE_OTHERS, SAVE_RANK_0, Happening, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.catalog.commit_table import Commit
-    from penstock.core.ranks.round import RankPlace
+    from penstock.core.rounds.round import RankPlace
 
 _OF_RECORD = {
     Event.RECORD_IS_OURS: Happening.RECORD_IS_OURS,

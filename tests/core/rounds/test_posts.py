@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.errors import FormatError, RankError, RestoreError, SaveError
-from penstock.core.ranks import posts
-from penstock.core.ranks.posts import At, GoPost, Result, ResultPost, SlotPost, Verdict
-from penstock.core.ranks.standstill import CountedLooks, Standstill
+from penstock.core.rounds import posts
+from penstock.core.rounds.posts import At, GoPost, Result, ResultPost, SlotPost, Verdict
+from penstock.core.rounds.standstill import CountedLooks, Standstill
 
 COUNTS = st.integers(0, 1 << 40)
 KINDS = st.sampled_from(["save", "restore"])

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.errors import CoordinationError
-from penstock.core.ranks.operations import Answer, Decide, Post, Read, Rest, WaitFor
-from penstock.core.ranks.posts import (
+from penstock.core.rounds.operations import Answer, Decide, Post, Read, Rest, WaitFor
+from penstock.core.rounds.posts import (
     At,
     GoPost,
     SlotPost,
@@ -14,10 +14,10 @@ from penstock.core.ranks.posts import (
     go_key,
     slot_key,
 )
-from penstock.core.ranks.restore_round import RestoreRound
-from penstock.core.ranks.round import RankPlace
-from penstock.core.ranks.round_table import ENDS, Phase, Step
-from penstock.core.ranks.save_round import SaveRound
+from penstock.core.rounds.restore import RestoreRound
+from penstock.core.rounds.round import RankPlace
+from penstock.core.rounds.save import SaveRound
+from penstock.core.rounds.table import ENDS, Phase, Step
 
 TIMEOUT_S = 8.0
 CALLS_PER_S = 40  # most of them while rank 0 waits for the last parts

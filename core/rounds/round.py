@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.catalog.commit_table import IllegalEventError
 from penstock.core.errors import FormatError, RankError
 from penstock.core.limits import MAX_INT
-from penstock.core.ranks.operations import Answer, Decide, Operation, Post, Read, Rest, WaitFor
-from penstock.core.ranks.posts import (
+from penstock.core.rounds.operations import Answer, Decide, Operation, Post, Read, Rest, WaitFor
+from penstock.core.rounds.posts import (
     At,
     GoPost,
     Kind,
@@ -39,20 +39,20 @@ from penstock.core.ranks.posts import (
     result_key,
     slot_key,
 )
-from penstock.core.ranks.round_table import (
+from penstock.core.rounds.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
+from penstock.core.rounds.table import (
     ENDS,
     TOO_LATE,
     Happening,
     Phase,
     Step,
 )
-from penstock.core.ranks.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from penstock.core.ranks.round_table import RoundTable
+    from penstock.core.rounds.table import RoundTable
 
 # What each rank asks of the store of the job while it writes; less often where there are many,
 # since the store has one thread. Always below 1 s, the time in which an error is told.
