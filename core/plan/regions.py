@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,28 @@ def common_region(one: Region, other: Region) -> Region | None:
 
 def _stops(region: Region) -> Iterator[int]:
     return (o + n for o, n in zip(region.offsets, region.sizes, strict=True))
+
+
+def are_disjoint(regions: Sequence[Region]) -> bool:
+    """Return whether no two of `regions`, none of them empty, have an element in common.
+
+    Regions that one dimension tells apart, as ranks cut nearly all tensors, take a sort. Each other
+    one is compared with those that begin within it along the dimension with the most cuts.
+    """
+    if len(regions) <= 1:  # nearly all that is read
+        return True
+    cut = max(range(len(regions[0].sizes)), key=lambda d: len({r.offsets[d] for r in regions}))
+    ordered = sorted(regions, key=lambda region: region.offsets[cut])
+    if all(_ends(one, cut)[1] <= other.offsets[cut] for one, other in pairwise(ordered)):
+        return True
+    starts = np.array([region.offsets for region in ordered], np.int64)
+    stops = starts + np.array([region.sizes for region in ordered], np.int64)
+    for number, behind in enumerate(np.searchsorted(starts[:, cut], stops[:, cut]).tolist()):
+        others = slice(number + 1, behind)
+        meets = (starts[others] < stops[number]) & (stops[others] > starts[number])
+        if meets.all(axis=1).any():
+            return False
+    return True
 
 
 def relative(region: Region, origin: Region) -> Region:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.core.abc import ByteSink
 from penstock.core.errors import FormatError
 from penstock.core.plan.regions import (
+    are_disjoint,
     common_region,
     copy_region,
     flaw_of_cover,
@@ -57,8 +58,9 @@ def shard_requests(
         for one in distinct
         if (common := common_region(one[1].region, region)) is not None
     ]
-    if sum(common.numel for _, common in meeting) != region.numel:
-        inside = [relative(common, region) for _, common in meeting]
+    found = [common for _, common in meeting]
+    if sum(common.numel for common in found) != region.numel or not are_disjoint(found):
+        inside = [relative(common, region) for common in found]
         chosen = one_copy(region.sizes, inside)  # of copies that are not cut alike
         if chosen is None:
             shown = show_path(record.path)

@@ -23,6 +23,7 @@ from penstock.core.format.records import (
     ShardRecord,
 )
 from penstock.core.plan.regions import (
+    are_disjoint,
     common_region,
     copy_region,
     flaw_of_cover,
@@ -244,6 +245,13 @@ def elements(region):
     return set(itertools.product(*(range(o, o + n) for o, n in spans)))
 
 
+def spans_of(dimensions):
+    """Rectangles within 5 elements along each dimension, none of them empty."""
+    ends = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
+    spans = st.lists(ends, min_size=dimensions, max_size=dimensions)
+    return spans.map(lambda s: Region([a for a, _ in s], [b - a + 1 for a, b in s]))
+
+
 @given(regions(), regions())
 def test_what_two_regions_have_in_common(one, other):
     if len(one[0]) != len(other[0]):
@@ -255,6 +263,12 @@ def test_what_two_regions_have_in_common(one, other):
     if common:
         assert common.offsets in both
         assert relative(common, a).offsets == tuple(map(sub, common.offsets, a.offsets))
+
+
+@given(st.integers(1, 3).flatmap(lambda n: st.lists(spans_of(n), max_size=6)))
+def test_regions_are_disjoint_if_no_element_is_in_two(found):
+    held = [elements(region) for region in found]
+    assert are_disjoint(found) == (len(set().union(*held)) == sum(map(len, held)))
 
 
 @given(regions(), st.data())

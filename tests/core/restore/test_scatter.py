@@ -120,6 +120,12 @@ def test_whole_rows_go_straight_into_the_target():
         ),
         ([Region((0, 0), (6, 2)), Region((0, 2), (6, 1))], "no shard has elements [0:6, 3:4]"),
         ([Region((1, 0), (5, 4))], "no shard has elements [0:1, 0:4]"),
+        # As many elements twice as are missing.
+        ([Region((0, 0), (4, 4)), Region((0, 0), (2, 4))], "no shard has elements [4:6, 0:4]"),
+        (
+            [Region((0, 0), (6, 1)), Region((0, 1), (6, 2)), Region((0, 2), (6, 1))],
+            "no shard has elements [0:6, 3:4]",
+        ),
         ([], "no shard has elements [0:6, 0:4]"),
     ],
 )
