@@ -17,13 +17,16 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from penstock.core.concurrency.garbage import collections_held
+from penstock.core.concurrency.gather import MOST_WIDTH, gather
 from penstock.core.concurrency.latch import Latch
 from penstock.core.errors import SaveAbortedError, TornSnapshotError
 from penstock.core.foreign import noting_origin
 from penstock.core.pipeline.chunks import Captured
-from penstock.core.plan.save import Capture
-from penstock.core.save.samples import MemorySamples
+from penstock.core.plan.save import SLAB_ALIGNMENT, Capture
+from penstock.core.save.samples import MemorySamples, by_class, while_still
 from penstock.core.tree.paths import show_path
 from penstock.core.types import PAGE_BYTES
 
@@ -31,10 +34,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from numpy.typing import NDArray
+
     from penstock.core.abc import ByteSource, PendingCopy, StateObject
     from penstock.core.concurrency.timing import Timing
     from penstock.core.pipeline.staging import Block, Staging
-    from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.plan.save import Chunk, Piece, SavePlan
     from penstock.core.types import ObjectPath
 
     Hold: TypeAlias = Callable[[Sequence[ByteSource]], Callable[[], None]]
@@ -42,6 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _LISTED = 8
+
+_TOGETHER = 2048  # objects that are kept still together, and copied, which takes some 2 ms
+_FEW = 4  # objects of one length, which one by one are copied as fast
+_GATHERED_BYTES = 1 << 21  # copied twice, the second time from the cache
 
 
 class CaptureRun:
@@ -335,12 +344,68 @@ class CaptureRun:
         return copies
 
     def _copy(self, chunk: Chunk, block: Block, copies: list[PendingCopy]) -> None:
+        pieces: Sequence[Piece] = chunk.pieces
         if chunk.slab:
-            ctypes.memset(block.address, 0, chunk.length)  # gaps are zero, not old state
+            if sum([piece.stop for piece in pieces]) < chunk.length:
+                ctypes.memset(block.address, 0, chunk.length)  # gaps are zero, not old state
+            if chunk.capture is not Capture.DEFERRED:
+                pieces = self._copy_alike(pieces, block)
         elif chunk.capture is Capture.DEFERRED:
-            self._objects[chunk.pieces[0].item].entry.source.keep()
-        with self._held([self._objects[piece.item].entry.source for piece in chunk.pieces]):
-            self._copy_pieces(chunk, block, copies)
+            self._objects[pieces[0].item].entry.source.keep()
+        if pieces:
+            self._copy_held(pieces, block, copies)
+
+    def _copy_alike(self, pieces: Sequence[Piece], block: Block) -> list[Piece]:
+        """Copy small objects of equal lengths together; return the pieces that are left.
+
+        A hold of each object would take longer than its copy. A copy behind the fence needs the
+        holds: training has the GIL then, and nothing would move for as long as this thread waits.
+        """
+        by_length: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_length.setdefault(piece.stop, []).append(piece)
+        left: list[Piece] = []
+        for length, alike in by_length.items():
+            if length > MOST_WIDTH or len(alike) < _FEW:
+                left += alike
+                continue
+            for first in range(0, len(alike), _TOGETHER):
+                part = alike[first : first + _TOGETHER]
+                sources = [self._objects[piece.item].entry.source for piece in part]
+                copy = partial(self._copy_still, part, sources, block)
+                left += while_still(by_class(sources), copy)
+        return left
+
+    def _copy_still(
+        self, pieces: Sequence[Piece], sources: Sequence[ByteSource], block: Block
+    ) -> list[Piece]:
+        """Copy objects of one length whose memory does not move, all that have an address."""
+        found = [source.address if (at := source.locate()) is None else at for source in sources]
+        left: list[Piece] = []
+        if None in found:
+            left = [piece for piece, at in zip(pieces, found, strict=True) if at is None]
+            pieces = [piece for piece, at in zip(pieces, found, strict=True) if at is not None]
+            found = [at for at in found if at is not None]
+        if 0 in found:
+            freed = self._objects[pieces[found.index(0)].item].entry
+            raise _torn([freed.path], deferred=True)
+        if not pieces:
+            return left
+        addresses, length = np.array(found, np.int64), pieces[0].stop
+        slots = np.array([piece.at for piece in pieces]) // SLAB_ALIGNMENT
+        count = (block.view.nbytes - length) // SLAB_ALIGNMENT + 1
+        out: NDArray[np.void] = np.ndarray(
+            count, f"V{length}", block.view, strides=(SLAB_ALIGNMENT,)
+        )
+        step = max(1, _GATHERED_BYTES // length)
+        for first in range(0, len(pieces), step):
+            part = slice(first, first + step)
+            out[slots[part]] = gather(addresses[part], length)
+        return left
+
+    def _copy_held(self, pieces: Sequence[Piece], block: Block, copies: list[PendingCopy]) -> None:
+        with self._held([self._objects[piece.item].entry.source for piece in pieces]):
+            self._copy_pieces(pieces, block, copies)
 
     @contextmanager
     def _held(self, sources: Sequence[ByteSource]) -> Iterator[None]:
@@ -356,8 +421,10 @@ class CaptureRun:
                     held.callback(hold(together))
             yield
 
-    def _copy_pieces(self, chunk: Chunk, block: Block, copies: list[PendingCopy]) -> None:
-        for piece in chunk.pieces:
+    def _copy_pieces(
+        self, pieces: Sequence[Piece], block: Block, copies: list[PendingCopy]
+    ) -> None:
+        for piece in pieces:
             entry = self._objects[piece.item].entry
             source = entry.source
             length = piece.stop - piece.start

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from penstock.core.concurrency.gather import gather
 from penstock.core.plan.sample_lines import LINE_BYTES, LINES, line_offset
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import ByteSource
     from penstock.core.plan.save import Chunk, PlannedObject
+
+T = TypeVar("T")
 
 _LINES_OF_CHUNK = 64  # of 16 MiB; an object in a slab is less than 1 MiB
 _NOISE = np.frombuffer(os.urandom(LINE_BYTES), np.uint8)
@@ -78,7 +82,7 @@ class MemorySamples:
             if source.address is None:
                 _sample_scattered(table, number, source)
         self._lines = _place_lines(table)
-        self._still = _group(self._sources)
+        self._groups = by_class(self._sources)
         for lines, values in zip(self._lines, self._read(), strict=True):
             lines.values = values
 
@@ -103,7 +107,7 @@ class MemorySamples:
             part = slice(int(first), int(last))
             at = lines.at[part]
             if len(at):
-                values = _gather(np.where(at < 0, 0, at) + address, lines.width)
+                values = gather(np.where(at < 0, 0, at) + address, lines.width)
                 values = np.where(at < 0, lines.values[part], values)
                 found.update(self._differing(lines, part, values))
         return found
@@ -118,7 +122,7 @@ class MemorySamples:
             low, high = np.searchsorted(lines.piece, [first, last + 1])
             part = slice(int(low), int(high))
             if low < high:
-                values = _gather(_addresses(np.int64(start), lines.offset[part]), lines.width)
+                values = gather(_addresses(np.int64(start), lines.offset[part]), lines.width)
                 if self._differing(lines, part, values):
                     return True
         return False
@@ -130,16 +134,13 @@ class MemorySamples:
         return self._runs[item]
 
     def _read(self) -> list[NDArray[np.void]]:
-        action: Callable[[], list[NDArray[np.void]]] = self._read_now
-        for still, sources in self._still.items():
-            action = _under(still, sources, action)
-        return action()
+        return while_still(self._groups, self._read_now)
 
     def _read_now(self) -> list[NDArray[np.void]]:
         first = [(s.address if (at := s.locate()) is None else at) or 0 for s in self._sources]
         starts = np.array(first, np.int64)
         return [
-            _gather(_addresses(starts[lines.piece], lines.offset), lines.width)
+            gather(_addresses(starts[lines.piece], lines.offset), lines.width)
             for lines in self._lines
         ]
 
@@ -200,27 +201,6 @@ def _addresses(start: NDArray[np.int64] | np.int64, offset: NDArray[np.int64]) -
     return np.where(start == 0, _NOISE.ctypes.data, start + offset)
 
 
-def _gather(addresses: NDArray[np.int64], width: int) -> NDArray[np.void]:
-    """Return the `width` bytes at each address."""
-    memory: NDArray[np.void] = np.asarray(_Memory(width))
-    return memory[addresses - _Memory.FIRST]
-
-
-class _Memory:
-    """The memory of the process as an array with an element at each address."""
-
-    FIRST = 1  # to numpy, an array at the address 0 has no memory
-
-    def __init__(self, width: int) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "typestr": f"|V{width}",
-            "shape": (1 << 56,),
-            "strides": (1,),
-            "data": (self.FIRST, True),
-        }
-
-
 def _is_dense(source: ByteSource) -> bool:
     """Whether the source's memory has no gaps, though it is not row-major (channels last)."""
     memory = source.memory
@@ -247,14 +227,21 @@ def _sample_scattered(table: _Pieces, number: int, source: ByteSource) -> None:
     table.at[number] = -1
 
 
-def _group(sources: Sequence[ByteSource]) -> dict[Any, list[ByteSource]]:
+def by_class(sources: Iterable[ByteSource]) -> dict[Any, list[ByteSource]]:
+    """Return sources by the function of their class that keeps their memory still."""
     found: dict[Any, list[ByteSource]] = {}
     for source in sources:
         found.setdefault(type(source).still, []).append(source)
     return found
 
 
-def _under(
-    still: Callable[..., Any], sources: list[ByteSource], action: Callable[[], Any]
-) -> Callable[[], Any]:
-    return lambda: still(sources, action)
+def while_still(groups: dict[Any, list[ByteSource]], action: Callable[[], T]) -> T:
+    """Run `action`, which takes milliseconds, while no memory of sources in `groups` moves.
+
+    Args:
+        groups: The sources, as `by_class` returns them.
+        action: What to run.
+    """
+    for still, sources in groups.items():
+        action = partial(still, sources, action)
+    return action()

@@ -224,6 +224,56 @@ def test_gaps_in_a_slab_are_zero_whatever_the_memory_held_before():
     assert bytes(run.captured[0].view) == bytes(expected)
 
 
+class Moved(Host):
+    """Memory that other threads move to another place, as long as nothing keeps it still."""
+
+    __slots__ = ("_lost", "_still")
+
+    def __init__(self, nbytes, *, seed=0, lost=False):
+        super().__init__(nbytes, seed=seed)
+        self._lost, self._still = lost, False
+
+    def locate(self):
+        assert self._still, "the memory may move while it is looked for"
+        return 0 if self._lost else self._array.ctypes.data
+
+    @staticmethod
+    def hold(sources, /):
+        raise AssertionError(f"{len(sources)} small objects are held one by one")
+
+    @staticmethod
+    def still(sources, action, /):
+        for source in sources:
+            described = source.address
+            source.move(phase=320)
+            source.address = described
+            source._still = True
+        try:
+            return action()
+        finally:
+            for source in sources:
+                source._still = False
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 100])
+def test_small_objects_are_copied_together_from_where_they_are_by_now(length):
+    moved = [Moved(length, seed=n) for n in range(5000)]
+    others = [Host(length, seed=n, flat=n % 2 == 0) for n in range(10)]
+    odd = [Host(n, seed=n) for n in range(101, 110)]
+    sources = [*odd[:4], *moved[:3000], *others, *moved[3000:], *odd[4:]]
+    run = Run(*((source, NOW) for source in sources), staging_bytes=4 << 20)
+    run.capture.take_now()
+    assert run.contents() == [source.bytes() for source in sources]
+
+
+def test_small_object_whose_memory_was_freed_fails_the_save_by_name():
+    sources = [Moved(64, seed=n, lost=n == 5) for n in range(9)]
+    run = Run(*((source, NOW) for source in sources))
+    with pytest.raises(TornSnapshotError, match=r"^g/5 changed"):
+        run.capture.take_now()
+    assert run.staging.used_bytes == 0
+
+
 # -- straight --------------------------------------------------------------------------------------
 
 
