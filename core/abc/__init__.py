@@ -16,7 +16,7 @@ from penstock.core.abc.coordination import (
     check_coordination_value,
 )
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
-from penstock.core.abc.memory import ByteSink, ByteSource, MemoryKey, PendingCopy
+from penstock.core.abc.memory import ByteSink, ByteSource, Lines, MemoryKey, PendingCopy
 from penstock.core.abc.plugin import (
     API_VERSION,
     PluginConfig,
@@ -73,6 +73,7 @@ __all__ = [
     "DelegatingWriter",
     "DescribeContext",
     "Difference",
+    "Lines",
     "MemoryKey",
     "Node",
     "PendingCopy",

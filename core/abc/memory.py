@@ -31,6 +31,26 @@ class MemoryKey(NamedTuple):
     dtype: str
 
 
+class Lines(NamedTuple):
+    """Some bytes of an object by which it is compared, evenly spread over it.
+
+    They are `steps` lines, the first at the first byte, and one more that ends with the last byte.
+
+    Attributes:
+        width: Bytes of each line; a multiple of the itemsize.
+        step: Bytes from the start of a line to the start of the next; a multiple of the itemsize.
+        steps: How many lines there are but for the last one.
+    """
+
+    width: int
+    step: int
+    steps: int
+
+    def starts(self, nbytes: int) -> list[int]:
+        """Return where the lines of an object of so many bytes begin."""
+        return [*range(0, self.steps * self.step, self.step or 1), nbytes - self.width]
+
+
 class PendingCopy(ABC):
     """A device copy under way into host memory."""
 
@@ -75,6 +95,39 @@ class ByteSource(ABC):
         copy is ordered behind all device work that the thread which *described* the object had
         issued by then; `out` and the source stay in use until it is waited for. Releases the GIL.
         """
+
+    @classmethod
+    def sample(
+        cls, sources: Sequence[ByteSource], lines: Sequence[Lines], /
+    ) -> Callable[[], Sequence[bytes]]:
+        """Begin to copy a few lines of each source of this class that has no view.
+
+        Called by the thread that has described them, which may change the memory afterwards: copies
+        from a device are ordered behind all device work that it has issued, and before what it
+        issues from then on. It should wait for no device, since `save` calls it.
+
+        Returns:
+            Waits for the copies, on any thread, and returns the bytes of the lines of each source,
+            one behind the other.
+        """
+        taken = []
+        pending = []
+        for source, of in zip(sources, lines, strict=True):
+            starts = of.starts(source.nbytes)
+            data = bytearray(len(starts) * of.width)
+            view = memoryview(data)
+            for number, start in enumerate(starts):
+                at = number * of.width
+                pending.append(source.copy_out(start, view[at : at + of.width]))
+            taken.append(data)
+
+        def read() -> list[bytes]:
+            for copy in pending:
+                if copy is not None:
+                    copy.wait()
+            return [bytes(data) for data in taken]
+
+        return read
 
     def version(self) -> int | None:
         """Return a counter that rises with every tracked change; None where none is kept."""

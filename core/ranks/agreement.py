@@ -28,6 +28,7 @@ from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of, failed_with
 from penstock.core.ranks.structure import (
     Brought,
+    Digests,
     classes_of,
     difference_of,
     digest_of,
@@ -99,6 +100,7 @@ class SaveAgreement:
         self._look = look
         self._arrival: Mapping[str, Any] = {}
         self._brought = Brought()
+        self._digests = Digests()
         self._assumed: RankPlaces | None = None
         self._indices: Mapping[str, Sequence[int]] = {}
         self._arrived = False
@@ -137,14 +139,14 @@ class SaveAgreement:
         return self._round.terms
 
     def arrive(self, brought: Brought, more: Mapping[str, Any]) -> None:
-        """Tell the others that this rank takes part; nothing waits.
+        """Tell the others that this rank takes part; may wait for a device, but for no other rank.
 
         Args:
             brought: What this rank has.
             more: What else rank 0 has to know.
         """
-        self._brought = brought
-        self._arrival = {**brought.arrival(), **more}
+        self._brought, self._digests = brought, brought.digests()
+        self._arrival = {**brought.arrival(self._digests), **more}
         # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
         # then, others go on from places that this rank has not heard of.
         self._assumed = self._group.alike.get(brought.key)
@@ -181,7 +183,7 @@ class SaveAgreement:
             **terms,
             "step": self._step,
             "uid": self.uid,
-            "values": digest_of(self._brought.values),
+            "values": digest_of(self._digests.values),
             "classes": pack_numbers(classes_of([str(post["structure"]) for post in posts])),
             "shared": {path: pack_numbers(found) for path, found in self._indices.items()},
             "unequal": unequal_replicas(post.get("replicas", {}) for post in posts),
@@ -263,7 +265,7 @@ class SaveAgreement:
         Raises:
             PenstockError: The save is given up.
         """
-        compared = self._brought.compared(self.terms["unequal"])
+        compared = self._digests.compared(self.terms["unequal"])
         own = digest_of(compared)
         pieces: list[bytes] = []
         if own != self.terms["values"]:
@@ -272,8 +274,8 @@ class SaveAgreement:
                 key = values_key(self._number, self.rank, number)
                 self._group.coordination.post(key, piece)
         post = {**part, "values": own, "pieces": len(pieces)}
-        if self._brought.digests:
-            post["shared"] = dict(self._brought.digests)
+        if self._digests.shared:
+            post["shared"] = dict(self._digests.shared)
         self._conductor.tell(lambda r: r.seal(post))
         if not self.leads:
             self._next(Step.DONE)
@@ -287,7 +289,7 @@ class SaveAgreement:
         Raises:
             SaveError: A value is not equal on all ranks that have it; names its path and ranks.
         """
-        values = self._brought.compared(self.terms["unequal"])
+        values = self._digests.compared(self.terms["unequal"])
         ranks: dict[str, list[int]] = {digest_of(values): [0]}
         pieces = {}
         for rank, post in sorted(parts.items()):
@@ -299,11 +301,11 @@ class SaveAgreement:
             if first == 0:
                 found: Mapping[str, str] = values
             elif not pieces[first]:  # the same plain values, and none of the unequal replicas
-                found = self._brought.values
+                found = self._digests.values
             else:
                 found = self._values_of(first, pieces[first])
             maps.append((alike, found))
-        digests = {0: self._brought.digests}
+        digests = {0: self._digests.shared}
         digests |= {rank: post.get("shared", {}) for rank, post in parts.items()}
         difference = difference_of(maps) or shared_difference(self._indices, digests)
         if difference is not None:

@@ -13,11 +13,11 @@ import numpy as np
 from penstock.core.abc import StateObject
 from penstock.core.errors import SaveError
 from penstock.core.format.zstd import compress, decompress
-from penstock.core.plan.sample_lines import LINE_BYTES, LINES, line_offset
+from penstock.core.ranks.lines import TakenLines
 from penstock.core.types import Kind, Region, Replica, Role, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Node
     from penstock.core.types import ObjectPath
@@ -30,38 +30,19 @@ _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What a rank brings along to a save, as far as the others need to know it.
+class Digests:
+    """What a rank compares with others: the digests of values and tensors.
 
     Attributes:
-        structure: The digest of the structure of the state here.
-        values: The digests of the plain values here, by shown path.
-        shared: Index and count of each `PerRank` that has them, by shown path.
-        digests: The digest of what this rank has there, by shown path.
-        replicas: The digests of the pieces of tensors that other ranks hold as well: by a key that
-            these ranks have in common, then by what they are.
+        values: Those of the plain values and tensors here, by shown path.
+        shared: Those of all that this rank has at each `PerRank` with an index, by shown path.
+        replicas: Those of the pieces of tensors that other ranks hold as well: by a key that these
+            ranks have in common, then by what they are of.
     """
 
-    structure: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
-    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
     replicas: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    @property
-    def key(self) -> object:
-        """What decides on the places of this rank, as long as the others bring the same."""
-        return self.structure, tuple(sorted(self.shared.items()))
-
-    def arrival(self) -> dict[str, Any]:
-        """Return what this rank tells when it arrives."""
-        shared = {path: list(place) for path, place in self.shared.items()}
-        told: dict[str, Any] = {"structure": self.structure}
-        if shared:
-            told["shared"] = shared
-        if self.replicas:
-            told["replicas"] = {key: digest_of(found) for key, found in self.replicas.items()}
-        return told
 
     def compared(self, unequal: Collection[str]) -> dict[str, str]:
         """Return the digests of all that has to be equal where other ranks have it.
@@ -75,6 +56,37 @@ class Brought:
             found |= self.replicas.get(key, {})
         return found
 
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a rank brings along to a save, as far as the others need to know it.
+
+    Attributes:
+        structure: The digest of the structure of the state here.
+        shared: Index and count of each `PerRank` that has them, by shown path.
+        digests: Returns the digests of the state as it was when `save` was called; may wait for a
+            device.
+    """
+
+    structure: str = ""
+    shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    digests: Callable[[], Digests] = Digests
+
+    @property
+    def key(self) -> object:
+        """What decides on the places of this rank, as long as the others bring the same."""
+        return self.structure, tuple(sorted(self.shared.items()))
+
+    def arrival(self, digests: Digests) -> dict[str, Any]:
+        """Return what this rank tells when it arrives."""
+        shared = {path: list(place) for path, place in self.shared.items()}
+        told: dict[str, Any] = {"structure": self.structure}
+        if shared:
+            told["shared"] = shared
+        if digests.replicas:
+            told["replicas"] = {key: digest_of(found) for key, found in digests.replicas.items()}
+        return told
+
     @classmethod
     def of(
         cls,
@@ -83,14 +95,46 @@ class Brought:
         shared: Mapping[str, tuple[int, int]],
         masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
     ) -> Brought:
-        """Return what a rank brings along that has described its state so."""
-        return cls(
-            structure_digest(entries, own_paths, masters),
-            value_digests(entries, own_paths),
-            shared,
-            shared_digests(entries, shared),
-            replica_digests(entries),
-        )
+        """Return what a rank brings along that has described its state so; takes its lines now.
+
+        Raises:
+            TornSnapshotError: Memory was freed since it was described.
+        """
+        objects = [
+            entry
+            for entry in entries
+            if isinstance(entry, StateObject) and _is_compared(entry, own_paths, shared)
+        ]
+        taken = TakenLines(entry for entry in objects if entry.kind is not Kind.VALUE)
+
+        def digests() -> Digests:
+            lines = taken.read()
+            return Digests(
+                value_digests(objects, lines),
+                shared_digests(objects, shared, lines),
+                replica_digests(objects, lines),
+            )
+
+        return cls(structure_digest(entries, own_paths, masters), shared, digests)
+
+
+def _is_compared(
+    entry: StateObject, own_paths: Sequence[ObjectPath], shared: Collection[str]
+) -> bool:
+    """Return whether an object has to be equal on other ranks, which may write it in its place.
+
+    Plain buffers may differ: one rank stores all of them.
+    """
+    replica, is_value = entry.replica, entry.kind is Kind.VALUE
+    if replica is not None and replica.place:
+        return replica.place in shared
+    if entry.same_as and not is_value:
+        return False
+    if replica is not None:
+        return not is_value and not (replica.ranks and replica.count == 1)
+    if own_paths and is_below(entry.path, own_paths):
+        return False
+    return is_value or entry.role is not Role.BUFFER
 
 
 def is_below(path: ObjectPath, own_paths: Sequence[ObjectPath]) -> bool:
@@ -131,56 +175,50 @@ def structure_digest(
 
 
 def value_digests(
-    entries: Sequence[StateObject | Node], own_paths: Sequence[ObjectPath] = ()
+    objects: Iterable[StateObject], lines: Mapping[ObjectPath, bytes]
 ) -> dict[str, str]:
     """Return a digest of what has to be equal on all ranks, by its shown path.
 
-    That is each plain value whole, and some lines of each plain tensor in host memory, the first
-    and the last among them: ranks share the bytes of these tensors, so what had drifted apart would
-    be stored as a mixture. Buffers may differ: one rank stores all of them.
+    That is each plain value whole, and some lines of each plain tensor, the first and the last
+    among them: ranks share the bytes of these tensors, so what had drifted apart would be stored as
+    a mixture.
     """
     found: dict[str, str] = {}
-    for entry in entries:
-        if not isinstance(entry, StateObject) or entry.replica is not None:
-            continue
-        if own_paths and is_below(entry.path, own_paths):
-            continue
-        if entry.kind is not Kind.VALUE and (entry.same_as or entry.role is Role.BUFFER):
-            continue
-        view = entry.source.view()
-        if view is not None:
-            is_value = entry.kind is Kind.VALUE
-            told = view if is_value else _lines_of(view)
-            digest = blake2b(told, digest_size=8).hexdigest()
-            found[show_path(entry.path)] = digest if is_value else f"{_OF_TENSOR}{digest}"
+    for entry in objects:
+        if entry.replica is None:
+            told = _bytes_of(entry, lines)
+            if told is not None:
+                digest = blake2b(told, digest_size=8).hexdigest()
+                is_value = entry.kind is Kind.VALUE
+                found[show_path(entry.path)] = digest if is_value else f"{_OF_TENSOR}{digest}"
     return found
 
 
 def shared_digests(
-    entries: Sequence[StateObject | Node], shared: Mapping[str, tuple[int, int]]
+    objects: Iterable[StateObject],
+    shared: Iterable[str],
+    lines: Mapping[ObjectPath, bytes],
 ) -> dict[str, str]:
     """Return a digest of all that this rank has at each `PerRank` with an index.
 
     Ranks with one index have to be equal there: in structure, in values, and in some lines of each
-    tensor in host memory.
+    tensor.
     """
     hashes = {path: blake2b(digest_size=8) for path in shared}
-    for entry in entries if shared else ():
-        if not isinstance(entry, StateObject) or entry.replica is None:
-            continue
-        hashed = hashes.get(entry.replica.place)
+    for entry in objects if hashes else ():
+        hashed = None if entry.replica is None else hashes.get(entry.replica.place)
         if hashed is not None:
             spec = entry.spec
             told = entry.path, entry.form, entry.kind.value, spec.dtype, spec.shape, entry.same_as
             hashed.update(repr(told).encode("utf-8", "surrogatepass"))
-            view = entry.source.view()
-            if view is not None:
-                hashed.update(view if entry.kind is Kind.VALUE else _lines_of(view))
+            hashed.update(_bytes_of(entry, lines) or b"")
     return {path: hashed.hexdigest() for path, hashed in hashes.items()}
 
 
-def replica_digests(entries: Sequence[StateObject | Node]) -> dict[str, dict[str, str]]:
-    """Return a digest of some lines of each piece in host memory that several ranks hold.
+def replica_digests(
+    objects: Iterable[StateObject], lines: Mapping[ObjectPath, bytes]
+) -> dict[str, dict[str, str]]:
+    """Return a digest of some lines of each piece that several ranks hold.
 
     They share its bytes as they share those of plain tensors.
 
@@ -191,21 +229,22 @@ def replica_digests(entries: Sequence[StateObject | Node]) -> dict[str, dict[str
         mistake is compared as well. No more sets than fit a post.
     """
     sets: dict[tuple[tuple[int, ...], int], dict[str, str]] = {}
-    for entry in entries:
-        if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE or entry.same_as:
-            continue
+    for entry in objects:
         replica = entry.replica
-        if replica is None or replica.place or (replica.ranks and replica.count == 1):
+        if replica is None or replica.place or entry.path not in lines:
             continue
-        view = entry.source.view()
-        if view is not None:
-            digest = blake2b(_lines_of(view), digest_size=8).hexdigest()
-            sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = digest
+        digest = blake2b(lines[entry.path], digest_size=8).hexdigest()
+        sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = digest
     found = {}
     for (ranks, count), pieces in sets.items():
         told = ranks, count, () if ranks else tuple(sorted(pieces))
         found[blake2b(repr(told).encode(), digest_size=4).hexdigest()] = pieces
     return dict(sorted(found.items())[:_MAX_SETS])
+
+
+def _bytes_of(entry: StateObject, lines: Mapping[ObjectPath, bytes]) -> bytes | memoryview | None:
+    """Return what is compared of an object: a value whole, and the lines of a tensor."""
+    return entry.source.view() if entry.kind is Kind.VALUE else lines.get(entry.path)
 
 
 def unequal_replicas(given: Iterable[Mapping[str, str]]) -> list[str]:
@@ -227,14 +266,6 @@ def _in_words(entry: StateObject) -> str:
     where = f"from {list(first.offsets)}, of shape {list(first.sizes)}"
     more = f" and {len(regions) - 1} more" if len(regions) > 1 else ""
     return f"{show_path(entry.path)} {where}{more}"
-
-
-def _lines_of(view: memoryview) -> bytes:
-    """Return a few lines of some bytes, spread evenly."""
-    if view.nbytes < (LINES + 1) * LINE_BYTES:
-        return bytes(view)
-    starts = (line_offset(view.nbytes, LINE_BYTES, n, LINES) for n in range(LINES))
-    return b"".join(view[at : at + LINE_BYTES] for at in starts)
 
 
 def digest_of(values: Mapping[str, str]) -> str:

@@ -278,8 +278,15 @@ class Finish:
             log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
 
     def arrive(self) -> None:
-        """Tell the other ranks, if there are any, that this one takes part; waits for nothing."""
+        """Tell the other ranks, if there are any, that this one takes part.
+
+        Waits for what the state's devices are doing, since they have lines that ranks compare.
+
+        Raises:
+            SaveAbortedError: The save was given up; nothing is told.
+        """
         if self._agreement is not None and self._turn is not None:
+            self._raise_if_given_up()
             more = {} if self._choice is None else self._choice.arrival()
             self._agreement.arrive(self._turn.brought, more)
 

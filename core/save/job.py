@@ -167,7 +167,6 @@ class SaveJob:
         if self._rank_turn is not None:
             # The other ranks learn at once that this one is here, and this one what rank 0 says.
             self._rank_turn.begun = True
-            self._finish.arrive()
             self._start_threads()
         if self.request.mode == "blocking":
             self.start()
@@ -346,6 +345,7 @@ class SaveJob:
         watchdog, surroundings = self._finish.watchdog, self._surroundings
         assert surroundings is not None
         try:
+            self._finish.arrive()
             # Each call in it has a time limit of its own, and many calls may take long together.
             with watchdog.paused(), self.ending.calling_back():
                 surroundings.before_write(self.request, self._finish.url)

@@ -11,7 +11,10 @@ from penstock.core.abc import PendingCopy
 from penstock.providers.tensor.memory import TensorSource, copy_range
 
 if TYPE_CHECKING:
-    from penstock.core.abc import ByteSource, MemoryKey
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.abc import ByteSource, Lines, MemoryKey
+    from penstock.providers.tensor.lines import GatheredLines
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _lock = threading.Lock()  # guards `_streams`
@@ -73,6 +76,27 @@ class CudaSource(TensorSource):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
             event.record(side)
         return CudaCopy(event, device, (self.tensor, out))
+
+    @classmethod
+    def _begin(
+        cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
+    ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
+        # On the stream of the caller: what it issues later changes nothing that is gathered here,
+        # and the memory stays alive until then.
+        with torch.cuda.device(device):
+            gathered, _ = super()._begin(device, wanted)
+            data = gathered.data
+            # Copies to pageable memory are not asynchronous: torch blocks until they are done.
+            out = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
+            out.copy_(data, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
+            event.record(torch.cuda.current_stream(device))
+
+        def wait() -> torch.Tensor:
+            event.synchronize()
+            return out
+
+        return gathered, wait
 
     def is_rounded(self, other: ByteSource, /) -> bool:
         if not isinstance(other, CudaSource):

@@ -14,12 +14,14 @@ from penstock.core.errors import RestoreMismatchError, TornSnapshotError
 from penstock.core.types import Region, TensorSpec, show_path
 from penstock.providers.tensor import rounding, sharing
 from penstock.providers.tensor.blocks import blocks, may_overlap
+from penstock.providers.tensor.lines import gather_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.core.abc import PendingCopy
+    from penstock.core.abc import Lines, PendingCopy
     from penstock.core.types import ObjectPath
+    from penstock.providers.tensor.lines import GatheredLines
 
 T = TypeVar("T")
 
@@ -225,6 +227,40 @@ class TensorSource(_TensorMemory, ByteSource):
             return None
         copy_range(self.tensor, start, out)
         return None
+
+    @classmethod
+    def sample(
+        cls, sources: Sequence[ByteSource], lines: Sequence[Lines], /
+    ) -> Callable[[], Sequence[bytes]]:
+        by_device: dict[torch.device, list[int]] = {}
+        tensors = []
+        for number, source in enumerate(sources):
+            assert isinstance(source, TensorSource)
+            source._check_memory()  # noqa: SLF001 - of the same class
+            tensors.append(source.tensor)
+            by_device.setdefault(source.tensor.device, []).append(number)
+        begun = [
+            (numbers, cls._begin(device, [(tensors[n], lines[n]) for n in numbers]))
+            for device, numbers in by_device.items()
+        ]
+
+        def read() -> list[bytes]:
+            found = [b""] * len(tensors)
+            for numbers, (gathered, wait) in begun:
+                for number, data in zip(numbers, gathered.split(wait()), strict=True):
+                    found[number] = data
+            return found
+
+        return read
+
+    @classmethod
+    def _begin(
+        cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
+    ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
+        """Gather lines on a device; return them, and what waits for them in host memory."""
+        del device
+        gathered = gather_lines([carrier(tensor) for tensor, _ in wanted], [of for _, of in wanted])
+        return gathered, gathered.data.cpu
 
     def _check_memory(self) -> None:
         """Raise if the memory was freed after the tensor was described, before its capture."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.errors import RestoreMismatchError, UnsupportedStateError
+from penstock.core.abc import StateObject
+from penstock.core.errors import RestoreMismatchError, TornSnapshotError, UnsupportedStateError
+from penstock.core.ranks.lines import TakenLines, lines_within
 from penstock.core.testing.providers import check_provider, check_source, read_source
 from penstock.providers.tensor.blocks import blocks
 from penstock.providers.tensor.memory import TensorSource, make_sink, memory_key, overlaps_itself
@@ -395,6 +398,73 @@ def test_random_strided_views_round_trip_in_random_pieces(data):
         at += size
     sink.written()
     assert bits(target) == bits(tensor)
+
+
+def lines_of(data, itemsize):
+    lines = lines_within(len(data), itemsize)
+    return b"".join(data[start : start + lines.width] for start in lines.starts(len(data)))
+
+
+def sampled(tensors, kind=TensorSource):
+    """What is compared of tensors, gathered by the code for devices."""
+    sources = [kind(tensor) for tensor in tensors]
+    lines = [lines_within(s.nbytes, s.layout.spec.itemsize) for s in sources]
+    return TensorSource.sample(sources, lines)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lines_are_the_same_wherever_and_however_a_tensor_lies(dtype):
+    """Whole ones, some that one view has all lines of and others, and such with gaps."""
+    base = raw(7, 13, 41, dtype=dtype)
+    tensors = [base, base[:, 0], base[1, 2, 3], raw(16, 64, dtype=dtype)]
+    tensors += [base.transpose(0, 2), base[:, 1:, ::2], raw(3, 5, dtype=dtype).t()]
+    if dtype.is_complex:
+        tensors += [base.conj(), base.real, base.conj().imag]
+    read = sampled(tensors)
+    expected = [lines_of(bits(tensor), tensor.dtype.itemsize) for tensor in tensors]
+    base.untyped_storage().copy_(
+        torch.zeros(base.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    )
+    assert read() == expected
+
+
+@pytest.mark.parametrize("nbytes", [4, 572, 576, 580, 640, 4096, 4100, 65_500])
+def test_lines_lie_within_a_tensor_with_its_first_and_last_byte(nbytes):
+    lines = lines_within(nbytes, 4)
+    starts = lines.starts(nbytes)
+    assert starts[0] == 0
+    assert starts[-1] + lines.width == nbytes
+    assert all(start % 4 == 0 for start in starts)
+    assert all(one + lines.width <= other for one, other in pairwise(starts))
+
+
+def test_lines_of_memory_that_was_freed_are_refused():
+    tensor = torch.ones(64, 64).t()
+    source = TensorSource(tensor)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(TornSnapshotError, match="freed or shrunk"):
+        TensorSource.sample([source], [lines_within(source.nbytes, 4)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuda_lines_are_those_of_the_moment_they_were_asked_for(providers, layout):
+    from penstock.core.tree.describe import describe_tree
+
+    base = raw(4, 6, 8)
+    expected = lines_of(bits(LAYOUTS[layout](base)), 4)
+    tensor = LAYOUTS[layout](base.cuda())
+    other = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    other += 1
+    tree = {"t": tensor, "other": other}
+    entries = describe_tree(tree, providers=providers, allow_pickle=False).entries
+    taken = TakenLines(entry for entry in entries if isinstance(entry, StateObject))
+    tensor.zero_()  # in order behind the gather
+    other.zero_()
+    found = taken.read()
+    assert found["other",] == lines_of(bits(torch.ones(1 << 20)), 4)
+    assert found.get(("t",), b"") == expected
 
 
 @pytest.mark.gpu

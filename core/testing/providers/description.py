@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import MemoryKey, Node
+from penstock.core.abc import Lines, MemoryKey, Node
 from penstock.core.testing.expectations import expect_own_api_version
 from penstock.core.testing.stored import read_piece, read_source, store
 from penstock.core.types import show_path
@@ -92,7 +92,9 @@ def description_repeats(stored: Stored, state: object) -> None:
 
 
 def check_source(source: ByteSource, itemsize: int) -> None:
-    """Check that a source gives the same bytes whole, in pieces and as a view, and keeps no buffer.
+    """Check that a source gives the same bytes whole, in pieces, as a view and by lines.
+
+    It keeps no buffer.
 
     Raises:
         AssertionError: The source does not.
@@ -109,3 +111,10 @@ def check_source(source: ByteSource, itemsize: int) -> None:
             length = min(step, len(whole) - start)
             piece = read_piece(source, start, length)
             assert piece == whole[start : start + step], f"piece at {start} differs"
+    items = len(whole) // max(itemsize, 1)
+    for lines in (Lines(len(whole), 0, 0), Lines(itemsize, (items - 1) // 2 * itemsize, 2)):
+        if lines.steps < items:
+            starts = lines.starts(len(whole))
+            expected = b"".join(whole[start : start + lines.width] for start in starts)
+            sampled = type(source).sample([source, source], [lines, lines])()
+            assert list(sampled) == [expected, expected], f"{lines} of sample differ"

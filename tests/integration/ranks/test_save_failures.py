@@ -1,8 +1,10 @@
 """What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
 
+import importlib.metadata
 import re
 import threading
 import time
+from importlib.metadata import EntryPoint
 from typing import ClassVar
 
 import pytest
@@ -26,8 +28,11 @@ from penstock.core.errors import (
     TornSnapshotError,
     UnsupportedStateError,
 )
+from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.rounds.posts import go_key
 from penstock.core.testing.faults import FaultyBackend
+from penstock.providers.tensor.memory import TensorSource
+from penstock.providers.tensor.provider import TensorProvider
 
 WEIGHT = torch.arange(60_000.0)
 
@@ -402,6 +407,61 @@ def test_a_plain_tensor_that_has_drifted_on_one_rank_fails_the_save_by_name(job,
         assert "weight is not equal on ranks 0-1 and rank 2" in str(error)
         assert "if each rank has a piece of one tensor, say so by penstock.Shard" in str(error)
     assert_unchanged(store, before)
+
+
+class OffHostSource(TensorSource):
+    """A tensor as on a device: its bytes cannot be looked at, only asked for."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor):
+        super().__init__(tensor)
+        self.address = None
+
+
+class OffHost(TensorProvider):
+    api_version = 1
+    name = "off-host"
+
+    def _source(self, tensor, context):
+        return OffHostSource(tensor)
+
+
+def registry_off_host():
+    """A registry whose tensors lie in no host memory, as far as core knows."""
+    groups = {name: importlib.metadata.entry_points(group=name) for name in GROUPS.values()}
+    installed = [e for name, found in groups.items() for e in found if e.name != "tensor"]
+    return Registry([*installed, EntryPoint("off-host", f"{__name__}:OffHost", GROUPS["provider"])])
+
+
+@pytest.mark.parametrize("what", ["device", "strided"])
+@pytest.mark.parametrize("where", [0, 59_999])
+def test_what_is_not_contiguous_in_host_memory_and_has_drifted_fails_the_save_by_name(what, where):
+    store = memory()
+    options = {"registry": registry_off_host()} if what == "device" else {}
+    job = Job(3, store, **options)
+
+    def state(rank):
+        weight = WEIGHT.clone()
+        weight[where] += rank == 2
+        weight = weight.view(300, 200)
+        if what == "strided":  # the same values in an order of memory that is not row-major
+            weight = weight.t().contiguous().t()
+        pieces = by_hand(0, (rank, 3))
+        return {"weight": weight, "norm": pieces, "epoch": 7}
+
+    for error in job.save(state):
+        assert isinstance(error, SaveError | RankError)
+        assert "weight is not equal on ranks 0-1 and rank 2" in str(error)
+    assert names(store) == []
+
+
+def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
+    store = memory()
+    job = Job(3, store, registry=registry_off_host())
+    for error in job.save(lambda rank: {"norm": by_hand(rank, (rank, 3)), "epoch": 7}):
+        assert DRIFTED in str(error)
+    assert names(store) == []
 
 
 class Normed(torch.nn.Module):

@@ -1,0 +1,42 @@
+"""The lines of tensors that ranks compare: taken when `save` is called."""
+
+import pytest
+import torch
+
+from penstock.core.ranks.structure import Brought
+from penstock.core.testing.static_providers import StaticProviders
+from penstock.core.tree.describe import describe_tree
+from penstock.providers.tensor.provider import TensorProvider
+from penstock.providers.values import ValueProvider
+
+PROVIDERS = StaticProviders([TensorProvider(), ValueProvider()])
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.t(),
+    "small": lambda t: t[0, :9],
+    "every other": lambda t: t[::2, ::2],
+}
+
+
+def brought(state):
+    description = describe_tree(state, providers=PROVIDERS, allow_pickle=False)
+    return Brought.of(description.entries, (), {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_compare_what_a_tensor_was_when_save_was_called(layout):
+    """Training goes on right after it, and not at the same pace everywhere."""
+    one, other = (LAYOUTS[layout](torch.ones(64, 64)) for _ in range(2))
+    of_one, of_other = brought({"w": one}), brought({"w": other})
+    one += 1
+    assert of_one.digests() == of_other.digests()
+    assert of_one.digests() != brought({"w": one}).digests()
+
+
+def test_the_order_of_a_tensor_in_memory_is_no_difference():
+    values = torch.arange(4096.0).view(64, 64)
+    turned = values.t().contiguous().t()
+    assert turned.stride() != values.stride()
+    of_values, of_turned = brought({"w": values}), brought({"w": turned})
+    assert of_values.digests() == of_turned.digests()
