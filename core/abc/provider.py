@@ -29,7 +29,8 @@ class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, 
         role: Purpose of the object in training.
         form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
         source: The bytes of the object.
-        same_as: Set by core when an earlier object has the same memory (tied weights).
+        same_as: Set by core when an earlier object has the same memory (tied weights). A provider
+            sets it of a piece without elements, which has no memory, where other ranks tie it.
         replica: Which of the ranks that hold these bytes this rank is. None: every rank that has
             the object at all holds all of it, alike.
     """

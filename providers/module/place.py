@@ -10,10 +10,10 @@ import torch
 
 from penstock.core.abc import Placement
 from penstock.core.errors import PenstockError, RestoreError
-from penstock.core.types import show_path
+from penstock.core.types import Kind, show_path
 from penstock.providers.module.load_hooks import LoadHooks, live_state, run_post_hooks
 from penstock.providers.tensor.memory import device_name, memory_key
-from penstock.providers.tensor.provider import is_plain
+from penstock.providers.tensor.provider import is_plain, is_sharded, new_like
 from penstock.providers.wrappers import bare_names, layers
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ class ModulePlacer:
             if self._is_there(path):
                 self._touched = True
             if name in self._owners:
-                self._build(name, path, None)
+                self._build(name, path, None, None)
             elif self._is_own(name, item):
                 self._in_place(self._context.place(item, path))
             elif self._hooks.may_take(name):
-                self._build(name, path, self._device(item))
+                self._build(name, path, self._device(item), item)
             else:
                 self._place_unloaded(item, path, live=self._is_live(name))
         return self._result
@@ -99,13 +99,20 @@ class ModulePlacer:
     def _is_there(self, path: ObjectPath) -> bool:
         return self._context.stored(path) is not None or bool(self._context.children(path))
 
-    def _build(self, name: str, path: ObjectPath, device: str | None) -> None:
-        """Plan to build the stored objects anew, for the module to load."""
+    def _build(self, name: str, path: ObjectPath, device: str | None, item: object) -> None:
+        """Plan to build the stored objects anew, for the module to load; a DTensor as `item` is."""
         if not self._is_there(path):
             if self._context.selected(path):
                 self._result.missing.append(path)
             return
-        placed = self._context.rebuild(path, device=device)
+        stored = self._context.stored(path)
+        made = None
+        if stored is not None and stored.kind is Kind.TENSOR and is_sharded(item):
+            made = new_like(item, stored)
+        if made is None:
+            placed = self._context.rebuild(path, device=device)
+        else:
+            placed = self._context.place(made, path)
         self._result.absorb(placed)
         if placed.finish is not None:
             self._makers[name] = placed.finish

@@ -9,6 +9,7 @@ groups of different parameters, and together they describe all of them.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,13 @@ from penstock.providers.optimizer.rebuild import Rebuilder
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import memory_key
 from penstock.providers.tensor.provider import is_sharded, plain_tensors
-from penstock.providers.tensor.sharding import note_like
+from penstock.providers.tensor.sharding import cut_like
 from penstock.providers.wrappers import OPTIMIZERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from torch.distributed.tensor import DTensor
 
     from penstock.core.abc import (
         DescribeContext,
@@ -136,17 +139,18 @@ def _describe_member(
 ) -> Iterator[StateObject | Node]:
     parameter = member.parameter
     here = (*path, "state", member.name)
+    if not member.named and is_sharded(parameter):
+        _refuse_others(parameter, path, context)
     state: Any = held.local.state.get(parameter, {})
-    for item in state.values():
-        if is_sharded(item) and is_sharded(parameter):
-            note_like(item, parameter)
-    entries = [
-        entry
-        for key, item in state.items()
-        for entry in context.describe(
-            _piece(item, member), (*here, _text(key, here)), role=Role.OPTIMIZER
-        )
-    ]
+    sharded = list(filter(is_sharded, state.values())) if is_sharded(parameter) else []
+    with cut_like(parameter, sharded) if sharded else nullcontext():  # type: ignore[arg-type]  # it is sharded
+        entries = [
+            entry
+            for key, item in state.items()
+            for entry in context.describe(
+                _piece(item, member), (*here, _text(key, here)), role=Role.OPTIMIZER
+            )
+        ]
     if held.owned is not None:
         entries = [_of_this_rank(entry) for entry in entries]
     meta: dict[str, Any] = {
@@ -166,6 +170,25 @@ def _describe_member(
         ]
     yield Node(here, PARAMETER_FORM, meta)
     yield from entries
+
+
+def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContext) -> None:
+    """Refuse a parameter without a name that not all ranks hold.
+
+    Ranks outside of its mesh, as other stages of a pipeline, have another one at its place among
+    the parameters, and of the two one would be lost.
+
+    Raises:
+        UnsupportedStateError: It is one.
+    """
+    here, count = parameter.device_mesh.size(), context.world_size
+    if here < count:
+        msg = (
+            f"{show_path(path)} is an optimizer whose parameters have no names, over {here} of the "
+            f"{count} ranks: others may have other parameters in their place. Put the modules "
+            "themselves into the state tree, or build the optimizer from named_parameters()"
+        )
+        raise UnsupportedStateError(msg)
 
 
 def _piece(item: object, member: Member) -> object:

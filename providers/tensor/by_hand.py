@@ -10,17 +10,15 @@ from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import TensorSpec, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from penstock.core.abc import DescribeContext, PlaceContext
     from penstock.core.markers import Shard
     from penstock.core.types import ObjectPath, Region
 
 
-def describe_shard(
-    value: Shard, path: ObjectPath, *, context: DescribeContext
-) -> Iterator[StateObject | Node]:
-    """Yield the tensor of `value` as a rectangle of the whole one.
+def describe_shard(value: Shard, path: ObjectPath, *, context: DescribeContext) -> StateObject:
+    """Return the tensor of `value` as a rectangle of the whole one.
 
     Raises:
         UnsupportedStateError: The tensor is not one object, or cannot be stored.
@@ -28,7 +26,7 @@ def describe_shard(
     entry = described_piece(value.tensor, path, value.global_shape, context=context)
     if entry is None:
         raise _of_parts(value, path)
-    yield entry._replace(regions=value.regions, replica=value.place)
+    return entry._replace(regions=value.regions, replica=value.place)
 
 
 def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Placement:

@@ -15,8 +15,6 @@ from penstock.core.types import Region, Replica, regions_of_range, show_path
 from penstock.providers.tensor.by_hand import described_piece, placed_piece
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from penstock.core.abc import DescribeContext, PlaceContext
     from penstock.core.types import ObjectPath
 
@@ -42,8 +40,10 @@ def is_megatron(kind: type) -> bool:
 
 def describe_megatron(
     value: Any, path: ObjectPath, *, context: DescribeContext
-) -> Iterator[StateObject | Node]:
-    """Yield what this rank stores of the whole tensor: nothing, unless it is the main replica.
+) -> tuple[StateObject, tuple[Node, ...]]:
+    """Return what this rank stores of the whole tensor: nothing, unless it is the main replica.
+
+    The nodes are those above it.
 
     Raises:
         UnsupportedStateError: There is no local tensor, it cannot be stored, or it does not lie
@@ -56,10 +56,9 @@ def describe_megatron(
     entry = described_piece(local, path, shape, context=context)
     if entry is None:
         raise _refusal(path, f"holds a {type(local).__name__}, which is stored as several tensors")
-    if here != path:
-        yield Node(path, "dict")
     regions = regions if is_main else ()
-    yield entry._replace(path=here, regions=regions, replica=Replica())
+    nodes = () if here == path else (Node(path, "dict"),)
+    return entry._replace(path=here, regions=regions, replica=Replica()), nodes
 
 
 def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Placement:
@@ -81,6 +80,14 @@ def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], t
     if value.data is None:
         raise _refusal(path, "has no data: call its init_data() first")
     count = value.prepend_axis_num
+    # Each stage of a pipeline numbers its layers and parameters from 0, so one path would be one
+    # tensor here and another one there, cut perhaps in another way, so that no rank could tell.
+    if not count and not f".{'.'.join(path)}".endswith(f".{value.key}"):
+        raise _refusal(
+            path,
+            f"has the key {value.key!r}, which is not its path: put it under its key, since "
+            "objects are found again by their path (`{t.key: t for t in tensors}`)",
+        )
     front, offsets = tuple(value.global_offset[:count]), tuple(value.global_offset[count:])
     shape, sizes = tuple(value.global_shape[count:]), tuple(value.local_shape)
     inside = len(shape) == len(sizes) == len(offsets) and all(

@@ -35,7 +35,7 @@ from penstock.providers.tensor.parts import (
     plain_parts,
     rebuild_parts,
 )
-from penstock.providers.tensor.sharding import last_cut_of, local_shard
+from penstock.providers.tensor.sharding import is_cut_like, last_cut_of, local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,6 +62,8 @@ class TensorProvider(StateProvider):
         # wait for the event, begin after the last tensor was described.
         self._moments: WeakKeyDictionary[DescribeContext, dict[torch.device, torch.cuda.Event]]
         self._moments = WeakKeyDictionary()
+        self._empty: WeakKeyDictionary[DescribeContext, dict[object, tuple[ObjectPath, object]]]
+        self._empty = WeakKeyDictionary()
 
     def claims(self, kind: type, /) -> int | None:
         if kind in _KNOWN or kind is Shard or is_megatron(kind):
@@ -77,9 +79,11 @@ class TensorProvider(StateProvider):
             role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
             return (self._plain(value, path, role, context),)  # type: ignore[arg-type]  # see `kind`
         if isinstance(value, Shard):
-            return describe_shard(value, path, context=context)
+            entry = describe_shard(value, path, context=context)
+            return (self._tied(entry, value.tensor, id(value.tensor), context),)
         if is_megatron(kind):
-            return describe_megatron(value, path, context=context)
+            entry, nodes = describe_megatron(value, path, context=context)
+            return (*nodes, self._tied(entry, value.data, id(value.data), context))
         role = Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.OTHER
         if has_parts(kind):
             return describe_parts(value, path, role=role, context=context)
@@ -133,10 +137,29 @@ class TensorProvider(StateProvider):
         local = local_of(tensor)
         refuse_unsupported(local, path)
         spec, _ = _whole(tensor.dtype, tensor.shape)
-        return StateObject(
+        entry = StateObject(
             path, Kind.TENSOR, spec, shard.regions, role, "tensor", self._source(local, context),
             replica=shard.replica or Replica(),
         )  # fmt: skip
+        if shard.regions:
+            return entry
+        # Not by `id`: a state dict may show a tensor of its own for each name of a parameter.
+        storage = local.untyped_storage()
+        return self._tied(entry, storage, (storage._cdata, tensor.shape), context)  # noqa: SLF001 - torch has no other name for the memory without an address
+
+    def _tied(
+        self, entry: StateObject, owner: object, key: object, context: DescribeContext
+    ) -> StateObject:
+        """Tie a piece without elements to an earlier one of the same tensor.
+
+        Core ties pieces by their memory, and these have none. But the ranks that hold elements tie
+        them, and all ranks have to say the same of an object. `owner` lives on with the context, so
+        that its key stays its own.
+        """
+        if entry.regions:
+            return entry
+        first, _ = self._empty.setdefault(context, {}).setdefault(key, (entry.path, owner))
+        return entry if first == entry.path else entry._replace(same_as=first)
 
     def _source(self, tensor: torch.Tensor, context: DescribeContext) -> TensorSource:
         return self._cuda(tensor, context) if tensor.is_cuda else TensorSource(tensor)
@@ -197,13 +220,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def _last_cut(tensor: DTensor, like: torch.Tensor | None) -> int | None:
     if like is None or like is tensor:
         return last_cut_of(tensor)
-    same = (
-        is_sharded(like)
-        and like.shape == tensor.shape
-        and like.placements == tensor.placements
-        and like.device_mesh == tensor.device_mesh
-    )
-    return last_cut_of(like) if same else None  # type: ignore[arg-type]  # `same` says so
+    return last_cut_of(like) if is_sharded(like) and is_cut_like(tensor, like) else None
 
 
 def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | None:
@@ -320,9 +337,8 @@ def _subclass_reason(kind: type) -> str:
         return f"is a {kind.__name__}: run one forward of the lazy module before saving it"
     if any(base.__module__.startswith("torch.distributed") for base in kind.__mro__):
         return (
-            f"is a {kind.__name__}, and sharded tensors are not supported yet: call "
-            "`.full_tensor()` on every rank that has a part of it (on one alone that would wait "
-            "for ever), and save what it returns"
+            f"is a {kind.__name__}, of which Penstock does not know what this rank holds: put "
+            "`penstock.Shard(piece, global_shape, offsets)` of each local piece into the state"
         )
     dispatch = "__torch_dispatch__"
     if getattr(kind, dispatch, None) is not getattr(torch.Tensor, dispatch):

@@ -12,18 +12,19 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
-from weakref import WeakKeyDictionary
-
-from torch.utils.weak import WeakIdKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Region, Replica, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,26 +126,24 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
 def fully_shard_cuts(module: torch.nn.Module) -> Iterator[tuple[DTensor, int]]:
     """Yield each parameter below `module` that `fully_shard` has cut, and the mesh dimension."""
     for one in _fully_sharded(module):
-        group = getattr(one.mesh_info, "shard_process_group", None)
-        if group is not None:  # else replicated only
-            from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - as below
-
-            tensor = one.sharded_param
-            line = get_process_group_ranks(group)
-            yield from ((tensor, m) for m in _dimension_over(tensor, one.fsdp_placement.dim, line))
+        cut = _cut_of(one)
+        if cut is not None:
+            yield one.sharded_param, cut
 
 
 def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:
-    """Return the sharded parameter for the id of each gathered one that stands in for it.
+    """Return the sharded parameter for the id of each other tensor that stands in for it.
 
-    Between forward and backward, or after a forward that did not reshard, the module shows plain
-    gathered tensors, while optimizers have the sharded ones. Nothing is resharded here.
+    Between forward and backward, or after a forward that did not reshard, or not as far as it was
+    sharded before (`reshard_after_forward=4`), the module shows such tensors, while optimizers have
+    the sharded ones. Nothing is resharded here.
     """
     found = {}
     for one in _fully_sharded(module):
-        gathered = getattr(one, "_unsharded_param", None)  # there is none before the first forward
-        if gathered is not None:
-            found[id(gathered)] = one.sharded_param
+        for name in ("_unsharded_param", "_sharded_post_forward_param"):
+            shown = getattr(one, name, None)  # there is none before the first forward
+            if shown is not None:
+                found[id(shown)] = one.sharded_param
     return found
 
 
@@ -166,27 +165,55 @@ def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def note_fully_shard(module: torch.nn.Module) -> None:
-    """Note how `fully_shard` has cut the parameters of `module`, for `last_cut_of`."""
-    for parameter, mesh_dimension in fully_shard_cuts(module):
-        _last_cuts[parameter] = mesh_dimension
+    """Note which parameters of `module` are of `fully_shard`, for `last_cut_of`."""
+    for one in _fully_sharded(module):
+        _of_fully_shard[id(one.sharded_param)] = one
 
 
 def last_cut_of(tensor: DTensor) -> int | None:
-    """Return the `last_cut` of a parameter of a module that was noted; None for all others."""
-    found: int | None = _last_cuts.get(tensor)  # type: ignore[no-untyped-call]  # torch has no type
-    return found
+    """Return the `last_cut` of a parameter of a module that was noted, or of what is cut like it.
+
+    None for all others.
+    """
+    parameter = _like.get().get(id(tensor), tensor)
+    one = _of_fully_shard.get(id(parameter))
+    if one is None or one.sharded_param is not parameter or not is_cut_like(tensor, parameter):
+        return None
+    return _cut_of(one)
 
 
-def note_like(tensor: DTensor, parameter: DTensor) -> None:
-    """Note that `tensor` is cut as a parameter that was noted: its gradient, or state of it."""
-    cut = last_cut_of(parameter)
+@contextmanager
+def cut_like(parameter: DTensor, tensors: Iterable[DTensor]) -> Iterator[None]:
+    """Within the context, `last_cut_of` knows `tensors` as state of `parameter`."""
+    token = _like.set({id(tensor): parameter for tensor in tensors})
+    try:
+        yield
+    finally:
+        _like.reset(token)
+
+
+def is_cut_like(tensor: DTensor, parameter: DTensor) -> bool:
+    """Return whether a tensor has the shape and the placements of a parameter."""
     alike = tensor.shape == parameter.shape and tensor.placements == parameter.placements
-    if cut is not None and alike and tensor.device_mesh == parameter.device_mesh:
-        _last_cuts[tensor] = cut
+    return alike and tensor.device_mesh == parameter.device_mesh
 
 
 # By identity: an optimizer has the parameters, but not the module that knows how they were cut.
-_last_cuts = WeakIdKeyDictionary()
+# Never by weak references to tensors: torch refuses to move or cast a module of DTensors then.
+_of_fully_shard: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_like: ContextVar[Mapping[int, DTensor]] = ContextVar("_like", default=MappingProxyType({}))
+
+
+def _cut_of(one: Any) -> int | None:
+    """Return the mesh dimension that `fully_shard` has cut, from what it keeps of a parameter."""
+    group = getattr(one.mesh_info, "shard_process_group", None)
+    if group is None:  # replicated only
+        return None
+    from torch.distributed import get_process_group_ranks  # noqa: PLC0415 - as above
+
+    tensor = one.sharded_param
+    ranks = get_process_group_ranks(group)
+    return next(iter(_dimension_over(tensor, one.fsdp_placement.dim, ranks)), None)
 
 
 def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[int]:

@@ -146,6 +146,129 @@ def test_two_layers_under_one_name_are_not_taken_for_one():
     }
 
 
+def grid(rank, layout, *, blank=False):
+    """A tensor cut by tensor and pipeline parallelism, whole and as ranges that are not equal."""
+    tp, pp = layout
+    dp, whole = 8 // (tp * pp), torch.arange(8.0 * 5 * 40).reshape(8, 5, 40)
+    at = rank % tp, rank // tp % dp, rank // (tp * dp)
+    offset = (at[0] * 8 // tp, 0, at[2] * 40 // pp)
+    part = whole.chunk(tp, 0)[at[0]].chunk(pp, 2)[at[2]].contiguous()
+    share, last = part.numel() // dp, at[1] == dp - 1
+    held = slice(share * at[1] + at[1], part.numel() if last else share * (at[1] + 1) + at[1] + 1)
+    flat = part.flatten()[held].clone()
+    if blank:
+        part, flat = torch.zeros_like(part), torch.zeros_like(flat)
+    local = {"local_shape": tuple(part.shape), "flattened_range": held}
+    return {
+        "whole": made("whole", part, whole.shape, offset, replica_id=at[1]),
+        "flat": made("flat", flat, whole.shape, offset, **local),
+    }
+
+
+LAYOUTS = [((2, 4), (2, 4)), ((2, 4), (2, 2)), ((2, 4), (4, 2)), ((8, 1), (1, 2))]
+
+
+@pytest.mark.parametrize(("there", "here"), LAYOUTS)
+def test_ranges_of_a_grid_come_back_in_another_grid_and_other_ranges(there, here):
+    """Of eight ranks, by the sizes of tensor and pipeline parallelism."""
+    store = memory()
+    succeed(Job(8, store).save(lambda rank: grid(rank, there)))
+    whole = torch.arange(8.0 * 5 * 40).reshape(8, 5, 40)
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        assert all(torch.equal(tensor, whole) for tensor in ckpt.load().values())
+    for rank, state in enumerate(restored(8, store, lambda rank: grid(rank, here, blank=True))):
+        for name, tensor in grid(rank, here).items():
+            assert torch.equal(state[name].data, tensor.data), name
+
+
+def optimizer(rank, layout, *, blank=False):
+    """Masters and moments of two weights and a bias, in ranges over the data-parallel ranks.
+
+    The bias is trained, and the second weight is frozen: it has no state. Steps and options are
+    plain values of two groups.
+    """
+    tp, dp = layout
+    at, place = rank % tp, rank // tp
+    found = {}
+    for n, (name, shape) in enumerate({"up": (12, 5), "bias": (12,)}.items()):
+        rows = 12 // tp
+        for m, key in enumerate(("fp32_param", "exp_avg", "exp_avg_sq")):
+            whole = (
+                torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 100 * n + 1e3 * m
+            )
+            part = whole[at * rows : (at + 1) * rows]
+            # Buffers are padded to a multiple of the ranks, so the last ranges are short or empty.
+            share = -(-part.numel() // dp) + 7
+            held = slice(*(min(part.numel(), share * k) for k in (place, place + 1)))
+            flat = part.flatten()[held].clone()
+            label = f"optimizer.state.{key}.{name}"
+            found[label] = made(
+                label,
+                torch.full_like(flat, -1) if blank else flat,
+                shape,
+                (at * rows, *(0 for _ in shape[1:])),
+                local_shape=tuple(part.shape),
+                flattened_range=held,
+            )
+    model = {
+        "frozen": made("frozen", torch.full((3,), -1.0 if blank else 5.0), (3,), (0,)),
+    }
+    model["frozen"].replica_id = rank
+    groups = [{"lr": 0.5, "step": 0 if blank else 1234}, {"lr": 0.25, "wd_mult": 0.0}]
+    return {"model": model, "optimizer": {"state": found, "param_groups": groups}}
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [((2, 4), (2, 4)), ((2, 4), (2, 1)), ((4, 2), (1, 3)), ((1, 1), (3, 2))]
+)
+def test_ranges_of_a_distributed_optimizer_go_to_any_other_ranks(there, here):
+    store = memory()
+    succeed(Job(there[0] * there[1], store).save(lambda rank: optimizer(rank, there)))
+    count = here[0] * here[1]
+    found = restored(count, store, lambda rank: optimizer(rank, here, blank=True))
+    for rank, state in enumerate(found):
+        expected = optimizer(rank, here)
+        assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+        assert state["model"]["frozen"].data.tolist() == [5.0] * 3
+        for name, tensor in expected["optimizer"]["state"].items():
+            assert torch.equal(state["optimizer"]["state"][name].data, tensor.data), name
+
+
+def test_a_tensor_that_is_not_under_its_key_is_refused():
+    """As two stages number their parameters, whose ranges would be taken for those of one."""
+    cuts = [(0, 2), (2, 4)], [(0, 1), (1, 4)]
+
+    def state(rank):
+        stage = rank // 2
+        held = slice(*cuts[stage][rank % 2])
+        data = torch.full((held.stop - held.start,), float(stage))
+        options = {"local_shape": (4,), "flattened_range": held}
+        return {"state": {"0": made(f"exp_avg.layer{stage}", data, (4,), (0,), **options)}}
+
+    store = memory()
+    for error in Job(4, store).save(state):
+        assert isinstance(error, UnsupportedStateError)
+        assert "state/0 is a ShardedTensor of Megatron and has the key 'exp_avg.l" in str(error)
+    with checkpointer(store) as ckpt:
+        ckpt.save({"state": {"0": torch.zeros(4)}}, 1, mode="blocking")
+        with pytest.raises(UnsupportedStateError, match="put it under its key"):
+            ckpt.restore(state(0))
+
+
+def test_tied_tensors_are_tied_by_all_replicas():
+    def state(rank, blank=False):
+        data = torch.full((3, 2), -1.0 if blank else 4.0)
+        one = made("embedding", data, (3, 2), (0, 0), replica_id=rank)
+        return {"embedding": one, "output": {"embedding": replace(one)}}
+
+    store = memory()
+    reports = succeed(Job(2, store).save(state))
+    assert sum(report.bytes_raw for report in reports) == 24
+    for found in restored(2, store, lambda rank: state(rank, blank=True)):
+        assert found["output"]["embedding"].data.eq(4).all()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -1,0 +1,349 @@
+"""Modules and optimizers as jobs wrap them: ranks save and restore them as the bare ones."""
+
+import pytest
+import torch
+from tests.core.stored_ranks import STEP
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.topologies import (
+    TP_PLAN,
+    Net,
+    adam,
+    alone,
+    fsdp2,
+    local,
+    train,
+    trained,
+    values_of,
+)
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from penstock import UnsupportedStateError
+
+
+class Tied(Net):
+    """Two names for one weight of six elements, of which the last of four ranks has none."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.last = nn.LayerNorm(6)
+        self.last.weight = self.norm.weight
+
+
+class Frozen(Net):
+    """Two parameters are not trained, and have no state in an optimizer of all."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.embed.weight.requires_grad_(False)
+        self.up.bias.requires_grad_(False)
+
+
+def sequence_parallel(net):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = RowwiseParallel(input_layouts=Replicate())
+    plan = {"embed": whole, "norm": SequenceParallel(), "head": ColwiseParallel()}
+    parallelize_module(net, mesh["tp"], {**TP_PLAN, **plan})
+    return fully_shard(net, mesh=mesh["dp"])
+
+
+def compiled(net):
+    """Whose parts are computed anew in the backward."""
+    net.up, net.down = checkpoint_wrapper(net.up), checkpoint_wrapper(net.down)
+    for part in (net.up, net.down):
+        fully_shard(part)
+    return torch.compile(fully_shard(net), backend="eager")
+
+
+def ignoring(net):
+    return fully_shard(net, ignored_params={net.head.weight, net.norm.bias})
+
+
+def by_columns(net):
+    even = lambda p: p.ndim > 1 and p.shape[1] % 2 == 0  # noqa: E731 - else torch refuses it
+    return fully_shard(net, shard_placement_fn=lambda p: Shard(int(even(p))))
+
+
+def fsdp1(net):
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    net.up = checkpoint_wrapper(net.up)
+    net.down = FullyShardedDataParallel(net.down, **options)
+    return FullyShardedDataParallel(net, ignored_modules=[net.head], **options)
+
+
+def interleaved(net):
+    """Every second layer, as a stage with two chunks of the model has."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    chunks = (("embed", "down", "head"), ("up", "norm"))
+    for name in chunks[1 - mesh.get_coordinate()[0]]:
+        delattr(net, name)
+    return fully_shard(net, mesh=mesh["dp"])
+
+
+WRAPPED = {
+    "norms in sequence parallel": (4, sequence_parallel, Net),
+    "compiled": (2, compiled, Net),
+    "ignored parameters": (2, ignoring, Net),
+    "by columns": (2, by_columns, Net),
+    "replicate": (2, replicate, Net),
+    "tied": (4, fsdp2(4), Tied),
+    "frozen": (2, fsdp2(2), Frozen),
+    "FSDP1": (2, fsdp1, Net),
+    "FSDP1, tied": (3, fsdp1, Tied),
+    "interleaved chunks": (4, interleaved, Net),
+}
+
+# Each stage stores the buffer; with FSDP1 each rank stores the count of steps of a parameter that
+# is cut, and the state of one that is ignored.
+TWICE = {"interleaved chunks": 12, "FSDP1": 636, "FSDP1, tied": 1272}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_what_is_wrapped_is_stored_and_restored_as_the_bare_one(name):
+    count, place, make = WRAPPED[name]
+    options = {"make": make, "optimize": adam_of_trained}
+    plain, store = memory(), memory()
+    bare = trained(alone, **options)
+    with checkpointer(plain) as ckpt:
+        ckpt.save(bare, STEP, mode="blocking")
+    job = Job(count, store)
+    readers = [Job(count, plain), Job(count, store)]
+
+    def work(rank):
+        state = trained(place, **options)
+        with job.checkpointer(rank) as ckpt:
+            saved = ckpt.save(state, STEP, mode="blocking").result(30)
+        for reader in readers:
+            fresh = trained(place, seed=1, **options)
+            with reader.checkpointer(rank) as ckpt:
+                report = ckpt.restore(fresh)
+            assert (report.missing, report.unexpected, report.matched_by) == ((), (), "name")
+            check(values_of(fresh), values_of(state))
+        return saved.total.bytes_twice
+
+    assert set(run_ranks(count, work)) == {TWICE.get(name, 0)}
+    fresh = trained(alone, seed=1, **options)
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        report = ckpt.restore(fresh)
+    assert (report.missing, report.unexpected, report.matched_by) == ((), (), "name")
+    check(values_of(fresh), values_of(bare))
+
+
+def adam_of_trained(net):
+    """An optimizer of all parameters, of which those that are frozen never get a gradient."""
+    optimizer = adam(net)
+    frozen = [p for p in net.parameters() if not p.requires_grad]
+
+    def drop(*_):
+        for parameter in frozen:
+            parameter.grad = None
+
+    optimizer.register_step_pre_hook(drop)
+    return optimizer
+
+
+def check(found, expected):
+    assert found.keys() == expected.keys()
+    for path, tensor in expected.items():
+        assert torch.equal(found[path], tensor), path
+
+
+def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
+    """torch exchanges a `DTensor` for another one, and refuses that while anything watches it."""
+    store = memory()
+    job = Job(2, store)
+
+    def work(rank):
+        state = trained(fsdp2(2))
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, 1, mode="lazy").result(30)
+            ckpt.restore(state)
+            state["model"].double()
+            ckpt.save({"model": state["model"]}, 2).result(30)
+
+    run_ranks(2, work)
+    with checkpointer(store) as ckpt:
+        single, double = ckpt.load(1)["model"], ckpt.load(2)["model"]
+    for name, tensor in double.items():
+        assert tensor.dtype == torch.float64
+        assert torch.equal(tensor, single[name].double()), name
+
+
+def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
+    """Its tensors stand in for the parameters then; the optimizer is asked first."""
+    plain = memory()
+    with checkpointer(plain) as ckpt:
+        ckpt.save(trained(alone), STEP, mode="blocking")
+    store = memory()
+    reader, job = Job(4, plain), Job(4, store)
+
+    def work(rank):
+        net = Net(1)
+        for part in (net.up, net.down, net):
+            fully_shard(part, reshard_after_forward=2)
+        state = {"epoch": 0, "optimizer": adam(net), "model": net}
+        net(torch.arange(5))
+        with reader.checkpointer(rank) as ckpt:
+            assert ckpt.restore(state).matched_by == "name"
+        net(torch.arange(5))
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(30)
+
+    run_ranks(4, work)
+    fresh = trained(alone, seed=1)
+    with checkpointer(store) as ckpt:
+        assert ckpt.restore(fresh).matched_by == "name"
+    check(values_of(fresh), values_of(trained(alone)))
+
+
+class Fused(nn.Module):
+    """Stores the halves of its weight apart, and puts them together when they are loaded."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(24.0).reshape(4, 2, 3) + 100 * seed)
+        self.count = 7 * seed
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._fuse)
+
+    @staticmethod
+    def _split(_, state, prefix, *__):
+        weight = state.pop(f"{prefix}weight")
+        for n, half in enumerate("ab"):
+            state[prefix + half] = weight[:, n].contiguous()
+
+    @staticmethod
+    def _fuse(_, state, prefix, *__):
+        halves = [state.pop(prefix + half) for half in "ab"]
+        state[f"{prefix}weight"] = torch.stack(halves, 1)
+
+    def get_extra_state(self):
+        return {"count": self.count, "mean": torch.full((2,), float(self.count))}
+
+    def set_extra_state(self, state):
+        assert state["mean"].tolist() == [state["count"]] * 2
+        self.count = state["count"]
+
+
+def behind_tensor_parallelism(module):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = distribute_tensor(module[0].weight.data, mesh["tp"], [Shard(0)], src_data_rank=None)
+    module[0].weight = nn.Parameter(weight)
+    return fully_shard(module, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize(
+    ("count", "place"), [(2, fully_shard), (4, behind_tensor_parallelism)], ids=["FSDP2", "and TP"]
+)
+def test_hooks_of_a_sharded_module_get_what_they_have_shown(count, place):
+    """They work with `DTensor`s, and torch does not mix these with plain tensors."""
+    plain, store = memory(), memory()
+    with checkpointer(plain) as ckpt:
+        ckpt.save({"model": nn.Sequential(Fused(3))}, STEP, mode="blocking")
+    reader, job = Job(count, plain), Job(count, store)
+
+    def work(rank):
+        state = {"model": place(nn.Sequential(Fused()))}
+        with reader.checkpointer(rank) as ckpt:
+            ckpt.restore(state)
+        expected = place(nn.Sequential(Fused(3)))[0].weight
+        assert torch.equal(local(state["model"][0].weight), local(expected))
+        assert state["model"][0].count == 21
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(30)
+
+    run_ranks(count, work)
+    found = nn.Sequential(Fused())
+    with checkpointer(store) as ckpt:
+        ckpt.restore({"model": found})
+    assert torch.equal(found[0].weight, Fused(3).weight)
+
+
+OPTIMIZERS = {
+    "one for each parameter": lambda net: [
+        torch.optim.AdamW([p], lr=0.01, foreach=False) for p in net.parameters()
+    ],
+    "without state": lambda net: [torch.optim.SGD(net.parameters(), lr=0.01)],
+    "amsgrad with a tensor as rate": lambda net: [
+        torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), amsgrad=True, foreach=False)
+    ],
+    "momentum of some": lambda net: [
+        torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    ],
+}
+
+
+STEPPED = pytest.param("momentum of some", True, id="stepped")
+
+
+@pytest.mark.parametrize(("name", "stepped"), [*((name, False) for name in OPTIMIZERS), STEPPED])
+def test_optimizers_of_shards_go_on_where_they_were(name, stepped):
+    """Of parameters some have had no gradient yet, so there is no state of them."""
+    store = memory()
+    job, reader = Job(2, store), Job(2, store)
+
+    def state_of(seed, without=()):
+        net = fsdp2(2)(Net(seed))
+        optimizers = OPTIMIZERS[name](net)
+        for parameter_name, parameter in net.named_parameters():
+            if not any(part in parameter_name for part in without):
+                parameter.grad = parameter.detach().clone()
+        if stepped or not seed:
+            for optimizer in optimizers:
+                optimizer.step()
+        for parameter in net.parameters():
+            parameter.grad = None
+        return {"model": net, "optimizers": optimizers}
+
+    def shown(state):
+        return {
+            (parameter_name, key): local(item)
+            for parameter_name, parameter in state["model"].named_parameters()
+            for optimizer in state["optimizers"]
+            for key, item in (("", parameter), *optimizer.state.get(parameter, {}).items())
+            if isinstance(item, torch.Tensor)
+        }
+
+    def work(rank):
+        state, fresh = state_of(0, without=("norm", "up.bias")), state_of(1)
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(30)
+        with reader.checkpointer(rank) as ckpt:
+            assert ckpt.restore(fresh).missing == ()
+        check(shown(fresh), shown(state))
+        losses = []
+        for one in (state, fresh):
+            first, *others = one["optimizers"]
+            first.register_step_post_hook(lambda *_, o=others: [each.step() for each in o])
+            losses.append(train(one["model"], first, 2))
+        assert losses[0] == losses[1]
+
+    run_ranks(2, work)
+
+
+def test_an_optimizer_without_names_on_some_ranks_is_refused():
+    """Two stages have other parameters in one place: one's state would be lost without a word."""
+    store = memory()
+    job = Job(4, store)
+
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        state = trained(lambda net: fully_shard(net, mesh=mesh["dp"]))
+        refused = pytest.raises(UnsupportedStateError, match="no names, over 2 of the 4 ranks")
+        with job.checkpointer(rank) as ckpt, refused:
+            ckpt.save({"optimizer": state["optimizer"]}, STEP).result(30)
+
+    run_ranks(4, work)
