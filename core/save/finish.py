@@ -295,8 +295,8 @@ class Finish:
 
         On return it is known what may be deleted. The error names the rank that is the cause.
         """
-        if self._agreement is None:
-            return error
+        if self._agreement is None or self._turn is None or not self._turn.begun:
+            return error  # it may be prepared anew under its number; who gives it up tells so
         if self._choice is not None:
             self._choice.failed(error)
         cause = self._ending.error if isinstance(error, SaveAbortedError) else None

@@ -97,7 +97,10 @@ class SaveJob:
         self._workers = workers
         self._timing = workers.timing
         self._rank_turn = turn
-        self._lock = threading.Lock()  # guards `_started`
+        # Acquired once, by the first thread of its kind: an error out of a signal handler may end
+        # `begin_capture` right behind the start of a thread, and what is begun again starts one
+        # more.
+        self._may_run, self._may_watch = threading.Lock(), threading.Lock()
         self._started = False
         self._has_error = False  # the save thread has, and knows best what it is
         # Acquired once: by the capture thread when it starts, or by `interrupt` before that.
@@ -148,15 +151,14 @@ class SaveJob:
         self._start_threads()
 
     def _start_threads(self) -> None:
-        with self._lock:
-            started, self._started = self._started, True
-        if not started:
+        if not self._started:
             self._finish.watchdog.moved()
             self._workers.spawn("save", self._run)
             self._workers.spawn("watch", self._watch)
+            self._started = True
 
     def begin_capture(self) -> None:
-        """Start to capture; failures go to the handle.
+        """Start to capture; failures go to the handle. Called again, it goes on where it was left.
 
         The capture has a thread of its own even when the caller waits for it: Ctrl-C, which only
         the main thread gets, cannot come between taking one of the engine's locks and releasing it.
@@ -342,6 +344,8 @@ class SaveJob:
 
     def _run(self) -> None:
         """Write and commit; the body of the save thread."""
+        if not self._may_run.acquire(blocking=False):
+            return
         watchdog, surroundings = self._finish.watchdog, self._surroundings
         assert surroundings is not None
         try:
@@ -421,6 +425,8 @@ class SaveJob:
 
     def _watch(self) -> None:
         """Give the save up when the store makes no progress for `io_timeout_s`."""
+        if not self._may_watch.acquire(blocking=False):
+            return
         watchdog = self._finish.watchdog
         poll_s = min(self._timing.poll_s, watchdog.limit_s / 4)
         while not self.released.wait(poll_s):

@@ -364,8 +364,14 @@ class Saver(SaveSurroundings):
                 job.handle.committed.add_done_callback(lambda _: fence_hook.disarm(job))
             else:
                 self._warn_if_not_lazy(job.request)
-            job.begin_capture()
-            self.pending.prepared()
+
+            def begin() -> None:
+                job.begin_capture()
+                self.pending.prepared()
+
+            # The other ranks hear of the save now: prepared anew, it would be one that they have
+            # given up.
+            self.pending.outlast(begin)
         except BaseException as error:
             job.interrupt(error)
             fence_hook.disarm(job)
