@@ -11,7 +11,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from penstock.core.foreign import memory_permitting
 from penstock.core.pipeline.reader import Loader
-from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of
 from penstock.core.ranks.templates import TemplatesOfRanks
 from penstock.core.reporting.events import EventStream, RestoreEvent, VerifyEvent
 from penstock.core.reporting.progress import metered
@@ -329,13 +329,14 @@ class Reader:
         except CheckpointNotFoundError as error:
             msg = (
                 f"step {step}, which rank 0 has chosen, is not under {self._watched.url} as this "
-                "rank sees it: is the folder shared by all hosts?"
+                f"rank sees it: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
             )
             raise RestoreError(msg) from error
         if record.uid != uid:
             msg = (
                 f"step {step} under {self._watched.url} is another checkpoint here than on rank "
-                "0: is the folder shared by all hosts, and does no other job save there?"
+                "0: is the folder shared by all hosts, and does no other job save there? "
+                f"{SEVERAL_CHECKPOINTERS}"
             )
             raise RestoreError(msg)
         return self._open_record(record)

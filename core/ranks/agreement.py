@@ -25,7 +25,7 @@ from penstock.core.errors import (
 )
 from penstock.core.plan.ranks import RankPlaces
 from penstock.core.ranks.conductor import Conductor
-from penstock.core.ranks.group import cause_of, failed_with
+from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of, failed_with
 from penstock.core.ranks.structure import (
     Brought,
     Digests,
@@ -450,7 +450,7 @@ def _not_shared(url: str, tier: str | None) -> str:
     """Return the words for a rank that does not see what rank 0 has published at `url`."""
     what = (
         f"what rank 0 has published is not on {url} as this rank sees it: is the folder shared by "
-        "all hosts?"
+        f"all hosts? {SEVERAL_CHECKPOINTERS}"
     )
     if tier is None:
         return what

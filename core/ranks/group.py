@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.plan.ranks import RankPlaces
 
+SEVERAL_CHECKPOINTERS = (
+    "Of several checkpointers in a job each has to be used for the first time in the same order on "
+    "all ranks"
+)
+"""What else to look at where ranks see different roots: they may be those of two checkpointers."""
+
 _NONCE_KEY = "nonce"
 _LEFT_POLL_S = 0.01
 

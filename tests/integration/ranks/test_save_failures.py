@@ -19,6 +19,7 @@ from penstock import Checkpointer, Shard
 from penstock.core.abc.delegating import DelegatingBackend
 from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import (
+    PenstockError,
     RankError,
     SaveError,
     SaveSkippedError,
@@ -171,6 +172,30 @@ def test_a_root_that_hosts_do_not_share_is_found_where_rank_0_alone_writes():
     for error in errors:
         assert "is the folder shared by all hosts?" in str(error)
     assert [names(store) for store in stores] == [[], []]
+
+
+@pytest.mark.parametrize("use", ["save", "restore", "load"])
+def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(use):
+    """The names by which ranks meet follow that order: what meets then are two roots."""
+    stores = memory(), memory()
+    for number, store in enumerate(stores):
+        with checkpointer(store) as ckpt:
+            ckpt.save({"w": torch.full((3,), float(number))}, 1, mode="blocking")
+    before = [names(store) for store in stores]
+    crossed = [Job(2, lambda rank, n=n: stores[rank ^ n]) for n in range(2)]
+
+    def work(ckpt, rank):
+        del rank
+        state = {"w": torch.full((3,), 7.0)}
+        if use == "save":
+            return ckpt.save(state, 2).result(30)
+        return ckpt.restore(state) if use == "restore" else ckpt.load()
+
+    for job in crossed:
+        errors = job.run(work)
+        assert all(isinstance(error, PenstockError) for error in errors), errors
+        assert any("the first time in the same order on all ranks" in str(e) for e in errors)
+    assert [names(store) for store in stores] == before
 
 
 def test_what_one_rank_cannot_describe_ends_the_save_on_all_at_once(job):
