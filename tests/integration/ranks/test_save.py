@@ -8,6 +8,8 @@ from tests.integration.ranks.topologies import PLACES, Net, adam, alone, trained
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
+import penstock
+
 FEW = ["DDP 2", "FSDP2 3", "HSDP 2 x 2", "TP 4", "FSDP2 x TP 2 x 2", "FSDP2 x TP 3 x 2"]
 
 
@@ -122,6 +124,66 @@ def test_stages_of_a_pipeline_store_what_each_has_and_what_they_share():
     for stage in range(2):
         assert tree["model"][f"layer{stage}"].eq(stage).all()
         assert tree[f"only{stage}"] == stage
+
+
+def restored(count, store, state_of):
+    def work(ckpt, rank):
+        state = state_of(rank)
+        assert ckpt.restore(state).missing == ()
+        return state
+
+    found = Job(count, store).run(work)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def test_tensors_that_some_ranks_have_come_back_on_these_and_on_others():
+    """Each under a name of its own, in any order of the names."""
+    held = {"a": {0}, "b": {1}, "c": set(range(5)), "d": {3, 0}, "e": {1, 4}, "f": {4}}
+    moved = {name: {(rank + 2) % 3 for rank in ranks} for name, ranks in held.items()}
+
+    def state_of(places, *, value):
+        def state(rank):
+            names = [name for name in places if rank in places[name]]
+            found = {n: torch.full((5, 3), float(ord(n)) if value else 0.0) for n in names}
+            return {"all": dict(reversed(found.items())) if rank % 2 else found}
+
+        return state
+
+    store = memory()
+    reports = Job(5, store).save(state_of(held, value=True))
+    assert {report.ranks for report in reports} == {5}
+    for count, places in ((5, held), (3, moved)):
+        found = restored(count, store, state_of(places, value=False))
+        for rank, state in enumerate(found):
+            for name, tensor in state_of(places, value=True)(rank)["all"].items():
+                assert torch.equal(state["all"][name], tensor), name
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_in_nested_containers_come_back_in_place(count):
+    def state_of(rank, ranks, *, blank=False):
+        whole = torch.zeros(6, 2) if blank else torch.arange(12.0).reshape(6, 2)
+        start, stop = (6 * n // ranks for n in (rank, rank + 1))
+        piece = penstock.Shard(whole[start:stop].clone(), (6, 2), (start, 0))
+        deep = {"n": (0 if blank else 5, [None]), 3: {"deep": [] if blank else [1.5]}}
+        return {"list": [{"pair": (piece, "equal")}, deep]}
+
+    store = memory()
+    Job(2, store).save(lambda rank: state_of(rank, 2))
+    blank = [state_of(rank, count, blank=True) for rank in range(count)]
+    if count == 1:
+        with checkpointer(store) as ckpt:
+            ckpt.restore(*blank)
+    else:
+        restored(count, store, blank.__getitem__)
+    for rank, found in enumerate(blank):
+        expected = state_of(rank, count)
+        pieces = [one["list"][0]["pair"][0].tensor for one in (found, expected)]
+        assert torch.equal(*pieces)
+        assert found["list"][1] == expected["list"][1]
 
 
 def test_a_lazy_save_warns_of_no_optimizer_only_where_there_is_none(caplog):

@@ -51,6 +51,25 @@ class Frozen(Net):
         self.up.bias.requires_grad_(False)
 
 
+class Stacked(Net):
+    """With four experts in one tensor."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.experts = nn.Module()
+        made = torch.Generator().manual_seed(seed)
+        self.experts.weight = nn.Parameter(torch.randn(4, 6, 5, generator=made))
+
+
+def expert_parallel(net):
+    """Experts over the ranks of one dimension, and what each has over those of the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    weight = distribute_tensor(net.experts.weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
+    net.experts.weight = nn.Parameter(weight)
+    fully_shard(net.experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
+    return fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
+
+
 def sequence_parallel(net):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = RowwiseParallel(input_layouts=Replicate())
@@ -103,6 +122,7 @@ WRAPPED = {
     "FSDP1": (2, fsdp1, Net),
     "FSDP1, tied": (3, fsdp1, Tied),
     "interleaved chunks": (4, interleaved, Net),
+    "experts in one tensor": (4, expert_parallel, Stacked),
 }
 
 # Each stage stores the buffer; with FSDP1 each rank stores the count of steps of a parameter that

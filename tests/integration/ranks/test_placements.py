@@ -1,0 +1,129 @@
+"""What ranks save as `DTensor`s of any placement comes back in each other one, on any mesh."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from tests.core.stored_ranks import STEP
+from tests.integration.ranks.saving import Job
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from penstock import RankError, SaveError, UnsupportedStateError
+from penstock.providers.tensor.sharding import local_shard
+
+ONE = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)]
+UNEVEN, EVEN, FEW, EMPTY = (7, 5), (8, 4), (1, 3), (0, 4)
+SAVED = [(4,), (2, 2)]
+"""The meshes of four ranks that save."""
+
+
+def whole(shape):
+    return 1 + torch.arange(float(math.prod(shape))).reshape(shape)
+
+
+def placed(tensor, devices, placements):
+    """The tensor on this mesh; None where it is not certain which elements a rank would have."""
+    made = distribute_tensor(tensor, devices, placements, src_data_rank=None)
+    try:
+        local_shard(made, ("w",))
+    except UnsupportedStateError:
+        return None
+    return made
+
+
+def all_placements(mesh):
+    return itertools.product(ONE, repeat=len(mesh))
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """A checkpoint with a tensor for each mesh, placement and shape; and the shapes by path."""
+    store = memory()
+    job = Job(4, store)
+
+    def work(rank):
+        state = {}
+        for mesh in SAVED:
+            devices = init_device_mesh("cpu", mesh)
+            for placements in all_placements(mesh):
+                for shape in (UNEVEN, EVEN) if len(mesh) > 1 else (UNEVEN, FEW, EMPTY):
+                    tensor = placed(whole(shape), devices, placements)
+                    if tensor is not None:
+                        state[f"{placements} of {shape}"] = tensor
+        few = DeviceMesh("cpu", [1, 3])
+        state["two ranks"] = distribute_tensor(whole(UNEVEN), few, [Shard(0)], src_data_rank=None)
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(60)
+        return {path: tuple(tensor.shape) for path, tensor in state.items()}
+
+    return store, run_ranks(4, work)[0]
+
+
+def test_one_process_reads_every_placement(stored):
+    store, shapes = stored
+    with checkpointer(store) as ckpt:
+        assert ckpt.verify().ok
+        for path, tensor in ckpt.load().items():
+            assert torch.equal(tensor, whole(shapes[path])), path
+
+
+@pytest.mark.parametrize(
+    "mesh", [(3,), (4,), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2, 2), (3, 2)])]
+)
+def test_every_placement_restores_every_other(stored, mesh):
+    store, shapes = stored
+    count = math.prod(mesh)
+    job = Job(count, store)
+
+    def work(rank):
+        devices, restored = init_device_mesh("cpu", mesh), 0
+        with job.checkpointer(rank) as ckpt:
+            for placements in all_placements(mesh):
+                state = {
+                    path: tensor
+                    for path, shape in shapes.items()
+                    if (tensor := placed(torch.zeros(shape), devices, placements)) is not None
+                }
+                ckpt.restore(state, include=list(state))
+                for path, tensor in state.items():
+                    expected = placed(whole(shapes[path]), devices, placements)
+                    assert torch.equal(tensor._local_tensor, expected._local_tensor), path
+                restored += len(state)
+        return restored
+
+    found = set(run_ranks(count, work))
+    assert len(found) == 1
+    assert found.pop() >= len(ONE) * len(shapes)
+
+
+def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_torchs_own():
+    """Four, four, four and two rows are, of 14; other pieces are of no one tensor."""
+    store = memory()
+    good, bad = Job(4, store), Job(4, store)
+
+    def made(devices, rank, rows, **options):
+        start = sum(rows[:rank])
+        local = whole((14, 1))[start : start + rows[rank]]
+        return DTensor.from_local(local, devices, [Shard(0)], run_check=False, **options)
+
+    def work(rank):
+        devices = init_device_mesh("cpu", (4,))
+        tensor = made(devices, rank, [4, 4, 4, 2], shape=(14, 1), stride=(1, 1))
+        with good.checkpointer(rank) as ckpt:
+            ckpt.save({"w": tensor}, 1, mode="blocking").result(30)
+        refused = (UnsupportedStateError, SaveError, RankError)
+        with bad.checkpointer(rank) as ckpt:
+            for step, options in enumerate(({}, {"shape": (14, 1), "stride": (1, 1)})):
+                tensor = made(devices, rank, [4, 3, 4, 3], **options)
+                with pytest.raises(refused, match=r"one object on all ranks|is its share"):
+                    ckpt.save({"w": tensor}, 2 + step, mode="blocking").result(30)
+
+    run_ranks(4, work)
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [1]
+        assert torch.equal(ckpt.load()["w"], whole((14, 1)))

@@ -1,0 +1,221 @@
+"""Runs of several ranks from their first to their last checkpoint, and what is taken from them."""
+
+import pytest
+import torch
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.topologies import Net, adam, fsdp2, train, values_of
+from tests.integration.support import checkpointer, memory
+from tests.providers.threads_as_ranks import run_ranks
+
+import penstock
+from penstock import CheckpointNotFoundError, RestoreMismatchError
+from penstock.core.abc import DelegatingBackend
+
+LAST = 5
+
+
+class Loader:
+    """Reads data: each rank has its own place there."""
+
+    def __init__(self, row=0):
+        self.row = row
+
+    def state_dict(self):
+        return {"row": self.row}
+
+    def load_state_dict(self, state):
+        self.row = state["row"]
+
+
+class Data(Loader, torch.utils.data.Dataset):
+    pass
+
+
+class Counting(DelegatingBackend):
+    """Notes what is deleted."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.deleted = []
+
+    def delete(self, names, /):
+        self.deleted += names
+        super().delete(names)
+
+
+def fresh(count, rank, seed=1):
+    net = fsdp2(count)(Net(seed)) if count > 1 else Net(seed)
+    optimizer = adam(net)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = {"model": net, "optimizer": optimizer, "schedule": schedule}
+    return state | {"data": Data(100 * rank), "train": {"step": 0, "losses": []}}
+
+
+def train_step(state, step):
+    state["train"]["losses"] += train(state["model"], state["optimizer"], 1, start=step)
+    state["train"]["step"] = step
+    state["schedule"].step()
+    state["data"].row += 8
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A run of two ranks that keeps three steps, the last one of the model alone.
+
+    The store, what each rank holds of each step, and what it has deleted.
+    """
+    store = memory()
+    stores = [Counting(store) for _ in range(2)]
+    job = Job(2, lambda rank: stores[rank], retention={"keep_last": 3})
+
+    def work(rank):
+        state, held = fresh(2, rank, seed=0), {}
+        with job.checkpointer(rank) as ckpt:
+            for step in range(1, LAST + 1):
+                train_step(state, step)
+                kept = state if step < LAST else {"model": state["model"]}
+                ckpt.save(kept, step, metadata={"whole": step < LAST}).result(30)
+                held[step] = values_of(state), list(state["train"]["losses"]), state["data"].row
+        return held
+
+    return store, run_ranks(2, work), [one.deleted for one in stores]
+
+
+def restored(store, count, work):
+    """Return what `work(ckpt, rank, state)` returns on each of `count` ranks."""
+    job = Job(count, store)
+
+    def rank_works(rank):
+        state = fresh(count, rank)
+        with job.checkpointer(rank) as ckpt:
+            return work(ckpt, rank, state)
+
+    return run_ranks(count, rank_works)
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    for path, tensor in expected.items():
+        assert torch.equal(found[path], tensor), path
+
+
+def test_rank_0_alone_deletes_what_is_not_kept(run):
+    store, _, (by_first, by_second) = run
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [3, 4, 5]
+        assert all(ckpt.verify(step).ok for step in ckpt.steps())
+    assert by_first
+    assert not by_second
+
+
+def test_a_given_step_comes_back_with_all_that_belongs_to_it(run):
+    store, held, _ = run
+
+    def work(ckpt, rank, state):
+        assert ckpt.restore(state, step=3).step == 3
+        values, losses, row = held[rank][3]
+        equal(values_of(state), values)
+        assert (state["train"], state["data"].row) == ({"step": 3, "losses": losses}, row)
+        assert state["schedule"].get_last_lr() == [0.01 * 0.5**3]
+        train_step(state, 4)
+        equal(values_of(state), held[rank][4][0])
+        assert state["train"]["losses"] == held[rank][4][1]
+
+    restored(store, 2, work)
+
+
+@pytest.mark.parametrize("count", [3, 1])
+def test_another_number_of_ranks_takes_a_part_and_leaves_the_rest(run, count):
+    """Without the place in the data, which cannot be split, and without the schedule."""
+    store, held, _ = run
+
+    def work(ckpt, rank, state):
+        report = ckpt.restore(state, step=4, exclude=["data/**", "schedule/**"])
+        assert (report.missing, report.matched_by) == ((), "name")
+        assert state["train"]["losses"] == held[0][4][1]
+        assert state["data"].row == 100 * rank
+        assert state["schedule"].last_epoch == 0
+        # The rate is an option of the optimizer.
+        assert state["optimizer"].param_groups[0]["lr"] == 0.01 * 0.5**4
+        return train(state["model"], state["optimizer"], 1, start=5)
+
+    expected = [held[0][5][1][4]]
+    for losses in restored(store, count, work):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_model_alone_is_taken_and_the_optimizer_is_as_it_was(run):
+    store, held, _ = run
+
+    def work(ckpt, rank, state):
+        train_step(state, 1)
+        before = {p: t for p, t in values_of(state).items() if p[0] == "optimizer"}
+        report = ckpt.restore(state, include="model/**")  # of the last one, which has no other
+        assert report.step == LAST
+        found = values_of(state)
+        equal({p: t for p, t in found.items() if p[0] == "optimizer"}, before)
+        of_model = {p: t for p, t in held[rank][LAST][0].items() if p[0] == "model"}
+        equal({p: t for p, t in found.items() if p[0] == "model"}, of_model)
+
+    restored(store, 2, work)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_whole_state_is_not_taken_from_a_checkpoint_of_the_model_on_any_rank(run, count):
+    store, _, _ = run
+
+    def work(ckpt, rank, state):
+        before = values_of(state)
+        with pytest.raises(penstock.PenstockError, match="not in the checkpoint") as raised:
+            ckpt.restore(state)
+        equal(values_of(state), before)
+        report = ckpt.restore(state, strict=False)
+        assert report.missing == ("optimizer", "schedule", "data", "train")
+        return raised.type
+
+    assert RestoreMismatchError in restored(store, count, work)
+
+
+def test_a_step_that_is_not_there_is_the_same_error_on_all_ranks(run):
+    store, _, _ = run
+
+    def work(ckpt, rank, state):
+        with pytest.raises(CheckpointNotFoundError, match="step 2"):
+            ckpt.restore(state, step=2)
+        assert ckpt.latest() == LAST
+
+    restored(store, 3, work)
+
+
+def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again():
+    """As a checkpoint of the first weights, made by one process for jobs of any size."""
+    store = memory()
+    first = fresh(1, 0, seed=0)
+    first["data"] = penstock.PerRank(first["data"], on_change="keep")
+    with checkpointer(store) as ckpt:
+        ckpt.save(first, 0, mode="blocking")
+
+    def work(ckpt, rank, state):
+        state["data"] = penstock.PerRank(state["data"], on_change="keep")
+        assert ckpt.restore(state).step in {0, 1}
+        at = state["train"]["step"]
+        losses = train(state["model"], state["optimizer"], 1, start=at + 1)
+        state["train"] = {"step": at + 1, "losses": [*state["train"]["losses"], *losses]}
+        state["schedule"].step()
+        ckpt.save(state, at + 1).result(30)
+
+    for count in (3, 2):
+        restored(store, count, work)
+    last = fresh(1, 0)
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [0, 1, 2]
+        ckpt.restore(last, exclude="data/**")
+    alone = fresh(1, 0, seed=0)
+    losses = []
+    for step in (1, 2):
+        losses += train(alone["model"], alone["optimizer"], 1, start=step)
+        alone["schedule"].step()
+    assert last["train"]["losses"] == pytest.approx(losses, rel=1e-5)
+    assert last["schedule"].get_last_lr() == alone["schedule"].get_last_lr()
+    for path, tensor in values_of(alone).items():
+        torch.testing.assert_close(values_of(last)[path], tensor, rtol=1e-4, atol=1e-6)
