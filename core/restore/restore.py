@@ -105,8 +105,9 @@ def restore_into(
     try:
         _fill_targets(checkpoint, placement, stored, aside)
     except BaseException as error:  # Ctrl-C leaves half-written objects as well
-        undefined = listed([show_path(t.path) for t in placement.targets])
-        error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
+        if placement.targets:
+            undefined = listed([show_path(t.path) for t in placement.targets])
+            error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
         raise
     read = time.monotonic()
     meter.enter("place")
