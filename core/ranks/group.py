@@ -39,7 +39,7 @@ from penstock.core.rounds.posts import (
 from penstock.core.rounds.round import RankPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Coordination
     from penstock.core.config.model import CheckpointerConfig
@@ -70,6 +70,7 @@ class RankGroup:
         timeout_s: float = 60.0,
         host: str = "",
         writer_bytes: int = WRITER_BYTES,
+        members: Sequence[int] = (),
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -80,8 +81,11 @@ class RankGroup:
             timeout_s: A rank that makes no progress for this long counts as dead.
             host: The name of this machine, for messages; default: what it says itself.
             writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
+            members: Their numbers in the job, in order, where others of the job are left out;
+                empty: they are all of it.
         """
         self.writer_bytes = writer_bytes
+        self.members = tuple(members)
         self.place = RankPlace(rank, world_size, host or socket.gethostname())
         self.coordination = coordination
         self.timeout_s = timeout_s
@@ -255,11 +259,13 @@ _every: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 def close_groups_at_exit() -> None:
     """Close the groups that nobody has closed.
 
+    Where an exception has ended the program, the others learn of it.
+
     A daemonic thread that returns from a C++ library while the interpreter exits is ended by an
     exception that the library does not expect, which aborts the process.
     """
     for group in list(_every):
-        group.close()
+        group.close(getattr(sys, "last_value", None))
 
 
 class RanksOfJob:
@@ -282,14 +288,21 @@ class RanksOfJob:
     def leads(self) -> bool:
         """Return whether this process is alone, or rank 0: what is done once is done here.
 
+        Does not join the ranks. One of them may ask that the others do not, and the n-th
+        checkpointer that joins on each rank is taken for one and the same.
+
         Raises:
             ConfigError: This process is not in the group that it was given.
         """
-        group = self.of_restore()
+        if self._config.ranks == "alone":
+            return True
+        group = self._given if isinstance(self._given, RankGroup) else self._group
         if group is not None:
             return group.place.rank == 0
-        waits = self._config.ranks == "auto" and promised_ranks() > 1
-        return not waits or os.environ.get("RANK") == "0"
+        place = _place_in_job(self._given)
+        if place is not None:
+            return place[0] == 0
+        return promised_ranks() < 2 or os.environ.get("RANK") == "0"  # noqa: PLR2004 - one is alone
 
     def settle(self) -> None:
         """Wait until this rank knows which checkpoints are durable; see `RankGroup.settle`."""
@@ -372,6 +385,23 @@ def group_of_job(group: Any = None, *, timeout_s: float) -> RankGroup | None:
     Raises:
         ConfigError: This process is not in `group`, or the store of the job cannot be used.
     """
+    place = _place_in_job(group)
+    if place is None:
+        return None
+    rank, world_size = place
+    members: tuple[int, ...] = ()
+    if group is not None:
+        members = tuple(sys.modules["torch.distributed"].get_process_group_ranks(group))
+    coordination = TorchCoordination(
+        prefix=job_prefix(members),
+        world_size=world_size,
+        call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
+    )
+    return RankGroup(rank, world_size, coordination, timeout_s=timeout_s, members=members)
+
+
+def _place_in_job(group: Any) -> tuple[int, int] | None:
+    """Return the rank of this process, and how many there are; None where it is alone."""
     # Looked up, not imported: a process that has not imported it has one rank.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -384,15 +414,7 @@ def group_of_job(group: Any = None, *, timeout_s: float) -> RankGroup | None:
             "that it saves with, or ranks='alone' where it saves for itself"
         )
         raise ConfigError(msg)
-    if world_size < 2:  # noqa: PLR2004 - one rank is alone
-        return None
-    members = () if group is None else tuple(distributed.get_process_group_ranks(group))
-    coordination = TorchCoordination(
-        prefix=job_prefix(members),
-        world_size=world_size,
-        call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
-    )
-    return RankGroup(rank, world_size, coordination, timeout_s=timeout_s)
+    return None if world_size < 2 else (rank, world_size)  # noqa: PLR2004 - one rank is alone
 
 
 def promised_ranks() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import ConfigError
-from penstock.core.plan.ranks import chunks_of_rank, derivable, masters_of
+from penstock.core.plan.ranks import among, chunks_of_rank, derivable, masters_of
 from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.structure import Brought
@@ -403,6 +403,9 @@ class Saver(SaveSurroundings):
             rank=0 if group is None else group.place.rank,
             world_size=1 if group is None else group.place.world_size,
         )
+        if group is not None and group.members:
+            entries = among(description.entries, group.members)
+            description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
         request = plan_state(
             description,

@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 from tests.core.planned import NoBytes
 
 from penstock.core.abc import StateObject
-from penstock.core.plan.ranks import RankPlaces, chunks_of_rank, derivable, spans_of_rank
+from penstock.core.plan.ranks import (
+    RankPlaces,
+    among,
+    chunks_of_rank,
+    derivable,
+    spans_of_rank,
+)
 from penstock.core.plan.regions import flaw_of_cover
 from penstock.core.plan.save import Capture, PlannedObject, plan_save
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec
@@ -65,6 +71,18 @@ def test_replicas_store_each_byte_once_wherever_their_memory_lies(sizes, count, 
         assert len(set(regions)) == len(regions)
         shape = ranks[0][int(path[0][1:])].entry.spec.shape
         assert flaw_of_cover(shape, regions) is None
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, unique=True), st.integers(1, 100_000))
+def test_what_ranks_outside_hold_as_well_is_stored_by_those_that_save(members, writer_bytes):
+    plans = []
+    for rank in members:
+        replica = Replica(rank, 6, ranks=(0, 1, 2, 3, 4, 5))
+        planned = [of_shape((f"t{n}",), (64, 64), replica=replica) for n in range(4)]
+        entries = among([one.entry for one in planned], members)
+        plans += plans_of([[PlannedObject(entry, Capture.NOW) for entry in entries]])
+    mine = [chunks_of_rank(plan, RankPlaces(), writer_bytes=writer_bytes) for plan in plans]
+    assert sorted(n for chunks in mine for n in chunks) == list(range(len(plans[0].chunks)))
 
 
 def test_writers_have_at_least_so_many_bytes_and_share_evenly():

@@ -3,6 +3,8 @@
 import threading
 import time
 
+from tests import interpreters
+
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import end_key
@@ -24,3 +26,24 @@ def test_a_rank_that_closes_has_told_before_that_it_has_failed():
     assert board.read([end_key(0)]) != [None]
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock-ranks")]
     group.close()
+
+
+ENDS_BY_AN_EXCEPTION = """
+import atexit
+from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.ranks.group import RankGroup
+from penstock.core.rounds.posts import decode_slot, slot_key
+import penstock.core.save.current  # closes groups that nobody has closed
+
+board = MemoryBoard()
+group = RankGroup(1, 2, MemoryCoordination(board))
+atexit.register(lambda: print(decode_slot(board.read([slot_key(1)])[0]).part["cause"]))
+raise ValueError("the loss is no number")
+"""
+
+
+def test_a_program_that_an_exception_ends_tells_the_others_of_it():
+    ended = interpreters.run("-c", ENDS_BY_AN_EXCEPTION)
+    assert ended.stdout == (
+        "closed its checkpointer (because of ValueError: the loss is no number)\n"
+    )

@@ -66,7 +66,11 @@ dist.destroy_process_group()
 """
 
 GROUPS = """
+from torch.distributed.tensor import DTensor, Replicate
 group = dist.new_group([2, 0])  # rank 2 of the job is rank 1 of the group, whatever the order here
+# The first that holds this is rank 1, which is left out.
+mesh = dist.DeviceMesh("cpu", [1, 0, 2])
+replicated = DTensor.from_local(torch.arange(4.0), mesh, [Replicate()])
 half = lambda: penstock.Shard(torch.full((3, 2), float(rank)), (6, 2), (3 * (rank > 0), 0))
 if rank == 1:
     try:
@@ -76,9 +80,17 @@ if rank == 1:
     with penstock.Checkpointer(f"{root}-alone", ranks="alone") as ckpt:
         ckpt.save({"rank": rank}, 1, mode="blocking")
 else:
+    if rank == 0:  # repairs by itself, which is no part of what the ranks agree on
+        tiers = {"type": "tiered", "fast": f"{root}-fast", "durable": f"{root}-durable"}
+        with penstock.Checkpointer(tiers, group=group) as ckpt:
+            try:
+                ckpt.verify(repair=True)
+            except penstock.CheckpointNotFoundError:
+                pass
     for step in (1, 2):  # one checkpointer after the other, in the same order on both
-        with penstock.Checkpointer(root, group=group) as ckpt:
-            print(ckpt.save({"w": half()}, step).result(60).ranks, flush=True)
+        with penstock.Checkpointer(root, group=group, rank_timeout_s=20) as ckpt:
+            state = {"w": half(), "on all": replicated}
+            print(ckpt.save(state, step).result(60).ranks, flush=True)
 dist.destroy_process_group()
 """
 
@@ -232,6 +244,7 @@ def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
     with Checkpointer(root) as ckpt:
         assert ckpt.steps() == [1, 2]
         assert ckpt.load()["w"].tolist() == [[0.0, 0.0]] * 3 + [[2.0, 2.0]] * 3
+        assert ckpt.load()["on all"].tolist() == [0, 1, 2, 3]
     with Checkpointer(f"{root}-alone") as ckpt:
         assert ckpt.load() == {"rank": 1}
 
