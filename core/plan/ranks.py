@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import StateObject
 from penstock.core.plan.save import ShardSpan, replicas_of
 from penstock.core.types import Kind, Region, Replica, Role, regions_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from penstock.core.abc import Node
+    from penstock.core.abc import StateObject
     from penstock.core.plan.save import SavePlan
     from penstock.core.types import ObjectPath
 
@@ -44,34 +43,21 @@ class RankPlaces:
         return self.shared.get(entry.replica.place, entry.replica)
 
 
-def among(
-    entries: Sequence[StateObject | Node], members: Sequence[int]
-) -> tuple[StateObject | Node, ...]:
-    """Return the entries of a state, with replicas that are counted among `members` alone.
+def among(replica: Replica, members: Collection[int]) -> Replica:
+    """Return the place of a rank among those of `members` that hold the same.
 
     Objects may be on a wider mesh than the ranks that save together: whoever is left out of these
     holds the same, and writes nothing.
 
     Args:
-        entries: Objects and nodes, as one of the members describes them.
+        replica: The place of one of the members among all that hold the same.
         members: The numbers in the job of the ranks that save together.
     """
-    inside = frozenset(members)
-    return tuple(
-        entry._replace(replica=_among(entry.replica, inside))
-        if isinstance(entry, StateObject) and entry.replica is not None
-        else entry
-        for entry in entries
-    )
-
-
-def _among(replica: Replica, inside: frozenset[int]) -> Replica:
-    if inside.issuperset(replica.ranks):
+    ranks = tuple(rank for rank in replica.ranks if rank in members)
+    if ranks == replica.ranks:
         return replica
-    ranks = tuple(rank for rank in replica.ranks if rank in inside)
-    return replace(
-        replica, index=ranks.index(replica.ranks[replica.index]), count=len(ranks), ranks=ranks
-    )
+    index = ranks.index(replica.ranks[replica.index])
+    return replace(replica, index=index, count=len(ranks), ranks=ranks)
 
 
 def chunks_of_rank(

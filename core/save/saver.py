@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from threading import Thread
 
+    from penstock.core.abc import Node
     from penstock.core.catalog.catalog import Catalog
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
@@ -404,7 +405,8 @@ class Saver(SaveSurroundings):
             world_size=1 if group is None else group.place.world_size,
         )
         if group is not None and group.members:
-            entries = among(description.entries, group.members)
+            members = frozenset(group.members)
+            entries = tuple(_among(entry, members) for entry in description.entries)
             description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
         request = plan_state(
@@ -529,6 +531,12 @@ class Saver(SaveSurroundings):
         """
         needed = self._protected() if self._committed is None else {self._committed}
         return {step, *needed}
+
+
+def _among(entry: StateObject | Node, members: frozenset[int]) -> StateObject | Node:
+    if not isinstance(entry, StateObject) or entry.replica is None:
+        return entry
+    return entry._replace(replica=among(entry.replica, members))
 
 
 def _log_plan(job: SaveJob, staging: Staging) -> None:

@@ -77,10 +77,8 @@ def test_replicas_store_each_byte_once_wherever_their_memory_lies(sizes, count, 
 def test_what_ranks_outside_hold_as_well_is_stored_by_those_that_save(members, writer_bytes):
     plans = []
     for rank in members:
-        replica = Replica(rank, 6, ranks=(0, 1, 2, 3, 4, 5))
-        planned = [of_shape((f"t{n}",), (64, 64), replica=replica) for n in range(4)]
-        entries = among([one.entry for one in planned], members)
-        plans += plans_of([[PlannedObject(entry, Capture.NOW) for entry in entries]])
+        replica = among(Replica(rank, 6, ranks=(0, 1, 2, 3, 4, 5)), members)
+        plans += plans_of([[of_shape((f"t{n}",), (64, 64), replica=replica) for n in range(4)]])
     mine = [chunks_of_rank(plan, RankPlaces(), writer_bytes=writer_bytes) for plan in plans]
     assert sorted(n for chunks in mine for n in chunks) == list(range(len(plans[0].chunks)))
 
