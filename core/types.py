@@ -56,22 +56,16 @@ class Region:
         object.__setattr__(self, "offsets", tuple(map(operator.index, self.offsets)))
         object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
+    @staticmethod
+    @lru_cache(maxsize=4096)  # the tensors of a state have few shapes, and each asks several times
+    def whole(shape: tuple[int, ...]) -> Region:
         """The region that covers a tensor of `shape`."""
-        return _whole_region(tuple(shape))
+        return Region((0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
         """Number of elements (1 for a 0-dim tensor)."""
         return math.prod(self.sizes)
-
-
-@lru_cache(
-    maxsize=4096
-)  # the tensors of a state have few shapes, and a million of them as many regions
-def _whole_region(shape: tuple[int, ...]) -> Region:
-    return Region((0,) * len(shape), shape)
 
 
 def regions_of_range(shape: Sequence[int], start: int, stop: int) -> list[Region]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -148,7 +147,7 @@ def _place_grad(
             advice = cast_advice(spec, stored.spec)
             result.differ(Difference(path, old, new, (sentence,), skippable=False, advice=advice))
             return
-        _assign_new(parameter, path, replace(stored, spec=spec), result, assigns)
+        _assign_new(parameter, path, stored._replace(spec=spec), result, assigns)
         return
     if is_sharded(parameter):
         _assign_new(parameter, path, stored, result, assigns)

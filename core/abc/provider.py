@@ -72,8 +72,7 @@ def ranks_of(node: Node | None, /) -> int | None:
     return count if type(count) is int and count > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(NamedTuple):  # as `StateObject`
     """One object of a checkpoint, under its path in the template."""
 
     path: ObjectPath
@@ -83,8 +82,7 @@ class StoredObject:
     form: str
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):  # as `StateObject`
     """Memory to be filled with a stored tensor, or with the part of it that this rank holds.
 
     Attributes:
@@ -178,9 +176,11 @@ class Placement:
         self.differences += other.differences
         self.numbered += other.numbered
         self.passed_over += other.passed_over
-        # The report has one fact for all optimizers: users must know if one was matched by order.
-        weaker = {"matched_by": "order"}.items() & self.notes.items()
-        self.notes |= other.notes | dict(weaker)
+        if other.notes:
+            # The report has one fact for all optimizers: users must know if one was matched by
+            # order.
+            weaker = {"matched_by": "order"}.items() & self.notes.items()
+            self.notes |= other.notes | dict(weaker)
         self.settle += other.settle
 
 

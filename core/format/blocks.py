@@ -68,11 +68,22 @@ def blocks_span(offset: int, length: int, block_bytes: int, blocks: range) -> By
 
 def merge_ranges(ranges: Iterable[ByteRange]) -> Sequence[ByteRange]:
     """Return `ranges` ascending; those that touch or overlap are joined, empty ones dropped."""
+    return merge_spans([(r.start, r.stop) for r in ranges])
+
+
+def merge_spans(spans: Iterable[tuple[int, int]]) -> Sequence[ByteRange]:
+    """Do as `merge_ranges` with pairs of start and stop: a slab has thousands, which make one."""
     merged: list[ByteRange] = []
-    for item in sorted((r for r in ranges if r.stop > r.start), key=lambda r: r.start):
-        if merged and item.start <= merged[-1].stop:
-            if item.stop > merged[-1].stop:
-                merged[-1] = ByteRange(merged[-1].start, item.stop)
-        else:
-            merged.append(item)
+    begin = end = -1
+    for start, stop in sorted(spans):
+        if stop <= start:
+            continue
+        if start > end:
+            if end >= 0:
+                merged.append(ByteRange(begin, end))
+            begin, end = start, stop
+        elif stop > end:
+            end = stop
+    if end >= 0:
+        merged.append(ByteRange(begin, end))
     return merged

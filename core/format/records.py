@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.limits import MAX_INT
 
@@ -97,8 +97,7 @@ class Frame:
             frame = frame.base
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRef:
+class ChunkRef(NamedTuple):  # a frozen dataclass takes three times as long, once for each chunk
     """Raw bytes `[start, stop)` of a shard are bytes `[at, at + stop - start)` of a frame's chunk.
 
     `frame` is the number of the frame in its section.
@@ -110,16 +109,14 @@ class ChunkRef:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
+class ShardRecord(NamedTuple):  # as `ChunkRef`
     """One rank's region of an object and where its bytes are, ascending and without gaps."""
 
     region: Region
     chunks: tuple[ChunkRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectRecord:
+class ObjectRecord(NamedTuple):  # as `ChunkRef`
     """One object. With `same_as` it is tied to that object, stored there, and has no shards.
 
     Where several ranks save, `shards` are those of one rank, which may hold nothing of the object.

@@ -11,7 +11,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from penstock.core.format.blocks import block_count
 from penstock.core.format.index import SectionShards
@@ -470,6 +470,14 @@ def _read_paths(rows: Sequence[Any], name: str) -> list[ObjectPath]:
     return [_path(row, f"{name}, object {number}") for number, row in enumerate(rows)]
 
 
+class _Extent(NamedTuple):
+    """What an object is made of, and what follows from it: its bytes, and the region of all."""
+
+    spec: TensorSpec
+    nbytes: int
+    whole: Region
+
+
 class _ObjectReader:
     """Makes records of objects out of the columns of a section."""
 
@@ -484,6 +492,9 @@ class _ObjectReader:
         )
         self._ordinals = check_ints(fields.value("ordinal"), f"{name}: ordinal", count=count)
         self._shapes = fields.items("shape", count=count)
+        # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
+        self._are_ints = _all_lists_of(self._shapes, int, limit=MAX_DIMENSIONS)
+        self._extents: dict[tuple[int, tuple[int, ...]], _Extent] = {}
         self._rows = fields.items("shards", count=count)
         self._types = types
         self._shards = shards
@@ -491,22 +502,35 @@ class _ObjectReader:
 
     def read(self, position: int, path: ObjectPath) -> ObjectRecord:
         """Return the record of the object at one position of the columns."""
-        kind, dtype, itemsize, role, form = self._types[self._numbers[position]]
-        shape, rows = self._shapes[position], self._rows[position]
+        number, rows = self._numbers[position], self._rows[position]
+        kind, _, _, role, form = self._types[number]
         where = f"{self._name}, object {position}"
-        if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
-            refuse(where, f"has {len(shape)} dimensions")
-        spec = TensorSpec(dtype, itemsize, tuple(shape))
+        extent = self._extent(number, self._shapes[position], where)
+        spec = extent.spec
         ordinal = self._ordinals[position]
         there = self._elsewhere.get(position)
         if there is None:
-            shards = self._shards.read(rows, spec, where)
+            shards = self._shards.read(rows, extent, where)
             errors = self._errors.get(position)
-            return ObjectRecord(ordinal, path, kind, spec, role, form, shards, errors=errors)
+            return ObjectRecord(ordinal, path, kind, spec, role, form, shards, None, None, errors)
         if rows or there.path == path:
             refuse(where, "is tied or derived, but has shards, or is so of itself")
         same_as, derived = (None, there.path) if there.derived else (there.path, None)
         return ObjectRecord(ordinal, path, kind, spec, role, form, (), same_as, derived)
+
+    def _extent(self, number: int, shape: Any, where: str) -> _Extent:
+        """Return dtype and shape of an object; thousands of objects have few of them."""
+        known = self._extents.get((number, tuple(shape))) if self._are_ints else None
+        if known is not None:
+            return known
+        kind, dtype, itemsize, _, _ = self._types[number]
+        if len(check_ints(shape, where)) > MAX_DIMENSIONS or (kind == "value" and len(shape) != 1):
+            refuse(where, f"has {len(shape)} dimensions")
+        spec = TensorSpec(dtype, itemsize, tuple(shape))
+        extent = _Extent(spec, spec.nbytes, Region.whole(spec.shape))
+        if self._are_ints:
+            self._extents[number, spec.shape] = extent
+        return extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,26 +605,30 @@ class _ShardReader:
         self._raw_lengths = [frame.raw_length for frame in frames]
         self._alone = world_size == 1
 
-    def read(self, rows: Any, spec: TensorSpec, name: str) -> tuple[ShardRecord, ...]:
-        if self._is_plain(rows, spec.nbytes):  # as of nearly all, and so without any of the rest
-            frame, offset, length = rows[0][0]
-            return (ShardRecord(Region.whole(spec.shape), (ChunkRef(frame, offset, 0, length),)),)
+    def read(self, rows: Any, extent: _Extent, name: str) -> tuple[ShardRecord, ...]:
+        plain = self._plain(rows, extent)  # as of nearly all, and so without any of the rest
+        if plain is not None:
+            return plain
         rows = check_list(rows, name)
         if self._alone and len(rows) != 1:
             refuse(name, f"has {len(rows)} shards")
-        return tuple([self._shard(row, spec, name) for row in rows])
+        return tuple([self._shard(row, extent.spec, name) for row in rows])
 
-    def _is_plain(self, rows: Any, nbytes: int) -> bool:
-        """Return whether the rows are plainly one whole shard in one chunk."""
+    def _plain(self, rows: Any, extent: _Extent) -> tuple[ShardRecord, ...] | None:
+        """Return the shards if the rows are plainly one whole shard in one chunk, else None."""
         if type(rows) is not list or len(rows) != 1 or type(rows[0]) is not list:
-            return False
+            return None
         refs = rows[0][0] if len(rows[0]) == 1 else None
-        if type(refs) is not list or len(refs) != _ONE_CHUNK or set(map(type, refs)) != {int}:
-            return False
-        frame, offset, length = cast("list[int]", refs)
-        if not 0 <= frame < len(self._raw_lengths) or not length == nbytes > 0:
-            return False
-        return 0 <= offset <= self._raw_lengths[frame] - length
+        if type(refs) is not list or len(refs) != _ONE_CHUNK:
+            return None
+        frame, offset, length = refs
+        if type(frame) is not int or type(offset) is not int or type(length) is not int:
+            return None
+        if not 0 <= frame < len(self._raw_lengths) or not length == extent.nbytes > 0:
+            return None
+        if not 0 <= offset <= self._raw_lengths[frame] - length:
+            return None
+        return (ShardRecord(extent.whole, (ChunkRef(frame, offset, 0, length),)),)
 
     def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
         refs, *bounds = check_list(row, name) or [None]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from penstock.core.abc.codec import CodecContext
 from penstock.core.errors import FormatError
-from penstock.core.format.blocks import blocks_covering, blocks_span, merge_ranges
+from penstock.core.format.blocks import blocks_covering, blocks_span, merge_spans
 from penstock.core.plan.save import slab_context
 from penstock.core.types import ByteRange, show_path
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 ChainT = TypeVar("ChainT")
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):  # a frozen dataclass takes three times as long, once for each object
     """An object as one part describes it, that part, and the frames that its chunks count in.
 
     Of an object that several ranks hold, this is one of several descriptions, alike but for their
@@ -35,7 +34,7 @@ class Located:
     frames: Sequence[Frame]
 
 
-class ObjectRequest(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
+class ObjectRequest(NamedTuple):  # as `Located`
     """A request to read an object into `sink`: all of it, or a region.
 
     Attributes:
@@ -53,7 +52,7 @@ class ObjectRequest(NamedTuple):  # a frozen dataclass takes twice as long, once
     path: ObjectPath | None = None
 
 
-class ShardRequest(NamedTuple):
+class ShardRequest(NamedTuple):  # as `Located`
     """A request to read a shard, or `ranges` of its bytes.
 
     Attributes:
@@ -73,8 +72,7 @@ class ShardRequest(NamedTuple):
     path: ObjectPath | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkUse:
+class ChunkUse(NamedTuple):  # as `Located`
     """Bytes `[at, at + length)` of a chunk go to `sink` from `start` on, if there is a sink."""
 
     sink: ByteSink | None
@@ -154,9 +152,10 @@ def plan_restore(
     jobs: dict[tuple[int, int, int], FrameJob[ChainT]] = {}
     for request in requests:
         located, shard = request.located, request.shard
-        record, part = located.record, located.part
+        record, part, frames = located
         for ref, start, stop in _overlaps(shard, request.ranges):
-            frame = located.frames[ref.frame]
+            number, at, begin, end = ref
+            frame = frames[number]
             key = part, frame.blob, frame.offset
             job = jobs.get(key)
             if job is None:
@@ -170,12 +169,12 @@ def plan_restore(
                 where = f"frame at {frame.offset} of blob {frame.blob}, part {part}"
                 msg = f"{where}: two sections describe it differently"
                 raise FormatError(msg, [where])
-            at = ref.at + start - ref.start
-            job.uses.append(ChunkUse(request.sink, at, request.base + start, stop - start))
+            use = ChunkUse(request.sink, at + start - begin, request.base + start, stop - start)
+            job.uses.append(use)
             job.paths.append(request.path or record.path)
             # A frame of one chunk: codecs get the dtype and shape that they got when it was
             # encoded. Frames of slabs get the context of a slab.
-            if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
+            if frame.chain and at == 0 and end - begin == frame.raw_length:
                 job.context = _context(record, shard, ref, frame)
     # In order of offsets, so that neighbouring frames are read in one batch.
     ordered = tuple(jobs[key] for key in sorted(jobs))
@@ -198,7 +197,7 @@ def _complete(job: FrameJob[Any]) -> int:
             link.ranges = (ByteRange(0, link.frame.length),)
             link.paths = job.paths
         return sum(link.frame.length for link in job.links)
-    used = merge_ranges(ByteRange(u.at, u.at + u.length) for u in job.uses)
+    used = merge_spans([(use.at, use.at + use.length) for use in job.uses])
     runs = blocks_covering(frame.offset, frame.length, job.block_bytes, used)
     job.ranges = tuple(blocks_span(frame.offset, frame.length, job.block_bytes, r) for r in runs)
     return sum(r.length for r in used)
@@ -206,12 +205,16 @@ def _complete(job: FrameJob[Any]) -> int:
 
 def _overlaps(
     shard: ShardRecord, wanted: Sequence[ByteRange] | None
-) -> Iterator[tuple[ChunkRef, int, int]]:
-    """Yield chunks and their wanted bytes, counted from the shard's start."""
+) -> Iterable[tuple[ChunkRef, int, int]]:
+    """Return chunks and their wanted bytes, counted from the shard's start."""
     if wanted is None:
-        for ref in shard.chunks:
-            yield ref, ref.start, ref.stop
-        return
+        return [(ref, ref.start, ref.stop) for ref in shard.chunks]
+    return _overlaps_of(shard, wanted)
+
+
+def _overlaps_of(
+    shard: ShardRecord, wanted: Sequence[ByteRange]
+) -> Iterator[tuple[ChunkRef, int, int]]:
     first = 0  # chunks and ranges both ascend, so ranges before this one are done with
     for ref in shard.chunks:
         while first < len(wanted) and wanted[first].stop <= ref.start:

@@ -300,22 +300,24 @@ class Contents:
         """
         wanted: list[ShardRequest] = []
         of_stored = [*map(self._of_stored, requests)]
-        self._look_up({r.located.record.path for r in of_stored if r.sink is not None})
-        self._read_ahead(of_stored)
+        several = self.record.part_count > 1
+        if several:
+            self._look_up({r.located.record.path for r in of_stored if r.sink is not None})
+            self._read_ahead(of_stored)
         for request in of_stored:
-            stored = self._stored(request)
+            stored = self._stored(request) if several else _here(request.located)
             wanted += shard_requests(request, stored, lambda part: self.head(part).block_bytes)
-        for located, shard, *_ in wanted:
-            for ref in shard.chunks:
-                for frame in located.frames[ref.frame].links():
-                    if frame.chain:
-                        self._check_encoded(located.part, frame, absent)
         with collections_held:
             plan = plan_restore(
                 wanted,
                 head_of=self.head,
                 chain_of=lambda part, number: self._chain(part, number, absent),
             )
+        for job in plan.jobs:
+            for link in job.links:
+                # Of a codec that is absent nothing gives a bound but the blob's size.
+                if link.chain is not None and not isinstance(link.chain, AbsentChain):
+                    check_length(link.frame, link.chain, link.blob)
         return plan.jobs, plan.bytes_needed
 
     def descriptions(self, located: Located, within: Region | None = None) -> Sequence[Located]:
@@ -375,7 +377,7 @@ class Contents:
     def _look_up(self, paths: Collection[ObjectPath]) -> None:
         """Find the shards of objects in the index at once: one by one takes ten times as long."""
         unknown = {path_hash(path) for path in paths} - self._rows.keys()
-        if not unknown or len(self.parts) == 1:
+        if not unknown:
             return
         with memory_permitting(self.record.index.name):
             table = from_any_tier(
@@ -389,7 +391,7 @@ class Contents:
     def _read_ahead(self, requests: Sequence[ObjectRequest]) -> None:
         """Read the heads and sections that `requests` need in two batches, not one by one."""
         places: dict[tuple[int, int], None] = {}
-        for request in requests if self._rows else ():  # else there is one part
+        for request in requests:
             within = request.region
             for place, region in self._rows.get(path_hash(request.located.record.path), ()):
                 if within is None or region is None or common_region(region, within):
@@ -459,20 +461,20 @@ class Contents:
 
     def _stored(self, request: ObjectRequest) -> Sequence[tuple[Located, ShardRecord]]:
         located = request.located
-        parts: Sequence[Located] = [located]
-        if request.sink is not None:
-            parts = self.descriptions(located, request.region)
+        if request.sink is None:
+            return _here(located)
+        parts = self.descriptions(located, request.region)
         if any(one is not located and _differ(one.record, located.record) for one in parts):
             path = show_path(located.record.path)
             msg = f"{path}: {_DIFFERENT}"
             raise FormatError(msg, [path])
-        return [(one, shard) for one in parts for shard in one.record.shards]
+        return [pair for one in parts for pair in _here(one)]
 
     def _of_stored(self, request: ObjectRequest) -> ObjectRequest:
         """Return the request for stored bytes that fills the sink of a request for any object."""
-        master = self.master(request.located)
-        if master is request.located:
+        if request.located.record.derived is None:
             return request
+        master = self.master(request.located)
         record, sink = request.located.record, request.sink
         one, other = record.spec, master.record.spec
         if sink is not None:
@@ -585,6 +587,8 @@ class Contents:
 
     def _with_owners(self, objects: list[Located]) -> Sequence[Located]:
         """Return the objects, followed by those that some of them get their bytes from."""
+        if all(o.record.same_as is None and o.record.derived is None for o in objects):
+            return objects
         found, known = list(objects), {o.record.path for o in objects}
         for _ in range(2):  # the owner of a tied object may be derived itself
             origins = {path for o in objects for path in (o.record.same_as, o.record.derived)}
@@ -669,12 +673,6 @@ class Contents:
             by = f"; this checkpoint was written with {' and '.join(shipped)}" if shipped else ""
             return AbsentChain(f"{error}{by}")
 
-    def _check_encoded(self, part: int, frame: Frame, absent: set[str] | None) -> None:
-        chain = self._chain(part, frame.chain, absent)
-        if isinstance(chain, AbsentChain):
-            return  # no codec gives a bound, so the blob's size is the only one
-        check_length(frame, chain, self.head(part).blobs[frame.blob].name)
-
     def index(self, backend: Backend) -> IndexReader:
         """Return a reader of the index on one tier; its head is read and verified."""
         index = self.record.index
@@ -754,6 +752,11 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
         raise FormatError(msg, [blob])
 
 
+def _here(located: Located) -> list[tuple[Located, ShardRecord]]:
+    """Return the shards of an object that one part has."""
+    return [(located, shard) for shard in located.record.shards]
+
+
 def _flaws(described: Iterable[Located]) -> Iterator[tuple[str, str]]:
     """Yield objects that the parts describe differently, or do not hold as a whole."""
     by_path: dict[ObjectPath, list[ObjectRecord]] = {}
@@ -781,7 +784,7 @@ def _behind(
     known_nodes = {n.path for n in nodes}
     return (
         [
-            replace(o, record=replace(o.record, ordinal=o.record.ordinal + first))
+            o._replace(record=o.record._replace(ordinal=o.record.ordinal + first))
             for o in more
             if o.record.path not in known
         ],
@@ -814,12 +817,13 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
     Raises:
         FormatError: Names the objects that do not.
     """
-    by_path = {record.path: record for record in records}
     loose = []
+    by_path: dict[ObjectPath, ObjectRecord] = {}
     for record in records:
         path = record.derived if record.same_as is None else record.same_as
         if path is None:
             continue
+        by_path = by_path or {one.path: one for one in records}  # few checkpoints need it
         target = by_path.get(path)
         if target is None or not _is_origin(target, record):
             loose.append(show_path(record.path))

@@ -119,6 +119,9 @@ class Overwritten:
         Raises:
             RestoreError: It lacks objects that a damaged one had begun to overwrite.
         """
+        earlier = [*earlier]
+        if not earlier:
+            return
         # Each attempt makes targets of its own, so they are compared by their memory.
         whole = {target.sink.memory for target in filled}
         names = self._live([t for t in earlier if t.sink.memory not in whole])

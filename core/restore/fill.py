@@ -203,9 +203,10 @@ def read_stored(
     moved = rename.apply(by_path)
     located: dict[ObjectPath, Located] = {}
     aliases: dict[ObjectPath, ObjectPath] = {}
+    everything = selection.everything
     for item in found:
         path, tied = moved[item.record.path], item.record.same_as
-        if not selection.selects(path):
+        if not (everything or selection.selects(path)):
             continue
         if tied is None:
             located[path] = item

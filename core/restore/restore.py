@@ -32,7 +32,7 @@ from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import ByteSink, Difference, Placement, Target
     from penstock.core.plan.restore import Located
@@ -383,8 +383,8 @@ def _read_overlapping(
     return aside
 
 
-def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Iterator[ObjectRequest]:
-    """Yield the requests that fill `sink`, whose elements have the dtype of `target`.
+def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequence[ObjectRequest]:
+    """Return the requests that fill `sink`, whose elements have the dtype of `target`.
 
     They are for the whole object, or for the rectangles of it that this rank holds.
     """
@@ -393,11 +393,10 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Iterat
     if spec.dtype != target.spec.dtype:  # only with `cast`: else it would be a difference
         into = CastSink(sink, spec, target.spec)
     if regions == (Region.whole(spec.shape),):
-        yield ObjectRequest(located, into)
-        return
-    at = 0
+        return [ObjectRequest(located, into)]
+    found, at = [], 0
     for region in regions:
-        yield ObjectRequest(located, into, region, at)
+        found.append(ObjectRequest(located, into, region, at))
         at += region.numel * spec.itemsize
     if at != into.nbytes:
         msg = (
@@ -405,6 +404,7 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Iterat
             f"{into.nbytes}; the provider of this template broke its contract"
         )
         raise PluginError(msg)
+    return found
 
 
 def _cast(targets: Iterable[Target], stored: StoredSelection) -> list[Cast]:

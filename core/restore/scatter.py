@@ -49,7 +49,8 @@ def shard_requests(
             yield ShardRequest(located, shard, None, path=request.path)
         return
     region = Region.whole(record.spec.shape) if request.region is None else request.region
-    if len(stored) == 1 and stored[0][1].region == region:  # as of nearly all
+    held = stored[0][1].region if len(stored) == 1 else None
+    if held is region or held == region:  # as of nearly all, and mostly the very same
         yield ShardRequest(*stored[0], sink, request.at, None, request.path)
         return
     distinct = {shard.region: (located, shard) for located, shard in stored}.values()

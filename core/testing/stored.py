@@ -45,7 +45,7 @@ class Stored:
         moved = rename.apply([o.path for o in self.tree.objects])
         tree = replace(
             self.tree,
-            objects=[replace(o, path=moved[o.path]) for o in self.tree.objects],
+            objects=[o._replace(path=moved[o.path]) for o in self.tree.objects],
             nodes=[replace(n, path=rename(n.path)) for n in self.tree.nodes],
             values={moved[p]: v for p, v in self.tree.values.items()},
             aliases={moved[p]: moved[q] for p, q in self.tree.aliases.items()},

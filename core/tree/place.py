@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import MutableMapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -96,7 +96,8 @@ class Placing(Rebuilding):
         below: Callable[[ObjectPath], SegmentTest | bool] = lambda _: True,
     ) -> None:
         super().__init__(providers, stored, selected, allow_pickle=allow_pickle, cast=cast)
-        self.scan = Scan(providers, thorough=below(()) is True)
+        self._everything = below(()) is True
+        self.scan = Scan(providers, thorough=self._everything)
         self._names: NameTable | None = None
         self._below = cache(below)
         self._own: list[ObjectPath] = []  # the paths below which each rank has its own
@@ -116,7 +117,7 @@ class Placing(Rebuilding):
         """
         root = self._root = check_root(state)
         try:
-            if self._below(()) is True:
+            if self._everything:
                 self.scan.is_container(root, ())
                 self._names = NameTable(self.scan)
             placement = self._place_root(state, root)
@@ -135,7 +136,8 @@ class Placing(Rebuilding):
             return self._place_per_rank(value, path)
         provider = self.scan.provider_for(type(value))
         if provider is not None:
-            on_change = None if self._is_own(path) else provider.on_other_ranks(type(value))
+            is_own = self._own and self._is_own(path)
+            on_change = None if is_own else provider.on_other_ranks(type(value))
             if on_change is not None:
                 return self._place_by_nature(PerRank(value, on_change=on_change), path)
             return self._place_by_provider(provider, value, path)
@@ -169,7 +171,7 @@ class Placing(Rebuilding):
 
     def _leads_on(self, path: ObjectPath) -> bool:
         """Return whether something at or below a path of the template may be selected."""
-        if not path:
+        if self._everything or not path:
             return True
         test = self._below(path[:-1])
         return test if isinstance(test, bool) else test(path[-1])
@@ -464,10 +466,13 @@ def _start(memory: MemoryKey) -> int:
 
 def _span(memory: MemoryKey, itemsize: int) -> tuple[int, int]:
     """Return the first address of the memory, and the address behind its last byte."""
-    low = high = _start(memory)
-    for size, stride in zip(memory.shape, memory.strides, strict=True):
-        if stride < 0:
-            low += stride * (size - 1)
-        else:
-            high += stride * (size - 1)
-    return low, high + itemsize
+    first, last = _reach(memory.shape, memory.strides)
+    start = _start(memory)
+    return start + first, start + last + itemsize
+
+
+@lru_cache(maxsize=4096)  # thousands of tensors have few layouts
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return the lowest and the highest address of an element, counted from the first one."""
+    steps = [stride * (size - 1) for size, stride in zip(shape, strides, strict=True)]
+    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)

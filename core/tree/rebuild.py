@@ -319,6 +319,9 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
 
     Other targets of the same memory keep their sinks: `place.disagreements` compares their bytes.
     """
+    memories = [target.sink.memory for target in targets if target.sink.memory is not None]
+    if len(set(memories)) == len(memories):  # as in nearly every state
+        return targets
     result: list[Target] = []
     sinks: dict[tuple[MemoryKey, tuple[Region, ...], ObjectPath], ByteSink] = {}
     for target in targets:

@@ -286,10 +286,10 @@ class Placer:
         local = live
         if not isinstance(live, torch.Tensor) or live.shape != (size,):
             spec = replace(stored.spec, shape=(size,))
-            local = empty_tensor(replace(stored, spec=spec), device_name(parameter.device))
+            local = empty_tensor(stored._replace(spec=spec), device_name(parameter.device))
         elif dtype_name(live.dtype)[0] != dtype and not self._context.cast:
             spec = replace(stored.spec, shape=(size,))
-            local = empty_tensor(replace(stored, spec=spec), device_name(live.device))
+            local = empty_tensor(stored._replace(spec=spec), device_name(live.device))
         placed = self._context.place(flat.shard(local), path)
         placed.finish = lambda: local
         return placed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import Node, Placement, StateObject
@@ -72,7 +71,7 @@ def placed_piece(
     if any(target.path != path for target in placed.targets):
         return None
     placed.targets = [
-        replace(target, spec=_of_shape(target.spec, shape), regions=regions)
+        target._replace(spec=_of_shape(target.spec, shape), regions=regions)
         for target in placed.targets
     ]
     return placed

@@ -28,6 +28,11 @@ T = TypeVar("T")
 # Elements are copied as integers of the same size: exact for NaNs, and some dtypes have no copy.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# So few bytes are copied while the GIL is held: to get it back could take longer than the copy.
+_FEW_BYTES = 64 << 10
+_move = ctypes.PyDLL(None).memmove
+_move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+
 _DTYPES: dict[torch.dtype, tuple[str, int]] = {}
 _DEVICES: dict[torch.device, str] = {}
 
@@ -348,7 +353,10 @@ class TensorSink(_TensorMemory, ByteSink):
         if not data.nbytes:
             return
         if self.address is not None:
-            copy_bytes(flat_memory(self.tensor, self.nbytes)[start : start + data.nbytes], data)
+            if data.nbytes <= _FEW_BYTES and not data.readonly:
+                self._copy_few(start, data)
+            else:
+                copy_bytes(flat_memory(self.tensor, self.nbytes)[start : start + data.nbytes], data)
             return
         target = carrier(self.tensor)
         source = host_tensor(data, target.dtype)
@@ -356,6 +364,17 @@ class TensorSink(_TensorMemory, ByteSink):
         for index, position in blocks(tuple(target.shape), first, first + source.numel()):
             block = target[index]
             block.copy_(source[position : position + block.numel()].view(block.shape))
+
+    def _copy_few(self, start: int, data: memoryview) -> None:
+        """Copy by address, in a quarter of the time: a slab has thousands of small tensors."""
+        if self.is_lost() or not 0 <= start <= self.nbytes - data.nbytes:
+            msg = (
+                f"{data.nbytes} bytes from {start} on do not fit into the {self.nbytes} bytes of a "
+                "tensor, or its storage was freed or shrunk while it was restored"
+            )
+            raise RuntimeError(msg)
+        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        _move(self.tensor.data_ptr() + start, source, data.nbytes)
 
     def opened(self) -> None:
         if not self.tensor.is_inference():

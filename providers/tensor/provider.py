@@ -20,6 +20,7 @@ from penstock.providers.tensor.cuda import CudaSource
 from penstock.providers.tensor.megatron import describe_megatron, is_megatron, place_megatron
 from penstock.providers.tensor.memory import (
     ShardSink,
+    TensorSink,
     TensorSource,
     device_name,
     dtype_name,
@@ -96,14 +97,15 @@ class TensorProvider(StateProvider):
     ) -> Placement:
         if isinstance(value, Shard):
             return place_shard(value, path, context=context)
-        if is_megatron(type(value)):
-            return place_megatron(value, path, context=context)
-        if has_parts(type(value)):
-            return place_parts(value, path, context=context)
+        kind = type(value)
+        if kind not in _KNOWN:
+            if is_megatron(kind):
+                return place_megatron(value, path, context=context)
+            if has_parts(kind):
+                return place_parts(value, path, context=context)
         if not context.selected(path):
             return Placement(finish=lambda: value)
-        refuse_unsupported(local_of(value) if is_sharded(value) else value, path)
-        return Placement([tensor_target(value, path)], finish=lambda: value)
+        return Placement([_checked_target(value, path)], finish=lambda: value)
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
@@ -181,6 +183,24 @@ def _whole(dtype: torch.dtype, shape: torch.Size) -> tuple[TensorSpec, Region]:
     return TensorSpec(name, itemsize, tuple(shape)), Region.whole(shape)
 
 
+def _checked_target(tensor: torch.Tensor, path: ObjectPath) -> Target:
+    """Return the memory of a tensor as a target; all that is asked of a plain one is asked once.
+
+    Raises:
+        UnsupportedStateError: The tensor has no plain memory, or its memory was freed.
+    """
+    if type(tensor) not in _KNOWN or not has_plain_memory(tensor):
+        refuse_unsupported(local_of(tensor) if is_sharded(tensor) else tensor, path)
+        return tensor_target(tensor, path)
+    sink = TensorSink(tensor)
+    if sink.is_lost():
+        refuse_unsupported(tensor, path)
+    if not sink.layout.is_flat and overlaps_itself(tensor):
+        sink = make_sink(tensor, path)
+    layout = sink.layout
+    return Target(path, layout.spec, layout.regions, sink)
+
+
 def tensor_target(
     tensor: torch.Tensor, path: ObjectPath, *, like: torch.Tensor | None = None
 ) -> Target:
@@ -232,7 +252,7 @@ def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | No
         return None
     local = local_of(parameter)
     spec = replace(stored.spec, shape=tuple(local.shape))
-    made = empty_tensor(replace(stored, spec=spec), device_name(local.device))
+    made = empty_tensor(stored._replace(spec=spec), device_name(local.device))
     with torch.inference_mode(mode=False):
         return type(parameter).from_local(
             made,

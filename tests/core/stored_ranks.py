@@ -1,7 +1,5 @@
 """Stores checkpoints as several ranks would, each with the shards that it is given."""
 
-from dataclasses import replace
-
 import numpy as np
 from tests.core.manifests import UID, commit_record, draft_section
 
@@ -151,7 +149,7 @@ def part_of_rank(rank, world_size, held, *, per_section=256, like=DICTS):
                 spec = TensorSpec(array.dtype.name, array.itemsize, array.shape)
                 record = ObjectRecord(0, path, Kind.TENSOR, spec, Role.PARAMETER, "ndarray")
             number = len(node_records) + ordinal
-            objects.append(replace(record, ordinal=number, shards=tuple(shards)))
+            objects.append(record._replace(ordinal=number, shards=tuple(shards)))
         sections.append(Section(tuple(frames), tuple(objects), () if at else node_records))
     part = encode_part(
         [draft_section(section) for section in sections],

@@ -209,7 +209,7 @@ def _mismatch_is_said(stored: Stored, make: Callable[[], object]) -> None:
     """Check that no target of a tensor with another stored shape offers memory of a wrong size."""
     for path in stored.data:
         objects = [
-            replace(o, spec=replace(o.spec, shape=(*o.spec.shape, 3)))
+            o._replace(spec=replace(o.spec, shape=(*o.spec.shape, 3)))
             if o.path == path and o.kind is Kind.TENSOR
             else o
             for o in stored.tree.objects

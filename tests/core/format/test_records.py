@@ -78,7 +78,7 @@ def flat(sections):
                 for s in record.shards
                 for r in s.chunks
             ]
-            found[record.ordinal] = (replace(record, shards=()), places)
+            found[record.ordinal] = (record._replace(shards=()), places)
         for node in section.nodes:
             found[node.ordinal] = node
     return found

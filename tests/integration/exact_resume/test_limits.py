@@ -19,7 +19,7 @@ from tests.integration.support import bits, memory
 from penstock import Checkpointer, ConfigError, DamagedError, PenstockError, UnsupportedStateError
 from penstock.core import limits
 from penstock.core.errors import StepExistsError, TornSnapshotError
-from penstock.providers.tensor.memory import TensorSource
+from penstock.providers.tensor.memory import TensorSink, TensorSource
 
 REFUSALS = (UnsupportedStateError, ConfigError)
 
@@ -302,6 +302,18 @@ def test_nothing_is_written_into_a_tensor_whose_storage_was_freed():
         ckpt.save({"w": torch.ones(100)}, 1)
         with pytest.raises(UnsupportedStateError, match="w has a storage of 0 bytes"):
             ckpt.restore({"w": shrunk(100, 0)})
+
+
+def test_nothing_is_written_beyond_a_tensor():
+    whole = torch.zeros(100)
+    sink, piece = TensorSink(whole[10:20]), memoryview(bytearray(b"\1" * 8))
+    for start in (-4, 36):
+        with pytest.raises(RuntimeError, match="do not fit into the 40 bytes"):
+            sink.copy_in(start, piece)
+    whole.untyped_storage().resize_(40)
+    with pytest.raises(RuntimeError, match="freed or shrunk"):
+        sink.copy_in(0, piece)
+    assert not whole[:10].any()
 
 
 def test_a_view_of_what_is_left_of_a_storage_is_stored():
