@@ -7,6 +7,7 @@ The shown form joins the segments by `/`, with `%` as `%25`, `/` as `%2F` and an
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["parse_path", "parse_segment", "path_hash", "show_path", "show_segment", "shown_place"]
 
 _EMPTY = "%00"
-_PLACE_CHARACTERS = 80
+_PLACE_BYTES = 80
 _ESCAPE = re.compile("%(25|2F)?")
 
 
@@ -71,9 +72,20 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def shown_place(path: ObjectPath) -> str:
-    """Return the shown path of a `PerRank`, of bounded length, as ranks tell each other of it."""
+    """Return the shown path of a `PerRank` as ranks tell each other of it.
+
+    As JSON it takes at most so many bytes that a post has room for all of them.
+    """
     shown = show_path(path)
-    if len(shown) <= _PLACE_CHARACTERS:
+    if _json_bytes(shown) <= _PLACE_BYTES:
         return shown
     digest = hashlib.blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return f"{shown[: _PLACE_CHARACTERS - 20]}... ({digest})"
+    more = f"... ({digest})"
+    kept = shown[: _PLACE_BYTES - len(more)]
+    while _json_bytes(kept) > _PLACE_BYTES - len(more):
+        kept = kept[:-1]
+    return f"{kept}{more}"
+
+
+def _json_bytes(text: str) -> int:
+    return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass")) - 2

@@ -240,16 +240,18 @@ def test_more_shared_values_than_ranks_can_tell_of_are_refused():
         assert "put the values that have one index into one" in str(error)
 
 
-def test_long_names_are_told_of_in_bounded_length():
-    store, name = memory(), "a" * 3000
+@pytest.mark.parametrize("character", ["a", "\U0001f600", "\x01", "\ud800"], ids=ascii)
+def test_long_names_are_told_of_in_bounded_length(character):
+    """Some characters take six bytes in a post."""
+    store, name = memory(), character * 3000
 
     def state_of(rank):
-        return {f"{name}{n}": PerRank(n, index=rank // 2, count=2) for n in range(60)}
+        return {f"{name}{n}": PerRank(n, index=rank // 2, count=2) for n in range(64)}
 
     reports = Job(4, store).save(state_of)
     assert [report.bytes_raw > 0 for report in reports] == [True, False, True, False]
     with checkpointer(store) as ckpt:
-        assert ckpt.load()[f"{name}59"] == {"0": 59, "1": 59}
+        assert ckpt.load()[f"{name}63"] == {"0": 63, "1": 63}
 
 
 class Loader:
