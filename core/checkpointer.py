@@ -86,7 +86,8 @@ class Checkpointer:
             options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
                 `deltas`, `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`,
                 `fence_timeout_s`, `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`,
-                `grace_s`, `prefer`, `ranks`, `rank_timeout_s`, `read_once_per_host`.
+                `grace_s`, `prefer`, `ranks`, `rank_timeout_s`, `rank_network`,
+                `read_once_per_host`, `read_once_per_job`.
 
         Raises:
             ConfigError: An option is unknown or wrong; the nearest valid name is given.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from penstock.core.foreign import memory_permitting
+from penstock.core.hosts.reading import Sharing
 from penstock.core.pipeline.reader import Loader
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of
 from penstock.core.ranks.templates import TemplatesOfRanks
@@ -307,7 +308,9 @@ class Reader:
             attempt=lambda opened: one(opened.step, lambda: opened),
             templates=templates,
             tell=lambda found: {"rescued": found[1][:_MOST_TOLD]},
-            host_timing=self._workers.timing if self._config.read_once_per_host else None,
+            sharing=Sharing(self._config.read_once_per_host, self._config.read_once_per_job),
+            network=self._config.rank_network,
+            timing=self._workers.timing,
         )
 
     def _read_together(

@@ -45,6 +45,14 @@ class Coordination(ABC):
     A third party's implementation passes `penstock.core.testing.coordination`.
     """
 
+    @property
+    def host(self) -> str | None:
+        """The machine where the values are, by name or address; None: it is not known.
+
+        All ranks reach it, so the way there is a way between their machines.
+        """
+        return None
+
     @abstractmethod
     def post(self, key: str, value: bytes, /) -> None:
         """Set the value of `key`, and replace the one that is there.

@@ -6,6 +6,7 @@ too, are relative to the current directory. `${NAME}` in a file is filled from t
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -114,6 +115,14 @@ def _list_of_rules(value: object) -> object:
         "TOML [[rules]]; without rules leave it out"
     )
     raise ValueError(msg)
+
+
+def _network(value: str) -> str:
+    try:
+        return str(ipaddress.ip_network(value, strict=False))
+    except ValueError as error:
+        msg = f"{value!r} is no network: write it as 10.1.0.0/16 or fd00::/64"
+        raise ValueError(msg) from error
 
 
 def _grace(value: float) -> float:
@@ -269,6 +278,10 @@ class CheckpointerConfig(_Model):
         rank_timeout_s: How long a rank may make no progress before the others give the save up.
         read_once_per_host: Whether one rank of each host reads what several of them need in a
             restore, and hands it to the others through shared memory.
+        read_once_per_job: Whether one rank of the job reads what ranks of several hosts need in a
+            restore, and sends it to the others over the network. The option of rank 0 counts.
+        rank_network: The network by which ranks of several hosts reach each other, such as
+            `10.1.0.0/16`; None takes the one by which this machine reaches the store of the job.
         share: Whether a save refers to bytes that are stored already, instead of storing them
             again.
         chunk_bytes: Most raw bytes in one frame.
@@ -297,6 +310,8 @@ class CheckpointerConfig(_Model):
     ranks: Literal["auto", "alone"] = "auto"
     rank_timeout_s: float = Field(default=60.0, gt=0)
     read_once_per_host: bool = True
+    read_once_per_job: bool = False
+    rank_network: Annotated[str, AfterValidator(_network)] | None = None
     share: bool = False
     chunk_bytes: ChunkBytes = 16 << 20
     block_bytes: BlockBytes = 4 << 20
@@ -328,6 +343,8 @@ class CheckpointerOptions(TypedDict, total=False):
     ranks: Literal["auto", "alone"]
     rank_timeout_s: float
     read_once_per_host: bool
+    read_once_per_job: bool
+    rank_network: str | None
     share: bool
     chunk_bytes: int | str
     block_bytes: int | str

@@ -56,6 +56,11 @@ class MemoryCoordination(Coordination):
         self._board = board
         self._closed = False
 
+    @property
+    def host(self) -> str:
+        """This machine, and no other one."""
+        return "localhost"
+
     def post(self, key: str, value: bytes, /) -> None:
         """Post as the contract says."""
         check_coordination_value(key, value)

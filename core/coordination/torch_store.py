@@ -105,6 +105,15 @@ class TorchCoordination(Coordination):
         self._touched: set[str] = set()  # keys that are there; used by the one thread alone
         self._closed = False
 
+    @property
+    def host(self) -> str | None:
+        """The machine of the TCPStore; None for a store of another kind."""
+        store = self._original
+        while (below := getattr(store, "underlying_store", None)) is not None:
+            store = below
+        host = getattr(store, "host", None)
+        return host if isinstance(host, str) else None
+
     def post(self, key: str, value: bytes, /) -> None:
         """Post as the contract says."""
         check_coordination_value(key, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from penstock.core.types import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -77,15 +78,33 @@ class ReadPlan:
         return cls(tuple(names), rows)
 
 
-class SharedPiece(NamedTuple, Generic[ChainT]):
-    """Bytes of one frame that several ranks of the host need.
+class Relayed(NamedTuple):
+    """How bytes that several hosts need get to this one, or from this one to the others.
 
     Attributes:
-        number: The same on all ranks.
+        number: Names the bytes, the same on all hosts that need them.
+        member: The member that deals with them, the same on each of these hosts.
+        source: The rank of another host that reads them, and hands them on to `member`; None:
+            `member` reads them.
+        recipients: The ranks of other hosts to which `member` then hands them on.
+    """
+
+    number: int
+    member: int
+    source: int | None = None
+    recipients: tuple[int, ...] = ()
+
+
+class SharedPiece(NamedTuple, Generic[ChainT]):
+    """Bytes of one frame that several ranks need.
+
+    Attributes:
+        number: The same on all ranks of the host.
         job: The frame, with what this rank does with the bytes.
         span: The bytes, of the chunk.
         reader: The member that reads them.
-        takers: The other members that need them.
+        takers: The other members that need them; none, if only other hosts do.
+        relayed: How they cross the network; None: only this host needs them.
     """
 
     number: int
@@ -93,6 +112,7 @@ class SharedPiece(NamedTuple, Generic[ChainT]):
     span: ByteRange
     reader: int
     takers: tuple[int, ...]
+    relayed: Relayed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +120,17 @@ class Division(Generic[ChainT]):
     """What one member does.
 
     Attributes:
-        alone: Jobs whose bytes no other member needs, in their order.
-        pieces: What this member shares with others, in the order in which all go through it.
+        alone: Jobs whose bytes no other rank needs, in their order.
+        pieces: What this member shares with others, in the order in which all go through it. Those
+            with takers come first, then by blob and place: ranks of several hosts that hand bytes
+            on to each other take them in one order, so that no two wait for each other.
     """
 
     alone: tuple[FrameJob[ChainT], ...]
     pieces: tuple[SharedPiece[ChainT], ...]
+
+
+NOTHING_RELAYED: Mapping[int, Relayed] = MappingProxyType({})
 
 
 class OwnPlan(Generic[ChainT]):
@@ -134,36 +159,46 @@ class OwnPlan(Generic[ChainT]):
         self.plan = ReadPlan(tuple(names), table)
         """What the others get to know."""
 
-    def divide(self, plans: Sequence[ReadPlan], me: int) -> Division[ChainT]:
-        """Return what member `me` does, given the plans of all members in their order.
+    def divide(
+        self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed] = NOTHING_RELAYED
+    ) -> Division[ChainT]:
+        """Return what member `me` does, given what all members need.
 
         All members come to the same result, without further words. Ranges of one frame that
-        overlap are read as one; the member with the fewest bytes so far reads it.
+        overlap are read as one; the member with the fewest bytes so far reads it, unless `relayed`
+        names another.
+
+        Args:
+            needs: The needs of all members, this one included.
+            me: The number of this member.
+            relayed: What other hosts need as well, by component.
         """
-        table = _Table(plans)
-        own = table.component_of(me)
+        own = needs.component_of(me)
         alone: dict[int, tuple[FrameJob[ChainT], list[ByteRange]]] = {}
         shared: dict[int, list[FrameJob[ChainT]]] = defaultdict(list)
         for (job, span), component in zip(self._jobs, own.tolist(), strict=True):
-            if table.reader[component] < 0:
+            if needs.reader[component] < 0 and component not in relayed:
                 alone.setdefault(id(job), (job, []))[1].append(span)
             elif job not in shared[component]:
                 shared[component].append(job)
         pieces = []
         for component in sorted(shared):
-            span = table.span(component)
-            reader, members = int(table.reader[component]), table.members(component)
-            takers = tuple(member for member in members if member != reader)
+            span, way = needs.span(component), relayed.get(component)
+            reader = int(needs.reader[component]) if way is None else way.member
+            takers = tuple(m for m in needs.members(component) if m != reader)
             job = _joined(shared[component], span)
-            pieces.append(SharedPiece(component, job, span, reader, takers))
+            pieces.append(SharedPiece(component, job, span, reader, takers, way))
+        pieces.sort(key=lambda p: (not p.takers, p.job.blob, p.job.frame.offset, p.span.start))
         rest = [*self._alone, *(_part(job, spans) for job, spans in alone.values())]
         return Division(tuple(rest), tuple(pieces))
 
 
-class _Table:
-    """The rows of all members, joined to components: ranges of one frame that overlap."""
+class HostNeeds:
+    """What the members of a host need, as components: ranges of one frame that overlap, joined."""
 
     def __init__(self, plans: Sequence[ReadPlan]) -> None:
+        """Join the plans of all members, in their order."""
+        self.member_count = len(plans)
         names: dict[str, int] = {}
         tables = []
         for plan in plans:
@@ -172,6 +207,8 @@ class _Table:
             if len(rows):
                 rows[:, 0] = numbers[rows[:, 0]]
             tables.append(rows)
+        self.blobs = tuple(names)
+        """The names of all blobs."""
         lengths = [len(rows) for rows in tables]
         self._first = np.cumsum([0, *lengths])
         rows = np.concatenate(tables)
@@ -190,13 +227,13 @@ class _Table:
         self._component = np.empty(len(rows), np.int64)
         self._component[order] = component
         firsts = np.flatnonzero(begins)
-        self._start = rows[firsts, 3]
-        self._blob = rows[firsts, 0]
+        self.components = rows[firsts]
+        """A row of `PlannedRange` for each component."""
+        self.masks = np.zeros(0, np.int64)
+        """The members that need each component, as bits."""
         if len(rows):
-            self._stop = np.maximum.reduceat(rows[:, 4], firsts)
-            self._mask = np.bitwise_or.reduceat(np.left_shift(1, member), firsts)
-        else:
-            self._stop = self._mask = np.zeros(0, np.int64)
+            self.components[:, 4] = np.maximum.reduceat(rows[:, 4], firsts)
+            self.masks = np.bitwise_or.reduceat(np.left_shift(1, member), firsts)
         self.reader = self._readers(len(plans))
         """The member that reads each component; -1 where one alone needs it."""
 
@@ -206,22 +243,26 @@ class _Table:
 
     def members(self, component: int) -> list[int]:
         """Return the members that need a component."""
-        return _members(int(self._mask[component]))
+        return _members(int(self.masks[component]))
 
     def span(self, component: int) -> ByteRange:
         """Return the bytes of a component."""
-        return ByteRange(int(self._start[component]), int(self._stop[component]))
+        return ByteRange(*map(int, self.components[component, 3:]))
+
+    def run_bytes(self, length: npt.NDArray[np.int64], readers: int) -> int:
+        """Return how much of neighbours one of so many readers reads, of components this long."""
+        return min(_RUN_BYTES, int(length.sum()) // (_RUNS * readers))
 
     def _readers(self, count: int) -> npt.NDArray[np.int64]:
-        length = self._stop - self._start
-        several = (self._mask & (self._mask - 1)) != 0
-        load = [int(length[self._mask == 1 << member].sum()) for member in range(count)]
+        length = self.components[:, 4] - self.components[:, 3]
+        several = (self.masks & (self.masks - 1)) != 0
+        load = [int(length[self.masks == 1 << member].sum()) for member in range(count)]
         found = np.full(len(length), -1, np.int64)
-        run_bytes = min(_RUN_BYTES, int(length[several].sum()) // (_RUNS * count))
+        run_bytes = self.run_bytes(length[several], count)
         run: tuple[int, int] | None = None
         reader = left = 0
         for component in np.flatnonzero(several).tolist():
-            blob, mask = int(self._blob[component]), int(self._mask[component])
+            blob, mask = int(self.components[component, 0]), int(self.masks[component])
             size = int(length[component])
             if run != (blob, mask) or left < size:
                 run, left = (blob, mask), run_bytes

@@ -1,17 +1,32 @@
-"""Reads for one rank what it needs of a checkpoint, together with the other ranks of its host."""
+"""Reads for one rank what it needs of a checkpoint, together with the other ranks of the job."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import threading
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.watchdog import Deadline, Watchdog
 from penstock.core.errors import CoordinationError, FormatError
 from penstock.core.foreign import noting_origin, said
-from penstock.core.hosts.census import ranks_of_host
-from penstock.core.hosts.division import OwnPlan
+from penstock.core.hosts.census import ranks_by_host, read_all
+from penstock.core.hosts.division import NOTHING_RELAYED, HostNeeds, OwnPlan
 from penstock.core.hosts.meeting import Meeting
+from penstock.core.hosts.network import Greeting, listening_socket, own_address
+from penstock.core.hosts.relay import Relay, RelayKey
+from penstock.core.hosts.relayed_store import Place, RelayedBytes, RelayedStore
+from penstock.core.hosts.replicas import (
+    bucket_digests,
+    component_numbers,
+    decode_digests,
+    encode_digests,
+    hosts_together,
+    relayed,
+)
 from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
 from penstock.core.pipeline.reader import LoadStats, place
 from penstock.core.pipeline.staging import Staging
@@ -19,10 +34,11 @@ from penstock.core.ranks.templates import RoundOverError
 from penstock.core.types import PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import socket
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.core.concurrency.timing import Timing
-    from penstock.core.hosts.division import Division
+    from penstock.core.hosts.division import Division, Relayed
     from penstock.core.hosts.meeting import Met
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.reader import Loader
@@ -39,10 +55,33 @@ _PIECES_PER_WINDOW = 2
 # Of the time after which a rank counts as standing still: one that waits for another in vain, and
 # then reads alone, must not be taken for dead itself.
 _PATIENCE = 1 / 2
+_NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
 
 
-class HostReading:
-    """One restore of the ranks of a host, as this rank takes part in it.
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What ranks read once, and hand on; alike on all ranks of a restore.
+
+    Attributes:
+        per_host: Whether what several ranks of a host need is read by one of them.
+        per_job: Whether what several hosts need is read by one of them.
+    """
+
+    per_host: bool = True
+    per_job: bool = False
+
+    def to_terms(self) -> list[bool]:
+        """Return it for the word of rank 0."""
+        return [self.per_host, self.per_job]
+
+    @classmethod
+    def from_terms(cls, terms: Any) -> Sharing:
+        """Return what rank 0 has told."""
+        return cls(*terms)
+
+
+class JobReading:
+    """One restore of the ranks of a job, as this rank takes part in it.
 
     Each rank calls `share` once. A rank of which the others hear nothing reads alone, and they
     without it: what one of them does never depends on another that fails.
@@ -52,7 +91,9 @@ class HostReading:
         self,
         group: RankGroup,
         number: int,
+        sharing: Sharing,
         *,
+        network: str | None = None,
         ended: Callable[[], bool],
         moved: Callable[[], None],
         timing: Timing,
@@ -62,6 +103,9 @@ class HostReading:
         Args:
             group: The ranks.
             number: The number of the round.
+            sharing: What is read once.
+            network: The network between hosts, `10.1.0.0/16`; None: the one that leads to the
+                store of the job.
             ended: Returns whether the round has ended on this rank before it has restored: another
                 one has failed.
             moved: Tells the others that this rank gets on: it does while it waits for one of them
@@ -70,12 +114,14 @@ class HostReading:
         """
         self._group = group
         self._number = number
+        self._sharing = sharing
+        self._network = network
         self._ended = ended
         self._timing = timing
         self._moved = moved
 
     def share(self, jobs: Sequence[FrameJob[CodecChain]]) -> SharedReading | None:
-        """Agree with the other ranks of this host on who reads what.
+        """Agree with the other ranks on who reads what.
 
         Args:
             jobs: What this rank needs, maybe nothing.
@@ -86,41 +132,195 @@ class HostReading:
         Raises:
             RoundOverError: Another rank has failed.
         """
-        deadline = Deadline(self._group.timeout_s, self._timing.clock)
-        met: Met | None = None
-        ranks: tuple[int, ...] = ()
-        own: OwnPlan[CodecChain] | None = None
-        try:
-            ranks = ranks_of_host(self._group, deadline, self._look)
-            if len(ranks) > 1:
-                room = max(_WINDOWS_BYTES // len(ranks), _LEAST_WINDOW_BYTES)
-                own = OwnPlan(jobs, most_bytes=room // _PIECES_PER_WINDOW)
-                secret = self._group.uid(self._number)
-                rank = self._group.place.rank
-                meeting = Meeting(secret, ranks, rank, window_bytes=room + _PHASES_BYTES)
-                met = meeting.hold(own.plan, deadline, self._look)
-        except (CoordinationError, FormatError, OSError, ValueError) as error:
-            log.debug("rank %d reads alone: %s", self._group.place.rank, said(error))
-        if self._ended():
+        rank, deadline = self._group.place.rank, Deadline(self._group.timeout_s, self._timing.clock)
+        with ExitStack() as opened:
+            sets = self._sets(deadline)
+            here = next((ranks for ranks in sets if rank in ranks), ())
+            room = max(_WINDOWS_BYTES // max(len(here), 1), _LEAST_WINDOW_BYTES)
+            own = OwnPlan(jobs, most_bytes=room // _PIECES_PER_WINDOW)
+            met: Met | None = None
+            if len(here) > 1:
+                met = self._meet(own, here, room, deadline)
             if met is not None:
-                met.part()
-            msg = "another rank has failed"
-            raise RoundOverError(msg)
-        if met is None or own is None:
-            return None
-        me = ranks.index(self._group.place.rank)
+                opened.callback(met.part)
+            needs: HostNeeds | None = None
+            if met is not None or len(here) == 1:
+                needs = HostNeeds([own.plan] if met is None else met.plans)
+            ways: Ways | None = None
+            if self._sharing.per_job and sets:
+                ways = self._ways(needs, sets, deadline, opened)
+            if self._ended():
+                msg = "another rank has failed"
+                raise RoundOverError(msg)
+            if needs is None or (met is None and ways is None):
+                return None
+            me = here.index(rank)
+            division = own.divide(needs, me, NOTHING_RELAYED if ways is None else ways.relayed)
+            opened.pop_all()
         return SharedReading(
-            own.divide(met.plans, me),
+            division,
             met,
+            ways,
             me,
             patience_s=self._group.timeout_s * _PATIENCE,
             ended=self._ended,
             timing=self._timing,
         )
 
+    def _sets(self, deadline: Deadline) -> Sequence[tuple[int, ...]]:
+        """Return the ranks in sets that read through shared memory; none if they are not known."""
+        if not self._sharing.per_host:
+            return [(rank,) for rank in range(self._group.place.world_size)]
+        try:
+            return ranks_by_host(self._group, deadline, self._look)
+        except (CoordinationError, FormatError) as error:
+            log.debug("rank %d reads alone: %s", self._group.place.rank, said(error))
+            return ()
+
+    def _meet(
+        self, own: OwnPlan[CodecChain], here: tuple[int, ...], room: int, deadline: Deadline
+    ) -> Met | None:
+        rank = self._group.place.rank
+        try:
+            secret = self._group.uid(self._number)
+            meeting = Meeting(secret, here, rank, window_bytes=room + _PHASES_BYTES)
+            return meeting.hold(own.plan, deadline, self._look)
+        except (CoordinationError, OSError, ValueError) as error:
+            log.debug("rank %d reads alone: %s", rank, said(error))
+            return None
+
+    # -- other hosts -------------------------------------------------------------------------------
+
+    def _ways(
+        self,
+        needs: HostNeeds | None,
+        sets: Sequence[tuple[int, ...]],
+        deadline: Deadline,
+        opened: ExitStack,
+    ) -> Ways | None:
+        """Agree with other hosts on who reads what; None if this host goes on without them."""
+        try:
+            with ExitStack() as new:
+                ways = self._agree(needs, sets, deadline, new)
+                if ways is not None:
+                    opened.push(new.pop_all())
+                return ways
+        except (CoordinationError, FormatError, OSError, ValueError) as error:
+            log.warning("read_once_per_job: each host reads for itself: %s", said(error))
+            return None
+
+    def _agree(
+        self,
+        needs: HostNeeds | None,
+        sets: Sequence[tuple[int, ...]],
+        deadline: Deadline,
+        opened: ExitStack,
+    ) -> Ways | None:
+        group, rank = self._group, self._group.place.rank
+        hosts, place_here = hosts_together(sets, rank)
+        if len(hosts) == 1:
+            return None
+        me = hosts[place_here].index(rank)
+        listener: socket.socket | None = None
+        line = digests = _NOT_HERE
+        try:
+            if needs is not None:
+                address = own_address(group.coordination.host, self._network)
+                listener = listening_socket(address)
+                opened.callback(listener.close)
+                line = json.dumps([address, listener.getsockname()[1]]).encode()
+                digests = encode_digests(bucket_digests(component_numbers(needs)))
+        finally:  # others wait for this word, be it what it may
+            group.coordination.post(self._line_key(rank), line)
+            if not me:
+                group.coordination.post(self._needs_key(rank), digests)
+        if needs is None or listener is None:
+            return None
+        keys = {h: self._needs_key(ranks[0]) for h, ranks in enumerate(hosts)}
+        found = read_all(group, keys, deadline, self._look)
+        peers = {ranks[me]: self._line_key(ranks[me]) for ranks in hosts if len(ranks) > me}
+        lines = None if found is None else read_all(group, peers, deadline, self._look)
+        if found is None or lines is None:
+            if not self._ended():
+                log.warning("read_once_per_job: not all hosts have come, so each reads for itself")
+            return None
+        told = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
+        addresses = {r: _address_in(data) for r, data in lines.items() if data != _NOT_HERE}
+        secret = hashlib.blake2b(group.uid(self._number).encode(), person=b"relay").digest()
+        return Ways(
+            relayed(needs, told, hosts, place_here),
+            addresses,
+            listener,
+            Greeting(secret, rank),
+        )
+
+    def _line_key(self, rank: int) -> str:
+        return f"line/{self._number}/{rank:05d}"
+
+    def _needs_key(self, rank: int) -> str:
+        return f"needs/{self._number}/{rank:05d}"
+
     def _look(self) -> bool:
         self._moved()
         return self._ended()
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ways between this host and others.
+
+    Attributes:
+        relayed: How what they need, too, gets there, by component.
+        addresses: Where the ranks listen that this one deals with.
+        listener: Where this one listens.
+        greeting: Proves that they are ranks of this job.
+    """
+
+    relayed: Mapping[int, Relayed]
+    addresses: Mapping[int, tuple[str, int]]
+    listener: socket.socket
+    greeting: Greeting
+
+    def relayed_by(self, division: Division[CodecChain], me: int) -> Iterator[RelayedBytes]:
+        """Yield the stored bytes that member `me` takes from other hosts, or hands on to them.
+
+        Ranks without an address take no part: what they were to read is read here.
+        """
+        for piece in division.pieces:
+            way = piece.relayed
+            if piece.reader != me or way is None:
+                continue
+            source = way.source if way.source in self.addresses else None
+            recipients = tuple(rank for rank in way.recipients if rank in self.addresses)
+            if source is None and not recipients:
+                continue
+            raw = piece.job.chain is None
+            for number, link in enumerate(piece.job.links):
+                start = piece.span.start if raw else 0
+                length = piece.span.length if raw else link.frame.length
+                where = Place(link.blob, link.frame.offset + start, length)
+                yield RelayedBytes(RelayKey(way.number, number), where, source, recipients)
+
+    def relay(
+        self,
+        all_bytes: Sequence[RelayedBytes],
+        *,
+        patience_s: float,
+        ended: Callable[[], bool],
+        timing: Timing,
+    ) -> Relay:
+        """Return what carries these bytes; the listener belongs to it."""
+        sources = {one.source for one in all_bytes if one.source is not None}
+        return Relay(
+            self.greeting,
+            self.listener,
+            sources={rank: self.addresses[rank] for rank in sources},
+            recipients={rank for one in all_bytes for rank in one.recipients},
+            offers=[one.key for one in all_bytes if one.recipients],
+            patience_s=patience_s,
+            ended=ended,
+            timing=timing,
+        )
 
 
 class SharedReading:
@@ -129,30 +329,40 @@ class SharedReading:
     def __init__(
         self,
         division: Division[CodecChain],
-        met: Met,
+        met: Met | None,
+        ways: Ways | None,
         me: int,
         *,
         patience_s: float,
         ended: Callable[[], bool],
         timing: Timing,
     ) -> None:
-        """Prepare; see `HostReading.share`."""
+        """Prepare; see `JobReading.share`."""
         self._division = division
         self._ended = ended
+        self._patience_s = patience_s
+        self._timing = timing
         self._progress: Callable[[int], None] | None = None
         self._lock = threading.Lock()  # guards the callback: two threads count bytes
         own: list[Share] = []
         taken: list[tuple[int, Share]] = []
+        single: list[FrameJob[CodecChain]] = []
         for piece in division.pieces:
             share = Share(piece.number, piece.job, piece.span, piece.takers)
-            if piece.reader == me:
+            if piece.reader != me:
+                taken.append((piece.reader, share))
+            elif piece.takers:
                 own.append(share)
             else:
-                taken.append((piece.reader, share))
+                single.append(piece.job)
         self._own = own
+        # The others wait for what only their hosts need besides this one: so it comes first.
+        self._alone = [*single, *division.alone]
         self._met = met
+        self._ways = ways
+        self._relayed = () if ways is None else tuple(ways.relayed_by(division, me))
         self._exchange: Exchange | None = None
-        if own or taken:
+        if met is not None and (own or taken):
             peers = [
                 Peer(number, socket, window, Watchdog(patience_s, timing.clock))
                 for number, socket, window in met.others
@@ -171,7 +381,9 @@ class SharedReading:
         )
         """The bytes that this rank gets, from the store or from others."""
         self.bytes_taken = 0
-        """The bytes that others have read for this rank."""
+        """The bytes that other ranks of this host have read for this rank."""
+        self.bytes_received = 0
+        """The stored bytes that ranks of other hosts have read for this one."""
 
     def run(self, loader: Loader, progress: Callable[[int], None] | None = None) -> LoadStats:
         """Read everything; as `Loader.run`.
@@ -181,15 +393,45 @@ class SharedReading:
             BaseException: As `Loader.run`.
         """
         self._progress = progress
+        relay = self._relay(loader)
+        if relay is None:
+            return self._run(loader, loader)
+        store = RelayedStore(loader.backend, relay, self._relayed)
+        relay.start()
+        try:
+            stats = self._run(loader.over(store), loader, relay)
+        finally:
+            relay.close()
+        self.bytes_received = store.bytes_received
+        stats.bytes_read -= store.bytes_received
+        return stats
+
+    def _relay(self, loader: Loader) -> Relay | None:
+        """Return what carries bytes between hosts; None where none do."""
+        if self._ways is None:
+            return None
+        if not self._relayed:
+            self._ways.listener.close()
+            return None
+        patience_s = self._patience_s
+        if loader.io_timeout_s is not None:  # a rank that waits for another does not hang itself
+            patience_s = min(patience_s, loader.io_timeout_s * _PATIENCE)
+        return self._ways.relay(
+            self._relayed, patience_s=patience_s, ended=self._ended, timing=self._timing
+        )
+
+    def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
+        """Read everything by `loader`, and by `alone` what others did not lend."""
         # Not kept here: it holds this object, too, and the window would last as long as the cycle.
         stats, exchange, self._exchange = LoadStats(), self._exchange, None
-        if exchange is None:
-            self._met.part()
-            stats.add(loader.run(self._division.alone, progress=progress))
+        if exchange is None or self._met is None:
+            if self._met is not None:
+                self._met.part()
+            stats.add(loader.run(self._alone, progress=self._count))
             return stats
         exchange.start()
         try:
-            jobs = [*self._lend(exchange, loader, stats), *self._division.alone]
+            jobs = [*self._lend(exchange, loader, stats, relay), *self._alone]
             exchange.lent_all()
             stats.add(loader.run(jobs, progress=self._count))
             left = exchange.wait(self._ended)
@@ -202,15 +444,16 @@ class SharedReading:
             self.bytes_taken = exchange.bytes_taken
         if left:
             log.debug("%d pieces that others did not read are read here", len(left))
-            stats.add(loader.run(left, progress=self._count))
+            stats.add(alone.run(left, progress=self._count))
         return stats
 
     def _lend(
-        self, exchange: Exchange, loader: Loader, stats: LoadStats
+        self, exchange: Exchange, loader: Loader, stats: LoadStats, relay: Relay | None
     ) -> Sequence[FrameJob[CodecChain]]:
         """Read what others need, too; return what could not be lent, which is still to be read."""
         if not self._own:
             return ()
+        assert self._met is not None
         try:
             needs = (align_up(p.span.length, PAGE_BYTES) + PAGE_BYTES for p in self._own)
             self._met.allocate(sum(needs))
@@ -218,6 +461,8 @@ class SharedReading:
             stats.add(loader.run(jobs, progress=self._count, exchange=exchange))
         except (OSError, TakersStuckError) as error:
             log.warning("this rank reads alone: %s", said(error))
+            if relay is not None:  # what is left is read in another order than other hosts read it
+                relay.give_up()
             return exchange.lend_no_more()
         return ()
 
@@ -230,3 +475,17 @@ class SharedReading:
         if self._progress is not None:
             with self._lock:
                 self._progress(size_bytes)
+
+
+def _address_in(data: bytes) -> tuple[str, int]:
+    """Return the address that another rank has told.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        address, port = json.loads(data)
+        return str(address), int(port)
+    except (TypeError, ValueError) as error:
+        msg = "the address of another rank cannot be read"
+        raise ValueError(msg) from error

@@ -176,6 +176,27 @@ class Loader:
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
         self._reader = FrameReader()
 
+    @property
+    def backend(self) -> Backend:
+        """The store of the blobs."""
+        return self._backend
+
+    @property
+    def io_timeout_s(self) -> float | None:
+        """How long a `run` may go without progress; None: for ever."""
+        return self._io_timeout_s
+
+    def over(self, backend: Backend) -> Loader:
+        """Return a loader that does all the same with `backend`, a wrapper of its own."""
+        return Loader(
+            backend,
+            self._workers,
+            io_timeout_s=self._io_timeout_s,
+            on_failover=self._on_failover,
+            together_bytes=self._together_bytes,
+            scratch_bytes=self._scratch_bytes,
+        )
+
     def of(self, backend: Backend) -> Loader:
         """Return a loader of another place, with the same threads and the same time limit."""
         return Loader(backend, self._workers, io_timeout_s=self._io_timeout_s)
@@ -553,7 +574,8 @@ class _Session:
                 except StorageError:
                     continue
                 link.error = None
-                rescued[id(link)] = link.job.blob, tier.name
+                if tier.name:  # else the store itself was read, which needs no repair
+                    rescued[id(link)] = link.job.blob, tier.name
             if not any(link.error for link in read.links) and check() is None:
                 self._stats.rescued += rescued.values()
                 return True

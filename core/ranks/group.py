@@ -94,8 +94,8 @@ class RankGroup:
 
         As rank 0 told them then; no other structure is known.
         """
-        self.of_host: tuple[int, ...] | None = None
-        """The ranks of this host that read together, once they are known."""
+        self.by_host: tuple[tuple[int, ...], ...] | None = None
+        """The ranks in sets that read together, each on one host, once they are known."""
         self.lost: set[int] = set()
         """The ranks that were found dead, or have failed; nobody waits for them any more."""
         self.shared: set[str] = set()

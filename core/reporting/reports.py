@@ -203,6 +203,7 @@ class RestoreReport:
         bytes_needed: The selected bytes of raw frames plus whole stored frames of encoded ones.
         bytes_read: The bytes read from blobs.
         bytes_shared: The bytes that other ranks of this host have read, and this one has copied.
+        bytes_received: The bytes of blobs that ranks of other hosts have read, and sent here.
         bytes_metadata: The bytes read of the manifest.
         engine: The backend that read the blobs.
         direct_io: Whether the page cache was bypassed.
@@ -230,6 +231,7 @@ class RestoreReport:
     mismatched: tuple[Mismatch, ...] = ()
     cast: tuple[Cast, ...] = ()
     bytes_shared: int = 0
+    bytes_received: int = 0
 
     def __repr__(self) -> str:
         """Return the figures alone: paths and values may be thousands."""

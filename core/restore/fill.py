@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
-    from penstock.core.hosts.reading import HostReading
+    from penstock.core.hosts.reading import JobReading, SharedReading
     from penstock.core.pipeline.chain import CodecChain
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plan.restore import FrameJob, Located
@@ -58,7 +58,7 @@ class Opened:
         meter: Counts the bytes that are read.
         rank: The number of this rank among those that restore together.
         world_size: How many there are.
-        host: Reads the targets together with the other ranks of this host; None: alone.
+        others: Reads the targets together with other ranks; None: alone.
         ended: Returns whether the ranks have given up this restore: reading then ends at once.
     """
 
@@ -70,7 +70,7 @@ class Opened:
     meter: Meter = field(default_factory=Meter)
     rank: int = 0
     world_size: int = 1
-    host: HostReading | None = None
+    others: JobReading | None = None
     ended: Callable[[], bool] = lambda: False
 
     @classmethod
@@ -151,17 +151,30 @@ class BytesSink(ByteSink):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts the bytes of blobs that a restore needed, that it read, and that others have read."""
+    """Counts the bytes of blobs that a restore needed, that it read, and that others have read.
+
+    Attributes:
+        needed: The bytes that it needed.
+        read: The bytes that it read.
+        shared: The bytes that other ranks of this host have read, and lent.
+        received: The bytes that ranks of other hosts have read, and handed on.
+    """
 
     needed: int = 0
     read: int = 0
     shared: int = 0
+    received: int = 0
 
-    def add(self, needed: int, read: int, shared: int = 0) -> None:
+    def add(self, needed: int, read: int) -> None:
         """Count another load."""
         self.needed += needed
         self.read += read
-        self.shared += shared
+
+    def add_shared(self, shared: SharedReading | None) -> None:
+        """Count what others have read for this rank; None: nothing."""
+        if shared is not None:
+            self.shared += shared.bytes_taken
+            self.received += shared.bytes_received
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +252,7 @@ def fill(
     checkpoint: Opened,
     requests: Sequence[ObjectRequest],
     tally: Tally | None = None,
-    host: HostReading | None = None,
+    others: JobReading | None = None,
 ) -> None:
     """Read all requested objects into their sinks.
 
@@ -247,7 +260,7 @@ def fill(
         checkpoint: The checkpoint.
         requests: The objects, with sinks.
         tally: Counts the bytes.
-        host: Reads together with the other ranks of this host, each of which does so once.
+        others: Reads together with other ranks, each of which does so once.
 
     Raises:
         DamagedError: Names every damaged object.
@@ -256,7 +269,7 @@ def fill(
         RoundOverError: Another rank has failed.
     """
     jobs, needed = checkpoint.contents.jobs(requests)
-    shared = None if host is None else host.share(jobs)
+    shared = None if others is None else others.share(jobs)
     if not jobs and shared is None:
         return
     began = time.monotonic()
@@ -282,7 +295,8 @@ def fill(
         msg = f"step {checkpoint.step} could not be read from {url}: {error}"
         raise RestoreError(msg) from error
     if tally is not None:
-        tally.add(needed, stats.bytes_read, 0 if shared is None else shared.bytes_taken)
+        tally.add(needed, stats.bytes_read)
+        tally.add_shared(shared)
     if log.isEnabledFor(logging.DEBUG):  # counting takes a moment where there are many
         log.debug(
             "step %d: %d frames, %d encoded, in %d ranges; %d bytes needed, %d read in %.3f s",

@@ -308,6 +308,7 @@ def _report(
         bytes_needed=stored.tally.needed,
         bytes_read=stored.tally.read,
         bytes_shared=stored.tally.shared,
+        bytes_received=stored.tally.received,
         bytes_metadata=checkpoint.contents.bytes_read,
         engine=checkpoint.backend.name,
         direct_io=checkpoint.backend.direct_io,
@@ -432,7 +433,7 @@ def _fill_targets(
             if key not in aside and t.sink.device != "meta"  # a meta tensor has no memory
             for request in _requests(stored, t, t.sink)
         ]
-    fill(checkpoint, requests, stored.tally, checkpoint.host)
+    fill(checkpoint, requests, stored.tally, checkpoint.others)
 
     def complete(target: Target) -> None:
         if (data := aside.get(id(target.sink))) is not None:

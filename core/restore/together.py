@@ -16,7 +16,7 @@ from penstock.core.errors import (
     RankError,
     SelectionError,
 )
-from penstock.core.hosts.reading import HostReading
+from penstock.core.hosts.reading import JobReading, Sharing
 from penstock.core.ranks.conductor import Conductor
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.templates import RoundOverError
@@ -89,7 +89,9 @@ class RestoreTogether(Generic[T]):
         attempt: Callable[[Opened], T],
         templates: TemplatesOfRanks | None = None,
         tell: Callable[[T], Mapping[str, Any]] = lambda _: {},
-        host_timing: Timing | None = None,
+        sharing: Sharing,
+        network: str | None,
+        timing: Timing,
     ) -> None:
         """Prepare.
 
@@ -103,10 +105,13 @@ class RestoreTogether(Generic[T]):
             attempt: Restores an open checkpoint on this rank.
             templates: The templates of all ranks, which `attempt` asks; None: there are none.
             tell: Returns what rank 0 is told of the result of `attempt`, in at most some KiB.
-            host_timing: Says how long is waited, where the ranks of a host read together; None:
-                each reads by itself.
+            sharing: What the ranks read once and hand on; that of rank 0 counts.
+            network: The network between hosts, as in `JobReading`.
+            timing: Says how long is waited, where ranks read together.
         """
-        self._host_timing = host_timing
+        self._sharing = sharing
+        self._network = network
+        self._timing = timing
         self._group = group
         self._verb = verb
         selection = "" if templates is None else templates.selection
@@ -215,6 +220,7 @@ class RestoreTogether(Generic[T]):
             record = self._chosen.contents.record
             terms = {
                 **self._asked,
+                "sharing": self._sharing.to_terms(),
                 "step": record.step,
                 "uid": record.uid,
                 "skipped": self._candidates.skipped[-_MOST_SKIPPED:],
@@ -241,15 +247,19 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self._follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: conductor.has_news)
-            if self._host_timing is not None:
-                host = HostReading(
+            # As rank 0 says it: ranks that do not agree would wait for each other in vain.
+            sharing = Sharing.from_terms(round_.terms["sharing"])
+            if sharing.per_host or sharing.per_job:
+                others = JobReading(
                     self._group,
                     round_.number,
+                    sharing,
+                    network=self._network,
                     ended=lambda: conductor.has_news,
                     moved=lambda: conductor.moved(0, 0),
-                    timing=self._host_timing,
+                    timing=self._timing,
                 )
-                chosen = replace(chosen, host=host)
+                chosen = replace(chosen, others=others)
             found.append(self._attempt(chosen))
             part = self._tell(found[0])
             conductor.tell(lambda r: r.seal(part))

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
-from penstock.core.hosts.census import ranks_of_host
+from penstock.core.hosts.census import ranks_by_host
 from penstock.core.ranks.group import RankGroup
 
 
@@ -16,7 +16,9 @@ def ask(hosts, *, limit_s=20.0, absent=(), board=None, ended=lambda: False):
 
     def one(rank):
         group = RankGroup(rank, len(hosts), MemoryCoordination(board), host=hosts[rank])
-        found[rank] = ranks_of_host(group, Deadline(limit_s), ended)
+        sets = ranks_by_host(group, Deadline(limit_s), ended)
+        found[rank] = next((ranks for ranks in sets if rank in ranks), ())
+        assert [*sets] == sorted(sets)
 
     threads = [
         threading.Thread(target=one, args=(r,)) for r in range(len(hosts)) if r not in absent
@@ -52,5 +54,5 @@ def test_nobody_waits_once_all_have_given_up():
 
 def test_it_is_asked_once():
     group = RankGroup(0, 2, MemoryCoordination(MemoryBoard()))
-    group.of_host = (0, 1)
-    assert ranks_of_host(group, Deadline(0.0), lambda: True) == (0, 1)
+    group.by_host = ((0, 1),)
+    assert ranks_by_host(group, Deadline(0.0), lambda: True) == ((0, 1),)

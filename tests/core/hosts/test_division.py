@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.format.records import Frame
-from penstock.core.hosts.division import OwnPlan, ReadPlan
+from penstock.core.hosts.division import HostNeeds, OwnPlan, ReadPlan
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.types import ByteRange
 
@@ -27,7 +27,7 @@ def job(blob, frame, spans, *, chain=None):
 def divided(jobs_by_member, most_bytes=LENGTH):
     plans = [OwnPlan(jobs, most_bytes=most_bytes) for jobs in jobs_by_member]
     sent = [ReadPlan.decode(memoryview(plan.plan.encode())) for plan in plans]
-    return [plan.divide(sent, me) for me, plan in enumerate(plans)]
+    return [plan.divide(HostNeeds(sent), me) for me, plan in enumerate(plans)]
 
 
 def read_by(division, me):

@@ -61,6 +61,18 @@ with penstock.Checkpointer(root) as ckpt:
     assert all(torch.equal(mine[name], found[name]) for name in found)
     assert (report.step, other["epoch"]) == (3, 1)
     losses = [step(other), step(other)]
+
+# Replicas, as if each process was on a host of its own.
+full = torch.arange(1 << 20)
+options = {"read_once_per_host": False, "read_once_per_job": True, "chunk_bytes": 1 << 20}
+with penstock.Checkpointer(f"{root}-{dist.get_world_size()}", **options) as ckpt:
+    ckpt.save({"w": full.clone()}, 1, mode="blocking")
+    found = torch.zeros_like(full)
+    report = ckpt.restore({"w": found})
+    assert torch.equal(found, full)
+    read = torch.tensor([report.bytes_read, report.bytes_received])
+    dist.all_reduce(read)
+    assert read.tolist() == [full.nbytes, full.nbytes * (dist.get_world_size() - 1)], read
 dist.destroy_process_group()
 print("restored", dist.is_initialized(), flush=True)
 """
@@ -89,13 +101,15 @@ def stands_still(progress):
         print("reads", flush=True)
         time.sleep(1000)
 
-victim, limit_s = int(sys.argv[5]), float(sys.argv[6])
+victim, limit_s, by_network = int(sys.argv[5]), float(sys.argv[6]), sys.argv[7] == "network"
+options = {"read_once_per_host": not by_network, "read_once_per_job": by_network}
 full = torch.arange(3 << 20)
-ckpt = penstock.Checkpointer(root, rank_timeout_s=limit_s, chunk_bytes=1 << 20)
+ckpt = penstock.Checkpointer(root, rank_timeout_s=limit_s, chunk_bytes=1 << 20, **options)
 ckpt.save({"w": full.clone()}, 1, mode="blocking")
 found = torch.zeros_like(full)
 report = ckpt.restore({"w": found})
-print(report.bytes_read, report.bytes_shared, torch.equal(found, full), flush=True)
+got = report.bytes_received if by_network else report.bytes_shared
+print(report.bytes_read, got, torch.equal(found, full), flush=True)
 found.zero_()
 try:
     ckpt.restore({"w": found}, on_progress=stands_still)
@@ -141,9 +155,10 @@ def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how)
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize(("victim", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_processes_read_once_together_and_without_the_one_that_dies(tmp_path, victim, how):
+@pytest.mark.parametrize("way", ["memory", pytest.param("network", marks=pytest.mark.slow)])
+def test_processes_read_once_together_and_without_the_one_that_dies(tmp_path, victim, how, way):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = start(START + TOGETHER, 3, store.port, tmp_path / "run", victim, LIMIT_S)
+    processes = start(START + TOGETHER, 3, store.port, tmp_path / "run", victim, LIMIT_S, way)
     others = [process for rank, process in enumerate(processes) if rank != victim]
     nbytes = 8 * (3 << 20)
     try:

@@ -1,0 +1,221 @@
+"""A relay carries bytes to all that need them, and waits for nobody for long."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from penstock.core.concurrency.timing import Timing
+from penstock.core.hosts.network import Greeting, listening_socket
+from penstock.core.hosts.relay import REFUSED, Relay, RelayKey
+
+PATIENCE_S = 1.0
+LARGE = os.urandom(20 << 20)
+
+
+def key(number):
+    return RelayKey(number, 0)
+
+
+class Waiter:
+    """Notes what a relay tells, and when."""
+
+    def __init__(self):
+        self.told = []
+        self._over = threading.Event()
+
+    def __call__(self, *told):
+        self.told += told
+        self._over.set()
+
+    def wait(self):
+        assert self._over.wait(20)
+        return self.told
+
+
+@contextmanager
+def relays(sources, *, offers=range(10), address="127.0.0.1", secrets=None, ended=lambda: False):
+    """Relays by rank; `sources` says for each from which others it takes."""
+    with ExitStack() as opened:
+        listeners = {rank: listening_socket(address) for rank in sources}
+        where = {rank: one.getsockname()[:2] for rank, one in listeners.items()}
+        found = {}
+        for rank, taken in sources.items():
+            found[rank] = Relay(
+                Greeting((secrets or {}).get(rank, b"secret"), rank),
+                listeners[rank],
+                sources={other: where[other] for other in taken},
+                recipients=[other for other, ranks in sources.items() if rank in ranks],
+                offers=[key(number) for number in offers],
+                patience_s=PATIENCE_S,
+                ended=ended,
+                timing=Timing(poll_s=0.05),
+            )
+            opened.callback(found[rank].close)
+            found[rank].start()
+        yield found
+
+
+def ask(relay, source, number, length):
+    target, waiter = bytearray(length), Waiter()
+    relay.ask(source, key(number), memoryview(target), waiter)
+    return target, waiter
+
+
+def offer(relay, number, data, *recipients):
+    waiter = Waiter()
+    relay.offer(key(number), recipients, memoryview(data), waiter)
+    return waiter
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("first", ["ask", "offer"])
+def test_all_that_need_a_piece_get_it_whoever_speaks_first(address, first):
+    with relays({0: (), 1: (0,), 2: (0,)}, address=address) as found:
+        if first == "offer":
+            given = offer(found[0], 3, LARGE, 1, 2)
+        got = [ask(found[rank], 0, 3, len(LARGE)) for rank in (1, 2)]
+        if first == "ask":
+            time.sleep(0.1)
+            given = offer(found[0], 3, LARGE, 1, 2)
+        given.wait()
+        for target, waiter in got:
+            assert waiter.wait() == [len(LARGE)]
+            assert target == LARGE
+
+
+def test_ranks_take_from_each_other_at_once():
+    ranks = {rank: tuple(other for other in range(3) if other != rank) for rank in range(3)}
+    with relays(ranks) as found:
+        got = [(o, ask(found[r], o, o, 1 << 20)) for r in ranks for o in ranks[r]]
+        given = [
+            offer(found[rank], rank, bytes([rank]) * (1 << 20), *ranks[rank]) for rank in ranks
+        ]
+        for waiter in given:
+            waiter.wait()
+        for number, (target, waiter) in got:
+            assert waiter.wait() == [1 << 20]
+            assert set(target) == {number}
+
+
+def test_what_is_refused_or_never_comes_is_answered_at_once():
+    with relays({0: (), 1: (0,)}) as found:
+        _, waiting = ask(found[1], 0, 3, 10)
+        _, unknown = ask(found[1], 0, 99, 10)
+        assert unknown.wait() == [REFUSED]
+        found[0].refuse(key(3))
+        assert waiting.wait() == [REFUSED]
+        _, late = ask(found[1], 0, 3, 10)
+        assert late.wait() == [REFUSED]
+
+
+def test_a_rank_that_never_offers_is_given_up_and_nothing_of_it_comes_later():
+    with relays({0: (), 1: (0,)}) as found:
+        target, waiter = ask(found[1], 0, 3, 10)
+        assert waiter.wait() == [REFUSED]
+        assert offer(found[0], 3, b"x" * 10, 1).wait() == []
+        time.sleep(0.1)
+        assert target == bytes(10)
+        assert ask(found[1], 0, 4, 10)[1].wait() == [REFUSED]
+
+
+def test_a_rank_that_never_asks_is_given_up_and_the_others_get_theirs():
+    with relays({0: (), 1: (0,), 2: (0,)}) as found:
+        given = offer(found[0], 3, LARGE, 1, 2)
+        target, waiter = ask(found[1], 0, 3, len(LARGE))
+        waiter.wait()
+        assert target == LARGE
+        assert not given.told
+        given.wait()
+        assert ask(found[2], 0, 4, 10)[1].wait() == [REFUSED]
+
+
+def test_a_rank_that_closes_is_not_waited_for():
+    with relays({0: (), 1: (0,), 2: (1,)}) as found:
+        _, waiter = ask(found[1], 0, 3, 10)
+        given = offer(found[1], 4, b"abc", 2)
+        began_s = time.monotonic()
+        found[0].close()
+        assert waiter.wait() == [REFUSED]
+        target, other = ask(found[2], 1, 4, 3)
+        assert other.wait() == [3]
+        assert bytes(target) == b"abc"
+        given.wait()
+        assert time.monotonic() - began_s < PATIENCE_S
+
+
+def test_ranks_of_two_jobs_take_nothing_from_each_other():
+    with relays({0: (), 1: (0,)}, secrets={0: b"one", 1: b"two"}) as found:
+        given = offer(found[0], 3, b"abc", 1)
+        target, waiter = ask(found[1], 0, 3, 3)
+        assert waiter.wait() == [REFUSED]
+        assert bytes(target) == bytes(3)
+        given.wait()
+
+
+def test_a_rank_that_stands_in_for_another_without_the_secret_is_found():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend():
+            line, _ = listener.accept()
+            with line:
+                line.sendall(bytes(32))
+                line.recv(1000)
+                line.sendall(bytes(32) + RelayKey(3, 0)[0].to_bytes(8, "little") + bytes(4))
+                with suppress(ConnectionError):
+                    line.sendall((3).to_bytes(8, "little") + b"abc")
+                    line.recv(1000)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        relay = Relay(
+            Greeting(b"secret", 1),
+            None,
+            sources={0: listener.getsockname()},
+            recipients=(),
+            offers=(),
+            patience_s=PATIENCE_S,
+            ended=lambda: False,
+            timing=Timing(poll_s=0.05),
+        )
+        relay.start()
+        target, waiter = ask(relay, 0, 3, 3)
+        assert waiter.wait() == [REFUSED]
+        assert bytes(target) == bytes(3)
+        relay.close()
+        thread.join(10)
+
+
+def test_nobody_waits_once_all_have_given_up():
+    over = threading.Event()
+    with relays({0: (), 1: (0,)}, ended=over.is_set) as found:
+        _, waiter = ask(found[1], 0, 3, 10)
+        given = offer(found[0], 4, b"abc", 1)
+        over.set()
+        began_s = time.monotonic()
+        assert waiter.wait() == [REFUSED]
+        given.wait()
+        assert time.monotonic() - began_s < PATIENCE_S / 2
+
+
+def test_after_its_end_a_relay_refuses_and_keeps_nothing():
+    with relays({0: (), 1: (0,)}) as found:
+        for relay in found.values():
+            relay.close()
+        assert ask(found[1], 0, 3, 10)[1].told == [REFUSED]
+        assert offer(found[0], 3, b"abc", 1)._over.is_set()
+
+
+def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
+    with relays({0: (), 1: (0,)}) as found, ExitStack() as opened:
+        address = found[1]._addresses[0]
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(address, 10))
+        given = offer(found[0], 3, b"abc", 1)
+        target, waiter = ask(found[1], 0, 3, 3)
+        assert waiter.wait() == [3]
+        assert bytes(target) == b"abc"
+        given.wait()
