@@ -433,7 +433,7 @@ class SaveAgreement:
             return SaveError(f"{ended(why)} {stays}".rstrip())
         found = self._round.error(what, stays)
         if found is not None:
-            self._group.lost.add(found.rank)
+            self._group.lost |= {found.rank, *self._round.still}
             return _alike(found)
         silence = f"the store of the job could not be reached for {self._group.timeout_s:g} s"
         return CoordinationError(f"{what}: {silence}. {stays}".rstrip())

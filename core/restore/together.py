@@ -304,7 +304,7 @@ class RestoreTogether(Generic[T]):
             msg = f"the ranks could not agree on a checkpoint to {verb}: is rank 0 alive?"
             return CoordinationError(msg)
         if error.rank != self._group.place.rank:
-            self._group.lost.add(error.rank)
+            self._group.lost |= {error.rank, *round_.still}
         if restored and verb == "restore":
             error.add_note(f"This rank has the values of step {number} now.")
         return error

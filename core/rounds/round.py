@@ -150,6 +150,14 @@ class Round:
         """Whether rank 0 has heard of every other rank in this round; rank 0 alone."""
         return len(self.arrived) == self.place.world_size - 1
 
+    @property
+    def still(self) -> set[int]:
+        """The ranks that rank 0 waits for, and that have stood still for half of the time-out.
+
+        Where one host dies with several ranks, the verdict names one of them.
+        """
+        return {r for r in self._pending if self._still.is_over(r, share=1 / 2)}
+
     def host_of(self, rank: int) -> str:
         """Return the name of the host of a watched rank; empty: it was not heard of."""
         post = self._slots.get(rank)

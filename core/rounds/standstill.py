@@ -55,6 +55,6 @@ class Standstill:
         """Count from now on for `rank`."""
         self._moved_s[rank] = self._looks.counted_s
 
-    def is_over(self, rank: int) -> bool:
-        """Return whether `rank` has stood still for the limit."""
-        return self._looks.counted_s - self._moved_s[rank] >= self._limit_s
+    def is_over(self, rank: int, share: float = 1.0) -> bool:
+        """Return whether `rank` has stood still for the limit, or for a share of it."""
+        return self._looks.counted_s - self._moved_s[rank] >= share * self._limit_s

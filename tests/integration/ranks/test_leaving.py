@@ -66,14 +66,21 @@ def test_a_rank_that_leaves_before_its_first_save_is_named(tmp_path):
     assert "(because of ValueError: no model)" in str(run(job, work)[0])
 
 
-def test_nobody_waits_at_close_for_a_rank_that_did_not_restore():
+def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
-    with Job(2, store).checkpointer(0, timeout_s=1.0) as ckpt:
+    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:
         with pytest.raises(RankError, match="rank 1 has not begun to restore"):
             ckpt.restore({"epoch": 0})
-        assert ckpt._ranks.of_restore().lost == {1}
+        assert ckpt._ranks.of_restore().lost == {1, 2}
+
+
+def test_nobody_waits_at_close_for_ranks_that_did_not_save():
+    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:
+        with pytest.raises(RankError, match="rank 1 has not begun to save"):
+            ckpt.save({"epoch": 0}, 1, mode="blocking")
+        assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
 def run(job, work):
