@@ -110,12 +110,15 @@ class Replica:
         ranks: Their global ranks, in the order of `index`; empty where they are not known.
         place: The shown path of a `PerRank` with an index: these are the ranks that give one index
             there. Who they are comes out when all have told theirs; until then it is this one.
+        submesh: Whether the tensor is spread over some ranks of the job only. Others may have a
+            copy of it under its name, as of a tied weight, which has to be equal.
     """
 
     index: int = 0
     count: int = 1
     ranks: tuple[int, ...] = ()
     place: str = ""
+    submesh: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import base64
 import json
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.core.abc import StateObject
 from penstock.core.errors import SaveError
 from penstock.core.format.zstd import compress, decompress
 from penstock.core.ranks.lines import TakenLines
+from penstock.core.tree.paths import path_hash
 from penstock.core.types import Kind, Region, Replica, Role, show_path
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 _DIGEST_BYTES = 16
+_REPLICA_CHARS = 16  # of a digest in a post
 _MAX_SETS = 8  # some 30 bytes each in a post
+_MAX_COPIES = 6  # likewise
 _OF_TENSOR = "t"  # begins the digest of a tensor; no digit
 _MOST_SHOWN = 3  # of the paths that differ
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
@@ -84,7 +88,9 @@ class Brought:
         if shared:
             told["shared"] = shared
         if digests.replicas:
-            told["replicas"] = {key: digest_of(found) for key, found in digests.replicas.items()}
+            told["replicas"] = {
+                key: digest_of(found)[:_REPLICA_CHARS] for key, found in digests.replicas.items()
+            }
         return told
 
     @classmethod
@@ -100,10 +106,12 @@ class Brought:
         Raises:
             TornSnapshotError: Memory was freed since it was described.
         """
+        copies = copies_to_compare(entries)
         objects = [
             entry
             for entry in entries
-            if isinstance(entry, StateObject) and _is_compared(entry, own_paths, shared)
+            if isinstance(entry, StateObject)
+            and (entry.path in copies or _is_compared(entry, own_paths, shared))
         ]
         taken = TakenLines(entry for entry in objects if entry.kind is not Kind.VALUE)
 
@@ -112,7 +120,7 @@ class Brought:
             return Digests(
                 value_digests(objects, lines),
                 shared_digests(objects, shared, lines),
-                replica_digests(objects, lines),
+                replica_digests(objects, lines) | copy_digests(objects, copies, lines),
             )
 
         return cls(structure_digest(entries, own_paths, masters), shared, digests)
@@ -233,6 +241,8 @@ def replica_digests(
         replica = entry.replica
         if replica is None or replica.place or entry.path not in lines:
             continue
+        if replica.ranks and replica.count == 1:  # a copy to compare
+            continue
         digest = blake2b(lines[entry.path], digest_size=8).hexdigest()
         sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = digest
     found = {}
@@ -240,6 +250,45 @@ def replica_digests(
         told = ranks, count, () if ranks else tuple(sorted(pieces))
         found[blake2b(repr(told).encode(), digest_size=4).hexdigest()] = pieces
     return dict(sorted(found.items())[:_MAX_SETS])
+
+
+def copies_to_compare(entries: Iterable[StateObject | Node]) -> frozenset[ObjectPath]:
+    """Return the paths of a few tensors of which other ranks may have a copy.
+
+    Two stages of a pipeline that give different tensors one name would store one of them. Nobody
+    knows of the other's names: so each chooses those of the lowest hash, and of stages that have
+    most of their names in common some of these are the same. Buffers may differ, and the state of
+    an optimizer has the names of its parameters.
+    """
+    spread = [
+        entry.path
+        for entry in entries
+        if isinstance(entry, StateObject)
+        and entry.replica is not None
+        and entry.replica.submesh
+        and entry.role in {Role.PARAMETER, Role.OTHER}
+        and entry.same_as is None
+    ]
+    return frozenset(nsmallest(_MAX_COPIES, spread, key=path_hash))
+
+
+def copy_digests(
+    objects: Iterable[StateObject],
+    copies: Collection[ObjectPath],
+    lines: Mapping[ObjectPath, bytes],
+) -> dict[str, dict[str, str]]:
+    """Return a digest of some lines of each of these copies, as `replica_digests` does.
+
+    A piece has a key of its own, which those have that hold the same piece of another copy.
+    """
+    found = {}
+    for entry in objects:
+        if entry.path in copies and entry.path in lines:
+            told = _in_words(entry)
+            key = blake2b(told.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+            digest = blake2b(lines[entry.path], digest_size=8).hexdigest()
+            found[key] = {told: f"{_OF_TENSOR}{digest}"}
+    return found
 
 
 def _bytes_of(entry: StateObject, lines: Mapping[ObjectPath, bytes]) -> bytes | memoryview | None:
@@ -257,7 +306,8 @@ def unequal_replicas(given: Iterable[Mapping[str, str]]) -> list[str]:
     for one in given:
         for key, digest in one.items():
             digests.setdefault(key, set()).add(digest)
-    return sorted(key for key, found in digests.items() if len(found) > 1)[:_MAX_SETS]
+    unequal = sorted(key for key, found in digests.items() if len(found) > 1)
+    return unequal[: _MAX_SETS + _MAX_COPIES]
 
 
 def _in_words(entry: StateObject) -> str:

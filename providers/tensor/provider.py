@@ -139,9 +139,12 @@ class TensorProvider(StateProvider):
         local = local_of(tensor)
         refuse_unsupported(local, path)
         spec, _ = _whole(tensor.dtype, tensor.shape)
+        replica = shard.replica or Replica()
+        if tensor.device_mesh.size() < context.world_size:
+            replica = replace(replica, submesh=True)
         entry = StateObject(
             path, Kind.TENSOR, spec, shard.regions, role, "tensor", self._source(local, context),
-            replica=shard.replica or Replica(),
+            replica=replica,
         )  # fmt: skip
         if shard.regions:
             return entry

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock import UnsupportedStateError
+from penstock import RankError, SaveError, UnsupportedStateError
 
 
 class Tied(Net):
@@ -352,6 +352,30 @@ def test_optimizers_of_shards_go_on_where_they_were(name, stepped):
         assert losses[0] == losses[1]
 
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("depths", [(2, 2), (2, 4)], ids=str)
+def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
+    """As `nn.Sequential` does, whose layers count from 0: one stage's weights would be lost."""
+    store = memory()
+    job = Job(4, store)
+
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depths[rank // 2])))
+        with job.checkpointer(rank) as ckpt, torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.fill_(1.0)
+            fully_shard(stage, mesh=mesh["dp"])
+            ckpt.save({"model": stage}, 1).result(30)  # copies of one tensor may stand there
+            for parameter in stage.parameters():
+                local(parameter).fill_(1.0 + rank // 2)
+            with pytest.raises((SaveError, RankError), match=r"model/[01]\.\w+ from .*rank [23]"):
+                ckpt.save({"model": stage}, 2).result(30)
+
+    run_ranks(4, work)
+    with checkpointer(store) as ckpt:
+        assert ckpt.steps() == [1]
 
 
 def test_an_optimizer_without_names_on_some_ranks_is_refused():
