@@ -430,10 +430,15 @@ class SharedReading:
             stats.add(loader.run(self._alone, progress=self._count))
             return stats
         exchange.start()
+
+        def count(size_bytes: int) -> None:
+            exchange.check()  # where a target has failed, the rest need not be read
+            self._count(size_bytes)
+
         try:
-            jobs = [*self._lend(exchange, loader, stats, relay), *self._alone]
+            jobs = [*self._lend(exchange, loader, stats, relay, count), *self._alone]
             exchange.lent_all()
-            stats.add(loader.run(jobs, progress=self._count))
+            stats.add(loader.run(jobs, progress=count))
             left = exchange.wait(self._ended)
             if left and self._ended():
                 msg = "another rank has failed"
@@ -448,7 +453,12 @@ class SharedReading:
         return stats
 
     def _lend(
-        self, exchange: Exchange, loader: Loader, stats: LoadStats, relay: Relay | None
+        self,
+        exchange: Exchange,
+        loader: Loader,
+        stats: LoadStats,
+        relay: Relay | None,
+        progress: Callable[[int], None],
     ) -> Sequence[FrameJob[CodecChain]]:
         """Read what others need, too; return what could not be lent, which is still to be read."""
         if not self._own:
@@ -458,7 +468,7 @@ class SharedReading:
             needs = (align_up(p.span.length, PAGE_BYTES) + PAGE_BYTES for p in self._own)
             self._met.allocate(sum(needs))
             jobs = [share.job for share in self._own]
-            stats.add(loader.run(jobs, progress=self._count, exchange=exchange))
+            stats.add(loader.run(jobs, progress=progress, exchange=exchange))
         except (OSError, TakersStuckError) as error:
             log.warning("this rank reads alone: %s", said(error))
             if relay is not None:  # what is left is read in another order than other hosts read it

@@ -112,7 +112,8 @@ class Exchange:
     """What one process lends to the others of its host, and takes from them, in one restore.
 
     `acquire`, `lend` and `refuse` are for the thread that reads; a thread of its own takes
-    and places what others lend.
+    and places what others lend. Where it fails, `acquire` and `check` say so: there is no point in
+    reading the rest.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Exchange:
 
         Raises:
             TakersStuckError: They do not take them: the window is given up.
+            PenstockError: As `check`.
         """
         with self._changed:
             quiet = Watchdog(self._limit_s, self._clock)
@@ -240,12 +242,20 @@ class Exchange:
             if ended():
                 break
         self.close()
+        self.check()
+        return [share.job for share in self._left]
+
+    def check(self) -> None:
+        """Raise the error of the thread that takes, if it has failed; from any thread.
+
+        Raises:
+            PenstockError: A piece could not be placed.
+        """
         if isinstance(self._error, PenstockError):
             raise self._error
         if self._error is not None:
             msg = f"reading failed: {said(self._error)}"
             raise RestoreError(msg) from self._error
-        return [share.job for share in self._left]
 
     def close(self) -> None:
         """Take and lend nothing more; returns when no target is written to any longer.
@@ -295,6 +305,7 @@ class Exchange:
             self._wake()
 
     def _check_answers(self, quiet: Watchdog) -> None:
+        self.check()
         if quiet.is_over() or self._given_up:
             raise self._stuck()
 

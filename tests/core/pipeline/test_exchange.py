@@ -255,6 +255,25 @@ def test_a_target_that_fails_ends_the_taking_with_its_error(members):
         two.exchange.wait(never)
 
 
+def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):
+    """What it has lent itself is in use: it would wait for memory that nobody frees."""
+    one, two = members(2, pages=1)
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    two.hold = fail
+    two.begin(own=[held := share(1, 0), share(2, 0)], taken=[(0, share(0))])
+    lend(two, held, 2)  # all of its window; the other one does not take it
+    one.exchange = Exchange(
+        Staging(len(one.memory), one.memory), one.peers,
+        own=[piece := share(0, 1)], taken=[], place=one._place, timing=TIMING,
+    )  # fmt: skip
+    lend(one, piece, 1)
+    with pytest.raises(RestoreError, match="ZeroDivisionError"):
+        two.exchange.acquire(PAGE, 0)
+
+
 def test_many_small_pieces_in_both_directions_never_block_each_other(members):
     count = 1500
     one, two = members(2, pages=count)

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from tests.integration.support import TINY, memory
 
 import penstock
 from penstock import Checkpointer, DamagedError, PenstockError, RankError
+from penstock.core.abc import ByteSink, DelegatingBackend, Placement, StateProvider, Target
 from penstock.core.errors import StorageError
 from penstock.core.pipeline.reader import Loader
+from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.types import Region, TensorSpec
 
 ROWS, COLUMNS = 144, 512
 SAME = "one".format  # all ranks are on one host
@@ -310,6 +314,87 @@ def test_a_rank_that_does_not_fit_the_checkpoint_ends_the_restore_of_all_at_once
     found = Job(3, store, host=SAME).run(work)
     assert all(isinstance(one, PenstockError) for one in found)
     assert [one.rank for one in found[:2]] == [2, 2]
+
+
+class Brittle:
+    """A tensor that cannot be filled; `failed` is set when it was tried."""
+
+    def __init__(self):
+        self.failed = threading.Event()
+
+
+class BrittleSink(ByteSink):
+    address = memory = None
+    device = "cpu"
+    nbytes = ROWS * COLUMNS * 4
+
+    def __init__(self, failed):
+        self._failed = failed
+
+    def view(self):
+        return None
+
+    def copy_in(self, start, data, /):
+        self._failed.set()
+        raise ZeroDivisionError
+
+
+class BrittleProvider(StateProvider):
+    api_version = 1
+    name = "brittle"
+    forms = ()
+
+    def claims(self, kind, /):
+        return 50 if kind is Brittle else None
+
+    def describe(self, value, path, /, *, context):
+        raise NotImplementedError
+
+    def place(self, value, path, /, *, context):
+        spec = TensorSpec("float32", 4, (ROWS, COLUMNS))
+        regions = (Region.whole(spec.shape),)
+        return Placement([Target(path, spec, regions, BrittleSink(value.failed))])
+
+    def rebuild(self, stored, /, *, device, context):
+        raise NotImplementedError
+
+
+class Late(DelegatingBackend):
+    """Reads no blob before an event; counts the batches."""
+
+    def __init__(self, inner, event):
+        super().__init__(inner)
+        self.event, self.batches = event, 0
+
+    def read(self, requests, /):
+        if any(request.name.endswith(".raw") for request in requests):
+            assert self.event.wait(20)
+            self.batches += 1
+        super().read(requests)
+
+    def submit_read(self, requests, /):
+        self.read(requests)
+        return super().submit_read([])
+
+
+def test_a_target_that_fails_when_another_rank_has_read_it_ends_the_restore_at_once():
+    store = memory()
+    parts = {f"p{number}": torch.zeros(1 << 20) for number in range(24)}
+    saved(store, {**tensors(), **parts})
+    brittle = Brittle()
+    late = Late(store, brittle.failed)
+    installed = [e for group in GROUPS.values() for e in entry_points(group=group)]
+    entry = EntryPoint("brittle", f"{__name__}:BrittleProvider", GROUPS["provider"])
+
+    def work(ckpt, rank):
+        own = {"a": brittle, **parts} if rank else {"a": torch.zeros(ROWS, COLUMNS)}
+        return ckpt.restore(own)
+
+    job = Job(2, lambda rank: late if rank else store, SAME, registry=Registry([*installed, entry]))
+    found = job.run(work)
+    assert "ZeroDivisionError" in str(found[1])
+    assert isinstance(found[0], RankError)
+    assert late.batches <= 12  # of 24, with the own parts of this rank
 
 
 def test_chunks_that_have_no_room_in_the_window_are_read_by_each():
