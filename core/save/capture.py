@@ -380,7 +380,7 @@ class CaptureRun:
         self, pieces: Sequence[Piece], sources: Sequence[ByteSource], block: Block
     ) -> list[Piece]:
         """Copy objects of one length whose memory does not move, all that have an address."""
-        found = [source.address if (at := source.locate()) is None else at for source in sources]
+        found = [_address_now(source) for source in sources]
         left: list[Piece] = []
         if None in found:
             left = [piece for piece, at in zip(pieces, found, strict=True) if at is None]
@@ -553,6 +553,15 @@ class CaptureRun:
             if (chunk.capture is Capture.DEFERRED) is deferred and number not in self._skip
             for piece in chunk.pieces
         }
+
+
+def _address_now(source: ByteSource) -> int | None:
+    """Return where flat bytes begin: 0 where their memory was freed, None for others."""
+    described = source.address
+    if described is None:
+        return None
+    at = source.locate()
+    return described if at is None else at
 
 
 def _shown(entry: StateObject) -> str:

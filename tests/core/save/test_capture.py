@@ -255,10 +255,28 @@ class Moved(Host):
                 source._still = False
 
 
+class Strided(Host):
+    """Elements in another order than in memory."""
+
+    __slots__ = ()
+
+    def __init__(self, nbytes, *, seed=0):
+        super().__init__(nbytes, seed=seed, flat=False)
+
+    def copy_out(self, start, out, /):
+        out[:] = self._array[::-1][start : start + len(out)].tobytes()
+
+    def locate(self):
+        return self._array.ctypes.data
+
+    def bytes(self):
+        return self._array[::-1].tobytes()
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 100])
 def test_small_objects_are_copied_together_from_where_they_are_by_now(length):
     moved = [Moved(length, seed=n) for n in range(5000)]
-    others = [Host(length, seed=n, flat=n % 2 == 0) for n in range(10)]
+    others = [Host(length, seed=n) if n % 2 else Strided(length, seed=n) for n in range(10)]
     odd = [Host(n, seed=n) for n in range(101, 110)]
     sources = [*odd[:4], *moved[:3000], *others, *moved[3000:], *odd[4:]]
     run = Run(*((source, NOW) for source in sources), staging_bytes=4 << 20)
