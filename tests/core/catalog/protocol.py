@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import queue
+import threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -358,6 +359,7 @@ class _Job(SaveJob):
         self._capture = self._finish._capture
         self._capture_over = Latch()
         self._capture_over.open()
+        self._may_run = threading.Lock()
         self.released = Latch()
         self.handle.durable.add_done_callback(self._ended)
         self._surroundings = surroundings
