@@ -7,13 +7,17 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
-from penstock.core.errors import UnsupportedStateError
-from penstock.core.types import show_path
+from penstock.core.errors import RestoreError, UnsupportedStateError
+from penstock.core.types import Kind, show_path
 from penstock.providers.rebuild import leaves, rebuild_dict
+from penstock.providers.tensor.provider import is_sharded, new_like
 from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from collections.abc import Set as AbstractSet
+
+    import torch
 
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
@@ -105,13 +109,14 @@ class StatefulProvider(StateProvider):
         if found != whole:
             if found:
                 result.problems.append(
-                    f"{show_path(path)} is a {kind} and comes whole or not at all, but only "
-                    f"{found} of its {whole} objects are selected"
+                    f"{show_path(path)} is a {kind} and {_why_not(found, whole)} selected"
                 )
             return result
         if not found and not context.selected(path):
             return result
         placed = self.rebuild(node, device=None, context=context)
+        root = (*path, _WHOLE) if node.meta.get("whole") else path
+        _place_sharded(placed, value, root, context)
         result.absorb(placed)
         # An optimizer with a state dict of its own loads by the numbers of parameters, and torch
         # compares no shapes: core must not restore it while a parameter is skipped.
@@ -138,6 +143,103 @@ class StatefulProvider(StateProvider):
         elif stored.meta.get("ordered"):
             placed.finish = lambda: OrderedDict(build())
         return placed
+
+
+def _why_not(found: int, whole: object) -> str:
+    if isinstance(whole, int) and found > whole:
+        return (
+            "takes all that is stored there, of which each rank had a part, as stages of a "
+            "pipeline have: put the modules themselves into the state. All are"
+        )
+    return f"comes whole or not at all, but only {found} of its {whole} objects are"
+
+
+def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: PlaceContext) -> None:
+    """Plan a `DTensor` for each stored tensor that is one in the state of `value`.
+
+    Its code would mix a plain tensor with those of a module, which torch refuses, and each rank
+    would read the whole tensor.
+    """
+    if context.world_size == 1 or "torch.distributed.tensor" not in sys.modules:
+        return
+    if not any(_is_tensor(context, target.path) for target in placed.targets):
+        return  # nor is its state asked for
+    made: dict[ObjectPath, object] = {}
+    for here, item in _sharded(value.state_dict(), path):
+        stored = context.stored(here)
+        if stored is not None and stored.kind is Kind.TENSOR:
+            new = new_like(item, stored)
+            if new is not None:
+                made[here] = new
+    if not made:
+        return
+    # The plain ones, which nothing has written to, take no memory.
+    placed.targets = [target for target in placed.targets if target.path not in made]
+    for here, tensor in made.items():
+        placed.targets += context.place(tensor, here).targets
+    build: Any = placed.finish
+
+    def finish() -> object:
+        taken: set[ObjectPath] = set()
+        above = {here[:n] for here in made for n in range(len(here))}
+        state = _with(build(), path, made, above, taken)
+        if len(taken) < len(made):  # else its code would load memory that nothing has written
+            first = next(here for here in made if here not in taken)
+            msg = f"{show_path(first)} stands elsewhere in what is stored than in the state"
+            raise RestoreError(msg)
+        return state
+
+    placed.finish = finish
+
+
+def _is_tensor(context: PlaceContext, path: ObjectPath) -> bool:
+    stored = context.stored(path)
+    return stored is not None and stored.kind is Kind.TENSOR
+
+
+def _sharded(state: object, path: ObjectPath) -> Iterator[tuple[ObjectPath, torch.Tensor]]:
+    """Yield each `DTensor` in nested containers, with its path."""
+    if is_sharded(state):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, item in state.items():
+            yield from _sharded(item, (*path, str(key)))
+    elif isinstance(state, list | tuple):
+        for number, item in enumerate(state):
+            yield from _sharded(item, (*path, str(number)))
+
+
+def _with(
+    state: Any,
+    path: ObjectPath,
+    made: Mapping[ObjectPath, object],
+    above: AbstractSet[ObjectPath],
+    taken: set[ObjectPath],
+) -> Any:
+    """Return a state with the objects of `made` in their places, which are added to `taken`.
+
+    Args:
+        state: What is built of the stored objects.
+        path: Where it stands.
+        made: The objects by their paths.
+        above: The paths of all containers of these.
+        taken: The paths of those that have been put in.
+    """
+    if path in made:
+        taken.add(path)
+        return made[path]
+    if path not in above:
+        return state
+    if isinstance(state, dict):
+        for key, item in state.items():
+            state[key] = _with(item, (*path, str(key)), made, above, taken)
+        return state
+    if isinstance(state, list | tuple):
+        numbered = enumerate(state)
+        items = [_with(item, (*path, str(n)), made, above, taken) for n, item in numbered]
+        make = getattr(state, "_make", type(state))  # of a named tuple
+        return make(items)
+    return state
 
 
 def _has_names(state: object) -> bool:

@@ -1,10 +1,13 @@
 """Modules and optimizers as jobs wrap them: ranks save and restore them as the bare ones."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from tests.core.stored_ranks import STEP
 from tests.integration.ranks.saving import Job
 from tests.integration.ranks.topologies import (
+    PLACES,
     TP_PLAN,
     Net,
     adam,
@@ -20,6 +23,7 @@ from tests.providers.threads_as_ranks import run_ranks
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -30,7 +34,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock import RankError, SaveError, UnsupportedStateError
+from penstock import RankError, RestoreMismatchError, SaveError, UnsupportedStateError
 
 
 class Tied(Net):
@@ -290,6 +294,103 @@ def test_hooks_of_a_sharded_module_get_what_they_have_shown(count, place):
     with checkpointer(store) as ckpt:
         ckpt.restore({"model": found})
     assert torch.equal(found[0].weight, Fused(3).weight)
+
+
+class Application:
+    """A model and its optimizer as `torch.distributed.checkpoint` shows and takes them."""
+
+    def __init__(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.net, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "more": [1, {"n": 2}]}
+
+    def load_state_dict(self, state):
+        set_state_dict(
+            self.net,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+Pair = namedtuple("Pair", "name tensor")
+
+
+class InPairs(Application):
+    """Its state is no dict, and has tensors in named and other tuples."""
+
+    def state_dict(self):
+        return [(Pair(*pair),) for pair in self.net.state_dict().items()]
+
+    def load_state_dict(self, state):
+        self.net.load_state_dict({pair[0]: pair[1] for (pair,) in state})
+
+
+@pytest.mark.parametrize("kind", [Application, InPairs])
+@pytest.mark.parametrize("where", ["FSDP2 3", "FSDP2 x TP 2 x 2"])
+def test_code_that_loads_sharded_state_gets_it_sharded(where, kind):
+    count, place = PLACES[where]
+    plain, store = memory(), memory()
+    reader, job = Job(count, plain), Job(count, store)
+
+    def state_of(place, seed=0):
+        state = trained(place, seed=seed)
+        state["optimizer"].zero_grad()  # as torch wants it here
+        return state, {"app": kind(state["model"], state["optimizer"])}
+
+    def shown(state):
+        every = values_of(state)
+        return every if kind is Application else {p: t for p, t in every.items() if len(p) == 2}
+
+    bare, app = state_of(alone)
+    with checkpointer(plain) as ckpt:
+        ckpt.save(app, STEP, mode="blocking")
+
+    def work(rank):
+        found, app = state_of(place, seed=1)
+        with reader.checkpointer(rank) as ckpt:
+            report = ckpt.restore(app)
+        check(shown(found), shown(state_of(place)[0]))
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(app, STEP, mode="blocking").result(30)
+        return report.bytes_needed
+
+    assert max(run_ranks(count, work)) < 0.8 * sum(t.nbytes for t in shown(bare).values())
+    found, app = state_of(alone, seed=1)
+    with checkpointer(store) as ckpt:
+        ckpt.restore(app)
+    check(shown(found), shown(bare))
+
+
+class Loading:
+    """Shows and loads the state of a module that is not itself in the state."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def state_dict(self):
+        return self.net.state_dict()
+
+    def load_state_dict(self, state):
+        self.net.load_state_dict(state)
+
+
+def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
+    store = memory()
+    job, reader = Job(4, store), Job(4, store)
+
+    def work(rank):
+        state = trained(interleaved)
+        app = {"app": Loading(state["model"])}
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(app, STEP, mode="blocking").result(30)
+        refused = pytest.raises((RestoreMismatchError, RankError), match="the modules themselves")
+        with reader.checkpointer(rank) as ckpt, refused:
+            ckpt.restore(app)
+
+    run_ranks(4, work)
 
 
 OPTIMIZERS = {
