@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.timing import Timing
 
 T = TypeVar("T")
+_Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 
 class Pool:
@@ -44,12 +47,14 @@ class Pool:
         self._stuck_s = stuck_s
         self._timing = timing or current_timing()
         self._busy: dict[threading.Thread, Deadline] = {}
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._queue: _Queue = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._waiting = 0  # tasks in the queue
         self._watched = False
         self._closed = False
         self._lock = threading.Lock()  # guards all of the above but `_queue`
+        # A pool that is dropped without `shutdown` would leave its threads to the process.
+        weakref.finalize(self, _end, self._queue, self._threads).atexit = False
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on one of the threads.
@@ -78,8 +83,7 @@ class Pool:
         with self._lock:
             first, self._closed = not self._closed, True
             if first:
-                for _ in self._threads:
-                    self._queue.put(None)
+                _end(self._queue, self._threads)
         if wait:
             for thread in self._threads:
                 while thread.is_alive() and not self._is_stuck(thread):
@@ -97,7 +101,8 @@ class Pool:
     def _grow(self) -> None:
         stuck = sum(map(self._is_stuck, self._threads))
         if self._waiting > self._free() and len(self._threads) < self._count + stuck:
-            self._threads.append(self._start(str(len(self._threads)), self._work))
+            work = partial(_work, self._queue, weakref.ref(self))
+            self._threads.append(self._start(str(len(self._threads)), work))
             if self._closed:  # `shutdown` has queued no end for this thread, which is newer
                 self._queue.put(None)
 
@@ -121,16 +126,31 @@ class Pool:
         deadline = self._busy.get(thread)
         return deadline is not None and deadline.is_over()
 
-    def _work(self) -> None:
+    def _run(self, future: Future[Any], task: Callable[[], Any]) -> None:
         me = threading.current_thread()
-        while (work := self._queue.get()) is not None:
-            with self._lock:
-                self._waiting -= 1
-                self._busy[me] = Deadline(self._stuck_s, self._timing.clock)
+        with self._lock:
+            self._waiting -= 1
+            self._busy[me] = Deadline(self._stuck_s, self._timing.clock)
+        fulfil(future, task)
+        with self._lock:
+            del self._busy[me]
+
+
+def _work(queue: _Queue, pool: weakref.ref[Pool]) -> None:
+    """Run tasks until the end is queued; a thread that waits for one does not hold the pool."""
+    while (work := queue.get()) is not None:
+        owner = pool()
+        if owner is None:
             fulfil(*work)
-            del work
-            with self._lock:
-                del self._busy[me]
+        else:
+            owner._run(*work)  # noqa: SLF001 - this is the thread of the pool
+        del work, owner
+
+
+def _end(queue: _Queue, threads: list[threading.Thread]) -> None:
+    """End the threads behind the tasks that are queued."""
+    for _ in threads:
+        queue.put(None)
 
 
 class Lane:

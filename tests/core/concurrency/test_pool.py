@@ -77,3 +77,18 @@ def test_calls_that_hang_are_replaced_in_a_pool_that_was_busy_before():
     assert [pool.submit(lambda: 3).result(10) for _ in range(20)] == [3] * 20
     gate.set()
     assert all(future.result(60) for future in hanging)
+
+
+def test_a_pool_that_is_dropped_runs_what_is_queued_and_ends_its_threads():
+    pool = Pool(2, "dropped")
+    gate = threading.Event()
+    futures = [pool.submit(lambda: gate.wait(60)) for _ in range(2)]
+    futures += [pool.submit(lambda n=n: n) for n in range(20)]
+    threads = [t for t in threading.enumerate() if t.name.startswith("dropped_")]
+    assert len(threads) == 2
+    del pool
+    gate.set()
+    assert [future.result(60) for future in futures] == [True, True, *range(20)]
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
