@@ -207,8 +207,8 @@ def resources(bench):
         "rings": sum("io_uring" in link for link in links),
         "memfds": sum("memfd:" in link for link in links),
         "memfd maps": sum("memfd:" in line for line in maps),
-        # Without tensors that other tests, of other workers too, share between processes.
-        "shm": sum(not p.name.startswith("torch_") for p in Path("/dev/shm").iterdir()),
+        # Of this process: others have files there, and tensors that other tests share.
+        "shm maps": sum("/dev/shm/" in one and "/torch_" not in one for one in maps),
         "data": entries(bench.run.root / "data"),
         "commits": entries(bench.run.root / "commits"),
         "staging used": bench.ckpt._saver.staging.used_bytes,
