@@ -264,8 +264,8 @@ class CheckpointerConfig(_Model):
         rules: Rules that choose codecs. The first match wins; objects that match none stay raw.
         retention: Which checkpoints to keep; None keeps all.
         deltas: How far checkpoints depend on earlier ones, where a rule names the codec `delta`.
-        staging_bytes: Budget of this rank for captured state; None takes the state's size, at most
-            half of the available memory divided among local ranks.
+        staging_bytes: Budget of this rank for captured state; None takes the state's size and two
+            chunks, at most half of the available memory divided among local ranks.
         mode: Mode of saves that name none.
         on_busy: What a save does while another is under way.
         allow_pickle: Whether values that no provider can store are pickled, and unpickled.

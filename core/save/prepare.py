@@ -363,7 +363,10 @@ def staging_for(
     """Return staging memory within the budget; `reusable`, if given, is that of earlier saves."""
     budget = config.staging_bytes
     if budget is None:
-        budget = default_budget(request.staging_bytes, local_ranks())
+        # What earlier saves left mapped may fit badly where tensors have moved within a page. A
+        # block too few, and training would wait for the store.
+        spare = 2 * config.chunk_bytes
+        budget = default_budget(request.staging_bytes + spare, local_ranks())
     # With room for one chunk only, copying and writing would take turns.
     budget = max(budget, 2 * config.chunk_bytes)
     staging = reusable or Staging(budget)

@@ -114,6 +114,23 @@ def test_async_waits_until_what_had_no_room_is_written(store, gate, rules):
         assert torch.equal(ckpt.load(1)["optimizer"]["moment"], torch.arange(50_000))
 
 
+def test_async_waits_for_no_write_where_tensors_lie_at_other_places_of_a_page(store, gate):
+    def tensors(shift):
+        whole = [torch.arange(9000.0 + 1024) for _ in range(3)]
+        starts = [(shift - w.data_ptr()) % 4096 // w.itemsize for w in whole]
+        return [w[start : start + 9000] for w, start in zip(whole, starts, strict=True)]
+
+    with held_checkpointer(store) as ckpt:
+        ckpt.save({"w": tensors(64)}, 1).result()  # 64 and 36,000 bytes: nine pages
+        store.block("create", gate)
+        expected = tensors(2048)  # ten
+        handle = ckpt.save({"w": expected}, 2)
+        assert not handle.done()
+        gate.set()
+        assert handle.result().straight_bytes == 0
+        assert all(map(torch.equal, ckpt.load(2)["w"], expected))
+
+
 def test_a_stuck_store_with_little_staging_holds_the_step_until_all_is_written(store, gate):
     """The other way to be held: not a slow copy, but no staging."""
     model = nn.Linear(200, 200, bias=False)
