@@ -14,7 +14,7 @@ from penstock.core.hosts.division import MOST_RANKS
 from penstock.core.ranks.structure import classes_of, pack_numbers, unpack_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.concurrency.watchdog import Deadline
     from penstock.core.ranks.group import RankGroup
@@ -76,6 +76,27 @@ def read_all(
     return found
 
 
+def tell_apart(group: RankGroup, ranks: Sequence[int]) -> None:
+    """Tell the ranks of one set that they cannot read together, neither now nor later in this job.
+
+    Raises:
+        CoordinationError: The store of the job cannot be reached.
+    """
+    group.reads_apart = True
+    group.coordination.post(_apart_key(ranks), b"-")
+
+
+def are_apart(group: RankGroup, ranks: Sequence[int]) -> bool:
+    """Return whether one of the ranks of a set has told that they cannot read together.
+
+    Raises:
+        CoordinationError: The store of the job cannot be reached.
+    """
+    if not group.reads_apart:
+        group.reads_apart = group.coordination.read([_apart_key(ranks)])[0] is not None
+    return group.reads_apart
+
+
 def _asked(
     group: RankGroup, deadline: Deadline, ended: Callable[[], bool]
 ) -> tuple[tuple[int, ...], ...] | None:
@@ -131,3 +152,7 @@ def _packed(numbers: list[int]) -> bytes:
 
 def _key(rank: int) -> str:
     return f"host/{rank:05d}"
+
+
+def _apart_key(ranks: Sequence[int]) -> str:
+    return f"apart/{ranks[0]:05d}"

@@ -6,14 +6,14 @@ import hashlib
 import json
 import logging
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.watchdog import Deadline, Watchdog
 from penstock.core.errors import CoordinationError, FormatError
 from penstock.core.foreign import noting_origin, said
-from penstock.core.hosts.census import ranks_by_host, read_all
+from penstock.core.hosts.census import are_apart, ranks_by_host, read_all, tell_apart
 from penstock.core.hosts.division import NOTHING_RELAYED, HostNeeds, OwnPlan
 from penstock.core.hosts.meeting import Meeting
 from penstock.core.hosts.network import Greeting, listening_socket, own_address
@@ -55,6 +55,7 @@ _PIECES_PER_WINDOW = 2
 # Of the time after which a rank counts as standing still: one that waits for another in vain, and
 # then reads alone, must not be taken for dead itself.
 _PATIENCE = 1 / 2
+_LOOK_S = 0.25  # how often a rank that waits looks whether another cannot meet it
 _NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
 
 
@@ -119,6 +120,7 @@ class JobReading:
         self._ended = ended
         self._timing = timing
         self._moved = moved
+        self._next_look = Deadline(0.0, timing.clock)
 
     def share(self, jobs: Sequence[FrameJob[CodecChain]]) -> SharedReading | None:
         """Agree with the other ranks on who reads what.
@@ -156,16 +158,21 @@ class JobReading:
                 return None
             me = here.index(rank)
             division = own.divide(needs, me, NOTHING_RELAYED if ways is None else ways.relayed)
+            try:
+                found = SharedReading(
+                    division,
+                    met,
+                    ways,
+                    me,
+                    patience_s=self._group.timeout_s * _PATIENCE,
+                    ended=self._ended,
+                    timing=self._timing,
+                )
+            except OSError as error:  # out of descriptors; the others find its sockets closed
+                self._part(here, said(error))
+                return None
             opened.pop_all()
-        return SharedReading(
-            division,
-            met,
-            ways,
-            me,
-            patience_s=self._group.timeout_s * _PATIENCE,
-            ended=self._ended,
-            timing=self._timing,
-        )
+        return found
 
     def _sets(self, deadline: Deadline) -> Sequence[tuple[int, ...]]:
         """Return the ranks in sets that read through shared memory; none if they are not known."""
@@ -181,13 +188,46 @@ class JobReading:
         self, own: OwnPlan[CodecChain], here: tuple[int, ...], room: int, deadline: Deadline
     ) -> Met | None:
         rank = self._group.place.rank
+        if self._are_apart(here):
+            return None
         try:
             secret = self._group.uid(self._number)
             meeting = Meeting(secret, here, rank, window_bytes=room + _PHASES_BYTES)
-            return meeting.hold(own.plan, deadline, self._look)
-        except (CoordinationError, OSError, ValueError) as error:
+            over = lambda: self._look() or self._are_apart(here)  # noqa: E731
+            met = meeting.hold(own.plan, deadline, over)
+        except CoordinationError as error:
             log.debug("rank %d reads alone: %s", rank, said(error))
             return None
+        except (OSError, ValueError) as error:
+            self._part(here, said(error))
+            return None
+        if met is None and deadline.is_over():
+            self._part(here, "some of them did not come")
+        return met
+
+    def _part(self, here: Sequence[int], reason: str) -> None:
+        """Tell the others of this host that all read for themselves from now on.
+
+        Else they would wait for this rank as long as a rank may stand still, in each restore.
+        """
+        place = self._group.place
+        log.warning(
+            "rank %d cannot read together with the other ranks of %s, so each of them reads for "
+            "itself: %s",
+            place.rank,
+            place.host,
+            reason,
+        )
+        with suppress(CoordinationError):  # then they wait
+            tell_apart(self._group, here)
+
+    def _are_apart(self, here: Sequence[int]) -> bool:
+        """Return whether a rank of this host has told so; asks now and then."""
+        if self._next_look.is_over():
+            self._next_look = Deadline(_LOOK_S, self._timing.clock)
+            with suppress(CoordinationError):  # those who meet need no store
+                return are_apart(self._group, here)
+        return self._group.reads_apart
 
     # -- other hosts -------------------------------------------------------------------------------
 

@@ -96,6 +96,8 @@ class RankGroup:
         """
         self.by_host: tuple[tuple[int, ...], ...] | None = None
         """The ranks in sets that read together, each on one host, once they are known."""
+        self.reads_apart = False
+        """Whether the ranks of this host have found that they cannot read together."""
         self.lost: set[int] = set()
         """The ranks that were found dead, or have failed; nobody waits for them any more."""
         self.shared: set[str] = set()

@@ -1,6 +1,8 @@
 """Ranks of one host read what several of them need once, and hand it on."""
 
+import errno
 import gc
+import os
 import threading
 import time
 from dataclasses import replace
@@ -302,6 +304,43 @@ def test_a_rank_whose_store_fails_ends_the_restore_of_all_by_name():
     assert all("the cable is cut" in str(one) for one in found)
     assert [type(one) for one in found if isinstance(one, RankError)] == [RankError] * 2
     print(f"known after {time.monotonic() - began_s:.2f} s")
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "eventfd"])
+@pytest.mark.parametrize("short", [0, 2])
+def test_a_rank_that_cannot_share_memory_keeps_nobody_waiting_now_or_later(
+    call, short, monkeypatch, caplog
+):
+    """It says so where the others look: they would wait for it as long as for one that is dead."""
+    store, values = memory(), tensors()
+    saved(store, values)
+    without, tried = [], []
+    real = getattr(os, call)
+
+    def refused(*arguments, **options):
+        if threading.get_ident() in without:
+            tried.append(call)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, call, refused)
+
+    def work(ckpt, rank):
+        if rank == short:
+            without.append(threading.get_ident())
+        found = []
+        for _ in range(2):
+            state = whole(rank, 3)
+            found.append(ckpt.restore(state))
+            assert equals(state, values)
+        return found
+
+    reports = Job(3, store, host=SAME).run(work, timeout_s=300.0)  # longer than this test waits
+    assert read([pair[1] for pair in reports]) == 3 * NEEDED
+    assert tried == [call]
+    told = [r.getMessage() for r in caplog.records if "reads for itself" in r.getMessage()]
+    assert f"rank {short} cannot read together" in told[0]
+    assert "Too many open files" in told[0]
 
 
 def test_a_rank_that_does_not_fit_the_checkpoint_ends_the_restore_of_all_at_once():
