@@ -68,8 +68,9 @@ def chunks_of_rank(
     Args:
         plan: The plan of all that this rank holds, with even cuts.
         places: The places of this rank among others. Plain values are written by the first of those
-            with the same structure; buffers too, which each rank may have computed from its own
-            data, so that they belong together. What ranks share of a `PerRank` is written by the
+            with the same structure. Buffers, sharded or not, are written by the first of those
+            that hold the same: each rank may have computed them from its own data, so that they
+            belong together. What ranks share of a `PerRank` is written by the
             first of them.
         writer_bytes: The least bytes that one of several writers gets.
 
@@ -185,7 +186,7 @@ def _leaders(plan: SavePlan) -> dict[int, int]:
 def _group_of(entry: StateObject) -> tuple[object, bool]:
     """Return a key of the objects that are divided together, and whether one rank writes them."""
     of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
-    return replicas_of(entry), of_one if entry.replica is None else bool(entry.replica.place)
+    return replicas_of(entry), of_one or (entry.replica is not None and bool(entry.replica.place))
 
 
 def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:

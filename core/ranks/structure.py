@@ -131,18 +131,18 @@ def _is_compared(
 ) -> bool:
     """Return whether an object has to be equal on other ranks, which may write it in its place.
 
-    Plain buffers may differ: one rank stores all of them.
+    Buffers may differ: one of the ranks that hold the same stores all of them.
     """
     replica, is_value = entry.replica, entry.kind is Kind.VALUE
     if replica is not None and replica.place:
         return replica.place in shared
     if entry.same_as and not is_value:
         return False
+    if entry.role is Role.BUFFER:
+        return False
     if replica is not None:
         return not is_value and not (replica.ranks and replica.count == 1)
-    if own_paths and is_below(entry.path, own_paths):
-        return False
-    return is_value or entry.role is not Role.BUFFER
+    return not (own_paths and is_below(entry.path, own_paths))
 
 
 def is_below(path: ObjectPath, own_paths: Sequence[ObjectPath]) -> bool:

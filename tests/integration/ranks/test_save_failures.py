@@ -14,6 +14,7 @@ from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Split
 
 from penstock import Checkpointer, Shard
 from penstock.core.abc.delegating import DelegatingBackend
@@ -507,6 +508,33 @@ def test_buffers_that_differ_come_from_one_rank():
         model = ckpt.load()["model"]
     assert all((model[name] == 0).all() for name in ("mean", "var", "count"))
     assert (model["weight"] == 1).all()
+
+
+class ShardedNorm(torch.nn.Module):
+    """Statistics that each of two replicas computes from its own data, in pieces of a mesh."""
+
+    def __init__(self, rank, mesh):
+        super().__init__()
+        for name in ("mean", "var"):
+            local = torch.full((15_000,), float(rank))
+            parts = DTensor.from_local(local, mesh, [Replicate(), Split(0)], run_check=False)
+            self.register_buffer(name, parts)
+
+
+def test_sharded_buffers_that_differ_come_from_one_of_the_ranks_that_hold_the_same():
+    store = memory()
+    job = Job(4, store, writer_bytes=4096)
+
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        with job.checkpointer(rank) as ckpt:
+            return ckpt.save({"model": ShardedNorm(rank, mesh)}, 1).result(30).step
+
+    assert run_ranks(4, work) == [1] * 4
+    with checkpointer(store) as ckpt:
+        model = ckpt.load()["model"]
+    expected = torch.cat([torch.zeros(15_000), torch.ones(15_000)])  # of ranks 0 and 1
+    assert all(torch.equal(model[name], expected) for name in ("mean", "var"))
 
 
 DTYPES = torch.float32, torch.bfloat16, torch.float32
