@@ -134,7 +134,12 @@ WRAPPED = {
 TWICE = {"interleaved chunks": 12, "FSDP1": 636, "FSDP1, tied": 1272}
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+QUICK = {"tied", "frozen", "FSDP1, tied", "interleaved chunks"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WRAPPED]
+)
 def test_what_is_wrapped_is_stored_and_restored_as_the_bare_one(name):
     count, place, make = WRAPPED[name]
     options = {"make": make, "optimize": adam_of_trained}
@@ -204,6 +209,82 @@ def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
     for name, tensor in double.items():
         assert tensor.dtype == torch.float64
         assert torch.equal(tensor, single[name].double()), name
+
+
+@pytest.mark.slow
+def test_a_module_that_was_made_without_memory_is_restored_once_it_has_some():
+    plain = memory()
+    with checkpointer(plain) as ckpt:
+        ckpt.save(trained(alone), STEP, mode="blocking")
+    place = PLACES["FSDP2 x TP 2 x 2"][1]
+    jobs = [Job(4, plain) for _ in range(2)]
+
+    def work(rank):
+        with torch.device("meta"):
+            net = Net(1)
+        net = place(net)
+        refused = pytest.raises((UnsupportedStateError, RankError), match="meta device")
+        with jobs[0].checkpointer(rank) as ckpt, refused:
+            ckpt.restore({"model": net}, include="model/**")
+        net.to_empty(device="cpu")
+        with jobs[1].checkpointer(rank) as ckpt:
+            assert ckpt.restore({"model": net}, include="model/**").missing == ()
+        check_states(net, trained(place)["model"])
+
+    run_ranks(4, work)
+
+
+class Tuned(nn.Module):
+    """A net that was trained before, and is frozen now, with a new head."""
+
+    def __init__(self, seed=1):
+        super().__init__()
+        self.base = Net(seed).requires_grad_(requires_grad=False)
+        self.more = nn.Linear(6, 3)
+
+
+@pytest.mark.slow
+def test_a_net_becomes_a_frozen_part_of_another_one_which_goes_on():
+    """By its path, and by another one with `rename`."""
+    first, second = memory(), memory()
+    saver, job = Job(3, first), Job(2, second)
+    readers = [Job(2, first), Job(2, first), Job(2, second)]
+
+    def pretrained(rank):
+        with saver.checkpointer(rank) as ckpt:
+            ckpt.save(trained(fsdp2(3)), STEP, mode="blocking").result(30)
+
+    def state_of(seed=1):
+        net = Tuned(seed)
+        fully_shard(net.base)
+        return {"model": fully_shard(net), "optimizer": adam(net.more)}
+
+    def tuned(rank):
+        state, again, other = state_of(), state_of(2), state_of(3)
+        for reader, part, options in (
+            (readers[0], {"model": state["model"].base}, {}),
+            (readers[1], {"model": again["model"]}, {"rename": {"model/": "model/base."}}),
+        ):
+            with reader.checkpointer(rank) as ckpt:
+                ckpt.restore(part, include="model/**", strict=not options, **options)
+        check_states(state["model"].base, trained(fsdp2(2))["model"])
+        check_states(again["model"].base, trained(fsdp2(2))["model"])
+        for parameter in state["model"].more.parameters():
+            parameter.grad = parameter.detach().clone()
+        state["optimizer"].step()
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(30)
+        with readers[2].checkpointer(rank) as ckpt:
+            assert ckpt.restore(other).matched_by == "name"
+        check(values_of(other), values_of(state))
+
+    run_ranks(3, pretrained)
+    run_ranks(2, tuned)
+
+
+def check_states(net, expected):
+    found = {name: local(tensor) for name, tensor in net.state_dict().items()}
+    check(found, {name: local(tensor) for name, tensor in expected.state_dict().items()})
 
 
 def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
@@ -328,8 +409,10 @@ class InPairs(Application):
         self.net.load_state_dict({pair[0]: pair[1] for (pair,) in state})
 
 
-@pytest.mark.parametrize("kind", [Application, InPairs])
-@pytest.mark.parametrize("where", ["FSDP2 3", "FSDP2 x TP 2 x 2"])
+@pytest.mark.parametrize("kind", [Application, pytest.param(InPairs, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "where", ["FSDP2 3", pytest.param("FSDP2 x TP 2 x 2", marks=pytest.mark.slow)]
+)
 def test_code_that_loads_sharded_state_gets_it_sharded(where, kind):
     count, place = PLACES[where]
     plain, store = memory(), memory()
@@ -407,10 +490,11 @@ OPTIMIZERS = {
 }
 
 
+FRESH = [pytest.param(n, False, id=n, marks=pytest.mark.slow) for n in OPTIMIZERS]
 STEPPED = pytest.param("momentum of some", True, id="stepped")
 
 
-@pytest.mark.parametrize(("name", "stepped"), [*((name, False) for name in OPTIMIZERS), STEPPED])
+@pytest.mark.parametrize(("name", "stepped"), [*FRESH, STEPPED])
 def test_optimizers_of_shards_go_on_where_they_were(name, stepped):
     """Of parameters some have had no gradient yet, so there is no state of them."""
     store = memory()
@@ -455,7 +539,7 @@ def test_optimizers_of_shards_go_on_where_they_were(name, stepped):
     run_ranks(2, work)
 
 
-@pytest.mark.parametrize("depths", [(2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("depths", [(2, 4), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
     """As `nn.Sequential` does, whose layers count from 0: one stage's weights would be lost."""
     store = memory()
