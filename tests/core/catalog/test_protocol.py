@@ -117,7 +117,13 @@ SCENARIOS = {
     ),
 }  # fmt: skip
 
-LARGE = {"prune, and naps of a quarter"}
+LARGE = {
+    "a copy of the base, and the last borrower is deleted",
+    "a copy of the base, which a killed deletion has left",
+    "copies of the base and of a borrower",
+    "prune, and naps of a quarter",
+    "two copies of one blob",
+}
 
 
 def scenario(name):

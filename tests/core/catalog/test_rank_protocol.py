@@ -39,9 +39,6 @@ SCENARIOS = {
     "three ranks, one dies": Scenario(THREE, ONE, faults=1, crashes=1),
     "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1, crashes=1),
     "the latest is deleted, and one dies": Scenario((*PAIR, Deleter(1)), ONE, crashes=1),
-    "the step that they borrow from is deleted, and one dies": Scenario(
-        (*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE, crashes=1
-    ),
     "prune, and ranks that may sleep": Scenario(
         (FAITHFUL, SLEEPY[1], Pruner(GRACE_S)), ONE, ticks=1
     ),
@@ -68,6 +65,9 @@ LARGE = {
         (*TWO, Saver(B, 2)), ONE, crashes=1, cuts=1
     ),
     "the latest is deleted, and one is cut off": Scenario((*PAIR, Deleter(1)), ONE, cuts=1),
+    "the step that they borrow from is deleted, and one dies": Scenario(
+        (*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE, crashes=1
+    ),
     "prune, and ranks that may sleep and tire": Scenario(
         (*SLEEPY, Pruner(GRACE_S)), ONE, ticks=1
     ),

@@ -67,7 +67,7 @@ def walk(tree):
             yield (key,), child
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(jobs(), st.data())
 def test_what_ranks_stored_comes_back_whole_and_in_part(job, data):
     state, ranks = job

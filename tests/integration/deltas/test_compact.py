@@ -394,6 +394,7 @@ def test_what_a_killed_compaction_had_written_goes_with_the_next_one(tmp_path):
             break
 
 
+@pytest.mark.slow
 def test_a_compaction_killed_at_random_moments_leaves_every_step_whole(tmp_path):
     save(tmp_path, range(6))
     with penstock.Checkpointer(tmp_path) as ckpt:

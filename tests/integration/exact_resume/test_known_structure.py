@@ -191,7 +191,13 @@ def equal(one, two):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("codecs", [(), ("zstd",)], ids=["raw", "encoded"])
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        pytest.param((), id="raw"),
+        pytest.param(("zstd",), id="encoded", marks=pytest.mark.slow),
+    ],
+)
 def test_a_changed_structure_is_stored_as_it_is(tmp_path, change, mode, codecs):
     """What a checkpointer stores that knows a structure is what one stores that knows none."""
     job = Job()

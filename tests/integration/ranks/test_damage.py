@@ -165,7 +165,7 @@ def test_damage_to_what_any_rank_stored_leads_all_ranks_to_the_older_checkpoint(
     assert same(two_ranks(run, on_damage="fallback"), expected(2))
 
 
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("once", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_that_still_reads_what_another_found_damaged_stops_and_goes_on_with_the_others(once):
     store, bad = memory(), memory()
 

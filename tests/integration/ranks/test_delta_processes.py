@@ -56,6 +56,7 @@ HANG_WITH_DELTAS = HANG.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.multirank
 def test_torchrun_goes_on_with_the_chain_on_another_number_of_processes(tmp_path):

@@ -576,6 +576,7 @@ except penstock.NotDrainedError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.multirank
 def test_torchrun_goes_on_from_the_slow_tier_once_the_fast_one_is_lost(tmp_path):

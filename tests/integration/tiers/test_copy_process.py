@@ -267,6 +267,7 @@ def test_a_file_system_that_only_the_trainer_knows_is_written_by_its_threads(tmp
     assert "another process cannot open the tiers" in log.text
 
 
+@pytest.mark.slow
 def test_what_is_killed_again_and_again_is_copied_by_threads(tmp_path, log, waits):
     waits(FAST)
     with checkpointer(tiers_at(tmp_path, drain_bytes_per_s="4 MB")) as ckpt:

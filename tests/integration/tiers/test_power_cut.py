@@ -142,7 +142,10 @@ def cut_during(scenario, which, at, *, ends):
 
 
 @pytest.mark.parametrize("which", ["fast", "durable"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(s, marks=[pytest.mark.slow] if s == "chain" else []) for s in SCENARIOS],
+)
 def test_a_power_cut_in_either_tier_costs_nothing_that_was_promised(scenario, which):
     most = effects(scenario)[which]
     assert most >= 20
