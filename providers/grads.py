@@ -21,6 +21,7 @@ from penstock.providers.tensor.provider import (
     same_kind,
     tensor_target,
 )
+from penstock.providers.tensor.sharding import cut_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,8 +53,13 @@ class GradsProvider(StateProvider):
         _refuse_flattened(value, path)
         yield Node(path, FORM)
         for name, parameter in _parameters(value).items():
-            if parameter.grad is not None:
-                yield from context.describe(parameter.grad, (*path, name), role=Role.OTHER)
+            grad = parameter.grad
+            if is_sharded(grad) and is_sharded(parameter):
+                with cut_like(parameter, [grad]):
+                    entries = list(context.describe(grad, (*path, name), role=Role.OTHER))
+                yield from entries
+            elif grad is not None:
+                yield from context.describe(grad, (*path, name), role=Role.OTHER)
 
     def place(self, value: Grads, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
         _refuse_flattened(value, path)

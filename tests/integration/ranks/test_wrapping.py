@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock import RankError, RestoreMismatchError, SaveError, UnsupportedStateError
+from penstock import Grads, RankError, RestoreMismatchError, SaveError, UnsupportedStateError
 
 
 class Tied(Net):
@@ -474,6 +474,39 @@ def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
             ckpt.restore(app)
 
     run_ranks(4, work)
+
+
+@pytest.mark.parametrize(
+    "where", ["FSDP2 x TP 3 x 2", pytest.param("HSDP 2 x 2", marks=pytest.mark.slow)]
+)
+def test_gradients_come_back_as_their_parameters_are_placed(where):
+    """Also the uneven ones, of which a rank could not tell by themselves which rows it has."""
+    count, place = PLACES[where]
+    store = memory()
+    job, reader = Job(count, store), Job(count, store)
+
+    def state_of(place, seed=0):
+        net = place(Net(seed))
+        for parameter in net.parameters():
+            parameter.grad = None if seed else 2 * parameter.detach()
+        return {"model": net, "gradients": Grads(net)}
+
+    def work(rank):
+        state, fresh = state_of(place), state_of(place, seed=1)
+        with job.checkpointer(rank) as ckpt:
+            ckpt.save(state, STEP, mode="blocking").result(30)
+        with reader.checkpointer(rank) as ckpt:
+            ckpt.restore(fresh)
+        for parameter, other in zip(
+            state["model"].parameters(), fresh["model"].parameters(), strict=True
+        ):
+            assert torch.equal(local(other.grad), local(parameter.grad))
+
+    run_ranks(count, work)
+    fresh = state_of(alone, seed=1)
+    with checkpointer(store) as ckpt:
+        ckpt.restore(fresh)
+    assert all(torch.equal(p.grad, 2 * p) for p in fresh["model"].parameters())
 
 
 OPTIMIZERS = {
