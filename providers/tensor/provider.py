@@ -137,7 +137,7 @@ class TensorProvider(StateProvider):
         """Describe what this rank holds of a DTensor."""
         shard = local_shard(tensor, path, last_cut=last_cut_of(tensor))
         local = local_of(tensor)
-        refuse_unsupported(local, path)
+        _refuse_local(local, path)
         spec, _ = _whole(tensor.dtype, tensor.shape)
         replica = shard.replica or Replica()
         if tensor.device_mesh.size() < context.world_size:
@@ -193,7 +193,10 @@ def _checked_target(tensor: torch.Tensor, path: ObjectPath) -> Target:
         UnsupportedStateError: The tensor has no plain memory, or its memory was freed.
     """
     if type(tensor) not in _KNOWN or not has_plain_memory(tensor):
-        refuse_unsupported(local_of(tensor) if is_sharded(tensor) else tensor, path)
+        if is_sharded(tensor):
+            _refuse_local(local_of(tensor), path)
+        else:
+            refuse_unsupported(tensor, path)
         return tensor_target(tensor, path)
     sink = TensorSink(tensor)
     if sink.is_lost():
@@ -352,6 +355,22 @@ def refuse_unsupported(tensor: torch.Tensor, path: ObjectPath) -> None:
             f"has a storage of {tensor.untyped_storage().nbytes()} bytes, too few for its shape "
             f"{list(tensor.shape)}: it was freed or shrunk, so bring its memory back first",
         )
+
+
+def _refuse_local(local: torch.Tensor, path: ObjectPath) -> None:
+    """Refuse the local tensor of a DTensor whose bytes are no part of those of the whole one.
+
+    Raises:
+        UnsupportedStateError: It is one; the message says what to do instead.
+    """
+    if has_parts(type(local)):
+        _refuse(
+            path,
+            f"is a DTensor whose pieces are each a {type(local).__name__}, which consists of "
+            "several tensors that cannot be put together with those of other ranks: shard plain "
+            "tensors (of quantized optimizers, those that are not quantized)",
+        )
+    refuse_unsupported(local, path)
 
 
 def _subclass_reason(kind: type) -> str:

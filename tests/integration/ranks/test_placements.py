@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import penstock
 from penstock import RankError, SaveError, UnsupportedStateError
@@ -153,3 +154,25 @@ def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
     run_ranks(2, work)
     with checkpointer(store) as ckpt:
         assert torch.equal(ckpt.load()["w"], whole((5, 1)))
+
+
+def test_a_local_tensor_that_consists_of_others_is_refused():
+    """As the state of optimizers of eight bits, whose scales belong to blocks of a rank's rows."""
+    store = memory()
+    jobs = [Job(2, store) for _ in range(2)]
+
+    def work(rank):
+        local = TwoTensor(torch.ones(2, 3), torch.ones(2, 3))
+        devices = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(local, devices, [Shard(0)], run_check=False)
+        refused = pytest.raises(
+            (UnsupportedStateError, RankError), match="each a TwoTensor, which consists of several"
+        )
+        with jobs[0].checkpointer(rank) as ckpt:
+            with refused:
+                ckpt.save({"w": tensor}, 1).result(30)
+            ckpt.save({"w": torch.zeros(4, 3)}, 2, mode="blocking").result(30)
+        with jobs[1].checkpointer(rank) as ckpt, refused:
+            ckpt.restore({"w": tensor})
+
+    run_ranks(2, work)
