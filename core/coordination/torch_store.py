@@ -43,14 +43,18 @@ _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 def job_prefix(ranks: Sequence[int] = ()) -> str:
     """Return a prefix that the same call on every rank of a job returns, and no earlier one.
 
-    Holds the number of restarts by torchrun, and how many prefixes this process has taken: ranks
-    that sleep through a restart must not meet the ranks after it. All ranks have to take theirs in
-    the same order.
+    Holds the number of restarts by torchrun, where its agent hosts the store, which outlives them,
+    and how many prefixes this process has taken: ranks that sleep through a restart must not meet
+    the ranks after it. All ranks have to take theirs in the same order.
 
     Args:
         ranks: The ranks that agree there, where they are not all of the job.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        # Each restart has a store of its own then, and each node counts its own failures alone: the
+        # numbers of two nodes may differ from the first failure on.
+        restarts = "0"
     group = "all"
     if ranks:
         group = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]

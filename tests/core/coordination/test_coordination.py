@@ -220,6 +220,14 @@ def test_prefixes_differ_from_restart_to_restart_and_from_instance_to_instance(m
     assert first != second
 
 
+def test_ranks_whose_nodes_count_restarts_differently_meet_in_the_store_of_this_one(monkeypatch):
+    """torchrun counts on each node the failures of its own processes alone."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    for restarts in "03":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        assert job_prefix().startswith("penstock/0/")
+
+
 def test_a_register_may_be_empty_in_the_store_and_still_be_free(tcp_store):
     with TorchCoordination(tcp_store, prefix=f"{next(NUMBERS)}/touched") as member:
         keys = [f"end/{n}" for n in range(100)]
