@@ -227,7 +227,7 @@ class PartsOfRanks:
             SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
                 differently; names the object.
         """
-        self._check_traits(table, ranks, entries)
+        self._check_traits(table, ranks, entries, derived)
         known = {path_hash(e.path): e for e in entries if isinstance(e, StateObject)}
         self._check_listed(table, known)
         doubtful = _doubtful(table)
@@ -283,6 +283,7 @@ class PartsOfRanks:
         table: ShardTable,
         ranks: Sequence[int],
         entries: Sequence[StateObject | Node],
+        derived: Collection[ObjectPath],
     ) -> None:
         """Check that ranks which list one object say the same of it, as every reader does."""
         unlike = table.traits[1:] != table.traits[:-1]
@@ -290,7 +291,7 @@ class PartsOfRanks:
         if not unlike.any():
             return
         first = int(np.flatnonzero(unlike)[0])
-        told: list[tuple[int, StateObject | ObjectRecord]] = []
+        told: list[tuple[int, StateObject | ObjectRecord, str]] = []
         for row in (first, first + 1):
             one = table.take(np.array([row]))
             (part, section), hashed = one.places()[0], int(one.hashes[0])
@@ -298,14 +299,26 @@ class PartsOfRanks:
             own = [e for e in entries if path_hash(e.path) == hashed]
             found = next((e for e in own if isinstance(e, StateObject)), None)
             if rank or found is None:
-                told.append((rank, self._record(rank, section, hashed)))
+                record = self._record(rank, section, hashed)
+                master = record.derived
+                source = "" if master is None else f" that is rounded from {show_path(master)}"
+                told.append((rank, record, source))
             else:
-                told.append((rank, found))
-        (rank, record), (other, unlike_it) = told
+                source = " that is rounded from another" if found.path in derived else ""
+                told.append((rank, found, source))
+        (rank, one_says, source), (other, other_says, other_source) = told
+        here, there = _in_words(one_says) + source, _in_words(other_says) + other_source
+        if here == there:
+            here, there = f"{here} ({one_says.form})", f"{there} ({other_says.form})"
+        remedy = (
+            "give all ranks the same configuration, and the same tensors to round from"
+            if source != other_source
+            else "one path has to be one object on all ranks that have it; give what differs keys "
+            "of its own"
+        )
         msg = (
-            f"step {self._step}: {show_path(record.path)} is {_in_words(record)} on rank {rank}, "
-            f"and {_in_words(unlike_it)} on rank {other}: one path has to be one object on all "
-            "ranks that have it; give what differs keys of its own"
+            f"step {self._step}: {show_path(one_says.path)} is {here} on rank {rank}, and {there} "
+            f"on rank {other}: {remedy}"
         )
         raise SaveError(msg)
 

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.manifests import OTHER, UID, tensor, tied, value
+from tests.core.manifests import (
+    OTHER,
+    UID,
+    frames_for,
+    plan_of,
+    results_of,
+    tensor,
+    tied,
+    value,
+)
+from tests.core.planned import raw_places
 from tests.integration.support import memory
 
 from penstock.core.errors import SaveError
@@ -14,6 +24,7 @@ from penstock.core.format.index import SectionShards, merged, shard_table
 from penstock.core.format.part import encode_part
 from penstock.core.format.records import BlobRecord, PartEntry, blob_name, part_name
 from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.save.manifest import build_sections
 from penstock.core.save.merge import PartsOfRanks
 from penstock.core.tree.paths import path_hash
 from penstock.core.types import Region
@@ -115,6 +126,53 @@ def test_rows_are_judged_as_regions_are(spans):
     with pytest.raises(SaveError) as info:
         check([ENTRY], ranks)
     assert flaw in str(info.value)
+
+
+def parts_of(*described):
+    """Parts of ranks 1 and up that have sealed: of each its entries, and what it derives."""
+    store, posts = memory(), {}
+    for rank, (entries, derived) in enumerate(described, 1):
+        plan = plan_of(entries)
+        results, _ = results_of(plan, 4096)
+        drafts = build_sections(entries, plan, frames_for(plan, results), derived=derived)
+        blob = BlobRecord(blob_name(UID, rank, 0, "raw"), raw_places(plan)[1])
+        part = encode_part(
+            drafts, uid=UID, rank=rank, world_size=len(described) + 1, step=7, block_bytes=4096,
+            blobs=[blob], chains=[()],
+        )  # fmt: skip
+        store.publish(part.entry.name, part.data)
+        store.publish(blob.name, bytes(blob.length))
+        posts[rank] = post_of(part)
+    reader = PartsOfRanks(
+        store, uid=UID, step=7, world_size=len(posts) + 1, references=(), tick=lambda: None
+    )
+    own = SimpleNamespace(entry=PartEntry(part_name(UID, 0), 1, 1, "0" * 64), borrowed=())
+    reader.read(own, posts)
+    return reader
+
+
+MASTER = tensor(("master", "w"), (9, 5))
+NUMPY = ENTRY._replace(form="ndarray")
+UNLIKE = {
+    "derived": (
+        ([ENTRY, MASTER], {0: 1}),
+        ([ENTRY, MASTER], {}),
+        r"5\] that is rounded from master/w on rank 1, and a .* 5\] on rank 2: give all ranks",
+    ),
+    "form": (
+        ([ENTRY], {}),
+        ([NUMPY], {}),
+        r"5\] \(tensor\) on rank 1, and a .* 5\] \(ndarray\) on rank 2: one path has to be",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_how_ranks_describe_one_object_differently_is_said(what):
+    one, other, message = UNLIKE[what]
+    nothing = shard_table([SectionShards((), ())])
+    with pytest.raises(SaveError, match=f"step 7: model/w is a float32 parameter .*{message}"):
+        parts_of(one, other).merge(nothing, [])
 
 
 def test_many_objects_are_told_apart():
