@@ -624,7 +624,9 @@ class Checkpointer:
         if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)
         elif (obstacle := self._ranks.obstacle()) is not None:  # a save is refused for that
-            log.warning("%s", obstacle)
+            # Where the launcher numbers its processes, one of them is enough.
+            first = os.environ.get("RANK", "0") == "0"
+            log.log(logging.WARNING if first else logging.INFO, "%s", obstacle)
 
     def _drains_of(self, store: Backend, registry: Registry) -> Drains | None:
         """Return the drains that copy from tier to tier; None if the store is one place."""

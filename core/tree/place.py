@@ -310,7 +310,8 @@ class Placing(Rebuilding):
         number = f"{len(stored)} rank{'s' if len(stored) > 1 else ''}"
         shown = f"{show_path(path)} is stored for {number}, and here are {count}"
         if value.on_change == "keep":
-            log.warning("%s: it stays as it is", shown)
+            level = logging.INFO if self.rank else logging.WARNING  # all ranks would say the same
+            log.log(level, "%s: it stays as it is", shown)
             return Placement(finish=lambda: value, passed_over=[path])
         if not callable(value.on_change):
             return Placement(problems=[f"{shown}: {_REMEDY}"])

@@ -105,6 +105,15 @@ def test_ranks_without_a_process_group_are_refused_with_what_to_do(monkeypatch, 
         (warning,) = warnings_of(caplog)
     assert "WORLD_SIZE is 4" in warning
     caplog.clear()
+    monkeypatch.setenv("RANK", "3")  # the launcher's rank 0 says it for all
+    with checkpointer(store) as ckpt, pytest.raises(CheckpointNotFoundError):
+        ckpt.restore({"a": 0})
+    assert warnings_of(caplog) == []
+    monkeypatch.setenv("RANK", "0")
+    with checkpointer(store) as ckpt, pytest.raises(CheckpointNotFoundError):
+        ckpt.restore({"a": 0})
+    assert len(warnings_of(caplog)) == 1
+    caplog.clear()
     with checkpointer(store, ranks="alone") as ckpt:
         ckpt.save({"a": 1}, 1, mode="blocking")
         assert ckpt.load() == {"a": 1}
