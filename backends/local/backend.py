@@ -6,12 +6,14 @@ import os
 import threading
 import weakref
 from abc import abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
 from penstock.backends.local.batch import TransferBatch, failed, settle
 from penstock.backends.local.blob import FileWriter, SpaceAhead
 from penstock.backends.local.config import LocalConfig, local_options
+from penstock.backends.local.device import is_virtio
 from penstock.backends.local.direct import DirectAccess
 from penstock.backends.local.failures import explained
 from penstock.backends.local.namespace import Namespace
@@ -73,8 +75,13 @@ class LocalBackend(Backend):
             offset_alignment=PAGE_BYTES,
             preferred_parallel=self._parallel,
             local=True,
+            prefers_huge_pages=refusal is None and self._is_virtio,
             notes=() if refusal is None else (f"page cache in use: {refusal}",),
         )
+
+    @cached_property
+    def _is_virtio(self) -> bool:
+        return is_virtio(self._names.root)
 
     @property
     @abstractmethod

@@ -1,8 +1,9 @@
 """Reads batches of frames from a backend, verifies and decodes them, and places their bytes.
 
-A whole raw frame is read into the target's own memory; all other bytes pass through a small
-staging area. Every byte is verified before a restore reports success: blocks of raw frames, the
-stored and the decoded bytes of encoded ones.
+A whole raw frame is read into the target's own memory, unless the store likes huge pages so much
+better that a copy pays. All other bytes pass through a small staging area. Every byte is verified
+before a restore reports success: blocks of raw frames, the stored and the decoded bytes of encoded
+ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from penstock.core.errors import (
 from penstock.core.foreign import noting_origin, said
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.pipeline.chain import checksum, mismatches
-from penstock.core.pipeline.staging import Staging, map_memory
+from penstock.core.pipeline.staging import Staging, has_small_pages, map_memory
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.types import PAGE_BYTES, ByteRange, ReadRequest
 
@@ -50,8 +51,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_SCRATCH_BYTES = 64 << 20
 _SCRATCH_BATCHES = 4  # some are read while others are decoded
+_PHASE_BYTES = 2 * PAGE_BYTES  # what a chunk takes beyond its length, so that its address fits
+_SCRATCH_BYTES = _SCRATCH_BATCHES * ((16 << 20) + _PHASE_BYTES)
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
 _TOGETHER_BYTES = 256 << 20
@@ -154,6 +156,7 @@ class Loader:
         on_failover: Callable[[str, str], None] = lambda *_: None,
         together_bytes: int = _TOGETHER_BYTES,
         scratch_bytes: int = _SCRATCH_BYTES,
+        by_copy: bool | None = None,
     ) -> None:
         """Make the loader of a backend.
 
@@ -165,6 +168,8 @@ class Loader:
             together_bytes: A frame that takes more with its bases is read link by link.
             scratch_bytes: Memory for frames that are decoded, and for parts of raw ones. Chunks
                 with long chains may take as much again for each worker.
+            by_copy: Whether whole raw frames are read into scratch memory and copied, too; None: if
+                the store prefers huge pages, which only scratch memory has.
         """
         self._together_bytes = together_bytes
         self._scratch_bytes = scratch_bytes
@@ -175,6 +180,7 @@ class Loader:
         self._pid = os.getpid()
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
         self._reader = FrameReader()
+        self._by_copy = by_copy
 
     @property
     def backend(self) -> Backend:
@@ -224,6 +230,8 @@ class Loader:
             StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory that
                 was to be filled may still change when the store answers.
         """
+        if self._by_copy is None:
+            self._by_copy = has_small_pages() and self._backend.capabilities.prefers_huge_pages
         scratch = self._borrow(self._needed_bytes(jobs))
         timing = self._workers.timing
         watchdog = Watchdog(self._io_timeout_s, timing.clock)
@@ -237,6 +245,7 @@ class Loader:
             progress=progress,
             together_bytes=self._together_bytes,
             exchange=exchange,
+            by_copy=self._by_copy,
         )
         # Runs on a thread of its own: Ctrl-C, which only the main thread gets, must not come
         # between handing memory to the store and taking note of it.
@@ -294,15 +303,18 @@ class _Session:
         progress: Callable[[int], None] | None,
         together_bytes: int,
         exchange: Exchange | None,
+        by_copy: bool,
     ) -> None:
         self._together_bytes = together_bytes
         self._exchange = exchange
+        self._by_copy = by_copy  # whether whole frames pass through scratch memory, too
         self._stats = LoadStats()
         self._cancelled = False
         self._watchdog = watchdog
         self._backend = backend
         self._workers = workers
         self._scratch = scratch
+        self._share_bytes = scratch.budget_bytes // _SCRATCH_BATCHES - _PHASE_BYTES
         self._reader = reader
         self._decode = decode
         self._progress = progress
@@ -364,7 +376,7 @@ class _Session:
         self._stats.bytes_read += size
         if (
             self._size >= BATCH_BYTES
-            or self._staged >= self._scratch.budget_bytes // _SCRATCH_BATCHES
+            or self._staged >= self._share_bytes
             or len(self._batch) >= _BATCH_FRAMES
             or self._fills_window(read)
         ):
@@ -413,7 +425,7 @@ class _Session:
         offset = job.frame.offset + span.start
         with noting_origin(lambda: _whose(job)):
             target = _direct_target(job, span)
-        if target is not None:
+        if target is not None and not self._goes_by_copy(span):
             return _Read(job, ReadRequest(job.blob, offset, target), span, None, direct=True)
         block = self._scratch.acquire(span.length, offset % PAGE_BYTES)
         if block is not None:
@@ -422,6 +434,13 @@ class _Session:
             return None
         view = _own_memory(job, span)  # `span` is larger than all of scratch
         return _Read(job, ReadRequest(job.blob, offset, view), span, None, direct=False)
+
+    def _goes_by_copy(self, span: ByteRange) -> bool:
+        """Return whether a whole raw frame is read into scratch memory, and copied.
+
+        Only as long as several such frames have room there, so that one is read during the copy.
+        """
+        return self._by_copy and span.length <= self._share_bytes
 
     def _load_by_links(self, job: FrameJob[CodecChain]) -> None:
         """Read, verify and place a frame whose bases take too much memory to be read together."""

@@ -197,6 +197,14 @@ def map_memory(size: int) -> mmap.mmap:
     return memory
 
 
+def has_small_pages(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:
+    """Return whether memory is of small pages, but for what asks for huge ones as arenas do."""
+    try:
+        return "[madvise]" in Path(setting).read_text(encoding="ascii")
+    except OSError:
+        return False
+
+
 def _arena_of(memory: mmap.mmap) -> Arena:
     view, size = memoryview(memory), len(memory)
     address = np.frombuffer(memory, np.uint8).ctypes.data

@@ -25,6 +25,7 @@ from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.records import BlobRecord, CodecRecord, Frame
 from penstock.core.pipeline.chain import CodecChain, checksum, checksum_blocks
 from penstock.core.pipeline.reader import Loader
+from penstock.core.pipeline.staging import has_small_pages
 from penstock.core.plan.bases import StoredFrame
 from penstock.core.plan.restore import ChunkUse, FrameJob
 from penstock.core.plugins.registry import default_registry
@@ -159,6 +160,36 @@ def test_a_whole_frame_arrives_verified(kind, direct, store, loader):
     assert (stats.frames, stats.bytes_read) == (1, job.frame.length)
     assert sink.data == b"\xee" * 5000 + data + b"\xee" * 5000
     assert bool(sink.copies) is not direct
+
+
+@pytest.mark.parametrize("by_copy", [True, False])
+def test_a_target_has_only_verified_bytes_where_whole_frames_are_copied(by_copy, store, workers):
+    job, data = store.raw(20_000)
+    large, rest = store.raw(200_000, name="large")  # longer than its share of the scratch memory
+    sink, other = Sink(20_000, direct=True), Sink(200_000, direct=True)
+    jobs = [using(job, ChunkUse(sink, 0, 0, 20_000)), using(large, ChunkUse(other, 0, 0, 200_000))]
+    loader = Loader(store.backend, workers, scratch_bytes=200_000, by_copy=by_copy)
+    assert not loader.run(jobs).damaged
+    assert (sink.data, other.data) == (data, rest)
+    assert (sink.copies, other.copies) == (by_copy, 0)
+    sink.data[:] = b"\xee" * 20_000
+    store.corrupt("raw", 64 + 100)
+    assert loader.run(jobs).damaged
+    assert (sink.data == b"\xee" * 20_000) is by_copy
+
+
+@pytest.mark.parametrize("prefers", [True, False])
+def test_whole_frames_are_copied_if_the_store_prefers_huge_pages(prefers, store, workers):
+    class Disk(WrapperBackend):
+        @property
+        def capabilities(self):
+            return replace(super().capabilities, prefers_huge_pages=prefers)
+
+    job, data = store.raw(20_000)
+    sink = Sink(20_000, direct=True)
+    Loader(Disk(store.backend), workers).run([using(job, ChunkUse(sink, 0, 0, 20_000))])
+    assert sink.data == data
+    assert sink.copies == (prefers and has_small_pages())
 
 
 @pytest.mark.parametrize("kind", ["raw", "encoded"])

@@ -16,6 +16,7 @@ from penstock.core.pipeline.staging import (
     available_memory,
     container_memory,
     default_budget,
+    has_small_pages,
 )
 from penstock.core.types import PAGE_BYTES
 
@@ -208,3 +209,15 @@ def test_a_budget_is_at_most_the_state_and_half_of_what_is_free():
     half = available_memory() // 2
     assert default_budget(1 << 60) <= half * 1.5
     assert default_budget(1 << 60, 4) <= half * 1.5 / 4
+
+
+def test_memory_has_small_pages_where_huge_ones_come_by_advice_alone(tmp_path):
+    setting = tmp_path / "enabled"
+    for text, small in (
+        ("always [madvise] never", True),
+        ("[always] madvise never", False),  # tensors have huge pages as well
+        ("always madvise [never]", False),  # arenas have none either
+    ):
+        setting.write_text(text)
+        assert has_small_pages(str(setting)) is small
+    assert not has_small_pages(str(tmp_path / "none"))
