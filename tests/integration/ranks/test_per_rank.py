@@ -80,6 +80,7 @@ def test_on_another_number_of_ranks_on_change_decides(store, count, caplog):
     for error in restore():
         assert isinstance(error, (RestoreMismatchError, RankError))
         assert f"loader is stored for 3 ranks, and here are {count}" in str(error)
+    caplog.clear()
     for state in restore(on_change="keep"):
         assert (state["epoch"], state["loader"].value["position"]) == (3, 0)
         assert torch.equal(state["random"].get_state(), generator(77).get_state())
