@@ -200,7 +200,7 @@ def owned_by(optimizer):
     return getattr(optimizer, "optim", optimizer)
 
 
-def values_of(state):
+def memory_of(state):
     """The tensors of a state on this rank, by path: of the model and of the optimizer's state."""
     net = state["model"]
     found = {("model", name): tensor for name, tensor in tensors_of(net).items()}
@@ -209,7 +209,12 @@ def values_of(state):
         name = name.replace("_fsdp_wrapped_module.", "")  # noqa: PLW2901 - the bare one's
         for key, tensor in states.get(parameter, {}).items():
             found["optimizer", name, key] = tensor
-    return {path: local(tensor).detach().clone() for path, tensor in found.items()}
+    return {path: local(tensor).detach() for path, tensor in found.items()}
+
+
+def values_of(state):
+    """Copies of the tensors of a state on this rank, by path."""
+    return {path: tensor.clone() for path, tensor in memory_of(state).items()}
 
 
 held_of = values_of
