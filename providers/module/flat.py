@@ -16,7 +16,13 @@ from penstock.core.abc import Placement
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import show_path
 from penstock.providers.module.load_hooks import LoadHooks
-from penstock.providers.tensor.flat import Flat, is_stored_as_tensor, note_flat, refuse_unknown
+from penstock.providers.tensor.flat import (
+    Flat,
+    is_stored_as_tensor,
+    note_flat,
+    note_piece,
+    refuse_unknown,
+)
 from penstock.providers.tensor.memory import device_name
 from penstock.providers.wrappers import bare_names, unwrap
 
@@ -204,7 +210,9 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
             local = own[offset : offset + stop - start]
             # The parameter itself counts the changes that an optimizer makes.
             same = parameter.data_ptr() == local.data_ptr() and parameter.shape == local.shape
-            found[key] = _Held(parameter, parameter if same else local, flat)
+            held = parameter if same else local
+            note_piece(held)
+            found[key] = _Held(parameter, held, flat)
             note_flat(parameter, flat)
         for shared in flat_param._shared_param_infos:  # noqa: SLF001 - as above
             first = found[id(shared.prim_module), shared.prim_param_name]

@@ -39,6 +39,16 @@ class Flat:
         return Shard(local, self.shape, replica=self.replica, flat_range=(self.start, self.stop))
 
 
+def note_piece(local: torch.Tensor) -> None:
+    """Note that `local` has the elements of one parameter, under whichever names."""
+    _pieces[local] = True
+
+
+def is_piece(tensor: object) -> bool:
+    """Return whether `tensor` was noted as the elements of one parameter."""
+    return isinstance(tensor, torch.Tensor) and tensor in _pieces
+
+
 def is_stored_as_tensor(item: object) -> bool:
     """Return whether `item` is a tensor or a piece of one."""
     return isinstance(item, torch.Tensor | Shard)
@@ -84,3 +94,4 @@ def flat_of(parameter: torch.Tensor) -> Flat | None:
 
 
 _flats = WeakIdKeyDictionary()
+_pieces = WeakIdKeyDictionary()

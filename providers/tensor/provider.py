@@ -17,6 +17,7 @@ from penstock.core.markers import Shard
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
 from penstock.providers.tensor.by_hand import describe_shard, place_shard
 from penstock.providers.tensor.cuda import CudaSource
+from penstock.providers.tensor.flat import is_piece
 from penstock.providers.tensor.megatron import describe_megatron, is_megatron, place_megatron
 from penstock.providers.tensor.memory import (
     ShardSink,
@@ -79,12 +80,8 @@ class TensorProvider(StateProvider):
             # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long
             role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
             return (self._plain(value, path, role, context),)  # type: ignore[arg-type]  # see `kind`
-        if isinstance(value, Shard):
-            entry = describe_shard(value, path, context=context)
-            return (self._tied(entry, value.tensor, id(value.tensor), context),)
-        if is_megatron(kind):
-            entry, nodes = describe_megatron(value, path, context=context)
-            return (*nodes, self._tied(entry, value.data, id(value.data), context))
+        if isinstance(value, Shard) or is_megatron(kind):
+            return self._piece(value, path, context)
         role = Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.OTHER
         if has_parts(kind):
             return describe_parts(value, path, role=role, context=context)
@@ -148,9 +145,25 @@ class TensorProvider(StateProvider):
         )  # fmt: skip
         if shard.regions:
             return entry
-        # Not by `id`: a state dict may show a tensor of its own for each name of a parameter.
+        # A state dict may show a tensor of its own for each name of a parameter.
         storage = local.untyped_storage()
-        return self._tied(entry, storage, (storage._cdata, tensor.shape), context)  # noqa: SLF001 - torch has no other name for the memory without an address
+        if storage.nbytes():
+            key = storage._cdata, tensor.shape  # noqa: SLF001 - it may have no address
+            return self._tied(entry, storage, key, context)
+        return self._tied(entry, tensor, id(tensor), context)
+
+    def _piece(
+        self, value: Any, path: ObjectPath, context: DescribeContext
+    ) -> tuple[StateObject | Node, ...]:
+        """Describe a piece that says itself where it stands in the whole tensor."""
+        if isinstance(value, Shard):
+            entry = describe_shard(value, path, context=context)
+            if is_piece(value.tensor):  # else one empty tensor may stand for several
+                entry = self._tied(entry, value.tensor, id(value.tensor), context)
+            return (entry,)
+        entry, nodes = describe_megatron(value, path, context=context)
+        key = id(value.data), value.key
+        return (*nodes, self._tied(entry, value.data, key, context))
 
     def _tied(
         self, entry: StateObject, owner: object, key: object, context: DescribeContext

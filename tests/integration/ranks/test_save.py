@@ -186,6 +186,20 @@ def test_shards_in_nested_containers_come_back_in_place(count):
         assert found["list"][1] == expected["list"][1]
 
 
+def test_one_empty_piece_may_stand_for_several_tensors():
+    empty = torch.empty(0, 3)
+
+    def state_of(rank):
+        names = {"a": 1.0, "b": 2.0, "c": 3.0}
+        pieces = {n: torch.full((2, 3), v) if rank < 2 else empty for n, v in names.items()}
+        return {n: penstock.Shard(t, (4, 3), (min(2 * rank, 4), 0)) for n, t in pieces.items()}
+
+    store = memory()
+    assert [report.step for report in Job(3, store).save(state_of)] == [1, 1, 1]
+    with checkpointer(store) as ckpt:
+        assert [tensor.unique().tolist() for tensor in ckpt.load().values()] == [[1], [2], [3]]
+
+
 def test_a_lazy_save_warns_of_no_optimizer_only_where_there_is_none(caplog):
     """From the second save on a rank captures only what it writes, which may be nothing."""
     states = [trained(alone) for _ in range(2)]

@@ -90,6 +90,10 @@ def compiled(net):
     return torch.compile(fully_shard(net), backend="eager")
 
 
+def data_parallel(net):
+    return torch.compile(nn.parallel.DistributedDataParallel(net), backend="eager")
+
+
 def ignoring(net):
     return fully_shard(net, ignored_params={net.head.weight, net.norm.bias})
 
@@ -121,6 +125,7 @@ WRAPPED = {
     "ignored parameters": (2, ignoring, Net),
     "by columns": (2, by_columns, Net),
     "replicate": (2, replicate, Net),
+    "DDP, compiled": (2, data_parallel, Net),
     "tied": (4, fsdp2(4), Tied),
     "frozen": (2, fsdp2(2), Frozen),
     "FSDP1": (2, fsdp1, Net),
