@@ -106,13 +106,16 @@ class Brought:
         Raises:
             TornSnapshotError: Memory was freed since it was described.
         """
-        copies = copies_to_compare(entries)
-        objects = [
-            entry
-            for entry in entries
-            if isinstance(entry, StateObject)
-            and (entry.path in copies or _is_compared(entry, own_paths, shared))
-        ]
+        objects: list[StateObject] = []
+        alone: list[StateObject] = []  # of submeshes; no other rank of these holds the same
+        for entry in entries:
+            if isinstance(entry, StateObject):
+                if _is_compared(entry, own_paths, shared):
+                    objects.append(entry)
+                elif entry.replica is not None and entry.replica.submesh:
+                    alone.append(entry)
+        copies = copies_to_compare([*objects, *alone])
+        objects += [entry for entry in alone if entry.path in copies]
         taken = TakenLines(entry for entry in objects if entry.kind is not Kind.VALUE)
 
         def digests() -> Digests:
@@ -252,7 +255,7 @@ def replica_digests(
     return dict(sorted(found.items())[:_MAX_SETS])
 
 
-def copies_to_compare(entries: Iterable[StateObject | Node]) -> frozenset[ObjectPath]:
+def copies_to_compare(objects: Iterable[StateObject]) -> frozenset[ObjectPath]:
     """Return the paths of a few tensors of which other ranks may have a copy.
 
     Two stages of a pipeline that give different tensors one name would store one of them. Nobody
@@ -262,9 +265,8 @@ def copies_to_compare(entries: Iterable[StateObject | Node]) -> frozenset[Object
     """
     spread = [
         entry.path
-        for entry in entries
-        if isinstance(entry, StateObject)
-        and entry.replica is not None
+        for entry in objects
+        if entry.replica is not None
         and entry.replica.submesh
         and entry.role in {Role.PARAMETER, Role.OTHER}
         and entry.same_as is None
