@@ -83,20 +83,23 @@ class ShardTable:
 
     def take(self, rows: NDArray[np.intp]) -> ShardTable:
         """Return the shards of these rows, in their order."""
-        counts = _row_bounds(self.dims)
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        wanted = counts[rows]
-        # Row by row: where its bounds begin here, and which of them it is.
-        at = np.repeat(starts[rows], wanted) + _within(wanted)
         return ShardTable(
             self.hashes[rows],
             self.parts[rows],
             self.sections[rows],
             self.dims[rows],
-            self.bounds[at],
+            self._bounds_of(rows),
             self.traits[rows],
         )
+
+    def _bounds_of(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
+        counts = _row_bounds(self.dims)
+        if len(counts) and (counts == counts[0]).all():
+            return self.bounds.reshape(len(counts), counts[0], 2)[rows].reshape(-1, 2)
+        starts = np.cumsum(counts) - counts
+        wanted = counts[rows]
+        # Row by row: where its bounds begin here, and which of them it is.
+        return self.bounds[np.repeat(starts[rows], wanted) + _within(wanted)]
 
     def cut(self, shards: int) -> Iterator[ShardTable]:
         """Yield the shards, so many at once, without copying."""

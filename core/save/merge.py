@@ -234,7 +234,7 @@ class PartsOfRanks:
         if not len(doubtful):
             return [], 0
         twice = 0
-        chosen = table.take(doubtful)
+        chosen = table if len(doubtful) == len(table) else table.take(doubtful)
         firsts = np.flatnonzero(np.diff(chosen.hashes, prepend=chosen.hashes[0] + 1)).tolist()
         bounds = np.cumsum(np.where(chosen.dims > MAX_DIMENSIONS, 0, chosen.dims)).tolist()
         for first, stop in zip(firsts, [*firsts[1:], len(chosen)], strict=True):
