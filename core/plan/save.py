@@ -218,27 +218,33 @@ def plan_save(
     sizes = _CutSizes(
         chunk_bytes, slab_limit_bytes, min(encoded_slab_bytes, chunk_bytes), even_cuts
     )
-    facts = [_facts(planned, sizes, alone=n in masters) for n, planned in enumerate(objects)]
-    basis = (sizes, tuple(masters), facts)
-    if known is None or known.basis != basis:
-        known = known or KnownCuts()
+    known = known or KnownCuts()
+    facts = _facts_of_all(objects, sizes, masters, known.facts)
+    basis = (sizes, tuple(masters))
+    if known.basis != basis or known.facts != facts:
         known.basis = ()  # Ctrl-C may come between these lines
         known.chunks = _chunks(facts, sizes, masters)
+        known.raw_bytes = sum(one.nbytes for one in facts)
+        known.facts = facts
         known.basis = basis
-    return SavePlan(objects, known.chunks, sum(one.nbytes for one in facts), masters)
+    return SavePlan(objects, known.chunks, known.raw_bytes, masters)
 
 
 class KnownCuts:
     """The chunks of the newest plan, and all that they follow from.
 
     Attributes:
-        basis: What the chunks follow from. Cuts are made from it alone.
+        basis: What the chunks follow from, besides `facts`. Cuts are made from these alone.
+        facts: What they follow from of each object.
         chunks: The chunks. They hold no state.
+        raw_bytes: Bytes of all objects.
     """
 
     def __init__(self) -> None:
         self.basis: tuple[object, ...] = ()
+        self.facts: Sequence[_CutFacts] = ()
         self.chunks: tuple[Chunk, ...] = ()
+        self.raw_bytes = 0
 
 
 class _CutSizes(NamedTuple):
@@ -273,19 +279,51 @@ class _CutFacts(NamedTuple):
     replicas: object
 
 
-def _facts(planned: PlannedObject, sizes: _CutSizes, *, alone: bool) -> _CutFacts:
-    entry, capture, chain, _, may_stay_raw = planned
-    source, spec = entry.source, entry.spec
-    nbytes = source.nbytes
-    capacity = sizes.encoded_slab if chain else sizes.chunk
-    in_slab = nbytes < sizes.slab_limit and nbytes <= capacity and not alone
-    phase = 0
-    if not in_slab:
-        phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
-    return _CutFacts(
-        nbytes, phase, in_slab, entry.path[:1], spec.dtype, spec.itemsize, entry.role, chain,
-        may_stay_raw, capture, source.device, replicas_of(entry),
-    )  # fmt: skip
+def _facts_of_all(
+    objects: Sequence[PlannedObject],
+    sizes: _CutSizes,
+    alone: Collection[int],
+    before: Sequence[_CutFacts],
+) -> list[_CutFacts]:
+    """Return the facts of each object; those that are as `before` are the same records.
+
+    So thousands of small objects have one record, and are compared by one look at each.
+
+    Args:
+        objects: The objects.
+        sizes: The sizes of chunks and slabs.
+        alone: Numbers of the objects that go into no slab.
+        before: The facts of the newest plan.
+    """
+    found: list[_CutFacts] = []
+    told: tuple[object, ...] = ()
+    known = len(before)
+    for number, (entry, capture, chain, _, may_stay_raw) in enumerate(objects):
+        path, _, spec, _, role, _, source, _, replica = entry
+        last, nbytes, device = told, source.nbytes, source.device
+        told = (spec, nbytes, capture, chain, may_stay_raw, role, device, path[0] if path else ())
+        if (
+            told == last
+            and found[-1].in_slab
+            and replica is None
+            and found[-1].replicas is None
+            and number not in alone
+        ):
+            found.append(found[-1])
+            continue
+        capacity = sizes.encoded_slab if chain else sizes.chunk
+        in_slab = nbytes < sizes.slab_limit and nbytes <= capacity and number not in alone
+        phase = 0
+        if not in_slab:
+            phase = _DEVICE_PHASE if source.address is None else source.address % PAGE_BYTES
+        one = _CutFacts(
+            nbytes, phase, in_slab, path[:1], spec.dtype, spec.itemsize, role, chain,
+            may_stay_raw, capture, device, replicas_of(entry),
+        )  # fmt: skip
+        if number < known and before[number] == one:
+            one = before[number]
+        found.append(one)
+    return found
 
 
 def _chunks(

@@ -535,11 +535,11 @@ class CaptureRun:
         if not objects:
             return  # the save is over
         changed = set(known)
-        for item in self._items(deferred=deferred):
-            planned = objects[item]
-            version = planned.version
-            if version is not None and planned.entry.source.version() != version:
-                changed.add(item)
+        for chunk in self._taken(deferred=deferred):
+            for piece in chunk.pieces:
+                entry, _, _, version, _ = objects[piece.item]
+                if version is not None and entry.source.version() != version:
+                    changed.add(piece.item)
         if samples is not None:
             changed |= samples.changed()
         # If the fence was passed meanwhile, it compared this memory, which may change since then.
@@ -547,12 +547,13 @@ class CaptureRun:
             raise _torn([objects[item].entry.path for item in sorted(changed)], deferred=deferred)
 
     def _items(self, *, deferred: bool) -> dict[int, None]:
-        return {
-            piece.item: None
-            for number, chunk in enumerate(self._chunks)
-            if (chunk.capture is Capture.DEFERRED) is deferred and number not in self._skip
-            for piece in chunk.pieces
-        }
+        return {p.item: None for c in self._taken(deferred=deferred) for p in c.pieces}
+
+    def _taken(self, *, deferred: bool) -> Iterator[Chunk]:
+        """Yield the chunks that are captured here, those that are deferred or all others."""
+        for number, chunk in enumerate(self._chunks):
+            if (chunk.capture is Capture.DEFERRED) is deferred and number not in self._skip:
+                yield chunk
 
 
 def _address_now(source: ByteSource) -> int | None:

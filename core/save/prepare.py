@@ -296,6 +296,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     count = 0
     promised = False
     devices: set[str] = set()
+    lazy, has_rules = mode == "lazy", bool(config.rules)
     for entry in description.entries:
         if type(entry) is not StateObject:
             continue
@@ -304,17 +305,20 @@ def plan_state(  # noqa: PLR0913 - options, each by name
             continue
         if place is None and entry.replica is not None and not _is_whole(entry):
             _refuse_piece(entry)
-        devices.add(entry.source.device)
+        source = entry.source
+        devices.add(source.device)
         capture = Capture.FROZEN if entry.kind is Kind.VALUE else Capture.NOW
-        if mode == "lazy" and capture is Capture.NOW:
+        if lazy and capture is Capture.NOW:
             capture = _capture(entry, description, defer=defer)
-            if capture is Capture.DEFERRED and entry.source.memory not in description.deferrable:
+            if capture is Capture.DEFERRED and source.memory not in description.deferrable:
                 promised = True
-        # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
-        single = entry.kind is Kind.VALUE or not entry.spec.shape
-        chain = table.number(entry, exact=single)
-        planned = PlannedObject(entry, capture, chain, _version(entry), table.is_auto(chain))
-        objects.append(planned)
+        chain, is_auto = 0, False
+        if has_rules:
+            # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
+            single = entry.kind is Kind.VALUE or not entry.spec.shape
+            chain = table.number(entry, exact=single)
+            is_auto = table.is_auto(chain)
+        objects.append(PlannedObject(entry, capture, chain, _version(entry), is_auto))
     masters: Mapping[int, Sequence[int]] = {}
     if derive:
         own_paths = description.own_paths

@@ -71,6 +71,15 @@ class Found(NamedTuple):
     value: Any
 
 
+class _Alike(NamedTuple):
+    """The children of a container that are of one type, which a provider claims."""
+
+    path: ObjectPath
+    provider: StateProvider
+    names: Sequence[object]
+    children: Sequence[Any]
+
+
 class Scan:
     """Walks a tree once: finds providers' objects, and tells containers from values.
 
@@ -86,12 +95,22 @@ class Scan:
     def __init__(self, providers: Providers, *, thorough: bool = True) -> None:
         self._thorough = thorough
         self.value_provider = providers.for_form(VALUE_FORM)
-        self.found: list[Found] = []
+        self._found: list[Found | _Alike] = []
         self._providers = providers
         self._by_type: dict[type, StateProvider | None] = {}
         self._holds: dict[int, bool] = {}
         self._alive: list[object] = []  # keeps the ids in `_holds` from being reused
         self._active: set[int] = set()
+
+    @property
+    def found(self) -> Iterator[Found]:
+        """The providers' objects in the tree, in order."""
+        for one in self._found:
+            if isinstance(one, Found):
+                yield one
+                continue
+            for name, child in zip(one.names, one.children, strict=True):
+                yield Found((*one.path, _segment(name)), one.provider, child)
 
     def provider_for(self, kind: type) -> StateProvider | None:
         """Return the provider of `kind`; None where only the value provider is left."""
@@ -111,18 +130,9 @@ class Scan:
         return self.provider_for(kind) is None and self._visit(value, path)
 
     def _visit(self, value: Any, path: ObjectPath) -> bool:
-        kind = type(value)
-        if kind in _PLAIN:
-            return False
-        provider = self.provider_for(kind)
-        if provider is not None:
-            self.found.append(Found(path, provider, value))
-            return True
-        if kind is PerRank:
-            self._visit(value.value, path)
-            return True
-        if not isinstance(value, dict | list | tuple):
-            return False
+        is_found = self._find(value, path)
+        if is_found is not None:
+            return is_found
         key = id(value)
         known = self._holds.get(key)
         if known is not None:
@@ -131,22 +141,59 @@ class Scan:
             msg = f"{show_path(path)} holds itself: a tree must not have cycles"
             raise UnsupportedStateError(msg)
         self._active.add(key)
-        holds = False
-        for name, child in _children(value):
-            # Tested before the call: a list may hold a million numbers.
-            if type(child) not in _PLAIN and self._visit(child, (*path, name)):
-                holds = True
-                if not self._thorough:
-                    break
+        names, children = _children(value)
+        holds = self._are_found(path, names, children)
+        if not holds:
+            for name, child in zip(names, children, strict=True):
+                # Tested before the call: a list may hold a million numbers.
+                if type(child) not in _PLAIN and self._visit(child, (*path, _segment(name))):
+                    holds = True
+                    if not self._thorough:
+                        break
         self._active.discard(key)
         self._holds[key] = holds
         self._alive.append(value)
         return holds
 
+    def _find(self, value: Any, path: ObjectPath) -> bool | None:
+        """Return whether `value` is an object; None: a container, which may hold some."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return False
+        provider = self.provider_for(kind)
+        if provider is not None:
+            self._found.append(Found(path, provider, value))
+            return True
+        if kind is PerRank:
+            self._visit(value.value, path)
+            return True
+        return None if isinstance(value, dict | list | tuple) else False
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return ((key if isinstance(key, str) else show_key(key), child) for key, child in pairs)
+    def _are_found(
+        self, path: ObjectPath, names: Sequence[object], children: Sequence[object]
+    ) -> bool:
+        """Note children that are of one type which a provider claims; False: they are not.
+
+        A look at each of fifty thousand tensors would take a while.
+        """
+        kinds = set(map(type, children))
+        if len(kinds) != 1 or kinds <= _PLAIN:
+            return False
+        provider = self.provider_for(kinds.pop())
+        if provider is None:
+            return False
+        self._found.append(_Alike(path, provider, names, children))
+        return True
+
+
+def _children(value: Any) -> tuple[Sequence[object], list[Any]]:
+    if isinstance(value, dict):
+        return list(value), list(value.values())
+    return range(len(value)), list(value)
+
+
+def _segment(name: object) -> str:
+    return name if isinstance(name, str) else show_key(name)
 
 
 def key_segment(key: object, path: ObjectPath) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from penstock.core.abc import DescribeContext, Node, StateObject, StateProvider, ranks_node
+from penstock.core.abc.provider import describes_together
 from penstock.core.errors import (
     PenstockError,
     PluginError,
@@ -17,6 +18,7 @@ from penstock.core.errors import (
     UnsupportedStateError,
 )
 from penstock.core.foreign import said, shipped_by
+from penstock.core.limits import MAX_PATH_CHARS, MAX_SAVED_SEGMENTS
 from penstock.core.markers import PerRank
 from penstock.core.tree.checks import BrokenEntryError, check_path, check_spec, checked_entries
 from penstock.core.tree.containers import (
@@ -29,7 +31,7 @@ from penstock.core.tree.containers import (
     tuple_class,
 )
 from penstock.core.tree.paths import show_path, shown_place
-from penstock.core.types import Replica, collide
+from penstock.core.types import Kind, Replica, collide
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -116,10 +118,14 @@ def _has_moved(entry: StateObject | Node) -> bool:
     Freed memory is reused: two tensors that had one address one after the other would be taken for
     one.
     """
-    if isinstance(entry, Node) or entry.source.memory is None:
+    if isinstance(entry, Node):
         return False
-    key, at = entry.source.memory, entry.source.locate()
-    return at is not None and at != key.storage + key.offset
+    source = entry.source
+    at = source.locate()
+    if at is None or at == source.address:
+        return False
+    key = source.memory
+    return key is not None and at != key.storage + key.offset
 
 
 def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Description:
@@ -250,19 +256,23 @@ class _Describing(DescribeContext):
         self.seen: list[Found] = []  # the objects of providers that do
         self.own_paths: list[ObjectPath] = []
         self.shared: dict[str, tuple[int, int]] = {}
-        self._natures: dict[type, str | None] = {}
+        self._natures: dict[type, Literal["error", "keep"] | None] = {}
         self._scan = scan
         self._names = NameTable(scan)
         self._late: dict[ObjectPath, object] = {}
         self._forms = CONTAINERS.union(*(p.forms for p in providers.all()))
 
-    def describe_root(self, root: dict[Any, Any]) -> Iterator[StateObject | Node]:
-        entries = list(self._dict(root, (), late=True))
+    def describe_root(self, root: dict[Any, Any]) -> list[StateObject | Node]:
+        entries = list(self._container(root, (), late=True))
+        if not self._late:
+            return entries
+        found: list[StateObject | Node] = []
         for entry in entries:
             if entry.form == _LATE:
-                yield from self._entries(self._late[entry.path], entry.path)
+                found += self._entries(self._late[entry.path], entry.path)
             else:
-                yield entry
+                found.append(entry)
+        return found
 
     def describe(
         self, value: object, path: ObjectPath, /, *, role: Role | None = None
@@ -299,18 +309,27 @@ class _Describing(DescribeContext):
                 return self._container(value, path, late=False)
             provider = self._scan.value_provider
         if self.world_size > 1:
-            kind = type(value)
-            if kind not in self._natures:  # kept: a tree may have a hundred thousand tensors
-                self._natures[kind] = provider.on_other_ranks(kind)
-            on_change = self._natures[kind]
+            on_change = self._nature(provider, type(value))
             if on_change is not None and not self._is_own(path):
                 return self._per_rank(PerRank(value, on_change=on_change), path)
+        if self._tells(provider):
+            self.seen.append(Found(path, provider, value))
+        return self._described(provider, value, path)
+
+    def _nature(self, provider: StateProvider, kind: type) -> Literal["error", "keep"] | None:
+        """Return what `on_other_ranks` says, if there are others; kept for each type."""
+        if self.world_size == 1:
+            return None
+        if kind not in self._natures:
+            self._natures[kind] = provider.on_other_ranks(kind)
+        return self._natures[kind]
+
+    def _tells(self, provider: StateProvider) -> bool:
+        """Return whether a provider, which takes part from now on, tells of memory."""
         tells = self.used.get(provider)
         if tells is None:
             tells = self.used[provider] = _tells_of_memory(type(provider))
-        if tells:
-            self.seen.append(Found(path, provider, value))
-        return self._described(provider, value, path)
+        return tells
 
     def _per_rank(self, value: PerRank, path: ObjectPath) -> Iterator[StateObject | Node]:
         index, count = value.place(self.rank, self.world_size)
@@ -361,27 +380,30 @@ class _Describing(DescribeContext):
 
     def _container(
         self, value: Any, path: ObjectPath, *, late: bool
-    ) -> Iterator[StateObject | Node]:
+    ) -> Iterable[StateObject | Node]:
         if isinstance(value, dict):
-            yield from self._dict(value, path, late=late)
-            return
-        if isinstance(value, tuple):
-            name = tuple_class(value, path)
-            yield Node(path, "tuple", {"length": len(value)} | ({"class": name} if name else {}))
-        elif type(value) is list:
-            yield Node(path, "list", {"length": len(value)})
+            nodes, segments = self._dict(value, path)
+            values = list(value.values())
         else:
-            msg = (
-                f"{show_path(path)} is a {type(value).__module__}.{type(value).__qualname__} "
-                "that holds tensors or other objects: pass a plain list of it"
-            )
-            raise UnsupportedStateError(msg)
-        for index, child in enumerate(value):
-            yield from self._child(child, (*path, str(index)), late=late)
+            nodes = [_sequence_node(value, path)]
+            values = list(value)
+            segments = list(map(str, range(len(values))))
+        paths = [(*path, segment) for segment in segments]
+        provider = self._provider_of_all(values)
+        if provider is not None:
+            return [*nodes, *self._described_together(provider, values, paths)]
+        return self._children(nodes, values, paths, late=late)
 
-    def _dict(
-        self, value: dict[Any, Any], path: ObjectPath, *, late: bool
+    def _children(
+        self, nodes: list[Node], values: list[Any], paths: list[ObjectPath], *, late: bool
     ) -> Iterator[StateObject | Node]:
+        # A generator: calls that wait for each other would be too many where lists are nested.
+        yield from nodes
+        for child, path in zip(values, paths, strict=True):
+            yield from self._child(child, path, late=late)
+
+    def _dict(self, value: dict[Any, Any], path: ObjectPath) -> tuple[list[Node], list[str]]:
+        """Return the node of a dict, if it needs one, and the segments of its keys."""
         segments = [key_segment(key, path) for key in value]
         if collide(value):
             msg = f"{show_path(path)} has too many keys of one hash to be built again: use others"
@@ -390,8 +412,6 @@ class _Describing(DescribeContext):
         kinds = key_types(list(value))
         if kinds is not None:
             meta["keys"] = kinds
-        if meta or not value:
-            yield Node(path, "dict", meta)
         if len(set(segments)) < len(segments):
             twice = next(s for s in segments if segments.count(s) > 1)
             msg = (
@@ -399,8 +419,54 @@ class _Describing(DescribeContext):
                 "give one of them another name"
             )
             raise UnsupportedStateError(msg)
-        for segment, child in zip(segments, list(value.values()), strict=True):
-            yield from self._child(child, (*path, segment), late=late)
+        return [Node(path, "dict", meta)] if meta or not value else [], segments
+
+    def _provider_of_all(self, values: Sequence[Any]) -> StateProvider | None:
+        """Return the provider that describes all values at once; None: each by itself."""
+        kinds = set(map(type, values))
+        if len(kinds) != 1:
+            return None
+        (kind,) = kinds
+        provider = self._scan.provider_for(kind)
+        if provider is None or provider.describes_last:
+            return None
+        if not describes_together(type(provider)) or self._tells(provider):
+            return None
+        return None if self._nature(provider, kind) is not None else provider
+
+    def _described_together(
+        self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
+    ) -> list[StateObject | Node]:
+        above = paths[0][:-1]
+        try:
+            found = provider.describe_all(values, paths, context=self)
+        except (PenstockError, RecursionError):
+            raise
+        except Exception as error:
+            raise plugin_error(provider, above, "describing it", error) from error
+        forms = self._forms
+        if type(found) is list and len(found) == len(paths):
+            odd = [
+                one
+                for one, path in zip(found, paths, strict=True)
+                if type(one) is not StateObject or one.path is not path or one.form not in forms
+            ]
+            if not odd:
+                return found
+        return list(self._each(provider, found, above))
+
+
+def _sequence_node(value: Any, path: ObjectPath) -> Node:
+    if isinstance(value, tuple):
+        name = tuple_class(value, path)
+        return Node(path, "tuple", {"length": len(value)} | ({"class": name} if name else {}))
+    if type(value) is list:
+        return Node(path, "list", {"length": len(value)})
+    msg = (
+        f"{show_path(path)} is a {type(value).__module__}.{type(value).__qualname__} "
+        "that holds tensors or other objects: pass a plain list of it"
+    )
+    raise UnsupportedStateError(msg)
 
 
 def _with_role(entries: Iterable[StateObject | Node], role: Role) -> Iterator[StateObject | Node]:
@@ -426,60 +492,89 @@ def _with_owner(
             yield entry
 
 
-def _checked(entries: Iterator[StateObject | Node]) -> tuple[StateObject | Node, ...]:
+def _checked(entries: Sequence[StateObject | Node]) -> tuple[StateObject | Node, ...]:
     """Tie objects of equal memory, and refuse two entries at one path."""
-    result: list[StateObject | Node] = []
+    paths = [entry.path for entry in entries]
+    # Two calls for all of them: there may be a hundred thousand.
+    lengths = max(map(len, map("".join, paths)), default=0)
+    if max(map(len, paths), default=0) > MAX_SAVED_SEGMENTS or lengths > MAX_PATH_CHARS:
+        for path in paths:
+            check_path(path)
+    taken = set(paths)
+    if len(taken) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        msg = f"two parts of the state have the path {show_path(twice)}: rename one of them"
+        raise UnsupportedStateError(msg)
+    _refuse_below(entries, taken)
+    return tuple(_tied(entries))
+
+
+def _tied(entries: Iterable[StateObject | Node]) -> list[StateObject | Node]:
+    """Check the specs of objects, and tie those of equal memory."""
     owners: dict[tuple[object, ...], ObjectPath] = {}
-    objects: set[ObjectPath] = set()
-    taken: set[ObjectPath] = set()
+    # Nearly all objects are the only ones at their address, and need no key of their memory.
+    first_at: dict[int, StateObject] = {}
     spec = None
+    tensor = Kind.TENSOR
+    result: list[StateObject | Node] = []
     for entry in entries:
-        path = entry.path
-        check_path(path)
-        if path in taken:
-            msg = f"two parts of the state have the path {show_path(path)}: rename one of them"
-            raise UnsupportedStateError(msg)
-        taken.add(path)
-        tied = entry
-        if isinstance(entry, StateObject):
-            if entry.spec is not spec:  # most tensors share the spec of the one before
-                spec = entry.spec
-                check_spec(spec, path)
-            objects.add(path)
-            memory = entry.source.memory
-            if memory is not None:
-                key: tuple[object, ...] = (memory, entry.form)
-                if entry.replica is not None:  # equal memory may be two places of two tensors
-                    key = (*key, entry.spec.shape, entry.regions)
-                first = owners.setdefault(key, path)
-                if first is not path:
-                    tied = StateObject(
-                        path, entry.kind, entry.spec, entry.regions, entry.role, entry.form,
-                        entry.source, first, entry.replica,
-                    )  # fmt: skip
-        result.append(tied)
-    _refuse_below(objects, taken)
-    return tuple(result)
+        if isinstance(entry, Node):
+            result.append(entry)
+            continue
+        if entry.spec is not spec:  # most tensors share the spec of the one before
+            spec = entry.spec
+            check_spec(spec, entry.path)
+        address = entry.source.address if entry.kind is tensor else None
+        if address:
+            other = first_at.setdefault(address, entry)
+            if other is entry:
+                result.append(entry)
+                continue
+            _owner(other, owners)
+        first = _owner(entry, owners)
+        if first is not entry.path:
+            # By hand, as in `_with_role`.
+            entry = StateObject(  # noqa: PLW2901 - the same, tied
+                entry.path, entry.kind, entry.spec, entry.regions, entry.role, entry.form,
+                entry.source, first, entry.replica,
+            )  # fmt: skip
+        result.append(entry)
+    return result
 
 
-def _refuse_below(objects: AbstractSet[ObjectPath], taken: AbstractSet[ObjectPath]) -> None:
+def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> ObjectPath:
+    """Return the path of the first object with the memory of this one."""
+    memory = entry.source.memory
+    if memory is None:
+        return entry.path
+    key: tuple[object, ...] = (memory, entry.form)
+    if entry.replica is not None:  # equal memory may be two places of two tensors
+        key = (*key, entry.spec.shape, entry.regions)
+    return owners.setdefault(key, entry.path)
+
+
+def _refuse_below(entries: Sequence[StateObject | Node], taken: AbstractSet[ObjectPath]) -> None:
     """Refuse entries below an object.
 
     Raises:
         UnsupportedStateError: There is one.
     """
-    above: set[ObjectPath] = set()
-    for path in taken:
+    above = {path[:-1] for path in taken}
+    for path in list(above):
         parent = path[:-1]
         while parent and parent not in above:  # a known ancestor's ancestors are known, too
             above.add(parent)
             parent = parent[:-1]
-    for path in above & objects:
-        msg = (
-            f"{show_path(path)} is an object, but other parts of the state stand below it: "
-            "rename one of them"
-        )
-        raise UnsupportedStateError(msg)
+    above &= taken
+    if not above:
+        return
+    for entry in entries:
+        if entry.path in above and entry.path and isinstance(entry, StateObject):
+            msg = (
+                f"{show_path(entry.path)} is an object, but other parts of the state stand below "
+                "it: rename one of them"
+            )
+            raise UnsupportedStateError(msg)
 
 
 @contextmanager

@@ -126,10 +126,7 @@ def memory_key(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None
     """Return the identity of a strided tensor's memory; pass `storage` if it is known already."""
     if storage is None:
         storage = tensor.untyped_storage()
-    return _key(layout_of(tensor), tensor, storage)
-
-
-def _key(layout: TensorLayout, tensor: torch.Tensor, storage: torch.UntypedStorage) -> MemoryKey:
+    layout = layout_of(tensor)
     spec = layout.spec
     offset = int(tensor.storage_offset()) * spec.itemsize
     return MemoryKey(
@@ -190,30 +187,45 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
 
 
 class _TensorMemory:
-    __slots__ = ("address", "device", "layout", "memory", "nbytes", "storage", "tensor")
+    __slots__ = ("_key", "_offset", "_start", "address", "device", "layout", "nbytes", "storage",
+                 "tensor")  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, layout: TensorLayout | None = None) -> None:
         # An alias: it keeps this memory if training assigns `.data` later, and any thread may write
         # it, as it takes no part in autograd.
         self.tensor = alias = tensor.detach()
         self.storage = storage = alias.untyped_storage()
-        self.layout = layout = layout_of(alias)
+        self.layout = layout = layout or layout_of(alias)
         self.nbytes = layout.nbytes
         self.device = layout.device
+        self._start = start = storage.data_ptr()
+        offset: int = alias.storage_offset() * layout.spec.itemsize  # type: ignore[assignment]  # no symbol
+        self._offset = offset
+        self._key: MemoryKey | None = None
+        self.address: int | None = start + offset if layout.extent and layout.is_flat else None
+
+    @property
+    def memory(self) -> MemoryKey | None:
+        """Where the memory was when this was made."""
+        layout = self.layout
         # Tensors on the meta device have no memory, but all the address 0: they are not tied.
-        self.memory = key = _key(layout, alias, storage) if layout.extent else None
-        self.address = key.storage + key.offset if key is not None and layout.is_flat else None
+        if self._key is None and layout.extent:  # made when asked for: few are
+            self._key = MemoryKey(
+                layout.device, self._start, self._offset, layout.spec.shape, layout.strides,
+                layout.reading,
+            )  # fmt: skip
+        return self._key
 
     def is_lost(self) -> bool:
         """Return whether the memory was freed or shrunk; see `lacks_memory`."""
-        key = self.memory
-        return key is not None and key.offset + self.layout.extent > self.storage.nbytes()
+        extent = self.layout.extent
+        return extent > 0 and self._offset + extent > self.storage.nbytes()
 
     def view(self) -> memoryview | None:
         return None if self.address is None else flat_memory(self.tensor, self.nbytes)
 
 
-class TensorSource(_TensorMemory, ByteSource):
+class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `memory` is made when asked for
     """The source of a tensor's bytes; copies from devices block."""
 
     __slots__ = ()
@@ -290,10 +302,10 @@ class TensorSource(_TensorMemory, ByteSource):
         return rounding.is_rounded(self.tensor, other.tensor)
 
     def locate(self) -> int | None:
-        if self.memory is None:
+        if not self.layout.extent:
             return None
         start = self.storage.data_ptr()
-        return start + self.memory.offset if start else 0
+        return start + self._offset if start else 0
 
     def keep(self) -> None:
         if self.device == "cpu" and self.nbytes and not lacks_memory(self.tensor):
@@ -338,7 +350,7 @@ def copy_range(
         part.view(block.shape).copy_(block, non_blocking=non_blocking)
 
 
-class TensorSink(_TensorMemory, ByteSink):
+class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `TensorSource`
     """The sink that fills a tensor's memory in place."""
 
     __slots__ = ()
@@ -423,7 +435,7 @@ class OverlapSink(TensorSink):
         super().__init__(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
         self._live = tensor.detach()
         self._path = path
-        self.memory = memory_key(tensor)
+        self._key = memory_key(tensor)
 
     def opened(self) -> None:
         if not self._live.is_inference():

@@ -26,6 +26,7 @@ from penstock.providers.tensor.memory import (
     device_name,
     dtype_name,
     lacks_memory,
+    layout_of,
     make_sink,
     overlaps_itself,
 )
@@ -40,12 +41,13 @@ from penstock.providers.tensor.parts import (
 from penstock.providers.tensor.sharding import is_cut_like, last_cut_of, local_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.distributed.tensor import DTensor
 
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
+    from penstock.providers.tensor.memory import TensorLayout
 
 EXACT = 50
 SUBCLASS = 20
@@ -88,6 +90,47 @@ class TensorProvider(StateProvider):
         if is_sharded(value):
             return (self._sharded(value, path, role, context),)
         return (self._plain(value, path, role, context),)
+
+    def describe_all(
+        self,
+        values: Sequence[torch.Tensor | Shard],
+        paths: Sequence[ObjectPath],
+        /,
+        *,
+        context: DescribeContext,
+    ) -> Iterable[StateObject | Node]:
+        kind = type(values[0])
+        if kind not in _KNOWN:
+            return super().describe_all(values, paths, context=context)
+        role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
+        found: list[StateObject | Node] = []
+        before: tuple[object, ...] = ()
+        layout: TensorLayout | None = None
+        strided, tensor_kind = torch.strided, Kind.TENSOR
+        for value, path in zip(values, paths, strict=True):
+            tensor: torch.Tensor = value  # type: ignore[assignment]  # see `kind`
+            if not tensor.is_cpu or tensor.is_nested or tensor.layout is not strided:
+                found.append(self._plain(tensor, path, role, context))
+                continue
+            told = (
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+            if told != before:
+                if tensor.is_quantized:
+                    refuse_unsupported(tensor, path)
+                layout, before = layout_of(tensor), told
+            assert layout is not None
+            source = TensorSource(tensor, layout)
+            if source.is_lost():
+                refuse_unsupported(tensor, path)
+            found.append(
+                StateObject(path, tensor_kind, layout.spec, layout.regions, role, "tensor", source)
+            )
+        return found
 
     def place(
         self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: PlaceContext

@@ -282,6 +282,30 @@ def test_loaded_tensors_go_to_the_device_asked_for(save):
     assert save({"t": raw(2, 0)}).load(device="meta")["t"].device.type == "meta"
 
 
+@given(
+    picks=st.lists(
+        st.tuples(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 4)), min_size=1, max_size=12
+    ),
+    parameters=st.booleans(),
+)
+def test_tensors_that_are_described_together_are_stored_as_each_by_itself(save, picks, parameters):
+    """Whatever follows whatever: what is known of the tensor before is not taken for this one."""
+    turning = raw(3, 4, 5, dtype=torch.complex64)
+    bases = [raw(3, 4, 5), raw(3, 4, 5, dtype=torch.int16), turning, turning.conj()]
+    bases.append(turning.conj().imag)
+    tensors = [LAYOUTS[layout](bases[number]) for layout, number in picks]
+    if parameters:
+        tensors = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
+    named = {str(number): tensor for number, tensor in enumerate(tensors)}
+    together = save({"t": named})
+    each = save({"t": {**named, "of another type": [raw(1)]}})  # so each is described by itself
+    assert together.tree.objects == each.tree.objects[: len(together.tree.objects)]
+    assert together.tree.aliases == each.tree.aliases
+    assert together.data == {path: each.data[path] for path in together.data}
+    for path, data in together.data.items():
+        assert data == bits(named[path[1]])
+
+
 REFUSED = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
@@ -324,6 +348,8 @@ def test_what_is_no_plain_memory_is_refused_with_its_path(save, what):
     make, reason = REFUSED[what]
     with pytest.raises(UnsupportedStateError, match=rf"^a/list/0 .*{reason}"):
         save({"a": {"list": [make()]}})
+    with pytest.raises(UnsupportedStateError, match=rf"^a/list/2 .*{reason}"):
+        save({"a": {"list": [torch.ones(3), torch.ones(3), make(), torch.ones(3)]}})
     with pytest.raises(UnsupportedStateError, match=r"^a/list/0 "):
         save({"a": {"list": [torch.ones(3)]}}).plan({"a": {"list": [make()]}})
 

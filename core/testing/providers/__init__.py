@@ -16,6 +16,7 @@ from penstock.core.testing.providers.description import (
     declarations_are_sane,
     description_is_whole,
     description_repeats,
+    values_together_are_as_each,
 )
 from penstock.core.testing.providers.memory import (
     describing_after_a_change_sees_it,
@@ -81,6 +82,7 @@ def check_provider(
         description_repeats(stored, {"part": value})
         # The comparison above cannot see it: both descriptions may be of the changed value.
         assert values.equal(value, make()), "describing changes the value"
+        values_together_are_as_each(make, providers)
         if not copies:
             describing_copies_no_tensor(value, providers)
     with _checking("a restore into a changed value"):

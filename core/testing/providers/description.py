@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import Lines, MemoryKey, Node
+from penstock.core.abc.provider import describes_together
 from penstock.core.testing.expectations import expect_own_api_version
 from penstock.core.testing.stored import read_piece, read_source, store
 from penstock.core.types import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.core.abc import ByteSource, StateProvider
     from penstock.core.testing.stored import Stored
@@ -89,6 +90,25 @@ def description_repeats(stored: Stored, state: object) -> None:
     assert again.tree.objects == stored.tree.objects, "a second description differs"
     assert again.tree.nodes == stored.tree.nodes, "a second description has other nodes"
     assert again.data == stored.data, "describing changes the state"
+
+
+def values_together_are_as_each(make: Callable[[], object], providers: Providers) -> None:
+    """Check that `describe_all` of several values gives what `describe` of each gives."""
+    provider = providers.for_type(type(make()))
+    if provider is None or not describes_together(type(provider)):
+        return
+    values = {"0": make(), "1": make(), "2": make()}
+    # A list that holds an object is of another type, so each child is described by itself.
+    each = store({"part": {**values, "other": [make()]}}, providers=providers)
+    together = store({"part": values}, providers=providers)
+    count = len(together.tree.objects)
+    assert each.tree.objects[:count] == together.tree.objects, "describe_all describes differently"
+    assert each.tree.nodes[: len(together.tree.nodes)] == together.tree.nodes, (
+        "describe_all describes other nodes"
+    )
+    assert {path: each.data.get(path) for path in together.data} == together.data, (
+        "describe_all gives other bytes"
+    )
 
 
 def check_source(source: ByteSource, itemsize: int) -> None:
