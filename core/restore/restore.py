@@ -119,11 +119,7 @@ def restore_into(
     used = {t.path for t in placement.targets} | set(placement.values)
     # Reported in stored order, not in the order of the template.
     order = [path for path in stored.located if path in used]
-    values = {
-        show_path(p): plan.placing.restored_value(p)
-        for p in order
-        if stored.located[p].record.kind is Kind.VALUE
-    }
+    values = {show_path(p): plan.placing.restored_value(p) for p in stored.tree.values if p in used}
     return _report(
         checkpoint,
         stored,
@@ -132,7 +128,7 @@ def restore_into(
         unequal=unequal,
         values=values,
         matched_by=placement.notes.get("matched_by"),
-        cast=_cast(placement.targets, stored),
+        cast=_cast(placement.targets, stored) if cast else (),
     )
 
 
