@@ -448,15 +448,14 @@ class SaveAgreement:
 
 def _not_shared(url: str, tier: str | None) -> str:
     """Return the words for a rank that does not see what rank 0 has published at `url`."""
-    what = (
-        f"what rank 0 has published is not on {url} as this rank sees it: is the folder shared by "
-        f"all hosts? {SEVERAL_CHECKPOINTERS}"
-    )
+    what = f"what rank 0 has published is not on {url} as this rank sees it"
     if tier is None:
-        return what
+        return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
+    # That first, since the other ranks are told so many words only.
     return (
-        f"{what} It is tier {tier}. A fast tier of each host's own is not supported with ranks on "
-        "several hosts yet: put it on a file system that all hosts share, or save without it"
+        f"{what}, which is tier {tier}. A fast tier of each host's own is not supported with ranks "
+        "on several hosts yet: put it on a file system that all hosts share, or save without it. "
+        f"{SEVERAL_CHECKPOINTERS}"
     )
 
 
