@@ -1,10 +1,11 @@
-"""How many bytes the ranks of one host read in a restore, and how long it takes.
+"""How many bytes ranks read in a restore, together or each alone, and how long it takes.
 
     python benchmarks/reshard.py --gb 1
 
 Each measurement is a job of its own under torchrun (gloo, CPU). A state of large matrices is saved
 by some ranks and restored by others: replicas, other rows, columns of rows. Penstock reads once per
-host, or each rank by itself, and torch.distributed.checkpoint as it does. Reads are those of blobs
+host, or once per job as if each rank was on a host of its own (by sockets of this machine), or each
+rank by itself, and torch.distributed.checkpoint as it does. Reads are those of blobs
 (of the data files with DCP), over all ranks, beside the bytes of the state that the host needs. The
 page cache is dropped before each restore; a time is that of the slowest rank.
 """
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
 SIDE = 6144  # 8 and 6 ranks cut it evenly; a row of float32 has 24 KiB
-OURS, ALONE, THEIRS = "Penstock", "Penstock, each rank alone", "DCP"
+OURS, HOSTS, ALONE, THEIRS = "Penstock", "Penstock, hosts of one rank", "Penstock, alone", "DCP"
 
 CASES: dict[str, tuple[int, Placement, int, Placement]] = {
     "4 replicas": (4, Replicate(), 4, Replicate()),
@@ -172,15 +173,20 @@ def one(
     return [float(read) / (len(state) * SIDE * SIDE * 4), found["seconds"], found["memory"]]
 
 
-def ours(state: dict[str, Any], folder: Path, *, once: bool = True) -> int:
+def ours(state: dict[str, Any], folder: Path, **options: bool) -> int:
     """Restore with Penstock; returns the bytes of blobs that this rank has read."""
-    with penstock.Checkpointer(folder / "ours", read_once_per_host=once) as ckpt:
+    with penstock.Checkpointer(folder / "ours", **options) as ckpt:
         return ckpt.restore(state, 1).bytes_read
+
+
+def hosts(state: dict[str, Any], folder: Path) -> int:
+    """The same, as if each rank was on a host of its own; what they share goes by the network."""
+    return ours(state, folder, read_once_per_host=False, read_once_per_job=True)
 
 
 def alone(state: dict[str, Any], folder: Path) -> int:
     """The same, each rank by itself."""
-    return ours(state, folder, once=False)
+    return ours(state, folder, read_once_per_host=False)
 
 
 def theirs(state: dict[str, Any], folder: Path) -> int:
@@ -197,7 +203,7 @@ def read_so_far() -> int:
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
 
-SYSTEMS = {OURS: ours, ALONE: alone, THEIRS: theirs}
+SYSTEMS = {OURS: ours, HOSTS: hosts, ALONE: alone, THEIRS: theirs}
 
 if __name__ == "__main__":
     typer.run(main)

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ def own_address(host: str | None, network: str | None) -> str:
     """
     if network is not None:
         wanted = ipaddress.ip_network(network, strict=False)
-        found = _address_towards(str(wanted.network_address + 1))
-        if ipaddress.ip_address(found) not in wanted:
-            msg = f"this machine has no address in the network {network}"
-            raise OSError(msg)
-        return found
+        with suppress(OSError):  # no way there
+            found = _address_towards(str(wanted.network_address + 1))
+            if ipaddress.ip_address(found) in wanted:
+                return found
+        msg = f"this machine has no address in the network {network}: is rank_network right?"
+        raise OSError(msg)
     if host is not None:
         found = _address_towards(host)
         if not ipaddress.ip_address(found).is_loopback or _is_loopback(host):

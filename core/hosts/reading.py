@@ -56,6 +56,8 @@ _PIECES_PER_WINDOW = 2
 # then reads alone, must not be taken for dead itself.
 _PATIENCE = 1 / 2
 _LOOK_S = 0.25  # how often a rank that waits looks whether another cannot meet it
+# With a rank of another host less: those of this host wait meanwhile for what it was to hand on.
+_PATIENCE_BETWEEN_HOSTS = 1 / 4
 _NOT_HERE = b"-"  # in the place of an address, or of digests: this rank takes no part
 
 
@@ -164,7 +166,7 @@ class JobReading:
                     met,
                     ways,
                     me,
-                    patience_s=self._group.timeout_s * _PATIENCE,
+                    limit_s=self._group.timeout_s,
                     ended=self._ended,
                     timing=self._timing,
                 )
@@ -321,21 +323,27 @@ class Ways:
     listener: socket.socket
     greeting: Greeting
 
-    def relayed_by(self, division: Division[CodecChain], me: int) -> Iterator[RelayedBytes]:
+    def relayed_by(
+        self, division: Division[CodecChain], me: int, *, together_bytes: int
+    ) -> Iterator[RelayedBytes]:
         """Yield the stored bytes that member `me` takes from other hosts, or hands on to them.
 
-        Ranks without an address take no part: what they were to read is read here.
+        Ranks without an address take no part: what they were to read is read here. Chains of more
+        than `together_bytes` are read by each host.
         """
         for piece in division.pieces:
             way = piece.relayed
             if piece.reader != me or way is None:
+                continue
+            links = piece.job.links
+            if len(links) > 1 and sum(link.frame.length for link in links) > together_bytes:
                 continue
             source = way.source if way.source in self.addresses else None
             recipients = tuple(rank for rank in way.recipients if rank in self.addresses)
             if source is None and not recipients:
                 continue
             raw = piece.job.chain is None
-            for number, link in enumerate(piece.job.links):
+            for number, link in enumerate(links):
                 start = piece.span.start if raw else 0
                 length = piece.span.length if raw else link.frame.length
                 where = Place(link.blob, link.frame.offset + start, length)
@@ -373,14 +381,14 @@ class SharedReading:
         ways: Ways | None,
         me: int,
         *,
-        patience_s: float,
+        limit_s: float,
         ended: Callable[[], bool],
         timing: Timing,
     ) -> None:
         """Prepare; see `JobReading.share`."""
         self._division = division
         self._ended = ended
-        self._patience_s = patience_s
+        self._limit_s = limit_s
         self._timing = timing
         self._progress: Callable[[int], None] | None = None
         self._lock = threading.Lock()  # guards the callback: two threads count bytes
@@ -400,11 +408,11 @@ class SharedReading:
         self._alone = [*single, *division.alone]
         self._met = met
         self._ways = ways
-        self._relayed = () if ways is None else tuple(ways.relayed_by(division, me))
+        self._me = me
         self._exchange: Exchange | None = None
         if met is not None and (own or taken):
             peers = [
-                Peer(number, socket, window, Watchdog(patience_s, timing.clock))
+                Peer(number, socket, window, Watchdog(limit_s * _PATIENCE, timing.clock))
                 for number, socket, window in met.others
             ]
             self._exchange = Exchange(
@@ -433,12 +441,25 @@ class SharedReading:
             BaseException: As `Loader.run`.
         """
         self._progress = progress
-        relay = self._relay(loader)
-        if relay is None:
+        relayed_bytes = self._relayed_bytes(loader)
+        if self._ways is None or not relayed_bytes:
             return self._run(loader, loader)
-        store = RelayedStore(loader.backend, relay, self._relayed)
-        relay.start()
+        # Less than the store has, too: a rank that waits for another does not hang itself.
+        limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
         try:
+            relay = self._ways.relay(
+                relayed_bytes,
+                patience_s=limit_s * _PATIENCE_BETWEEN_HOSTS,
+                ended=self._ended,
+                timing=self._timing,
+            )
+        except OSError as error:  # out of descriptors; others find that nobody listens here
+            self._ways.listener.close()
+            log.warning("read_once_per_job: this rank reads alone: %s", said(error))
+            return self._run(loader, loader)
+        store = RelayedStore(loader.backend, relay, relayed_bytes)
+        try:
+            relay.start()
             stats = self._run(loader.over(store), loader, relay)
         finally:
             relay.close()
@@ -446,19 +467,16 @@ class SharedReading:
         stats.bytes_read -= store.bytes_received
         return stats
 
-    def _relay(self, loader: Loader) -> Relay | None:
-        """Return what carries bytes between hosts; None where none do."""
+    def _relayed_bytes(self, loader: Loader) -> Sequence[RelayedBytes]:
         if self._ways is None:
-            return None
-        if not self._relayed:
-            self._ways.listener.close()
-            return None
-        patience_s = self._patience_s
-        if loader.io_timeout_s is not None:  # a rank that waits for another does not hang itself
-            patience_s = min(patience_s, loader.io_timeout_s * _PATIENCE)
-        return self._ways.relay(
-            self._relayed, patience_s=patience_s, ended=self._ended, timing=self._timing
+            return ()
+        found = self._ways.relayed_by(
+            self._division, self._me, together_bytes=loader.together_bytes
         )
+        relayed_bytes = tuple(found)
+        if not relayed_bytes:
+            self._ways.listener.close()
+        return relayed_bytes
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
         """Read everything by `loader`, and by `alone` what others did not lend."""
@@ -478,7 +496,8 @@ class SharedReading:
         try:
             jobs = [*self._lend(exchange, loader, stats, relay, count), *self._alone]
             exchange.lent_all()
-            stats.add(loader.run(jobs, progress=count))
+            together = relay is None or not relay.is_over
+            stats.add((loader if together else alone).run(jobs, progress=count))
             left = exchange.wait(self._ended)
             if left and self._ended():
                 msg = "another rank has failed"

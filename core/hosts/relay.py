@@ -46,6 +46,7 @@ _ANSWER = struct.Struct("<QIq")  # the same, and how many bytes follow; -1: read
 REFUSED = -1
 # What one connection gets of the thread before the next one has its turn.
 _TURN_BYTES = 4 << 20
+_MOST_ASLEEP = 1 / 4  # of the patience: how long this process may stand still between two looks
 _MOST_SILENT = 64  # connections of which nobody knows yet whose they are
 
 
@@ -241,6 +242,8 @@ class Relay:
         self._poll_s = timing.poll_s
         self._interrupt_s = timing.interrupt_s
         self._warned = False
+        self.failure: BaseException | None = None
+        """Why this rank has given up, if it failed."""
         self._given_up = False
         self._lock = threading.Lock()  # guards `_commands` and `_closed`
         self._commands: deque[Callable[[], None]] = deque()
@@ -251,8 +254,13 @@ class Relay:
 
     def start(self) -> None:
         """Start the thread."""
-        self._started = True
         spawn("relay", self._run)
+        self._started = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has given up, or the ranks have: what does not come is not needed."""
+        return self._given_up or self._ended()
 
     def ask(
         self, source: int, key: RelayKey, target: memoryview, done: Callable[[int], None]
@@ -286,8 +294,13 @@ class Relay:
         """Tell the recipients of a piece to read it themselves."""
         self._order(lambda: self._refuse(key), lambda: None)
 
-    def give_up(self) -> None:
-        """Let this rank, and those that wait for it, go on alone; returns at once."""
+    def give_up(self, failure: BaseException | None = None) -> None:
+        """Let those that wait for this rank go on alone; returns at once.
+
+        Args:
+            failure: Why; None: this rank goes on without the relay.
+        """
+        self.failure = self.failure or failure
         self._given_up = True
         self._wake()
 
@@ -357,10 +370,11 @@ class Relay:
 
     def _run(self) -> None:
         try:
-            while not self._given_up and not self._ended():
+            while not self.is_over:
+                began_s = self._clock.monotonic_s()
                 self._obey()
                 self._turn()
-                self._look()
+                self._look(self._clock.monotonic_s() - began_s)
         except BaseException as error:  # noqa: BLE001 - this rank goes on alone
             log.warning("this rank reads without those of other hosts: %s", said(error))
         finally:
@@ -393,8 +407,7 @@ class Relay:
 
     def _turn(self) -> None:
         """Wait a moment for what connections can do, and let them do it."""
-        peers: list[_Source | _Recipient] = [*self._sources.values(), *self._recipients.values()]
-        lines = [*self._silent, *(peer.line for peer in peers if peer.line is not None)]
+        lines = [*self._silent, *(p.line for p in self._peers() if p.line is not None)]
         by_fd = {line.socket.fileno(): line for line in lines}
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
@@ -439,15 +452,20 @@ class Relay:
         waits += [line.deadline for line in self._silent]
         return min((wait.left_s() for wait in waits), default=self._poll_s)
 
-    def _look(self) -> None:
-        """Give up who has been silent for too long."""
+    def _look(self, taken_s: float) -> None:
+        """Give up who has been silent for too long, `taken_s` after the last look."""
+        if taken_s > self._poll_s + self._patience_s * _MOST_ASLEEP:
+            # This process stood still, and has not heard the others: it accuses nobody.
+            for watchdog in (peer.quiet for peer in self._peers()):
+                watchdog.moved()
         silent = f"it did nothing for {self._patience_s:g} s"
+        closed = f"there was no connection within {self._patience_s:g} s: does a firewall stop it?"
         for source in self._sources.values():
             if source.asks and source.quiet.is_over():
-                self._lose_source(source, silent)
+                self._lose_source(source, silent if source.greeted else closed)
         for recipient in self._recipients.values():
             if recipient.waited and recipient.quiet.is_over():
-                self._lose_recipient(recipient, silent)
+                self._lose_recipient(recipient, closed if recipient.line is None else silent)
         for line in [line for line in self._silent if line.deadline.is_over()]:
             self._lose(line, silent)
 
@@ -569,6 +587,9 @@ class Relay:
             self._finish(key, offer)
 
     # -- both --------------------------------------------------------------------------------------
+
+    def _peers(self) -> list[_Source | _Recipient]:
+        return [*self._sources.values(), *self._recipients.values()]
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(self._patience_s, self._clock)

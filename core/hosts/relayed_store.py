@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from penstock.core.abc import DelegatingBackend, Tier
 from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
 from penstock.core.hosts.relay import REFUSED
+from penstock.core.ranks.templates import RoundOverError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -206,8 +207,6 @@ class _RelayedBatch:
             else:
                 self._relay.refuse(one.key)
                 self._end()
-        if error is not None and not isinstance(error, BlobNotFoundError | BlobTruncatedError):
-            self._relay.give_up()  # this rank fails: nobody is to wait for it, nor it for others
         self._end(error)
 
     def _came(self, request: ReadRequest, rank: int, came: int) -> None:
@@ -218,13 +217,19 @@ class _RelayedBatch:
             if came == REFUSED:
                 self._missing.append(request)
             last = not self._asked
-        if last:
+        if last and self._missing and self._relay.is_over:
+            # The caller may have left already: no target is to be written to any more.
+            over = RoundOverError("the ranks have given up this restore")
+            self._end(self._relay.failure or over)
+        elif last:
             self._read(self._missing, self._end)
         else:
             self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
         """Note that one part has ended; the last one ends the batch."""
+        if error is not None and not isinstance(error, BlobNotFoundError | BlobTruncatedError):
+            self._relay.give_up(error)  # nobody is to wait for this rank, nor it for others
         with self._lock:
             self._parts -= 1
             self._error = self._error or error

@@ -192,6 +192,11 @@ class Loader:
         """How long a `run` may go without progress; None: for ever."""
         return self._io_timeout_s
 
+    @property
+    def together_bytes(self) -> int:
+        """A frame that takes more with its bases is read link by link, and by itself."""
+        return self._together_bytes
+
     def over(self, backend: Backend) -> Loader:
         """Return a loader that does all the same with `backend`, a wrapper of its own."""
         return Loader(

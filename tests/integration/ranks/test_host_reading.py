@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.ranks.saving import Job
+from tests.integration.ranks.saving import TIMEOUT_S, Job
 from tests.integration.support import TINY, memory
 
 import penstock
@@ -88,7 +88,9 @@ def saved(store, values, cut=None, count=1, step=1, **options):
     return reports[0]
 
 
-def restored(store, values, cut, count, *, host=SAME, on_damage="raise", **options):
+def restored(
+    store, values, cut, count, *, host=SAME, on_damage="raise", timeout_s=TIMEOUT_S, **options
+):
     """The report of each rank, or its error; what it restored is compared."""
 
     def work(ckpt, rank):
@@ -97,7 +99,7 @@ def restored(store, values, cut, count, *, host=SAME, on_damage="raise", **optio
         assert equals(state, values), rank
         return report
 
-    return Job(count, store, host=host, **options).run(work)
+    return Job(count, store, host=host, **options).run(work, timeout_s=timeout_s)
 
 
 def read(reports):

@@ -1,0 +1,118 @@
+"""A store that takes from other ranks what they read, and reads itself what does not come."""
+
+import pytest
+from tests.core.hosts.test_relay import relays
+from tests.integration.support import memory
+
+from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.hosts.relay import RelayKey
+from penstock.core.hosts.relayed_store import Place, RelayedBytes, RelayedStore
+from penstock.core.ranks.templates import RoundOverError
+from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.types import ReadRequest, WriteRequest
+
+DATA = bytes(range(256)) * 16
+HALF = len(DATA) // 2
+PATIENT_S = 20
+
+
+def stored():
+    backend = memory()
+    writer = backend.create("a.raw")
+    writer.write([WriteRequest(0, [memoryview(DATA)])])
+    writer.seal(len(DATA))
+    return backend
+
+
+def halves(sources, recipients):
+    """The halves of the blob, each with the rank that it comes from, and those that it goes to."""
+    return [
+        RelayedBytes(RelayKey(n, 0), Place("a.raw", n * HALF, HALF), sources[n], recipients[n])
+        for n in (0, 1)
+    ]
+
+
+def begun(store, *starts):
+    """A read of halves, and what it fills."""
+    targets = [bytearray(HALF) for _ in starts]
+    requests = [
+        ReadRequest("a.raw", start, memoryview(target))
+        for start, target in zip(starts, targets, strict=True)
+    ]
+    return store.submit_read(requests), targets, requests
+
+
+def two(found, backends):
+    """The stores of two ranks, each of which reads one half for both."""
+    return [
+        RelayedStore(backends[0], found[0], halves((None, 1), ((1,), ()))),
+        RelayedStore(backends[1], found[1], halves((0, None), ((), (0,)))),
+    ]
+
+
+def test_each_half_is_read_by_one_rank_for_both():
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        stores = two(found, [stored(), stored()])
+        reads = [begun(store, 0, HALF) for store in stores]
+        for (future, targets, _), store in zip(reads, stores, strict=True):
+            future.result(PATIENT_S)
+            assert b"".join(targets) == DATA
+            assert store.bytes_received == HALF
+
+
+def test_a_second_read_of_the_same_place_is_of_the_store():
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        stores = two(found, [stored(), stored()])
+        for _ in range(2):
+            for future, targets, _ in [begun(store, 0, HALF) for store in stores]:
+                future.result(PATIENT_S)
+                assert b"".join(targets) == DATA
+        assert [store.bytes_received for store in stores] == [HALF, HALF]
+
+
+def test_what_does_not_come_is_read_from_the_store():
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        found[1].close()
+        store = two(found, [stored(), stored()])[0]
+        future, targets, _ = begun(store, 0, HALF)
+        future.result(PATIENT_S)
+        assert b"".join(targets) == DATA
+        assert store.bytes_received == 0
+
+
+def test_once_the_caller_has_left_nothing_is_read_any_more():
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        store = two(found, [stored(), stored()])[0]
+        future, targets, _ = begun(store, HALF)
+        found[0].close()
+        with pytest.raises(RoundOverError):
+            future.result(PATIENT_S)
+        assert targets == [bytes(HALF)]
+
+
+@pytest.mark.parametrize("error", [StorageError("the cable is cut"), BlobNotFoundError("gone")])
+def test_a_store_that_fails_is_the_error_of_that_rank_and_the_other_reads_for_itself(error):
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        broken = FaultyBackend(stored(), Fault("read", error=error, times=None))
+        stores = two(found, [broken, stored()])
+        (failed, _, _), (future, targets, _) = [begun(store, 0, HALF) for store in stores]
+        future.result(PATIENT_S)
+        assert b"".join(targets) == DATA
+        with pytest.raises(type(error)):
+            failed.result(PATIENT_S)
+
+
+def test_what_came_damaged_is_there_again_as_a_tier_and_nothing_else_is():
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        stores = two(found, [stored(), stored()])
+        (future, targets, (own, received)), other = [begun(store, 0, HALF) for store in stores]
+        future.result(PATIENT_S)
+        other[0].result(PATIENT_S)
+        targets[1][:] = bytes(HALF)
+        again = stores[0].tiers[0].backend
+        again.read([received])
+        assert bytes(targets[1]) == DATA[HALF:]
+        assert stores[0].bytes_received == 0
+        for request in (own, received):
+            with pytest.raises(StorageError):
+                again.read([request])
