@@ -145,7 +145,8 @@ class SaveAgreement:
             brought: What this rank has.
             more: What else rank 0 has to know.
         """
-        self._brought, self._digests = brought, brought.digests()
+        self._digests = brought.digests()
+        self._brought = brought.without_state()
         self._arrival = {**brought.arrival(self._digests), **more}
         # Not known any more until rank 0 tells it anew: if it says go and this rank has given up by
         # then, others go on from places that this rank has not heard of.

@@ -81,6 +81,10 @@ class Brought:
         """What decides on the places of this rank, as long as the others bring the same."""
         return self.structure, tuple(sorted(self.shared.items()))
 
+    def without_state(self) -> Brought:
+        """Return this without digests, which hold the state: the user may free it now."""
+        return Brought(self.structure, self.shared)
+
     def arrival(self, digests: Digests) -> dict[str, Any]:
         """Return what this rank tells when it arrives."""
         shared = {path: list(place) for path, place in self.shared.items()}

@@ -340,6 +340,8 @@ class Finish:
     def forget(self) -> None:
         """Drop all references to the state once the save is over: the user may free it now."""
         self._capture.forget()
+        if self._turn is not None:
+            self._turn.brought = self._turn.brought.without_state()
         del self._manifest, self._writer, self._choices, self._before_commit
         self._bases = None
         plan = replace(self.request.plan, objects=(), chunks=())

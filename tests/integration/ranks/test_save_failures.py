@@ -1,12 +1,16 @@
 """What goes wrong on one rank ends the save on all, by name, and leaves nothing behind."""
 
+import gc
 import importlib.metadata
 import re
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from tests.integration.ranks.saving import TIMEOUT_S, Job
@@ -488,6 +492,22 @@ def test_replicas_off_the_host_that_have_drifted_fail_the_save_by_name():
     for error in job.save(lambda rank: {"norm": by_hand(rank, (rank, 3)), "epoch": 7}):
         assert DRIFTED in str(error)
     assert names(store) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_that_is_over_holds_none_of_the_state(fails):
+    def work(ckpt, rank):
+        array = np.zeros(100_000)
+        gone = weakref.ref(array)
+        handle = ckpt.save({"array": array, "epoch": 7 + (rank if fails else 0)}, 1)
+        with pytest.raises(PenstockError) if fails else nullcontext():
+            handle.result(30)
+        ckpt.wait()
+        del array
+        gc.collect()
+        return handle, gone()
+
+    assert [alive for _, alive in Job(2, memory()).run(work)] == [None, None]
 
 
 class Normed(torch.nn.Module):
