@@ -204,8 +204,18 @@ _of_fully_shard: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _like: ContextVar[Mapping[int, DTensor]] = ContextVar("_like", default=MappingProxyType({}))
 
 
+_cuts_of: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+
+
 def _cut_of(one: Any) -> int | None:
     """Return the mesh dimension that `fully_shard` has cut, from what it keeps of a parameter."""
+    # Asked for each tensor of the state of an optimizer, too, and the ranks of a mesh are listed.
+    if one not in _cuts_of:
+        _cuts_of[one] = _find_cut(one)
+    return _cuts_of[one]
+
+
+def _find_cut(one: Any) -> int | None:
     group = getattr(one.mesh_info, "shard_process_group", None)
     if group is None:  # replicated only
         return None
