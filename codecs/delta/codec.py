@@ -57,6 +57,10 @@ class DeltaCodec(Codec):
     needs_base: ClassVar[bool] = True
     Config: ClassVar[type[PluginConfig]] = DeltaConfig
 
+    def load(self) -> None:
+        """Have numba compile the loops, where it has not kept them on disk: seconds."""
+        _comparer()
+
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the length of the chunk, and of the longest element."""
         return raw_length + _WORDS[-1]

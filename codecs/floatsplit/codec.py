@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 
 from penstock.codecs.floatsplit import planes as plain
-from penstock.codecs.floatsplit.entropy import Method, decode_plane, encode_plane, method_for
+from penstock.codecs.floatsplit.entropy import (
+    Method,
+    decode_plane,
+    encode_plane,
+    load_coder,
+    method_for,
+)
 from penstock.codecs.floatsplit.layout import HEAD, FrameLayout, cut_off, read_head, write_head
 from penstock.codecs.floatsplit.planes import BLOCK_ELEMENTS, UNUSED_BITS, Halves, Scratch
 from penstock.codecs.floatsplit.sampling import (
@@ -92,6 +98,11 @@ class FloatsplitCodec(Codec):
         """Create the codec from its options."""
         super().__init__(config)
         self._predict = config.predict
+
+    def load(self) -> None:
+        """Have numba compile the loops, where it has not kept them on disk: seconds."""
+        _splitter()
+        load_coder()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the raw length and the largest tables: a plane never gets longer."""

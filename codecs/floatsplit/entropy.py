@@ -233,6 +233,12 @@ def _compress(plane: Bytes) -> bytes:
     return frame
 
 
+def load_coder() -> None:
+    """Load what writes planes."""
+    _sparse()
+    _pair_coder()
+
+
 @cache
 def _has_huffman_only() -> bool:
     """Return whether the library takes the experimental parameter, and makes Huffman codes."""

@@ -90,6 +90,13 @@ class Codec(ABC):
         """Keep `config`, an instance of `Config`."""
         self.config: PluginConfig = config
 
+    def load(self) -> None:  # noqa: B027 - most have nothing to load
+        """Load what `encode` works with, if that takes long: libraries, code that is compiled.
+
+        Called in the background of each save before its first chunk, so it has to be quick when
+        all is loaded. What takes long in `encode` counts as a save that does not move.
+        """
+
     @abstractmethod
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""

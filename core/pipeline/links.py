@@ -102,6 +102,18 @@ def output_bound(codec: Codec, raw_length: int) -> int:
     return bound
 
 
+def load_link(codec: Codec) -> None:
+    """Call `Codec.load`; raises CodecError if it fails."""
+    try:
+        with noting_origin(lambda: f"in codec {codec.name}"):
+            codec.load()
+    except PenstockError:
+        raise
+    except Exception as error:
+        msg = f"codec {codec.name} failed to load: {error!r}"
+        raise CodecError(msg) from error
+
+
 def encode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> int | Declined:

@@ -40,6 +40,7 @@ from penstock.core.format.records import (
 )
 from penstock.core.pipeline.choices import ChainChoices
 from penstock.core.pipeline.chunks import Captured
+from penstock.core.pipeline.links import load_link
 from penstock.core.pipeline.writer import BATCH_BYTES, FrameWriter
 from penstock.core.plan.ranks import chunks_of_rank, derivable, spans_of_rank
 from penstock.core.ranks.agreement import SaveAgreement
@@ -214,6 +215,7 @@ class Finish:
         self._raise_if_failed()
         self._begin()
         self._tick(0)
+        self._load_codecs()
         self._write_chunks()
         self._wait_captured()
         blobs = self._writer.finish()
@@ -243,6 +245,12 @@ class Finish:
         self._tick(0)
         self._keep_for_next(part)
         return self._report(blobs)
+
+    def _load_codecs(self) -> None:
+        with self.watchdog.paused(), self._ending.calling_back():
+            for chain in self.request.chains:
+                for codec in chain.codecs if chain else ():
+                    load_link(codec)
 
     def _keep_for_next(self, part: RankManifest) -> None:
         """Keep what the next save may refer to, once the save is committed."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
 from penstock import Checkpointer, Shard
+from penstock.codecs.zstd import ZstdCodec
 from penstock.core.abc.delegating import DelegatingBackend
 from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import (
@@ -262,6 +263,27 @@ def test_rank_0_is_waited_for_while_it_makes_room():
     assert [report.step for report in job.save(state_of, 3)] == [3, 3]
     with checkpointer(store) as ckpt:
         assert ckpt.steps() == [3]
+
+
+class Compiled(ZstdCodec):
+    """What takes long before its first chunk: on every rank at once."""
+
+    api_version: ClassVar[int] = 1
+    name: ClassVar[str] = "compiled"
+
+    def load(self):
+        time.sleep(1.5 * TIMEOUT_S)
+
+
+def test_codecs_that_are_compiled_are_waited_for():
+    registry = Registry()
+    registry.register(Compiled)
+    store = memory()
+    rules = [{"match": "**", "codecs": ["compiled"]}]
+    job = Job(2, store, registry=registry, rules=rules, io_timeout_s=TIMEOUT_S)
+    assert [report.step for report in job.save(state_of, 1)] == [1, 1]
+    with checkpointer(store, registry=registry) as ckpt:
+        assert ckpt.verify(1, deep=True).ok
 
 
 class FullAndSlow(DelegatingBackend):
