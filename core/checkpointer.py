@@ -136,7 +136,7 @@ class Checkpointer:
             events=self._events,
             tiers=self._drains,
             earlier=EarlierReader(registry),
-            ranks=self._ranks.of_save,
+            ranks=self._ranks,
         )
         self._warn_early()
 
@@ -238,7 +238,7 @@ class Checkpointer:
         """Describe and plan a save of `state` without writing anything.
 
         Call it once before training: it raises the errors of the first save that can be found
-        without writing.
+        without writing. Each rank may do so for itself: it asks nothing of the others.
 
         Args:
             state: As for `save`.

@@ -85,8 +85,7 @@ class RankGroup:
                 empty: they are all of it.
         """
         self.writer_bytes = writer_bytes
-        self.members = tuple(members)
-        self.place = RankPlace(rank, world_size, host or socket.gethostname())
+        self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.coordination = coordination
         self.timeout_s = timeout_s
         self.alike: dict[object, RankPlaces] = {}
@@ -303,7 +302,7 @@ class RanksOfJob:
             return group.place.rank == 0
         place = _place_in_job(self._given)
         if place is not None:
-            return place[0] == 0
+            return place.rank == 0
         return promised_ranks() < 2 or os.environ.get("RANK") == "0"  # noqa: PLR2004 - one is alone
 
     def settle(self) -> None:
@@ -317,6 +316,22 @@ class RanksOfJob:
         waits = ranks > 1 and self._config.ranks == "auto" and self._given is None
         return obstacle_of_ranks(ranks) if waits else None
 
+    def place(self) -> RankPlace | None:
+        """Return the place of this process among the ranks that save together; None: it is alone.
+
+        Does not join the ranks, as `leads`.
+
+        Raises:
+            ConfigError: There are several ranks, and this one cannot find the others.
+        """
+        if self._config.ranks == "alone":
+            return None
+        group = self._given if isinstance(self._given, RankGroup) else self._group
+        found = _place_in_job(self._given) if group is None else group.place
+        self._check_findable(found)
+        self._check_not_alone(found)
+        return found
+
     def of_save(self) -> RankGroup | None:
         """Return the ranks that save together; None: this process saves alone.
 
@@ -324,9 +339,7 @@ class RanksOfJob:
             ConfigError: There are several ranks, and this one cannot find the others.
         """
         found = self.of_restore()
-        ranks = promised_ranks()
-        if found is None and ranks > 1 and self._config.ranks == "auto":
-            raise ConfigError(obstacle_of_ranks(ranks))
+        self._check_findable(found)
         self._saves_alone = found is None
         return found
 
@@ -341,12 +354,7 @@ class RanksOfJob:
         found: RankGroup | None = self._given
         if not isinstance(found, RankGroup):
             found = group_of_job(self._given, timeout_s=self._config.rank_timeout_s)
-        if found is not None and self._saves_alone:
-            msg = (
-                f"the checkpointer of {self._url} has saved before torch.distributed was "
-                "initialised, as one process: make a new one for the ranks"
-            )
-            raise ConfigError(msg)
+        self._check_not_alone(found)
         self._group = found
         return found
 
@@ -357,6 +365,19 @@ class RanksOfJob:
                 self.of_restore()
         if self._group is not None:
             self._group.close(error)
+
+    def _check_findable(self, found: RankGroup | RankPlace | None) -> None:
+        ranks = promised_ranks()
+        if found is None and ranks > 1 and self._config.ranks == "auto":
+            raise ConfigError(obstacle_of_ranks(ranks))
+
+    def _check_not_alone(self, found: RankGroup | RankPlace | None) -> None:
+        if found is not None and self._saves_alone:
+            msg = (
+                f"the checkpointer of {self._url} has saved before torch.distributed was "
+                "initialised, as one process: make a new one for the ranks"
+            )
+            raise ConfigError(msg)
 
 
 def cause_of(error: BaseException) -> str:
@@ -390,20 +411,18 @@ def group_of_job(group: Any = None, *, timeout_s: float) -> RankGroup | None:
     place = _place_in_job(group)
     if place is None:
         return None
-    rank, world_size = place
-    members: tuple[int, ...] = ()
-    if group is not None:
-        members = tuple(sys.modules["torch.distributed"].get_process_group_ranks(group))
     coordination = TorchCoordination(
-        prefix=job_prefix(members),
-        world_size=world_size,
+        prefix=job_prefix(place.members),
+        world_size=place.world_size,
         call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
     )
-    return RankGroup(rank, world_size, coordination, timeout_s=timeout_s, members=members)
+    return RankGroup(
+        place.rank, place.world_size, coordination, timeout_s=timeout_s, members=place.members
+    )
 
 
-def _place_in_job(group: Any) -> tuple[int, int] | None:
-    """Return the rank of this process, and how many there are; None where it is alone."""
+def _place_in_job(group: Any) -> RankPlace | None:
+    """Return the place of this process, without its host; None where it is alone."""
     # Looked up, not imported: a process that has not imported it has one rank.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -416,7 +435,10 @@ def _place_in_job(group: Any) -> tuple[int, int] | None:
             "that it saves with, or ranks='alone' where it saves for itself"
         )
         raise ConfigError(msg)
-    return None if world_size < 2 else (rank, world_size)  # noqa: PLR2004 - one rank is alone
+    if world_size < 2:  # noqa: PLR2004 - one rank is alone
+        return None
+    members = () if group is None else tuple(distributed.get_process_group_ranks(group))
+    return RankPlace(rank, world_size, members=members)
 
 
 def promised_ranks() -> int:

@@ -74,11 +74,14 @@ class RankPlace:
         rank: Its number; 0 leads.
         world_size: How many there are.
         host: The name of its machine.
+        members: The numbers of all of them in the job, in order, where others of the job are left
+            out; empty: they are all of it.
     """
 
     rank: int
     world_size: int
     host: str = ""
+    members: tuple[int, ...] = ()
 
 
 class Round:

@@ -49,9 +49,10 @@ if TYPE_CHECKING:
     from penstock.core.errors import StorageFullError
     from penstock.core.pipeline.staging import Staging
     from penstock.core.plugins.registry import Registry
-    from penstock.core.ranks.group import RankGroup
+    from penstock.core.ranks.group import RanksOfJob
     from penstock.core.reporting.events import EventStream
     from penstock.core.reporting.reports import Progress, SaveHandle, SaveReport
+    from penstock.core.rounds.round import RankPlace
     from penstock.core.save.request import EarlierCheckpoints, SaveRequest, TiersOfSave
     from penstock.core.storage.time_limited import TimeLimitedBackend
 
@@ -92,7 +93,7 @@ class Saver(SaveSurroundings):
         events: EventStream,
         tiers: TiersOfSave | None,
         earlier: EarlierCheckpoints,
-        ranks: Callable[[], RankGroup | None] = lambda: None,
+        ranks: RanksOfJob,
     ) -> None:
         """Make the saver of a run.
 
@@ -106,7 +107,7 @@ class Saver(SaveSurroundings):
             events: Receives the saves, and the deletions by retention.
             tiers: The tiers of the backend, if it has any.
             earlier: Reads the checkpoints that saves refer to.
-            ranks: Returns the ranks that save together; None: this process saves alone.
+            ranks: Finds the ranks that save together.
         """
         self.pending = Pending(tiers)
         self.staging: Staging | None = None
@@ -155,7 +156,7 @@ class Saver(SaveSurroundings):
         called: float,
     ) -> SaveHandle:
         """See `Checkpointer.save`; `called` is its time on the monotonic clock."""
-        group = self._ranks()
+        group = self._ranks.of_save()
         turn = None if group is None else RankTurn(group, group.next_number(), known=self._parts)
         try:
             if not self.pending.may_prepare(self._config.on_busy):
@@ -195,7 +196,7 @@ class Saver(SaveSurroundings):
         self._backend.check_writable()
         if step is not None:
             self._claim_generation(number, overwrite=overwrite)
-        request = self._planned(state, number, 0, mode=mode, group=self._ranks())
+        request = self._planned(state, number, 0, mode=mode, place=self._ranks.place())
         return CheckReport(
             objects=request.objects,
             bytes_raw=request.plan.raw_bytes,
@@ -288,11 +289,11 @@ class Saver(SaveSurroundings):
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
         """Return the planned save; None: no tier has room for it."""
         turn = call.turn
-        group = None if turn is None else turn.group
+        place = None if turn is None else turn.group.place
         generation = 0
         if turn is None or not turn.rank:  # rank 0 tells the others
             generation = self._claim_generation(call.step, overwrite=call.overwrite)
-        request = self._planned(call.state, call.step, generation, mode=call.mode, group=group)
+        request = self._planned(call.state, call.step, generation, mode=call.mode, place=place)
         if turn is not None:
             turn.latest = self._latest
             turn.brought = Brought.of(
@@ -395,17 +396,17 @@ class Saver(SaveSurroundings):
         generation: int,
         *,
         mode: str,
-        group: RankGroup | None,
+        place: RankPlace | None,
     ) -> SaveRequest:
         description = describe_tree(
             state,
             providers=self._registry.providers,
             allow_pickle=self._config.allow_pickle,
-            rank=0 if group is None else group.place.rank,
-            world_size=1 if group is None else group.place.world_size,
+            rank=0 if place is None else place.rank,
+            world_size=1 if place is None else place.world_size,
         )
-        if group is not None and group.members:
-            members = frozenset(group.members)
+        if place is not None and place.members:
+            members = frozenset(place.members)
             entries = tuple(_among(entry, members) for entry in description.entries)
             description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
@@ -418,7 +419,7 @@ class Saver(SaveSurroundings):
             mode=mode,
             share=self._config.share,
             derive=self._config.share,
-            place=None if group is None else group.place,
+            place=place,
             known=self._cuts,
         )
         if self._config.rules:

@@ -80,7 +80,9 @@ if rank == 1:
     with penstock.Checkpointer(f"{root}-alone", ranks="alone") as ckpt:
         ckpt.save({"rank": rank}, 1, mode="blocking")
 else:
-    if rank == 0:  # repairs by itself, which is no part of what the ranks agree on
+    if rank == 0:  # repairs and checks by itself, which is no part of what the ranks agree on
+        with penstock.Checkpointer(root, group=group) as ckpt:
+            ckpt.check({"w": half()}, 1)
         tiers = {"type": "tiered", "fast": f"{root}-fast", "durable": f"{root}-durable"}
         with penstock.Checkpointer(tiers, group=group) as ckpt:
             try:
