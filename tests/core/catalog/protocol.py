@@ -293,6 +293,7 @@ class _Finish(Finish):
             generation=generation,
             block_bytes=4096,
             plan=SimpleNamespace(chunks=chunks, raw_bytes=32),
+            chains=(),
         )
         self._manifest = SimpleNamespace(encode=self._encode, encode_part=self._encode_part)
         self._writer = _Writer(turn, uid)
