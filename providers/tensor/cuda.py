@@ -13,7 +13,7 @@ from penstock.providers.tensor.memory import TensorSource, copy_range
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.core.abc import ByteSource, Lines, MemoryKey
+    from penstock.core.abc import ByteSource, Lines
     from penstock.providers.tensor.lines import GatheredLines
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
@@ -51,7 +51,6 @@ class CudaSource(TensorSource):
     """The source of a CUDA tensor's bytes, as of an event on the describing thread's stream."""
 
     __slots__ = ("_moment",)
-    memory: MemoryKey | None
 
     def __init__(self, tensor: torch.Tensor, moment: torch.cuda.Event) -> None:
         super().__init__(tensor)
