@@ -132,6 +132,8 @@ class Pool:
             self._waiting -= 1
             self._busy[me] = Deadline(self._stuck_s, self._timing.clock)
         fulfil(future, task)
+        # The traceback of an error leads to this frame: it would hold the future, and so the error.
+        del future, task
         with self._lock:
             del self._busy[me]
 
