@@ -373,7 +373,7 @@ class SaveAgreement:
         there = terms.get("step")
         return (
             f"was called to save step {self._step} while rank 0 saves step {there}: all ranks have "
-            "to save the same steps"
+            "to save the same steps, and to call save equally often, in signal handlers too"
         )
 
     def _next(self, *wanted: Step) -> None:

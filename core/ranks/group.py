@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 SEVERAL_CHECKPOINTERS = (
     "Of several checkpointers in a job each has to be used for the first time in the same order on "
-    "all ranks"
+    "all ranks; for what stands behind `if rank == 0:` use a checkpointer with ranks='alone'"
 )
 """What else to look at where ranks see different roots: they may be those of two checkpointers."""
 

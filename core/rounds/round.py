@@ -65,6 +65,12 @@ _LEAST_LOOK_S = 0.02
 _WAITED_SHARE = 0.1
 _LOOK_SHARE = 4
 
+# Short: a cause is cut at 300 bytes.
+_ONE_ORDER = (
+    "all ranks have to call save, restore and load alike, of several checkpointers in one order"
+)
+_ONE_RANK = "for what stands behind `if rank == 0:` use a checkpointer with ranks='alone'"
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
@@ -413,7 +419,8 @@ class Round:
 
     def _hear_go(self, post: GoPost) -> None:
         if post.kind != self.kind:
-            self.fail(f"wants to {self.kind} while rank 0 wants to {post.kind}")
+            both = f"wants to {self.kind} while rank 0 wants to {post.kind}"
+            self.fail(f"{both}: {_ONE_ORDER}; {_ONE_RANK}")
         elif post.stop:
             self.stop, self.terms = post.stop, post.terms
             self._happen(Happening.STOP)
@@ -460,18 +467,21 @@ class Round:
 
     def _still_words(self, rank: int) -> str:
         post = self._slots.get(rank)
-        still = f"stood still for {self.timeout_s:g} s"
         if post is None or post.round < self.number:
-            every = f"every rank has to call {self.kind}"
-            return f"has not begun to {self.kind} for {self.timeout_s:g} s: {every}"
+            late = f"has not begun to {self.kind} for {self.timeout_s:g} s"
+            return f"{late}: {_ONE_ORDER}; {_ONE_RANK}. If it comes later, raise rank_timeout_s"
+        still = f"stood still for {self.timeout_s:g} s {self._doing_words(post)}"
+        return f"{still}: it is dead or stuck; if it only pauses, raise rank_timeout_s"
+
+    def _doing_words(self, post: SlotPost) -> str:
         if post.at is At.HERE:
-            return f"{still} before it began to {self.kind}"
+            return f"before it began to {self.kind}"
         if post.at is At.SEALED:
-            return f"{still} behind its last byte"
-        doing = "wrote" if self.kind == "save" else "restored"
+            return "behind its last byte"
+        doing = "while it wrote" if self.kind == "save" else "while it restored"
         if not post.total:
-            return f"{still} while it {doing}"
-        return f"{still} while it {doing} ({size_text(post.done)} of {size_text(post.total)})"
+            return doing
+        return f"{doing} ({size_text(post.done)} of {size_text(post.total)})"
 
     def _accuse(self, rank: int, host: str, cause: str) -> None:
         if self._blame is None:

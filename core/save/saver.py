@@ -60,6 +60,7 @@ log = logging.getLogger("penstock")
 
 _MODES = ("blocking", "async", "lazy")
 _BUSY = "another save was under way"
+_IN_HANDLER = "skipped it: the signal handler that called save interrupted another save"
 _FIRST_LOOK_S, _MOST_LOOK_S = 0.005, 0.1
 
 
@@ -160,6 +161,8 @@ class Saver(SaveSurroundings):
         turn = None if group is None else RankTurn(group, group.next_number(), known=self._parts)
         try:
             if not self.pending.may_prepare(self._config.on_busy):
+                if turn is not None and turn.rank:  # the others may not be busy, and wait for it
+                    turn.group.give_up(turn.number, _IN_HANDLER)
                 return self._skipped(valid_step(step), on_progress, _BUSY, turn)
             return self.pending.prepare(
                 lambda: self._save(

@@ -71,8 +71,10 @@ def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
     with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:
-        with pytest.raises(RankError, match="rank 1 has not begun to restore"):
+        with pytest.raises(RankError, match="rank 1 has not begun to restore") as raised:
             ckpt.restore({"epoch": 0})
+        assert_says_what_to_do(raised.value)
+        assert "If it comes later, raise rank_timeout_s" in str(raised.value)
         assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
@@ -81,6 +83,28 @@ def test_nobody_waits_at_close_for_ranks_that_did_not_save():
         with pytest.raises(RankError, match="rank 1 has not begun to save"):
             ckpt.save({"epoch": 0}, 1, mode="blocking")
         assert ckpt._ranks.of_restore().lost == {1, 2}
+
+
+def test_ranks_that_save_and_restore_at_once_are_told_what_to_do():
+    def work(ckpt, rank):
+        if rank == 0:
+            return ckpt.load()
+        return ckpt.save({"epoch": 1}, 2).result(LONG_S)
+
+    store = memory()
+    with checkpointer(store) as ckpt:
+        ckpt.save({"epoch": 1}, 1, mode="blocking")
+    told, own = run(Job(2, store), work)
+    assert "rank 1 on node1 wants to save while rank 0 wants to restore" in str(told)
+    assert_says_what_to_do(told)
+    assert_says_what_to_do(own)
+
+
+def assert_says_what_to_do(error):
+    text = str(error)
+    assert "call save, restore and load alike, of several checkpointers in one order" in text
+    assert "behind `if rank == 0:` use a checkpointer with ranks='alone'" in text
+    assert "..." not in text  # nothing of it is cut
 
 
 def run(job, work):

@@ -2,12 +2,13 @@
 
 import signal
 import threading
+import time
 
 import pytest
 from tests.integration.ranks.saving import Job
 from tests.integration.support import checkpointer, memory
 
-from penstock import BusyError
+from penstock import BusyError, RankError
 
 
 @pytest.fixture
@@ -118,3 +119,54 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_s
         ckpt.save({"a": Quiet()}, 2).result(30)
     thread.join()
     assert found == [1, 2]
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make_it(
+    interrupted, on_signal
+):
+    """A signal that all ranks get interrupts a save on some of them alone: they stay in step."""
+    store = memory()
+    job = Job(2, store)
+    found = []
+
+    def other():
+        with job.checkpointer(1 - interrupted) as ckpt:
+            found.append(ckpt.save({"a": Quiet()}, 1).result(30).step)
+            with pytest.raises((RankError, BusyError), match="called in a signal handler"):
+                ckpt.save({"a": Quiet()}, 2, mode="blocking")
+            found.append(ckpt.save({"a": Quiet()}, 3).result(30).step)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    on_signal(lambda: ckpt.save({"a": Quiet()}, 2))
+    with job.checkpointer(interrupted) as ckpt:
+        with pytest.raises(BusyError):
+            ckpt.save({"a": Interrupted()}, 1)
+        ckpt.save({"a": Quiet()}, 3).result(30)
+    thread.join()
+    assert found == [1, 3]
+
+
+def test_a_save_that_is_skipped_in_a_handler_of_one_rank_fails_where_others_make_it(on_signal):
+    job = Job(2, memory(), on_busy="skip")
+    found = []
+
+    def leader():
+        with job.checkpointer(0, timeout_s=60.0) as ckpt:
+            ckpt.save({"a": Quiet()}, 1).result(30)
+            with pytest.raises(RankError, match="rank 1 on node1 skipped it: the signal handler"):
+                ckpt.save({"a": Quiet()}, 2, mode="blocking")
+            found.append("told")  # before the other has left
+            found.append(ckpt.save({"a": Quiet()}, 3).result(30).step)
+
+    thread = threading.Thread(target=leader)
+    thread.start()
+    on_signal(lambda: ckpt.save({"a": Quiet()}, 2))
+    with job.checkpointer(1) as ckpt:
+        ckpt.save({"a": Interrupted()}, 1).result(30)
+        while "told" not in found and thread.is_alive():
+            time.sleep(0.01)
+        ckpt.save({"a": Quiet()}, 3).result(30)
+    thread.join()
+    assert found == ["told", 3]
