@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Coordination
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.errors import RankError
     from penstock.core.plan.ranks import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
@@ -51,6 +52,7 @@ SEVERAL_CHECKPOINTERS = (
 )
 """What else to look at where ranks see different roots: they may be those of two checkpointers."""
 
+_FAILED = "failed with "
 _NONCE_KEY = "nonce"
 _LEFT_POLL_S = 0.01
 
@@ -387,7 +389,12 @@ def cause_of(error: BaseException) -> str:
 
 def failed_with(name: str) -> str:
     """Return how the cause begins of a rank that failed with an error of this name."""
-    return f"failed with {name}: "
+    return f"{_FAILED}{name}: "
+
+
+def is_logged(error: RankError) -> bool:
+    """Return whether rank 0 has logged the error: not where it is itself silent or dead."""
+    return error.rank != 0 or error.cause.startswith(_FAILED)
 
 
 def _line_of(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from penstock.core.errors import (
     StorageFullError,
 )
 from penstock.core.foreign import said
+from penstock.core.ranks.group import is_logged
 from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import Progress, SaveHandle
 from penstock.core.save.capture import CaptureRun
@@ -294,7 +295,7 @@ class SaveJob:
 
     def _told(self, error: BaseException) -> str:
         """Return what is logged of an error: of another rank's, only where no other log has it."""
-        if isinstance(error, RankError) and self.request.rank and error.rank:
+        if isinstance(error, RankError) and self.request.rank and is_logged(error):
             return f"rank {error.rank} is the cause, as the log of rank 0 says"
         return str(error)
 

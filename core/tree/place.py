@@ -307,7 +307,8 @@ class Placing(Rebuilding):
         self, value: PerRank, path: ObjectPath, stored: Sequence[ObjectPath], count: int
     ) -> Placement:
         """Plan what `on_change` says, since another number of ranks has stored theirs."""
-        number = f"{len(stored)} rank{'s' if len(stored) > 1 else ''}"
+        one, many = ("rank", "ranks") if value.index is None else ("index", "indices")
+        number = f"{len(stored)} {many if len(stored) > 1 else one}"
         shown = f"{show_path(path)} is stored for {number}, and here are {count}"
         if value.on_change == "keep":
             level = logging.INFO if self.rank else logging.WARNING  # all ranks would say the same
@@ -316,11 +317,11 @@ class Placing(Rebuilding):
         if not callable(value.on_change):
             return Placement(problems=[f"{shown}: {_REMEDY}"])
         result, choose = Placement(), value.on_change
-        made = [self.rebuild(one) for one in stored]
-        for one in made:
-            result.absorb(one)
+        made = [self.rebuild(at) for at in stored]
+        for each in made:
+            result.absorb(each)
         result.finish = lambda: replace(
-            value, value=choose([None if one.finish is None else one.finish() for one in made])
+            value, value=choose([None if each.finish is None else each.finish() for each in made])
         )
         return result
 

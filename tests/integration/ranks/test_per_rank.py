@@ -128,6 +128,15 @@ def test_ranks_that_read_the_same_data_store_it_once():
         ]
 
 
+def test_another_number_of_indices_is_named_by_indices():
+    store = memory()
+    Job(4, store).save(by_pairs)
+    with checkpointer(store) as ckpt:
+        loader = PerRank(blank(0)["loader"].value, index=0, count=1)
+        with pytest.raises(RestoreMismatchError, match="is stored for 2 indices, and here are 1"):
+            ckpt.restore({"loader": loader, "epoch": 0})
+
+
 def test_ranks_that_share_capture_only_what_they_write_once_that_is_known():
     def work(ckpt, rank):
         counts = []
