@@ -334,6 +334,17 @@ class RanksOfJob:
         self._check_not_alone(found)
         return found
 
+    def alone_among_several(self) -> str:
+        """Return what to look at where others seem to save here, too; empty: nothing is known."""
+        count = os.environ.get("WORLD_SIZE", "1")
+        if self._config.ranks != "alone" or count == "1":
+            return ""
+        return (
+            f"This process was told ranks='alone', and WORLD_SIZE is {count}: if the others of "
+            "this job have the same root, give each process a root of its own, or leave ranks= "
+            "out, so that they save one checkpoint together."
+        )
+
     def of_save(self) -> RankGroup | None:
         """Return the ranks that save together; None: this process saves alone.
 

@@ -285,6 +285,8 @@ class SaveJob:
         def first() -> None:
             error = self.ending.error
             assert error is not None
+            if self._surroundings is not None:
+                self._surroundings.when_failed(error)
             self._capture.cancel(error)
             # Text: a kept log record would keep the error, its frames, and all that they hold.
             loud = self._log_failure and not isinstance(error, SaveSkippedError)

@@ -154,6 +154,9 @@ class SaveSurroundings:
         del request, uid
         return error
 
+    def when_failed(self, error: BaseException) -> None:
+        """Add to the error of a save, before anybody sees it, what the user should know."""
+
     def before_commit(self, request: SaveRequest) -> None:
         """Raise if the save must not commit any more; called right before its commit record."""
 

@@ -12,7 +12,7 @@ from penstock.core.abc import StateObject
 from penstock.core.catalog.retention import Housekeeper, clean_up_after
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, LostRaceError, StepExistsError
 from penstock.core.plan.ranks import among, chunks_of_rank, derivable, masters_of
 from penstock.core.plan.save import Capture, KnownCuts
 from penstock.core.ranks.group import cause_of
@@ -179,6 +179,8 @@ class Saver(SaveSurroundings):
                 )
             )
         except BaseException as error:
+            if isinstance(error, StepExistsError):
+                self.when_failed(error)
             if turn is not None and not turn.begun:
                 turn.group.give_up(turn.number, cause_of(error))
             raise
@@ -486,6 +488,12 @@ class Saver(SaveSurroundings):
             return error
         protect = self._protected_from(request.step)
         return self._housekeeper.when_full(error, uid, protect=protect)
+
+    def when_failed(self, error: BaseException) -> None:
+        """See `SaveSurroundings`."""
+        others = isinstance(error, (LostRaceError, StepExistsError))
+        if others and (note := self._ranks.alone_among_several()):
+            error.add_note(note)
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""

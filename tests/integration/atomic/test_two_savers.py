@@ -136,6 +136,20 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         assert same(ckpt.load(), make(3))
 
 
+def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    backend = Overtaken(store)
+
+    def overtake():
+        with checkpointer(store, ranks="alone") as other:
+            other.save(make(20), 2, mode="blocking")
+
+    backend.overtake = overtake
+    with checkpointer(backend, ranks="alone") as ckpt, pytest.raises(LostRaceError) as raised:
+        ckpt.save(make(10), 2).result(30)
+    assert "told ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
+
+
 def test_a_store_without_conditional_put_says_so_and_still_refuses_what_it_sees(store):
     backend = Appending(store, at="index")  # behind the claim, before the look
     with checkpointer(backend) as ckpt:

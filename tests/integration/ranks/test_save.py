@@ -209,3 +209,21 @@ def test_a_lazy_save_warns_of_no_optimizer_only_where_there_is_none(caplog):
 
     assert Job(2, memory()).run(work) == [[1, 2], [1, 2]]
     assert "defers nothing" not in caplog.text
+
+
+def test_metadata_and_overwrite_are_those_of_rank_0():
+    store = memory()
+    for epoch in (1, 2):
+        reports = Job(2, store).run(
+            lambda ckpt, rank, epoch=epoch: ckpt.save(
+                {"epoch": epoch}, 1, metadata={"of": rank}, overwrite=rank == 0 and epoch == 2
+            ).result(30)
+        )
+        assert [report.step for report in reports] == [1, 1]
+    with checkpointer(store) as ckpt:
+        assert ckpt.load() == {"epoch": 2}
+        assert ckpt.info().metadata == {"of": 0}
+    errors = Job(2, store).run(
+        lambda ckpt, rank: ckpt.save({"epoch": 3}, 1, overwrite=rank == 1).result(30)
+    )
+    assert [type(error) for error in errors] == [penstock.StepExistsError] * 2
