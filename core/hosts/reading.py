@@ -267,16 +267,13 @@ class JobReading:
         line = digests = _NOT_HERE
         try:
             if needs is not None:
-                address = own_address(group.coordination.host, self._network)
-                listener = listening_socket(address)
-                opened.callback(listener.close)
-                line = json.dumps([address, listener.getsockname()[1]]).encode()
                 digests = encode_digests(bucket_digests(component_numbers(needs)))
+                listener, line = self._listen(opened)
         finally:  # others wait for this word, be it what it may
             group.coordination.post(self._line_key(rank), line)
             if not me:
                 group.coordination.post(self._needs_key(rank), digests)
-        if needs is None or listener is None:
+        if needs is None:
             return None
         keys = {h: self._needs_key(ranks[0]) for h, ranks in enumerate(hosts)}
         found = read_all(group, keys, deadline, self._look)
@@ -288,6 +285,8 @@ class JobReading:
             return None
         told = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
         addresses = {r: _address_in(data) for r, data in lines.items() if data != _NOT_HERE}
+        if listener is None:  # but it divides as the others of this host do, who count on that
+            addresses = {}
         secret = hashlib.blake2b(group.uid(self._number).encode(), person=b"relay").digest()
         return Ways(
             relayed(needs, told, hosts, place_here),
@@ -295,6 +294,21 @@ class JobReading:
             listener,
             Greeting(secret, rank),
         )
+
+    def _listen(self, opened: ExitStack) -> tuple[socket.socket | None, bytes]:
+        """Return a socket at which this rank listens, and the word that tells others where.
+
+        One that cannot listen says so: it takes nothing from other hosts, and hands nothing on.
+        """
+        try:
+            address = own_address(self._group.coordination.host, self._network)
+            listener = listening_socket(address)
+        except (OSError, ValueError) as error:
+            rank = self._group.place.rank
+            log.warning("read_once_per_job: rank %d reads for itself: %s", rank, said(error))
+            return None, _NOT_HERE
+        opened.callback(listener.close)
+        return listener, json.dumps([address, listener.getsockname()[1]]).encode()
 
     def _line_key(self, rank: int) -> str:
         return f"line/{self._number}/{rank:05d}"
@@ -314,14 +328,19 @@ class Ways:
     Attributes:
         relayed: How what they need, too, gets there, by component.
         addresses: Where the ranks listen that this one deals with.
-        listener: Where this one listens.
+        listener: Where this one listens; None: it cannot, and takes no part.
         greeting: Proves that they are ranks of this job.
     """
 
     relayed: Mapping[int, Relayed]
     addresses: Mapping[int, tuple[str, int]]
-    listener: socket.socket
+    listener: socket.socket | None
     greeting: Greeting
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self.listener is not None:
+            self.listener.close()
 
     def relayed_by(
         self, division: Division[CodecChain], me: int, *, together_bytes: int
@@ -454,7 +473,7 @@ class SharedReading:
                 timing=self._timing,
             )
         except OSError as error:  # out of descriptors; others find that nobody listens here
-            self._ways.listener.close()
+            self._ways.close()
             log.warning("read_once_per_job: this rank reads alone: %s", said(error))
             return self._run(loader, loader)
         store = RelayedStore(loader.backend, relay, relayed_bytes)
@@ -475,7 +494,7 @@ class SharedReading:
         )
         relayed_bytes = tuple(found)
         if not relayed_bytes:
-            self._ways.listener.close()
+            self._ways.close()
         return relayed_bytes
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:

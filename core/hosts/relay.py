@@ -14,6 +14,7 @@ and no connection is blocked by bytes that nobody takes. What makes it safe:
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import select
@@ -161,8 +162,8 @@ class _Source:
 
     Attributes:
         rank: Its number.
-        quiet: Passes when it has handed nothing on for too long.
-        line: The connection to it; None before the first one, and when it is given up.
+        quiet: Passes when it has handed nothing on for too long, or has not greeted at all.
+        line: The connection to it; None before the start, and when it is given up.
         greeted: Whether both ends have proved who they are.
         asks: What is to come from it.
         gone: Whether it is given up.
@@ -338,12 +339,10 @@ class Relay:
         if peer is None or peer.gone or key in peer.asks:
             ask.done(REFUSED)
             return
-        if not peer.asks:
+        if not peer.asks and peer.greeted:
             peer.quiet.moved()
         peer.asks[key] = ask
-        if peer.line is None:
-            self._connect(peer)
-        elif peer.greeted:
+        if peer.greeted and peer.line is not None:
             peer.line.say(_ASK.pack(*key))
 
     def _offer(self, key: RelayKey, offer: _Offer) -> None:
@@ -370,6 +369,10 @@ class Relay:
 
     def _run(self) -> None:
         try:
+            if not self.is_over:
+                # To all at once: those that cannot be reached cost one wait, not one after another.
+                for source in self._sources.values():
+                    self._connect(source)
             while not self.is_over:
                 began_s = self._clock.monotonic_s()
                 self._obey()
@@ -472,6 +475,7 @@ class Relay:
     # -- who reads for this rank -------------------------------------------------------------------
 
     def _connect(self, peer: _Source) -> None:
+        peer.quiet.moved()
         try:
             connection = connecting_socket(*self._addresses[peer.rank])
         except (OSError, ValueError) as error:
@@ -483,10 +487,11 @@ class Relay:
     def _take(self, peer: _Source, line: _Line) -> Steps:
         claim, expected = yield from self._greeting.claim(peer.rank)
         line.say(claim)
-        if bytes((yield len(expected))) != expected:
+        if not hmac.compare_digest((yield len(expected)), expected):
             msg = "it does not know the secret of this job"
             raise StrangerError(msg)
         peer.greeted = True
+        peer.quiet.moved()
         for key in peer.asks:
             line.say(_ASK.pack(*key))
         while True:
@@ -507,7 +512,7 @@ class Relay:
             peer.line.end()
         peer.line, peer.gone = None, True
         asks, peer.asks = peer.asks, {}
-        if asks and why:
+        if why and (asks or not peer.greeted):
             self._warn(f"what rank {peer.rank} was to hand on is read here: {why}")
         for ask in asks.values():
             ask.done(REFUSED)
@@ -530,7 +535,7 @@ class Relay:
             listener.close()
             self._listener = None
             return False
-        if len(self._silent) >= _MOST_SILENT:
+        if len(self._silent) >= _MOST_SILENT + len(self._recipients):  # these connect all at once
             self._lose(self._silent[0], "there are too many")
         line = _Line(found, Deadline(self._patience_s, self._clock))
         self._silent.append(line)

@@ -73,7 +73,8 @@ class RelayedStore(DelegatingBackend):
         for one in relayed:
             self._relayed[one.place].append(one)
         self._lock = threading.Lock()  # guards `_received` and `bytes_received`
-        self._received: dict[Place, int] = {}
+        # Once for each time: several chunks may be decoded with the same bytes.
+        self._received: dict[Place, list[int]] = defaultdict(list)
         self.bytes_received = 0
         """The bytes that came from other ranks, and not from the store."""
 
@@ -103,14 +104,15 @@ class RelayedStore(DelegatingBackend):
     def forget(self, request: ReadRequest) -> int | None:
         """Note that bytes are read from the store; return the rank that they had come from."""
         with self._lock:
-            rank = self._received.pop(_place(request), None)
-            if rank is not None:
-                self.bytes_received -= request.target.nbytes
-            return rank
+            ranks = self._received.get(_place(request))
+            if not ranks:
+                return None
+            self.bytes_received -= request.target.nbytes
+            return ranks.pop()
 
     def _note(self, request: ReadRequest, rank: int) -> None:
         with self._lock:
-            self._received[_place(request)] = rank
+            self._received[_place(request)].append(rank)
             self.bytes_received += request.target.nbytes
 
 

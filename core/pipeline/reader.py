@@ -206,6 +206,7 @@ class Loader:
             on_failover=self._on_failover,
             together_bytes=self._together_bytes,
             scratch_bytes=self._scratch_bytes,
+            by_copy=self._by_copy,
         )
 
     def of(self, backend: Backend) -> Loader:

@@ -189,6 +189,27 @@ def test_a_rank_that_stands_in_for_another_without_the_secret_is_found():
         thread.join(10)
 
 
+def test_sources_that_say_nothing_cost_one_wait_however_many_they_are():
+    with ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        relay = Relay(
+            Greeting(b"secret", 9),
+            None,
+            sources={rank: one.getsockname() for rank, one in enumerate(silent)},
+            recipients=(),
+            offers=(),
+            patience_s=PATIENCE_S,
+            ended=lambda: False,
+            timing=Timing(poll_s=0.05),
+        )
+        opened.callback(relay.close)
+        relay.start()
+        began_s = time.monotonic()
+        for rank in range(4):  # as one batch after the other needs them
+            assert ask(relay, rank, rank, 3)[1].wait() == [REFUSED]
+        assert time.monotonic() - began_s < 2 * PATIENCE_S
+
+
 def test_nobody_waits_once_all_have_given_up():
     over = threading.Event()
     with relays({0: (), 1: (0,)}, ended=over.is_set) as found:

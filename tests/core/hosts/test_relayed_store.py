@@ -116,3 +116,23 @@ def test_what_came_damaged_is_there_again_as_a_tier_and_nothing_else_is():
         for request in (own, received):
             with pytest.raises(StorageError):
                 again.read([request])
+
+
+def test_bytes_that_came_damaged_twice_are_read_again_twice():
+    """As a base that several chunks are decoded with."""
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+        place = Place("a.raw", HALF, HALF)
+        twice = [
+            [RelayedBytes(RelayKey(n, 0), place, source, recipients) for n in (0, 1)]
+            for source, recipients in ((1, ()), (None, (0,)))
+        ]
+        stores = [RelayedStore(stored(), found[rank], twice[rank]) for rank in (0, 1)]
+        (future, targets, requests), other = [begun(store, HALF, HALF) for store in stores]
+        future.result(PATIENT_S)
+        other[0].result(PATIENT_S)
+        assert stores[0].bytes_received == 2 * HALF
+        for request, target in zip(requests, targets, strict=True):
+            target[:] = bytes(HALF)
+            stores[0].tiers[0].backend.read([request])
+            assert bytes(target) == DATA[HALF:]
+        assert stores[0].bytes_received == 0

@@ -1,5 +1,6 @@
 """What ranks of several hosts need is read once for all of them, and handed on by the network."""
 
+import errno
 import gc
 import json
 import logging
@@ -33,6 +34,7 @@ from tests.integration.support import TINY, memory
 from penstock import Checkpointer, DamagedError, RankError
 from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import StorageError
+from penstock.core.hosts import reading
 from penstock.core.pipeline.reader import Loader
 from penstock.core.testing.faults import Fault, FaultyBackend
 
@@ -343,6 +345,26 @@ def test_ranks_that_cannot_be_reached_cost_reads_and_one_warning_each(caplog):
     told = warnings_of(caplog)
     assert len(told) == 2
     assert any("refused" in one for one in told)
+
+
+def test_a_rank_that_cannot_listen_reads_for_itself_and_keeps_nobody_waiting(monkeypatch, caplog):
+    store, values = memory(), tensors()
+    saved(store, values)
+    real, lock, asked = reading.own_address, threading.Lock(), []
+
+    def address(*given):
+        with lock:
+            asked.append(given)
+            if len(asked) == 1:
+                raise OSError(errno.EMFILE, "no room for another socket")
+        return real(*given)
+
+    monkeypatch.setattr(reading, "own_address", address)
+    began_s = time.monotonic()
+    reports = once(store, values, whole, 4, host=two_hosts)
+    assert time.monotonic() - began_s < 8.0
+    assert NEEDED < read(reports) <= 2 * NEEDED
+    assert len(warnings_of(caplog)) == 1
 
 
 @pytest.mark.parametrize("after", [0, 40_000])
