@@ -219,19 +219,17 @@ def plan_save(
         chunk_bytes, slab_limit_bytes, min(encoded_slab_bytes, chunk_bytes), even_cuts
     )
     known = known or KnownCuts()
-    facts = _facts_of_all(objects, sizes, masters, known.facts)
+    cuts = known.newest
+    facts = _facts_of_all(objects, sizes, masters, cuts.facts)
     basis = (sizes, tuple(masters))
-    if known.basis != basis or known.facts != facts:
-        known.basis = ()  # Ctrl-C may come between these lines
-        known.chunks = _chunks(facts, sizes, masters)
-        known.raw_bytes = sum(one.nbytes for one in facts)
-        known.facts = facts
-        known.basis = basis
-    return SavePlan(objects, known.chunks, known.raw_bytes, masters)
+    if cuts.basis != basis or cuts.facts != facts:
+        nbytes = sum(one.nbytes for one in facts)
+        cuts = known.newest = _Cuts(basis, facts, _chunks(facts, sizes, masters), nbytes)
+    return SavePlan(objects, cuts.chunks, cuts.raw_bytes, masters)
 
 
-class KnownCuts:
-    """The chunks of the newest plan, and all that they follow from.
+class _Cuts(NamedTuple):
+    """The chunks of a plan, and all that they follow from.
 
     Attributes:
         basis: What the chunks follow from, besides `facts`. Cuts are made from these alone.
@@ -240,11 +238,21 @@ class KnownCuts:
         raw_bytes: Bytes of all objects.
     """
 
+    basis: tuple[object, ...] = ()
+    facts: Sequence[_CutFacts] = ()
+    chunks: tuple[Chunk, ...] = ()
+    raw_bytes: int = 0
+
+
+class KnownCuts:
+    """The cuts of the newest plan: read once and replaced at once.
+
+    A signal handler or another thread may plan, too, as `check` does while a save is prepared, and
+    chunks of one plan must never be taken for those of another.
+    """
+
     def __init__(self) -> None:
-        self.basis: tuple[object, ...] = ()
-        self.facts: Sequence[_CutFacts] = ()
-        self.chunks: tuple[Chunk, ...] = ()
-        self.raw_bytes = 0
+        self.newest = _Cuts()
 
 
 class _CutSizes(NamedTuple):

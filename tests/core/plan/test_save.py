@@ -1,6 +1,7 @@
 """The save plan: cuts, slabs, and places in the `.raw` blob."""
 
 import itertools
+import sys
 
 import pytest
 from hypothesis import given
@@ -292,3 +293,44 @@ def test_cuts_that_are_known_are_those_that_would_be_made(items, first, second):
         assert plan.chunks == plan_save(objects, **how).chunks
         assert plan.objects is objects
         assert plan_save(objects, known=known, **how).chunks is plan.chunks
+
+
+def test_plans_that_come_between_each_other_get_their_own_cuts():
+    """A signal handler that plans, or another thread, may come before any line of a plan."""
+    one, other = [item(1000), item(8)], [item(5000), item(40), item(8)]
+    small, large = (plan_save(objects, chunk_bytes=PAGE_BYTES) for objects in (one, other))
+
+    def interrupted(number, known):
+        """Plan `one`, and `other` before line `number`; return the latter, None: no such line."""
+        lines, within = itertools.count(), None
+
+        def trace(frame, event, arg):
+            del arg
+            nonlocal within
+            if frame.f_code is not plan_save.__code__:
+                return None
+            if event == "line" and next(lines) == number:
+                within = plan_save(other, chunk_bytes=PAGE_BYTES, known=known)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            plan = plan_save(one, chunk_bytes=PAGE_BYTES, known=known)
+        finally:
+            sys.settrace(before)
+        assert (plan.chunks, plan.raw_bytes) == (small.chunks, small.raw_bytes)
+        return within
+
+    for earlier in ([], one, other):
+        for number in itertools.count():
+            known = KnownCuts()
+            plan_save(earlier, chunk_bytes=PAGE_BYTES, known=known)
+            within = interrupted(number, known)
+            if within is None:
+                break
+            assert (within.chunks, within.raw_bytes) == (large.chunks, large.raw_bytes)
+            for objects, plan in ((one, small), (other, large)):
+                found = plan_save(objects, chunk_bytes=PAGE_BYTES, known=known)
+                assert found.chunks == plan.chunks
+        assert number
