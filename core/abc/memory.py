@@ -153,7 +153,7 @@ class ByteSource(ABC):
         return False
 
     def locate(self) -> int | None:
-        """Return the first element's address now: 0 once freed, None if it never moves."""
+        """Return the first element's address now: 0 once freed or too small, None if fixed."""
         return None
 
     def keep(self) -> None:  # noqa: B027 - most memory is never freed by hand

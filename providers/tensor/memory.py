@@ -302,9 +302,12 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         return rounding.is_rounded(self.tensor, other.tensor)
 
     def locate(self) -> int | None:
-        if not self.layout.extent:
+        extent = self.layout.extent
+        if not extent:
             return None
-        start = self.storage.data_ptr()
+        # Shrunk memory counts as freed: what lies behind its end is of others.
+        lost = self._offset + extent > self.storage.nbytes()
+        start = 0 if lost else self.storage.data_ptr()
         return start + self._offset if start else 0
 
     def keep(self) -> None:

@@ -67,11 +67,15 @@ def _end(*_):
     pass
 
 
-def test_freed_memory_is_nowhere():
+@pytest.mark.parametrize("left_bytes", [0, 4])
+def test_freed_and_shrunk_memory_is_nowhere(left_bytes):
+    """A copy from where it was would take foreign bytes, or end the process."""
     tensor, source = source_of()
     assert source.locate() == tensor.data_ptr()
-    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(left_bytes)
     assert source.locate() == 0
+    TensorSource.hold([source])()
+    assert source.address == 0
 
 
 def test_sources_of_other_memory_need_no_hold():
