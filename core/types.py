@@ -209,8 +209,8 @@ class Capabilities:
         local: Blobs live in memory or files of this machine.
         outlives_process: What is stored is there for other processes too, and after this one has
             ended, however it ends. False for what lives in memory of this process.
-        prefers_huge_pages: Whether transfers of memory in small pages are so slow that core should
-            read into memory of huge pages, and copy.
+        prefers_huge_pages: With `direct_io`, whether transfers of memory in small pages are so slow
+            that core should read into memory of huge pages, and copy.
     """
 
     direct_io: bool = False

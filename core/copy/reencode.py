@@ -308,6 +308,7 @@ class _KeptCodecs(ChainTable):
         # `ChainTable.__init__` is not called: it reads rules, and here are none.
         self._numbers_by_path: dict[ObjectPath, int] = {}
         self.auto = None
+        self.chooses = True
         self.chains: list[CodecChain | None] = [None]
         known: dict[str, int] = {repr(()): 0}
         by_path = {located.record.path: located for located in contents.objects()}

@@ -237,7 +237,9 @@ class Loader:
                 was to be filled may still change when the store answers.
         """
         if self._by_copy is None:
-            self._by_copy = has_small_pages() and self._backend.capabilities.prefers_huge_pages
+            # `direct_io` first: to find out the rest some stores write.
+            direct = has_small_pages() and self._backend.direct_io
+            self._by_copy = direct and self._backend.capabilities.prefers_huge_pages
         scratch = self._borrow(self._needed_bytes(jobs))
         timing = self._workers.timing
         watchdog = Watchdog(self._io_timeout_s, timing.clock)

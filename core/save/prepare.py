@@ -138,6 +138,8 @@ class ChainTable:
 
     def __init__(self, config: CheckpointerConfig, registry: Registry) -> None:
         self._rules = [(Selection(include=rule.match), rule) for rule in config.rules]
+        self.chooses = bool(self._rules)
+        """Whether an object may have a chain: most states have none, and many objects."""
         self._numbers: dict[int, int] = {}
         self.chains: list[CodecChain | None] = [None]
         self.auto: AutoChains | None = None
@@ -161,8 +163,6 @@ class ChainTable:
 
     def number(self, entry: StateObject, *, exact: bool) -> int:
         """Return the chain of an object; with `exact`, without its lossy codecs."""
-        if not self._rules:
-            return 0
         for index, (selection, rule) in enumerate(self._rules):
             if selection.selects(entry.path):
                 if rule.codecs == AUTO:
@@ -296,7 +296,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     count = 0
     promised = False
     devices: set[str] = set()
-    lazy, has_rules = mode == "lazy", bool(config.rules)
+    lazy = mode == "lazy"
     for entry in description.entries:
         if type(entry) is not StateObject:
             continue
@@ -313,7 +313,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
             if capture is Capture.DEFERRED and source.memory not in description.deferrable:
                 promised = True
         chain, is_auto = 0, False
-        if has_rules:
+        if table.chooses:
             # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
             single = entry.kind is Kind.VALUE or not entry.spec.shape
             chain = table.number(entry, exact=single)

@@ -183,7 +183,11 @@ def test_whole_frames_are_copied_if_the_store_prefers_huge_pages(prefers, store,
     class Disk(WrapperBackend):
         @property
         def capabilities(self):
-            return replace(super().capabilities, prefers_huge_pages=prefers)
+            return replace(super().capabilities, direct_io=True, prefers_huge_pages=prefers)
+
+        @property
+        def direct_io(self):
+            return True
 
     job, data = store.raw(20_000)
     sink = Sink(20_000, direct=True)

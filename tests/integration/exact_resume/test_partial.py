@@ -918,13 +918,13 @@ def test_pieces_of_the_manifest_without_anything_selected_are_not_read(tmp_path)
 def test_records_are_made_of_what_is_selected_only(monkeypatch):
     state = {"m": {f"{n:04}": torch.ones(1) for n in range(3000)}}
     made = []
-    make = ObjectRecord.__init__
+    make = ObjectRecord.__new__
     with checkpointer(memory()) as ckpt:
         ckpt.save(state, 1, mode="blocking")
         monkeypatch.setattr(
             ObjectRecord,
-            "__init__",
-            lambda self, *args, **more: made.append(args[1]) or make(self, *args, **more),
+            "__new__",
+            lambda kind, *args, **more: made.append(args[1]) or make(kind, *args, **more),
         )
         ckpt.restore(state, include=["m/0007", "m/2999"])
         assert set(made) == {("m", "0007"), ("m", "2999")}
