@@ -88,6 +88,9 @@ Decoded JSON takes up to 24 times its text, so a few stored kilobytes could ask 
 MAX_LISTED_PARTS = 16
 """Most parts that a commit record lists itself; of more the index does."""
 
+MAX_LISTED_BORROWED = 64
+"""Most blobs of other saves that a saver lists in a commit record; more go to the index."""
+
 MAX_OBJECTS = 1 << 24
 """Most objects for each part: a part has no room for the shards of more."""
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from penstock.core.errors import DamagedError
+from penstock.core.catalog.survey import borrowed_blobs
+from penstock.core.errors import DamagedError, StorageError
 from penstock.core.format.records import blob_uid
 from penstock.core.reporting.reports import LendingSave
 from penstock.core.suggest import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator
 
+    from penstock.core.abc import Backend
     from penstock.core.catalog.catalog import Catalog
-    from penstock.core.format.records import CommitRecord
+    from penstock.core.format.records import BlobRecord, CommitRecord
 
 
 def records_down(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
@@ -100,10 +102,24 @@ def lent_by_deleted(records: Collection[CommitRecord]) -> dict[str, list[CommitR
     return dict(borrowers)
 
 
-def borrowed_bytes(records: Iterable[CommitRecord]) -> dict[str, int]:
-    """Return the bytes of all blobs that `records` borrow, by the uid of their save."""
-    blobs = {blob.name: blob.length for record in records for blob in record.borrowed}
+def borrowed_bytes(
+    backend: Backend, records: Iterable[CommitRecord], uids: Container[str]
+) -> dict[str, int]:
+    """Return the bytes of all blobs that `records` borrow of the saves `uids`, by uid.
+
+    Reads the tables of borrowed blobs of the checkpoints that borrow of these saves. Of one whose
+    table cannot be read it counts what the commit record says, as if nobody else borrowed that.
+    """
     sizes: dict[str, int] = defaultdict(int)
-    for name, length in blobs.items():
-        sizes[blob_uid(name) or ""] += length
-    return dict(sizes)
+    blobs: set[BlobRecord] = set()
+    for record in records:
+        if not any(uid in uids for uid in record.references):
+            continue
+        try:
+            blobs.update(borrowed_blobs(backend, record))
+        except (DamagedError, StorageError):
+            for uid, size in record.many_borrowed.saves.items() if record.many_borrowed else ():
+                sizes[uid] += size
+    for blob in blobs:
+        sizes[blob_uid(blob.name) or ""] += blob.length
+    return {uid: size for uid, size in sizes.items() if uid in uids}

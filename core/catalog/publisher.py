@@ -254,7 +254,8 @@ class Publisher:
             lost = "" if self._exists(intent_name(self._uid)) else "its data"
             missing = missing_borrowed(self._backend, record)
             if missing and not lost:
-                lost = f"what it borrows of other saves ({listed(missing)})"
+                names = [blob.name for blob in missing]
+                lost = f"what it borrows of other saves ({listed(names)})"
             if not lost:
                 return
         except BaseException as error:  # noqa: BLE001 - committed: a look that fails undoes nothing

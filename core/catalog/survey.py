@@ -15,9 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    DamagedError,
+    FormatError,
+)
 from penstock.core.foreign import memory_permitting
-from penstock.core.format.commit_record import decode_commit, decode_intent
+from penstock.core.format.commit_record import decode_borrowed, decode_commit, decode_intent
 from penstock.core.format.records import (
     COMMIT_PREFIX,
     DATA_PREFIX,
@@ -31,6 +36,7 @@ from penstock.core.format.records import (
 )
 from penstock.core.limits import RECORD_LIMIT_BYTES
 from penstock.core.storage.failover import from_any_tier
+from penstock.core.types import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -145,12 +151,12 @@ def has_data(backend: Backend, record: CommitRecord) -> bool:
     """Return whether one place lists all files of a checkpoint, as far as its record tells.
 
     Compares the lengths of index, parts and borrowed blobs, and the sum of the own blobs. Returns
-    False also where a foreign file lies beside the blobs.
+    False also where a foreign file lies beside the blobs, or the table of borrowed ones is damaged.
 
     Raises:
         StorageError: The place does not answer.
     """
-    return has_files(record, sizes_of(backend, record))
+    return has_files(backend, record, sizes_of(backend, record))
 
 
 def sizes_of(backend: Backend, record: CommitRecord) -> dict[str, int]:
@@ -163,13 +169,9 @@ def sizes_below(backend: Backend, uids: Iterable[str]) -> dict[str, int]:
     return {i.name: i.size_bytes for uid in uids for i in backend.list(data_prefix(uid))}
 
 
-def has_files(record: CommitRecord, sizes: Mapping[str, int]) -> bool:
+def has_files(backend: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
     """Return the same as `has_data` for a caller that has the `sizes_of` the files already."""
-    named: list[IndexEntry | PartEntry | BlobRecord] = [
-        record.index,
-        *record.parts,
-        *record.borrowed,
-    ]
+    named: list[IndexEntry | PartEntry | BlobRecord] = [record.index, *record.parts]
     blobs = f"{data_prefix(record.uid)}blobs/"
     stored = sum(size for name, size in sizes.items() if name.startswith(blobs))
     if (many := record.many_parts) is not None:
@@ -177,17 +179,58 @@ def has_files(record: CommitRecord, sizes: Mapping[str, int]) -> bool:
         lengths = [size for name, size in sizes.items() if name.startswith(parts)]
         if (len(lengths), sum(lengths)) != (many.count, many.length):
             return False
-    return stored == record.bytes_stored and all(sizes.get(e.name) == e.length for e in named)
+    if stored != record.bytes_stored or any(sizes.get(e.name) != e.length for e in named):
+        return False
+    try:
+        borrowed = read_borrowed(backend, record)
+    except DamagedError:
+        return False
+    return all(sizes.get(blob.name) == blob.length for blob in borrowed)
 
 
-def missing_borrowed(backend: Backend, record: CommitRecord) -> list[str]:
-    """Return the names of the borrowed blobs that one place lacks, or has with another length.
+def borrowed_blobs(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, ...]:
+    """Return the blobs that a checkpoint borrows, ascending by name, from whichever tier tells.
 
     Raises:
+        DamagedError: The table that lists them is damaged or missing; names it.
+        StorageError: The store does not answer.
+    """
+    return from_any_tier(backend, lambda one: read_borrowed(one, record))
+
+
+def read_borrowed(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, ...]:
+    """Return the same as `borrowed_blobs`, as one place tells; of an index reads nothing else."""
+    table, index = record.many_borrowed, record.index
+    if table is None:
+        return record.borrowed
+    with memory_permitting(index.name):
+        data = bytearray(table.length)
+        start = index.length - table.length
+        try:
+            backend.read([ReadRequest(index.name, start, memoryview(data))])
+        except (BlobNotFoundError, BlobTruncatedError) as error:
+            msg = f"{index.name} on {backend.url} is missing, or was cut off"
+            raise FormatError(msg, [index.name]) from error
+        return decode_borrowed(bytes(data), record)
+
+
+def missing_borrowed(
+    backend: Backend, record: CommitRecord, *, listed_by: Backend | None = None
+) -> list[BlobRecord]:
+    """Return the borrowed blobs that one place lacks, or has with another length.
+
+    Args:
+        backend: The place.
+        record: The checkpoint.
+        listed_by: The place that has the checkpoint whole; None: this one.
+
+    Raises:
+        DamagedError: What lists them there is damaged or missing.
         StorageError: The place does not answer.
     """
+    blobs = borrowed_blobs(listed_by or backend, record)
     sizes = sizes_below(backend, record.references)
-    return [blob.name for blob in record.borrowed if sizes.get(blob.name) != blob.length]
+    return [blob for blob in blobs if sizes.get(blob.name) != blob.length]
 
 
 def has(backend: Backend, record: CommitRecord) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.core.catalog.survey import Survey, survey_run
+from penstock.core.catalog.survey import Survey, borrowed_blobs, survey_run
 from penstock.core.copy.lease import Lease
 from penstock.core.errors import BusyError
 from penstock.core.format.records import (
@@ -161,7 +161,9 @@ class BlobSites:
     ) -> _Site:
         lease, own_uid = self._leases.get(uid), self._record.uid
         of_copy = None if lease is None else lease.found
-        return _Site(uid, wanted, there, survey, own_uid=own_uid, of_copy=of_copy)
+        return _Site(
+            uid, wanted, there, survey, own_uid=own_uid, of_copy=of_copy, place=self._target
+        )
 
     def _good(self, site: _Site, read: Read, *, trust_sealed: bool, repair: bool) -> set[str]:
         """Return the names of wanted blobs that the place has because a record there needs them."""
@@ -318,6 +320,7 @@ class _Site:
         *,
         own_uid: str,
         of_copy: bool | None,
+        place: Backend,
     ) -> None:
         """Sort out what is there.
 
@@ -328,6 +331,11 @@ class _Site:
             survey: The records of the place.
             own_uid: The uid of the checkpoint.
             of_copy: Whether a copy had left a lease before this one took it; None before that.
+            place: The place.
+
+        Raises:
+            DamagedError: What tells which of the blobs a checkpoint there borrows is damaged: any
+                of them may be needed, and any may be torn.
         """
         self.uid = uid
         self.wanted = wanted
@@ -353,8 +361,8 @@ class _Site:
             # Beside a lease there may be a part of a blob, which a killed copy has left. Without
             # one all blobs came with a checkpoint that was committed there.
             if has_lease and uid not in survey.named:
-                records = survey.records.values()
-                self.trusted &= {blob.name for record in records for blob in record.borrowed}
+                borrowers = [r for r in survey.records.values() if uid in r.references]
+                self.trusted &= {b.name for r in borrowers for b in borrowed_blobs(place, r)}
         elif self.is_orphaned and self.has_index:
             self.trusted = frozenset(self.sizes)
 

@@ -137,9 +137,9 @@ class Compactor:
         """
         if steps is not None:
             found = [self._catalog.record(step) for step in sorted(set(steps))]
-            return [record for record in found if record.borrowed]
+            return [record for record in found if record.references]
         records = self._records()
-        borrowing = {record.uid: record for record in records if record.borrowed}
+        borrowing = {record.uid: record for record in records if record.references}
         if everything:
             return list(borrowing.values())
         going = set(lent_by_deleted(records))
@@ -166,14 +166,14 @@ class Compactor:
             CompactedStep(r.step, r.uid, r.generation, r.bytes_stored, sizes[r.uid], 0.0)
             for r in chosen
         )
-        after = _needed_bytes(left, {r.uid: r.bytes_stored for r in chosen})
+        after = self._needed_bytes(left, {r.uid: r.bytes_stored for r in chosen})
         return CompactReport(
-            steps, _needed_bytes(records), after + sum(sizes.values()), dry_run=True
+            steps, self._needed_bytes(records), after + sum(sizes.values()), dry_run=True
         )
 
     def needed_bytes(self) -> int:
         """Return the size of all blobs that checkpoints of the run need."""
-        return _needed_bytes(self._records())
+        return self._needed_bytes(self._records())
 
     def compact(
         self, record: CommitRecord, on_progress: Callable[[Progress], None] | None = None
@@ -230,6 +230,21 @@ class Compactor:
         found = (one for _, one in self._catalog.records())
         return [record for record in found if not isinstance(record, DamagedError)]
 
+    def _needed_bytes(
+        self, records: Collection[CommitRecord], own: dict[str, int] | None = None
+    ) -> int:
+        """Return the size of the blobs of `records`, and of those that they borrow of other saves.
+
+        Args:
+            records: The commit records.
+            own: The bytes of all blobs of saves, by uid, that no record names, as far as known:
+                they stay whole if any is borrowed.
+        """
+        named = {record.uid: record.bytes_stored for record in records}
+        uids = {uid for record in records for uid in record.references} - named.keys()
+        lent = borrowed_bytes(self._backend, records, uids)
+        return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())
+
     def _size_alone(self, record: CommitRecord) -> int:
         """Return what the checkpoint takes if each chunk is as long as the lowest of its chain."""
         contents = Contents(self._backend, record, self._registry)
@@ -280,16 +295,3 @@ def _gone(record: CommitRecord) -> CheckpointGoneError:
         "was given up"
     )
     return CheckpointGoneError(msg)
-
-
-def _needed_bytes(records: Collection[CommitRecord], own: dict[str, int] | None = None) -> int:
-    """Return the size of the blobs of `records`, and of those that they borrow of other saves.
-
-    Args:
-        records: The commit records.
-        own: The bytes of all blobs of saves, by uid, that no record names, as far as known: they
-            stay whole if any is borrowed.
-    """
-    named = {record.uid: record.bytes_stored for record in records}
-    lent = {uid: size for uid, size in borrowed_bytes(records).items() if uid not in named}
-    return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())

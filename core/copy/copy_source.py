@@ -73,6 +73,7 @@ class CopySource:
             for frame in (frame for section in contents.sections(part) for frame in section.frames):
                 drafts[head.blobs[frame.blob].name].add(frame, head.block_bytes)
         contents.check_index()
+        contents.check_borrowed()
         for draft in drafts.values():
             contents.check_size(draft.blob.name, draft.blob.length)
         return [draft.checked() for draft in drafts.values()]

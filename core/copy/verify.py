@@ -94,7 +94,7 @@ def has_all_data(target: Backend, record: CommitRecord) -> bool:
 def _has_all_data(target: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
     if intent_name(record.uid) not in sizes:
         return False
-    if has_files(record, sizes):
+    if has_files(target, record, sizes):
         return True
     try:  # a foreign file may lie beside the blobs: the manifest has their names
         CopySource(target, record).read()
@@ -112,9 +112,10 @@ def check_same_manifest(target: Backend, there: CommitRecord, record: CommitReco
     Raises:
         StepExistsError: The records differ; nothing was changed.
     """
-    if (there.parts, there.many_parts, there.index) == (
+    if (there.parts, there.many_parts, there.many_borrowed, there.index) == (
         record.parts,
         record.many_parts,
+        record.many_borrowed,
         record.index,
     ):
         return

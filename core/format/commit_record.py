@@ -12,6 +12,7 @@ from penstock.core.format.records import (
     FORMAT_VERSION,
     BaseEntry,
     BlobRecord,
+    BorrowedTable,
     CommitRecord,
     IndexEntry,
     IntentRecord,
@@ -23,10 +24,18 @@ from penstock.core.format.records import (
     intent_name,
     part_name,
 )
-from penstock.core.format.strict_json import Fields, check_list, is_hex, load_json, refuse
-from penstock.core.format.zstd import digest
+from penstock.core.format.strict_json import (
+    Fields,
+    check_list,
+    dump_json,
+    is_hex,
+    load_json,
+    refuse,
+)
+from penstock.core.format.zstd import check_digest, compress, decompress, digest
 from penstock.core.limits import (
     MAX_INDEX_HEAD_BYTES,
+    MAX_LISTED_BORROWED,
     MAX_LISTED_PARTS,
     MAX_OBJECTS,
     MAX_STORED_FRAME_BYTES,
@@ -63,7 +72,8 @@ def encode_commit(record: CommitRecord) -> bytes:
     body["index"] = asdict(record.index)
     many = record.many_parts
     body["parts"] = [asdict(p) for p in record.parts] if many is None else asdict(many)
-    body["borrowed"] = [[blob.name, blob.length] for blob in record.borrowed]
+    table = record.many_borrowed
+    body["borrowed"] = _rows(record.borrowed) if table is None else asdict(table)
     body["base"] = None if record.base is None else asdict(record.base)
     for key in _OPTIONAL_KEYS:
         if not body[key]:
@@ -101,27 +111,57 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     world_size = fields.integer("world_size", low=1, high=_MAX_WORLD_SIZE)
     objects = fields.integer("objects", high=MAX_OBJECTS * world_size)
     many = type(fields.value("parts")) is dict
+    lists_all = type(fields.value("borrowed")) is not dict
+    index = _index_entry(fields.value("index"), uid, name)
     return CommitRecord(
         uid=uid,
         step=step,
         generation=generation,
         created=_time(fields, "created", name),
         world_size=world_size,
-        index=_index_entry(fields.value("index"), uid, name),
+        index=index,
         parts=() if many else _part_entries(fields, uid, name),
         objects=objects,
         bytes_raw=fields.integer("bytes_raw"),
         bytes_stored=fields.integer("bytes_stored"),
         codecs=_versions(fields, "codecs", name),
         providers=_versions(fields, "providers", name),
-        borrowed=_borrowed(fields, uid, name),
+        borrowed=_borrowed(fields.items("borrowed"), uid, name) if lists_all else (),
         base=_base(fields.value("base"), uid, name),
         metadata=fields.mapping("metadata"),
         penstock=fields.text("penstock"),
         engine=fields.text("engine"),
         plugins=_texts(fields, "plugins", name),
         many_parts=_many_parts(fields, name) if many else None,
+        many_borrowed=None if lists_all else _many_borrowed(fields, index, uid, name),
     )
+
+
+def encode_borrowed(blobs: Sequence[BlobRecord]) -> tuple[bytes, BorrowedTable]:
+    """Encode the table of borrowed blobs, ascending by name, which ends an index."""
+    data = compress(dump_json(_rows(blobs)))
+    saves: dict[str, int] = {}
+    for blob in blobs:
+        uid = blob_uid(blob.name) or ""
+        saves[uid] = saves.get(uid, 0) + blob.length
+    return data, BorrowedTable(len(blobs), len(data), digest(data), saves)
+
+
+def decode_borrowed(data: bytes, record: CommitRecord) -> tuple[BlobRecord, ...]:
+    """Read and validate the table of borrowed blobs of a checkpoint whose record has none itself.
+
+    Raises:
+        FormatError: The table is damaged, or not what the commit record says of it.
+    """
+    name, table = f"{record.index.name}: borrowed", record.many_borrowed
+    if table is None:
+        refuse(name, "the commit record lists the blobs itself")
+    check_digest(data, record.index.name, length=table.length, expected=table.sha256)
+    rows = check_list(load_json(decompress(data, name), name), name)
+    blobs = _borrowed(rows, record.uid, name)
+    if encode_borrowed(blobs)[1].saves != table.saves or len(blobs) != table.count:
+        refuse(name, "does not list the blobs that the commit record counts")
+    return blobs
 
 
 def encode_intent(record: IntentRecord) -> bytes:
@@ -286,8 +326,29 @@ def read_blobs(rows: Sequence[Any], where: str) -> Iterator[BlobRecord]:
         yield BlobRecord(blob, fields.integer("length"))
 
 
-def _borrowed(fields: Fields, uid: str, name: str) -> tuple[BlobRecord, ...]:
-    blobs = tuple(read_blobs(fields.items("borrowed"), f"{name}: borrowed"))
+def _rows(blobs: Sequence[BlobRecord]) -> list[list[Any]]:
+    return [[blob.name, blob.length] for blob in blobs]
+
+
+def _many_borrowed(fields: Fields, index: IndexEntry, uid: str, name: str) -> BorrowedTable:
+    where = f"{name}: borrowed"
+    table = Fields(fields.value("borrowed"), where, ("count", "length", "sha256", "saves"))
+    saves = table.mapping("saves")
+    if not saves or not all(is_hex(one, 32) for one in saves) or uid in saves:
+        refuse(where, "saves are not uids of others")
+    if list(saves) != sorted(saves):
+        refuse(where, "saves are not ascending")
+    sizes = Fields(saves, where, tuple(saves))
+    return BorrowedTable(
+        table.integer("count", low=MAX_LISTED_BORROWED + 1),
+        table.integer("length", high=min(index.length - index.head_length, RECORD_LIMIT_BYTES)),
+        table.hexadecimal("sha256", 64),
+        {one: sizes.integer(one) for one in saves},
+    )
+
+
+def _borrowed(rows: Sequence[Any], uid: str, name: str) -> tuple[BlobRecord, ...]:
+    blobs = tuple(read_blobs(rows, f"{name}: borrowed"))
     if any(blob_uid(blob.name) == uid for blob in blobs):
         refuse(name, "borrowed has a blob of the save itself")
     if list(blobs) != sorted(blobs, key=lambda blob: blob.name):

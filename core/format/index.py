@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.core.format.records import BorrowedTable
+
 WHOLE = 0xFF
 """In place of a number of dimensions: the shard is the whole object."""
 
@@ -223,12 +225,21 @@ def encode_blocks(table: ShardTable) -> IndexBlocks:
     return IndexBlocks(len(table), objects, rows, b"".join(blocks))
 
 
-def index_of(uid: str, blocks: IndexBlocks, parts: Sequence[PartEntry] = ()) -> EncodedIndex:
-    """Encode the index of a save from its blocks; for `parts` see `encode_index`."""
+def index_of(
+    uid: str, blocks: IndexBlocks, parts: Sequence[PartEntry] = (), borrowed: bytes = b""
+) -> EncodedIndex:
+    """Encode the index of a save from its blocks.
+
+    Args:
+        uid: The uid of the save.
+        blocks: The blocks.
+        parts: As for `encode_index`.
+        borrowed: The table of borrowed blobs, where the commit record has no room for them.
+    """
     rows = blocks.rows
     counts = blocks.shards, len(rows), len(parts)
     head = _HEADER.pack(_MAGIC, FORMAT_VERSION, *counts) + rows.tobytes() + _part_rows(parts)
-    data = head + blocks.data
+    data = head + blocks.data + borrowed
     entry = IndexEntry(index_name(uid), len(data), len(head), digest(head))
     return EncodedIndex(data, entry, blocks.objects)
 
@@ -250,6 +261,7 @@ class IndexReader:
         read: `read(offset, length)` returns exactly those bytes of the index.
         entry: The index, as the commit record names it.
         whole_bytes: An index up to this size is read at once.
+        borrowed: The table at its end, as the commit record describes it; it is not read here.
     """
 
     def __init__(
@@ -258,9 +270,11 @@ class IndexReader:
         entry: IndexEntry,
         *,
         whole_bytes: int = WHOLE_BYTES,
+        borrowed: BorrowedTable | None = None,
     ) -> None:
         self._read = read
         self._entry = entry
+        self._behind = (borrowed.length, borrowed.sha256) if borrowed else None
         self._data: bytes | None = None
         if entry.length <= whole_bytes:
             self._data = self._fetch(0, entry.length)
@@ -290,7 +304,10 @@ class IndexReader:
         head = (0, self._entry.head_length, self._entry.head_sha256)
         digests = [row.tobytes().hex() for row in self._rows["sha256"]]
         lengths = self._rows["length"].tolist()
-        return [head, *zip(self._starts.tolist(), lengths, digests, strict=True)]
+        bound = [head, *zip(self._starts.tolist(), lengths, digests, strict=True)]
+        if self._behind is not None:
+            bound.append((self._entry.length - self._behind[0], *self._behind))
+        return bound
 
     def find(self, wanted: int) -> ShardTable:
         """Return every shard of the paths with that hash.
@@ -390,8 +407,9 @@ class IndexReader:
         counts = rows["shards"]
         if (counts < 1).any() or (counts > _BLOCK_SHARDS).any() or counts.sum() != shards:
             refuse(entry.name, f"its blocks do not hold {shards} shards")
-        if entry.head_length + int(rows["length"].sum(dtype=np.int64)) != entry.length:
-            refuse(entry.name, f"its blocks do not end at byte {entry.length}")
+        stop = entry.length - (self._behind[0] if self._behind else 0)
+        if entry.head_length + int(rows["length"].sum(dtype=np.int64)) != stop:
+            refuse(entry.name, f"its blocks do not end at byte {stop}")
         return rows, listed
 
     def _bytes(self, offset: int, length: int) -> bytes:

@@ -166,8 +166,14 @@ def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead
         uid=record.uid,
         rank=entry.rank,
         world_size=record.world_size,
-        borrowed=record.borrowed,
+        borrowed=record.borrowed if record.many_borrowed is None else None,
     )
+    if record.many_borrowed is not None:
+        # No deletion takes blobs of the saves that the record names, whatever the table lists.
+        lent = {record.uid, *record.references}
+        for blob in head.blobs:
+            if blob_uid(blob.name) not in lent:
+                refuse(entry.name, f"the commit record borrows nothing of the save of {blob.name}")
     if head.step != record.step:
         refuse(entry.name, f"is of step {head.step} instead of {record.step}")
     return head

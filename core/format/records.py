@@ -237,6 +237,23 @@ class ManyParts:
 
 
 @dataclass(frozen=True, slots=True)
+class BorrowedTable:
+    """In place of borrowed blobs in a commit record: a table at the end of the index lists them.
+
+    Attributes:
+        count: How many there are.
+        length: Bytes of the table, the last ones of the index.
+        sha256: Their digest, 64 hex digits.
+        saves: The bytes of the borrowed blobs of each save, by uid, ascending.
+    """
+
+    count: int
+    length: int
+    sha256: str
+    saves: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class IndexEntry:
     """The index as the commit record names it; the head binds the rest by digests."""
 
@@ -278,7 +295,8 @@ class CommitRecord:
         bytes_stored: Bytes of the save's own blobs.
         codecs: Codecs used, name to version.
         providers: Providers used, name to version.
-        borrowed: Blobs of other saves that the parts refer to, ascending by name.
+        borrowed: Blobs of other saves that the parts refer to, ascending by name; empty with
+            `many_borrowed`. `survey.borrowed_blobs` has them in either case.
         base: The earlier checkpoint that frames are encoded against; None: all stand alone.
         metadata: The user's metadata, JSON.
         penstock: Version of Penstock that wrote the record.
@@ -286,6 +304,7 @@ class CommitRecord:
         plugins: Third parties' plugins that took part, such as `"codec acme"`, with name and
             version of the distribution that each came from.
         many_parts: Where the index lists the parts: their number and size.
+        many_borrowed: Where the index lists the borrowed blobs: what they are in all, by saves.
     """
 
     uid: str
@@ -307,6 +326,7 @@ class CommitRecord:
     engine: str = ""
     plugins: dict[str, str] = field(default_factory=dict)
     many_parts: ManyParts | None = None
+    many_borrowed: BorrowedTable | None = None
 
     @property
     def part_count(self) -> int:
@@ -316,11 +336,20 @@ class CommitRecord:
     @property
     def bytes_needed(self) -> int:
         """The bytes of all blobs that the checkpoint needs, borrowed ones included."""
-        return self.bytes_stored + sum(blob.length for blob in self.borrowed)
+        return self.bytes_stored + self.bytes_borrowed
+
+    @property
+    def bytes_borrowed(self) -> int:
+        """The bytes of the borrowed blobs, wherever they are listed."""
+        if self.many_borrowed is not None:
+            return sum(self.many_borrowed.saves.values())
+        return sum(blob.length for blob in self.borrowed)
 
     @property
     def references(self) -> tuple[str, ...]:
         """The uids of the other saves whose blobs the checkpoint needs, ascending."""
+        if self.many_borrowed is not None:
+            return tuple(self.many_borrowed.saves)
         return tuple(sorted({uid for blob in self.borrowed if (uid := blob_uid(blob.name))}))
 
 

@@ -21,6 +21,7 @@ from penstock.core.errors import (
     PluginError,
 )
 from penstock.core.foreign import memory_permitting
+from penstock.core.format.commit_record import decode_borrowed
 from penstock.core.format.index import (
     NO_BYTES,
     IndexReader,
@@ -29,7 +30,7 @@ from penstock.core.format.index import (
     shard_table,
 )
 from penstock.core.format.part import decode_head, decode_section, decode_shards
-from penstock.core.format.records import ManyParts
+from penstock.core.format.records import ManyParts, borrowed_from
 from penstock.core.format.section import shards_of
 from penstock.core.pipeline.chain import CodecChain
 from penstock.core.plan.derived import MASTER_DTYPE, ROUNDED_DTYPES
@@ -199,6 +200,26 @@ class Contents:
             self.check_size(index.name, index.length)
             for _ in self.index(self._backend).blocks():
                 pass  # each is verified as it is read
+
+    def check_borrowed(self) -> None:
+        """Compare what the heads read so far name of other saves with what the record borrows.
+
+        Raises:
+            FormatError: The table of borrowed blobs is damaged, or lacks one of them.
+        """
+        index, table = self.record.index, self.record.many_borrowed
+        if table is None:
+            return  # compared as each head was read
+        start = index.length - table.length
+        data = self._fetch(index.name, start, table.length, self._backend)
+        with memory_permitting(index.name):
+            listed = set(decode_borrowed(data, self.record))
+        every = {blob for head in self._heads.values() for blob in head.blobs}
+        lacking = [b for b in borrowed_from(every, self.record.uid) if b not in listed]
+        if lacking:
+            name = index.name
+            msg = f"{name}: does not list the borrowed {lacking[0].name} that the parts name"
+            raise FormatError(msg, [name])
 
     def check_size(self, name: str, length: int) -> None:
         """Compare the size of a record or blob with its recorded length.
@@ -524,6 +545,8 @@ class Contents:
                     objects += [Located(o, part, section.frames) for o in section.objects]
             with _reported(entry.name, damage):
                 self._check_shards(part, tables)
+        with _reported(index.name, damage):
+            self.check_borrowed()
         # A lookup of one path relies on the index, a full read on the sections: an index that
         # lacks a path would hide the object from some readers only.
         if parts and len(tables) == len(parts):
@@ -543,7 +566,8 @@ class Contents:
 
     def _index_over(self, tables: Sequence[ShardTable]) -> IndexEntry:
         parts = () if self.record.many_parts is None else self.parts
-        return encode_index(self.record.uid, tables, parts).entry
+        entry, table = encode_index(self.record.uid, tables, parts).entry, self.record.many_borrowed
+        return replace(entry, length=entry.length + (table.length if table else 0))
 
     def _all(self) -> tuple[list[Located], list[NodeRecord]]:
         if self._everything is None:
@@ -678,7 +702,9 @@ class Contents:
         index = self.record.index
         if id(backend) not in self._indexes:
             self._indexes[id(backend)] = IndexReader(
-                lambda offset, length: self._fetch(index.name, offset, length, backend), index
+                lambda offset, length: self._fetch(index.name, offset, length, backend),
+                index,
+                borrowed=self.record.many_borrowed,
             )
         return self._indexes[id(backend)]
 

@@ -205,7 +205,7 @@ class SaveBases:
         try:
             if is_whole(backend, record):
                 self._sizes = sizes_of(backend, record)
-                if not has_files(record, self._sizes):
+                if not has_files(backend, record, self._sizes):
                     self._warn_of_lost_files(record)
                 return
             log.info("step %d was deleted meanwhile: this save refers to none", record.step)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.core.abc.provider import Node
 from penstock.core.errors import SaveError
+from penstock.core.format.commit_record import encode_borrowed
 from penstock.core.format.index import index_of
 from penstock.core.format.part import encode_part
 from penstock.core.format.records import (
@@ -22,7 +23,7 @@ from penstock.core.format.records import (
     borrowed_from,
 )
 from penstock.core.format.section import SectionDraft, new_draft
-from penstock.core.limits import MAX_LISTED_PARTS
+from penstock.core.limits import MAX_LISTED_BORROWED, MAX_LISTED_PARTS
 from penstock.core.plan.bases import PartTables, resolved
 from penstock.core.plan.save import elements_of
 from penstock.core.types import WorstErrors
@@ -259,7 +260,11 @@ class ManifestWriter:
         many = None
         if len(entries) > MAX_LISTED_PARTS:
             many = ManyParts(len(entries), sum(entry.length for entry in entries))
-        index = index_of(uid, blocks, entries if many else ())
+        borrowed = borrowed_from({blob for part in parts for blob in part.borrowed}, uid)
+        table, many_borrowed = b"", None
+        if len(borrowed) > MAX_LISTED_BORROWED:
+            table, many_borrowed = encode_borrowed(borrowed)
+        index = index_of(uid, blocks, entries if many else (), table)
         codecs = {name: version for part in parts for name, version in part.codecs.items()}
         record = CommitRecord(
             uid=uid,
@@ -272,7 +277,8 @@ class ManifestWriter:
             many_parts=many,
             codecs=codecs,
             providers=dict(request.providers) | dict(providers or {}),
-            borrowed=borrowed_from({blob for part in parts for blob in part.borrowed}, uid),
+            borrowed=() if many_borrowed else borrowed,
+            many_borrowed=many_borrowed,
             base=base,
             metadata=dict(self._metadata),
             bytes_raw=sum(part.bytes_raw for part in parts),

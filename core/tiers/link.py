@@ -322,8 +322,11 @@ class DrainLink:
             return is_whole(target, record)
         self._drains.roots.check(self._number + 1)
         if not confirmed(target, record, first=verify_source):
-            missing = set(missing_borrowed(target, record))
-            lent = sum(blob.length for blob in record.borrowed if blob.name in missing)
+            try:
+                missing = missing_borrowed(target, record, listed_by=source)
+                lent = sum(blob.length for blob in missing)
+            except DamagedError:  # the copy tells whether it is damaged, or was deleted just now
+                lent = record.bytes_borrowed
             self._drains.eviction.make_room(
                 self._number + 1, record.bytes_stored + lent, verify=self._verify
             )
@@ -340,7 +343,7 @@ class DrainLink:
                 may_begin=lambda: not self._is_over(record),
                 on_progress=self._moved,
             )
-            if not record.borrowed:  # else the copy has kept blobs there without reading them
+            if not record.references:  # else the copy has kept blobs there without reading them
                 self._drains.eviction.note_verified(self._number + 1, record)
         # Once more: a file system that was unmounted during the copy took the data with it.
         self._drains.roots.check(self._number + 1)

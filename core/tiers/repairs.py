@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.catalog.survey import is_whole, read_commit, uids_named
+from penstock.core.catalog.survey import is_whole, read_borrowed, read_commit, uids_named
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.verify import verify_blobs
@@ -208,7 +208,8 @@ class TierRepairs:
                     self._replace_unreadable(name, numbers[tier])
             replaced: set[tuple[int, str]] = set()
             for where in whereabouts(self._tiers).values():
-                names = {name for name in damaged if _needs(where.record, name)}
+                places = [self._tiers[number].backend for number in where.tiers]
+                names = {name for name in damaged if _needs(where.record, name, places)}
                 best = max((numbers[damaged[name]] for name in names), default=0)
                 for number in where.tiers if best in where.tiers else ():
                     # A blob that several checkpoints need is replaced with the first of them.
@@ -305,9 +306,17 @@ class TierRepairs:
         ]
 
 
-def _needs(record: CommitRecord, name: str) -> bool:
-    """Return whether a file of the run is a checkpoint's own, or a blob that it borrows."""
-    return data_uid(name) == record.uid or name in {blob.name for blob in record.borrowed}
+def _needs(record: CommitRecord, name: str, places: Sequence[Backend]) -> bool:
+    """Return whether a file of the run is a checkpoint's own, or a blob that it borrows.
+
+    Without a place whose table of borrowed blobs is good the checkpoint cannot be replaced anyway.
+    """
+    if (uid := data_uid(name)) == record.uid:
+        return True
+    for place in places if uid in record.references else ():
+        with suppress(DamagedError):
+            return name in {blob.name for blob in read_borrowed(place, record)}
+    return False
 
 
 def _check_still_there(source: Backend, record: CommitRecord) -> None:

@@ -359,7 +359,6 @@ class _Copier:
         )
         everything = checkpoint.contents.objects()
         taken = (one for one in everything if selection.selects(one.record.path))
-        borrowed = Catalog(self._target).record(report.step).borrowed
         return Copied(
             step=report.step,
             state="copied",
@@ -370,7 +369,7 @@ class _Copier:
             objects=report.objects,
             bytes_stored=report.bytes_stored,
             bytes_copied=report.bytes_stored,
-            bytes_kept=sum(blob.length for blob in borrowed),
+            bytes_kept=Catalog(self._target).record(report.step).bytes_borrowed,
             seconds=report.seconds["total"],
         )
 

@@ -94,7 +94,7 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
         answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
         waiting = _unrecorded(answering if tiered else [backend], listed)
-        kept = kept_for_borrowers([one.record for one in listed if one.record is not None])
+        kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
         if as_json:
             found: dict[str, Any] = {"url": backend.url}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in listed]
@@ -146,11 +146,11 @@ class Kept:
         }
 
 
-def kept_for_borrowers(records: Sequence[CommitRecord]) -> list[Kept]:
+def kept_for_borrowers(backend: Backend, records: Sequence[CommitRecord]) -> list[Kept]:
     """Return what is kept of deleted checkpoints, those of known steps first."""
     lent = lent_by_deleted(records)
     lenders = find_lenders(records, lent)
-    sizes = borrowed_bytes(records)
+    sizes = borrowed_bytes(backend, records, lent)
     kept = [
         Kept(lenders[uid], sizes[uid], tuple(sorted({record.step for record in borrowers})))
         for uid, borrowers in lent.items()
@@ -312,7 +312,7 @@ def record_json(record: CommitRecord) -> dict[str, Any]:
         "providers": record.providers,
         "base": None if record.base is None else asdict(record.base),
         "references": list(record.references),
-        "bytes_borrowed": _bytes_borrowed(record),
+        "bytes_borrowed": record.bytes_borrowed,
         "metadata": record.metadata,
         "penstock": record.penstock,
         "engine": record.engine,
@@ -352,11 +352,7 @@ def _base_cell(one: Listed, lenders: Mapping[str, LendingSave]) -> str | Cell:
 def _needs_text(one: Listed) -> str:
     """Return the size of all blobs that a checkpoint needs, its own and borrowed ones."""
     record = one.record
-    return "-" if record is None else size_text(record.bytes_stored + _bytes_borrowed(record))
-
-
-def _bytes_borrowed(record: CommitRecord) -> int:
-    return sum(blob.length for blob in record.borrowed)
+    return "-" if record is None else size_text(record.bytes_needed)
 
 
 def _as_row(one: Listed, now_s: float) -> list[str | Cell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.core.manifests import commit_record
+from tests.integration.support import memory
 
 from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
 from penstock.core.format.records import BaseEntry, BlobRecord, IndexEntry, blob_name, index_name
@@ -59,4 +60,6 @@ def test_deleted_lenders_are_those_that_no_record_names():
 
 def test_a_blob_that_several_borrow_counts_once():
     records = [record(2, blob(1), blob(1, 5, kind="raw")), record(3, blob(1), blob(2, 7))]
-    assert borrowed_bytes(records) == {uid(1): 15, uid(2): 7}
+    store = memory()  # records that list all themselves: nothing is read
+    assert borrowed_bytes(store, records, {uid(1), uid(2)}) == {uid(1): 15, uid(2): 7}
+    assert borrowed_bytes(store, records, {uid(2)}) == {uid(2): 7}

@@ -10,8 +10,10 @@ from tests.core import manifests
 
 from penstock.core.errors import FormatError
 from penstock.core.format.commit_record import (
+    decode_borrowed,
     decode_commit,
     decode_intent,
+    encode_borrowed,
     encode_commit,
     encode_intent,
 )
@@ -154,6 +156,71 @@ def test_the_record_of_another_name_is_refused(name):
 def test_a_lie_that_is_signed_is_named(change, complaint):
     with pytest.raises(FormatError, match=complaint):
         decode_commit(resigned(encode_commit(record(borrowed=BORROWED)), change), NAME)
+
+
+def of_many(ranks, links):
+    """A record of many ranks at the end of a chain, and the table of what it borrows."""
+    uids = [f"{n + 1:032x}" for n in range(links)]
+    names = [
+        blob_name(uid, rank, 0, kind)
+        for uid in uids
+        for rank in range(ranks)
+        for kind in ("enc", "raw")
+    ]
+    blobs = tuple(BlobRecord(name, 1_000_000 + 37 * n) for n, name in enumerate(names))
+    data, table = encode_borrowed(blobs)
+    index = IndexEntry(index_name(UID), 160 + len(data), 160, "ab" * 32)
+    made = replace(record(many_borrowed=table), index=index)
+    return made, data, blobs
+
+
+def test_a_record_does_not_grow_with_the_ranks_whose_blobs_it_borrows():
+    made, data, blobs = of_many(1024, 4)
+    stored = encode_commit(made)
+    assert len(stored) <= 16 << 10
+    assert len(stored) <= len(encode_commit(of_many(33, 4)[0])) + 64
+    read = decode_commit(stored, NAME)
+    assert read == made
+    assert decode_borrowed(data, read) == blobs
+    assert read.references == tuple(f"{n + 1:032x}" for n in range(4))
+    assert read.bytes_borrowed == sum(blob.length for blob in blobs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: b.update(count=64), "count"),
+        (lambda b: b.update(length=1 << 40), "length"),
+        (lambda b: b.update(sha256="x"), "sha256"),
+        (lambda b: b.update(saves={}), "saves"),
+        (lambda b: b["saves"].update({UID: 1}), "saves are not uids of others"),
+        (lambda b: b["saves"].update({"../x": 1}), "saves are not uids of others"),
+        (lambda b: b["saves"].update({"0" * 32: 1}), "not ascending"),
+        (lambda b: b["saves"].update({f"{1:032x}": -1}), "integer|bytes|0000"),
+        (lambda b: b.pop("sha256"), "sha256"),
+    ],
+)
+def test_a_record_with_a_malformed_table_is_refused(change, message):
+    data = encode_commit(of_many(33, 2)[0])
+    with pytest.raises(FormatError, match=message):
+        decode_commit(resigned(data, lambda body: change(body["borrowed"])), NAME)
+
+
+@pytest.mark.parametrize("what", ["cut", "flipped", "counted", "other"])
+def test_a_table_that_the_record_does_not_bind_is_damage(what):
+    made, data, blobs = of_many(33, 2)
+    table = made.many_borrowed
+    if what == "cut":
+        data = data[:-1]
+    if what == "flipped":
+        data = data[:-1] + bytes([data[-1] ^ 1])
+    if what == "counted":
+        made = replace(made, many_borrowed=replace(table, count=table.count + 1))
+    if what == "other":
+        data, other = encode_borrowed(blobs[:66])
+        made = replace(made, many_borrowed=replace(other, count=66, saves=table.saves))
+    with pytest.raises(FormatError, match=index_name(UID)):
+        decode_borrowed(data, made)
 
 
 def test_a_record_of_the_first_releases_borrows_nothing():
