@@ -432,6 +432,7 @@ class Saver(Actor):
             before_write=lambda request, url: None,
             before_commit=lambda request: None,
             after_commit=after_commit,
+            when_failed=lambda error: None,
         )
         job = _Job(
             turn, ModelClock(turn, stopped=self.stopped_clock), surroundings,

@@ -37,7 +37,10 @@ class Waiter:
 
 
 @contextmanager
-def relays(sources, *, offers=range(10), address="127.0.0.1", secrets=None, ended=lambda: False):
+def relays(
+    sources, *, offers=range(10), address="127.0.0.1", secrets=None, ended=lambda: False,
+    patience_s=PATIENCE_S,
+):  # fmt: skip
     """Relays by rank; `sources` says for each from which others it takes."""
     with ExitStack() as opened:
         listeners = {rank: listening_socket(address) for rank in sources}
@@ -50,7 +53,7 @@ def relays(sources, *, offers=range(10), address="127.0.0.1", secrets=None, ende
                 sources={other: where[other] for other in taken},
                 recipients=[other for other, ranks in sources.items() if rank in ranks],
                 offers=[key(number) for number in offers],
-                patience_s=PATIENCE_S,
+                patience_s=patience_s,
                 ended=ended,
                 timing=Timing(poll_s=0.05),
             )
@@ -231,7 +234,7 @@ def test_after_its_end_a_relay_refuses_and_keeps_nothing():
 
 
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
-    with relays({0: (), 1: (0,)}) as found, ExitStack() as opened:
+    with relays({0: (), 1: (0,)}, patience_s=30.0) as found, ExitStack() as opened:
         address = found[1]._addresses[0]
         for _ in range(100):
             opened.enter_context(socket.create_connection(address, 10))

