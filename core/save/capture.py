@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from penstock.core.abc import ByteSource
 from penstock.core.concurrency.garbage import collections_held
 from penstock.core.concurrency.gather import MOST_WIDTH, gather
 from penstock.core.concurrency.latch import Latch
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.core.abc import ByteSource, PendingCopy, StateObject
+    from penstock.core.abc import PendingCopy, StateObject
     from penstock.core.concurrency.timing import Timing
     from penstock.core.pipeline.staging import Block, Staging
     from penstock.core.plan.save import Chunk, Piece, SavePlan
@@ -372,6 +373,9 @@ class CaptureRun:
             for first in range(0, len(alike), _TOGETHER):
                 part = alike[first : first + _TOGETHER]
                 sources = [self._objects[piece.item].entry.source for piece in part]
+                if not all(map(_may_stay_still, set(map(type, sources)))):
+                    left += part
+                    continue
                 copy = partial(self._copy_still, part, sources, block)
                 left += while_still(by_class(sources), copy)
         return left
@@ -554,6 +558,11 @@ class CaptureRun:
         for number, chunk in enumerate(self._chunks):
             if (chunk.capture is Capture.DEFERRED) is deferred and number not in self._skip:
                 yield chunk
+
+
+def _may_stay_still(kind: type[ByteSource]) -> bool:
+    """Return whether `still` does for a copy, as it does not where only `hold` keeps memory."""
+    return kind.hold is ByteSource.hold or kind.still is not ByteSource.still
 
 
 def _address_now(source: ByteSource) -> int | None:

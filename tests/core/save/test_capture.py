@@ -649,6 +649,32 @@ class Lent(Host):
         return let_go
 
 
+class Settling(Host):
+    """Has its bytes at its address only while it is held."""
+
+    __slots__ = ("elsewhere",)
+
+    def __init__(self, nbytes, *, seed):
+        super().__init__(nbytes, seed=seed)
+        self.elsewhere = self.bytes()
+        self.write(slice(None), 255)
+
+    @staticmethod
+    def hold(sources, /):
+        for source in sources:
+            source.write(slice(None), np.frombuffer(source.elsewhere, np.uint8))
+        return lambda: None
+
+
+def test_small_memory_that_only_a_hold_keeps_is_held():
+    sources = [Settling(100, seed=seed) for seed in range(6)]
+    run = Run(*((source, NOW) for source in sources))
+    assert len(run.plan.chunks) == 1
+    run.capture.take_now()
+    assert run.contents() == [source.elsewhere for source in sources]
+    run.give_back()
+
+
 def test_memory_that_cannot_be_lent_after_all_is_let_go():
     source = Lent(40_000)
     run = Run((source, NOW), straight_first=True)
