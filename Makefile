@@ -10,7 +10,7 @@ WORKERS := -n 3 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
+.PHONY: help demo imports test test-fast test-all check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ demo: $(READY) ## train, kill in mid-save, resume bit-identically, restore a par
 
 test: $(READY) ## run the test suite, but for what is slow
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Leaves bytecode of all tests, with their asserts rewritten, which else each worker makes anew.
+imports: $(READY) ## import all tests
+	@said=$$($(BIN)/python -m pytest --collect-only -qqq) || { echo "$$said"; exit 1; }
 
 # What searches for counterexamples longest is left to `make test`.
 FAST := tests/core tests/providers tests/codecs tests/test_guarantees.py \
