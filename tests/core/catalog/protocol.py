@@ -35,6 +35,7 @@ from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.timing import Clock, Timing
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.copy import blob_sites
+from penstock.core.copy import lease as leases
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.lease import Lease
 from penstock.core.copy.mover import CheckedBlob
@@ -70,6 +71,7 @@ from penstock.core.format.records import (
 from penstock.core.pipeline.writer import BATCH_BYTES
 from penstock.core.reporting.handle import Ending
 from penstock.core.reporting.reports import SaveHandle
+from penstock.core.save import finish as finishes
 from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ALONE, EncodedManifest, RankManifest
@@ -710,13 +712,14 @@ class Search:
         todo = deque([first])
         while todo:
             state = todo.popleft()
-            self._check(state)
-            notes = [self._peek(n, actor)[1] for n, actor in enumerate(state.actors)]
-            ended = all(a.dead or self._peek(n, a)[0] is None for n, a in enumerate(state.actors))
-            if ended:
+            seen = [self._peek(n, actor.history) for n, actor in enumerate(state.actors)]
+            notes = [note for _, note in seen]
+            self._check(state, notes)
+            pairs = zip(state.actors, seen, strict=True)
+            if all(actor.dead or operation is None for actor, (operation, _) in pairs):
                 result.told.add(tuple(note.get("told", "-") for note in notes))
                 self._check_end(state, notes)
-            for label, following in self._following(state):
+            for label, following in self._following(state, seen):
                 if following not in self._parents:
                     self._parents[following] = (state, label)
                     todo.append(following)
@@ -726,11 +729,12 @@ class Search:
 
     # -- what can happen next ----------------------------------------------------------------------
 
-    def _following(self, state):
+    def _following(self, state, seen):
         scenario = self._scenario
-        looking = [n for n, a in enumerate(state.actors) if self._is_looking(n, a)]
+        pairs = zip(state.actors, seen, strict=True)
+        looking = [n for n, (a, its) in enumerate(pairs) if not a.dead and _is_looking(*its)]
         for number, actor in enumerate(state.actors):
-            operation, _ = self._peek(number, actor)
+            operation, _ = seen[number]
             if operation is None or actor.dead:
                 continue
             if scenario.alone and looking and number not in looking:
@@ -764,7 +768,7 @@ class Search:
             if isinstance(self._scenario.actors[number], Deleter | Pruner)
             and actor.history
             and not actor.dead
-            and self._peek(number, actor)[0] is not None
+            and self._peek(number, actor.history)[0] is not None
         }
 
     def _tick(self, state, looking):
@@ -856,10 +860,11 @@ class Search:
     def _answered(self, state, number, answer, store, *, slept=0, left=None, **changes):
         before = state.actors[number].history
         key = (before, answer if not _has_error(answer) else repr(answer))
-        if key not in self._history_numbers:
-            self._history_numbers[key] = len(self._histories)
+        history = self._history_numbers.get(key)
+        if history is None:
+            history = self._history_numbers[key] = len(self._histories)
             self._histories.append((before, answer))
-        actor = self._folded(number, _Actor(self._history_numbers[key], left, slept))
+        actor = self._folded(number, _Actor(history, left, slept))
         if changes.get("flying") is None:
             changes.pop("flying", None)
         return self._with(state, number, actor, store=store, **changes)
@@ -869,7 +874,7 @@ class Search:
 
         How it came to that changes nothing any more, and there are many ways.
         """
-        operation, notes = self._peek(number, actor)
+        operation, notes = self._peek(number, actor.history)
         if not dead and operation is not None:
             return actor
         key = number, dead, tuple(notes.items())
@@ -880,21 +885,15 @@ class Search:
         actors = (*state.actors[:number], actor, *state.actors[number + 1 :])
         return state._replace(actors=actors, **changes)
 
-    def _is_looking(self, number, actor):
-        if actor.dead:
-            return False
-        operation, notes = self._peek(number, actor)
-        if operation is not None and operation[0] == "either":
-            operation = operation[1]
-        return operation is not None and operation[0] != "clock" and notes.get("looking", False)
-
     # -- actors and store --------------------------------------------------------------------------
 
-    def _peek(self, number, actor):
-        key = number, actor.history
-        if key not in self._runs:
+    def _peek(self, number, history):
+        """What an actor asks for after all its answers, or None at its end; and its notes."""
+        key = number, history
+        found = self._runs.get(key)
+        if found is None:
             answers = []
-            at = actor.history
+            at = history
             while at:
                 at, answer = self._histories[at]
                 answers.append(answer)
@@ -907,16 +906,17 @@ class Search:
             except Exception as error:  # noqa: BLE001 - told to whoever called
                 turn.note(told=word_of(error))
             turn.end()
-            self._runs[key] = turn.stop
-        return self._runs[key]
+            found = self._runs[key] = turn.stop
+        return found
 
     def _apply(self, state, operation):
         if operation[0] in {"time", "clock"}:
             return float(state.now), state.store
         key = state.store, state.now, operation
-        if key not in self._applied:
-            self._applied[key] = self._do(*key)
-        return self._applied[key]
+        found = self._applied.get(key)
+        if found is None:
+            found = self._applied[key] = self._do(*key)
+        return found
 
     def _do(self, store, now, operation):
         memory = MemoryBackend(MemoryConfig())
@@ -965,16 +965,17 @@ class Search:
 
     # -- what must never be ------------------------------------------------------------------------
 
-    def _check(self, state):
+    def _check(self, state, notes_of_all):
         if state.store not in self._records:
             self._records[state.store] = self._check_store(state)
         records = self._records[state.store]
         owners, told_of = {}, {}
-        for number, actor in enumerate(state.actors):
-            _, notes = self._peek(number, actor)
+        for number, notes in enumerate(notes_of_all):
             told = notes.get("told")
+            if told is None:
+                continue
             self._check_actor(state, number, told, notes, records)
-            if told is None or "uid" not in notes:
+            if "uid" not in notes:
                 continue
             name, uid = notes["name"], notes["uid"]
             told_of.setdefault((uid, name), set()).add(told)
@@ -1017,9 +1018,9 @@ class Search:
 
     def _check_actor(self, state, number, told, notes, records):
         actor = self._scenario.actors[number]
-        if told is not None and told not in actor.words:
+        if told not in actor.words:
             self._fail(state, f"{actor} was told {told}")
-        if not actor.saves or told is None or "uid" not in notes:
+        if not actor.saves or "uid" not in notes:
             return
         name = notes["name"]
         ours = name in records and records[name].uid == notes["uid"]
@@ -1038,6 +1039,12 @@ class Search:
             at, label = self._parents[at]
             lines.append(label)
         raise ViolationError("\n  ".join([why, *reversed(lines)]))
+
+
+def _is_looking(operation, notes):
+    if operation is not None and operation[0] == "either":
+        operation = operation[1]
+    return operation is not None and operation[0] != "clock" and notes.get("looking", False)
 
 
 def _has_error(answer):
@@ -1062,11 +1069,15 @@ def _no_collection():
 
 @contextmanager
 def _small_engine():
-    """What logs or decodes the same bytes again is quick."""
+    """What logs, reads `/proc`, or encodes or decodes the same again is quick."""
     with (
         patch.object(publishing, "decode_commit", _decode),
+        patch.object(publishing, "encode_commit", _by_text(publishing.encode_commit)),
+        patch.object(publishing, "encode_intent", _by_text(publishing.encode_intent)),
         patch.object(survey, "decode_commit", _decode),
         patch.object(survey, "decode_intent", lru_cache(None)(survey.decode_intent)),
+        patch.object(leases, "identity_of", lru_cache(None)(leases.identity_of)),
+        patch.object(finishes, "identity_of", lru_cache(None)(finishes.identity_of)),
     ):
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
@@ -1076,6 +1087,19 @@ def _small_engine():
             logging.disable(before)
 
 
+def _by_text(encode):
+    """`encode`, which is a function of what the record says."""
+    encoded = {}
+
+    def known(record):
+        text = repr(record)
+        if text not in encoded:
+            encoded[text] = encode(record)
+        return encoded[text]
+
+    return known
+
+
 def _stored(checkpoints):
     store = {}
     for checkpoint in checkpoints:
@@ -1083,6 +1107,7 @@ def _stored(checkpoints):
     return store
 
 
+@lru_cache(None)
 def _one_stored(*checkpoint):
     """All that a checkpoint has, and the name of its record."""
     *place, uid = [item for item in checkpoint if not isinstance(item, tuple)]
