@@ -285,7 +285,8 @@ class CheckpointerConfig(_Model):
         share: Whether a save refers to bytes that are stored already, instead of storing them
             again.
         chunk_bytes: Most raw bytes in one frame.
-        block_bytes: Raw bytes under one checksum.
+        block_bytes: Raw bytes under one checksum; None takes 256 KiB to 4 MiB by the average size
+            of what is stored, and 4 MiB with `share`.
         workers: Threads that encode and hash; None takes a number by the cores.
         grace_s: Age below which `prune` leaves uncommitted data alone.
         prefer: The distribution to take for a plugin whose name several claim.
@@ -314,7 +315,7 @@ class CheckpointerConfig(_Model):
     rank_network: Annotated[str, AfterValidator(_network)] | None = None
     share: bool = False
     chunk_bytes: ChunkBytes = 16 << 20
-    block_bytes: BlockBytes = 4 << 20
+    block_bytes: BlockBytes | None = None
     workers: int | None = Field(default=None, ge=1)
     grace_s: Annotated[
         float, AfterValidator(_grace), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})
@@ -347,7 +348,7 @@ class CheckpointerOptions(TypedDict, total=False):
     rank_network: str | None
     share: bool
     chunk_bytes: int | str
-    block_bytes: int | str
+    block_bytes: int | str | None
     workers: int | None
     grace_s: float
     prefer: Prefer | Mapping[str, Mapping[str, str]]

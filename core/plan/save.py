@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 SLAB_ALIGNMENT = 64
 """Bytes to which the pieces of a slab are aligned; the bytes between them are zero."""
 
+LARGEST_BLOCK_BYTES = 4 << 20
+_SMALLEST_BLOCK_BYTES = 256 << 10
+_BLOCKS_OF_A_PIECE = 6  # 48 bytes of checksums; a shard has 80 bytes of manifest at most
+
 _DEVICE_PHASE = 64  # where torch puts large CPU tensors, so that a restore meets the same phase
 
 
@@ -126,6 +130,17 @@ class SavePlan:
         if numbers is None:
             return self.raw_bytes
         return sum(p.stop - p.start for n in numbers for p in self.chunks[n].pieces)
+
+    def fitting_block_bytes(self) -> int:
+        """Return a distance of checksums that fits the pieces: 256 KiB to 4 MiB, a power of two.
+
+        A reader of a part of a piece reads up to a block too much at each end. A piece of average
+        size has three to six blocks, so that this is little of it, and so is the manifest.
+        """
+        pieces = sum(len(chunk.pieces) for chunk in self.chunks)
+        smallest = self.raw_bytes // (_BLOCKS_OF_A_PIECE * max(1, pieces))
+        fitting = 1 << max(0, smallest - 1).bit_length()
+        return min(max(fitting, _SMALLEST_BLOCK_BYTES), LARGEST_BLOCK_BYTES)
 
     def bytes_of(self, capture: Capture) -> int:
         """Return the bytes of all objects that are captured then, without padding."""

@@ -36,7 +36,7 @@ from penstock.core.pipeline.choices import AutoChains
 from penstock.core.pipeline.staging import Staging, default_budget
 from penstock.core.plan.choice import CANDIDATES, CodecChooser, class_of
 from penstock.core.plan.derived import find_masters
-from penstock.core.plan.save import Capture, PlannedObject, plan_save
+from penstock.core.plan.save import LARGEST_BLOCK_BYTES, Capture, PlannedObject, plan_save
 from penstock.core.ranks.structure import is_below
 from penstock.core.save.request import SaveRequest
 from penstock.core.tree.patterns import compile_all, is_catch_all
@@ -332,6 +332,9 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     plan = plan_save(
         objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known
     )
+    # Raw frames of two saves share a part only with equal blocks, and what fits the pieces changes
+    # when the first step of an optimizer makes its state.
+    blocks = LARGEST_BLOCK_BYTES if share else plan.fitting_block_bytes()
     return SaveRequest(
         step=step,
         generation=generation,
@@ -346,7 +349,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         pin=any(device.startswith("cuda") for device in devices),
         promised=promised,
         share=share,
-        block_bytes=config.block_bytes,
+        block_bytes=config.block_bytes or blocks,
         grace_s=config.grace_s,
         io_timeout_s=config.io_timeout_s,
         rank=0 if place is None else place.rank,

@@ -225,6 +225,24 @@ def test_blocks_cover_a_frame_and_are_cut_at_pages_of_the_blob(offset, length, b
         assert (offset + block.stop - page) % block_bytes == 0
 
 
+@given(st.lists(st.tuples(st.integers(1, 64 << 20), st.integers(1, 50)), min_size=1, max_size=8))
+def test_blocks_fit_the_pieces_and_take_little_of_the_manifest(sizes):
+    items = [item(4 * nbytes // 4) for nbytes, count in sizes for _ in range(count)]
+    plan = plan_save(items, chunk_bytes=16 << 20)
+    block = plan.fitting_block_bytes()
+    assert block in {1 << n for n in range(18, 23)}
+    pieces = [piece for chunk in plan.chunks for piece in chunk.pieces]
+    average = plan.raw_bytes / len(pieces)
+    assert block >= 4 << 20 or average / 6 <= block
+    assert block == 256 << 10 or block <= average / 3 + 1
+    blocks = sum(block_count(chunk.phase, chunk.length, block) for chunk in plan.chunks)
+    assert block == 4 << 20 or 8 * (blocks - len(plan.chunks)) <= 8 * 7 * len(pieces)
+
+
+def test_blocks_of_nothing_have_a_size():
+    assert plan_save([], chunk_bytes=16 << 20).fitting_block_bytes() == 256 << 10
+
+
 @given(data=st.data(), **frames)
 def test_covering_blocks_are_exactly_those_that_a_range_touches(data, offset, length, block_bytes):
     bound = st.integers(0, length)

@@ -169,6 +169,18 @@ def test_of_a_region_at_most_one_block_more_at_each_end_is_read(rows, large):
     assert part.numel() or not backend.blobs
 
 
+@pytest.mark.parametrize("rows", [(0, 128), (100, 300), (255, 257), (500, 512)])
+def test_little_more_is_read_of_a_tensor_of_average_size_than_the_rows_that_are_wanted(rows):
+    backend = Counting(memory())
+    state = {name: torch.randn(512, 1024) for name in "abc"}  # 2 MiB
+    with checkpointer(backend, chunk_bytes=16 << 20, block_bytes=None) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        backend.reset()
+        part = ckpt.open().read("b", (slice(*rows),))
+    assert same(part, state["b"][slice(*rows)].clone())
+    assert part.nbytes <= backend.blobs <= part.nbytes + 2 * (2 << 20) // 3
+
+
 def test_a_region_of_columns_reads_the_blocks_that_hold_them_once(large):
     backend, checkpoint, tensor = large
     region = Region((10, 650), (300, 50))

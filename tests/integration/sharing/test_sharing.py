@@ -245,6 +245,15 @@ def test_raw_frames_with_other_blocks_are_stored_anew(tmp_path, blocks, shared):
     check(tmp_path, {0: layers(0), 1: layers(0)})
 
 
+def test_what_is_shared_stays_so_when_the_state_of_an_optimizer_joins_it(tmp_path):
+    model = {"a": torch.randn(1 << 19), "b": torch.randn(1 << 19)}
+    steps = {str(n): torch.ones(()) for n in range(100)}
+    save(tmp_path, model, 0, chunk_bytes=16 << 20)
+    report = save(tmp_path, {"steps": steps, **model}, 1, chunk_bytes=16 << 20)
+    assert report.bytes_stored < 64 << 10
+    check(tmp_path, {0: model, 1: {"steps": steps, **model}})
+
+
 def test_equal_bytes_of_another_dtype_or_shape_are_decoded_as_what_they_are(tmp_path):
     made = torch.Generator().manual_seed(1)
     words = torch.randint(1 << 30, (2000, 150), generator=made, dtype=torch.int32)
