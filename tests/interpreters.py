@@ -102,6 +102,41 @@ def run(*words, **around):
     return _server().run(*words, **around)
 
 
+def run_as_torchrun(count, *words, timeout=100, cwd=None, env=None):
+    """`python WORDS...` on so many ranks, with the store and the variables that torchrun gives.
+
+    Returns what each has printed.
+
+    Raises:
+        AssertionError: A rank has failed.
+        TimeoutExpired: One has not ended.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        **(os.environ if env is None else env),
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in map(str, range(count)):
+            process = start(
+                *words, cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            stack.callback(process.kill)
+            ranks.append(process)
+        told = []
+        for process in ranks:
+            out, err = process.communicate(timeout=timeout)
+            assert process.returncode == 0, err[-4000:]
+            told.append(out)
+    return told
+
+
 class Process:
     """A program that was forked, with the attributes and methods of `subprocess.Popen`."""
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch.distributed as dist
 from tests.integration.ranks.slow_link import SlowLink
-from tests.integration.ranks.test_processes import START, end
+from tests.integration.ranks.test_processes import JOIN, end
 from tests.integration.support import start_python
 
 from penstock.core.coordination.torch_store import TorchCoordination
@@ -56,7 +56,7 @@ def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, tol
     # New interpreters: those that are forked exit too soon.
     processes = [
         start_python(
-            "-c", START + SAVE + how, rank, 2, link.port, tmp_path / "run",
+            "-c", JOIN + SAVE + how, rank, 2, link.port, tmp_path / "run",
             wrap=["env"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
         for rank in range(2)

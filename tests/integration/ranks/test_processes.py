@@ -14,10 +14,9 @@ from penstock import Checkpointer
 
 LIMIT_S = 5
 
-START = """
+JOIN = """
 import sys, threading, time
 import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 import penstock
 
 rank, count, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -25,6 +24,7 @@ store = dist.TCPStore("127.0.0.1", port, is_master=False)  # as with torchrun, a
 dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
 torch.manual_seed(0)
 """
+START = "from torch.distributed.fsdp import fully_shard\n" + JOIN
 
 STEPS = """
 def step():

@@ -1,4 +1,4 @@
-"""Real processes restore together: by torchrun, on another number of ranks, and when one dies."""
+"""Real processes restore together: as torchrun starts them, on another number, when one dies."""
 
 import os
 import signal
@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch.distributed as dist
+from tests import interpreters
 from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
-from tests.integration.support import run_python
 
 TORCHRUN = """
 import os, sys
@@ -125,12 +125,10 @@ def test_torchrun_restores_on_another_number_of_processes(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
     for count in (2, 3):
-        done = run_python(
-            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", script,
-            tmp_path / "run", tmp_path / "expected.pt", timeout=200, OMP_NUM_THREADS="1",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert done.stdout.count("restored False") == count
+        told = interpreters.run_as_torchrun(
+            count, script, tmp_path / "run", tmp_path / "expected.pt"
+        )
+        assert [text.splitlines()[-1] for text in told] == ["restored False"] * count
 
 
 @pytest.mark.process
