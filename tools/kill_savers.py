@@ -9,7 +9,8 @@ checkpoint that is whole but wrong is found too. Ends with 1 where anything was 
 
 With `--ranks` two jobs of two to four ranks each save and restore on one root. One rank of each,
 often rank 0, is killed or stopped (SIGSTOP) at a random moment; the others have to name it, a job
-of fewer ranks begins at once, and who was stopped is woken later. A pruner and a reader go on.
+of fewer ranks begins at once, and who was stopped is woken later. A pruner and a reader go on. Rank
+0 of every other job hosts the store in which the ranks agree, as it does without torchrun.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+# Of a rank 0 that takes the store with it the C++ library prints a stack at each call.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -76,7 +79,8 @@ class Seen:
     counts: Counter = field(default_factory=Counter)
     kills: Counter = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    known_s: list[float] = field(default_factory=list)  # until ranks knew that one was lost
+    known: list[tuple[float, str]] = field(default_factory=list)
+    """The seconds until ranks knew that one was lost, and who was lost, who knew, and why."""
 
     def hear(self, message: dict) -> None:
         """Take in one message."""
@@ -284,18 +288,18 @@ class RankJob:
 
     Attributes:
         name: Its name in messages and on its hosts.
-        server: The process that hosts its store, as an agent does.
+        server: The process that hosts its store, as an agent does; None: rank 0 does.
         pids: The processes of its ranks; who has ended is gone.
         victim: The rank that is struck.
         how: The signal.
         strike_s: When; None: not all ranks are ready yet.
         struck_s: When it was struck; None: not yet.
-        heard_s: When each rank was heard of last, or woken.
+        heard_s: When each rank said something last, or was woken.
         sleeps_until_s: When the victim is woken; None: it does not sleep.
     """
 
     name: str
-    server: int
+    server: int | None
     pids: dict[int, int]
     victim: int
     how: signal.Signals
@@ -304,23 +308,27 @@ class RankJob:
     heard_s: dict[int, float] = field(default_factory=dict)
     sleeps_until_s: float | None = None
 
-    def hear(self, message: dict, seen: Seen, now_s: float) -> None:
+    def hear(self, message: dict, seen: Seen) -> None:
         """Take in what one of its ranks says."""
-        rank = message["rank"]
+        rank, now_s = message["rank"], message["at_s"]
         if rank not in self.pids:
             return  # its last words
         before_s, self.heard_s[rank] = self.heard_s.get(rank, now_s), now_s
         if len(self.heard_s) == len(self.pids) and self.strike_s is None:
             self.strike_s = now_s
-        if message["what"] != "lost" or rank == self.victim:
+        if message["what"] not in {"lost", "unknown"} or rank == self.victim:
             return
         if self.struck_s is not None and self.heard_s.get(self.victim, 0.0) <= self.struck_s:
-            seen.known_s.append(now_s - max(before_s, self.struck_s))
+            with_store = " with the store" if self.server is None and not self.victim else ""
+            who = f"{self.how.name} of rank {self.victim}{with_store}, as rank {rank} knew"
+            seen.known.append((now_s - max(before_s, self.struck_s), f"{who}: {message['cause']}"))
+        if message["what"] == "unknown":
+            return
         if message["host"] not in {f"{self.name}-{message['named']}", ""}:
             seen.problems.append(f"rank {rank} of {self.name} names a wrong host: {message}")
         # A rank that gets no time of a busy machine stands still as well as one that was stopped.
-        seen.counts["named the lost rank"] += message["named"] == self.victim
-        seen.counts["named another"] += message["named"] != self.victim
+        named = {self.victim: "the lost rank", -1: "nobody"}.get(message["named"], "another")
+        seen.counts[f"named {named}"] += 1
 
     def ends(self, rank: int, seen: Seen) -> bool:
         """Whether a rank has ended; how it did is looked at."""
@@ -359,7 +367,8 @@ class RankJobs:
                 self._go_on(job)
         for job in self._jobs.values():
             for pid in [*job.pids.values(), job.server]:
-                end(pid)
+                if pid is not None:
+                    end(pid)
         for pid in self._others:
             end(pid)
         self._listen(0)
@@ -371,27 +380,37 @@ class RankJobs:
         name, seed = f"job{next(self._numbers)}", self._chance.getrandbits(32)
         url = f"{self._chance.choice(self._kinds)}://{self._root}"
         ready, told = os.pipe()
-        server = fork(lambda: forked_ranks.serve(told))
-        port = int(os.read(ready, 16))
-        os.close(ready)
-        os.close(told)
 
-        def be(rank: int) -> None:
+        def be(rank: int, port: int | None = None) -> None:
             def say(what: str, **more: object) -> None:
-                message = {"what": what, "job": name, "rank": rank, **more}
+                now_s = time.monotonic()  # one clock for all; this process may listen late
+                message = {"what": what, "job": name, "rank": rank, "at_s": now_s, **more}
                 os.write(self._writable, json.dumps(message).encode() + b"\n")
 
             faulthandler.register(signal.SIGUSR1)
             try:
                 forked_ranks.Rank(
-                    url, port, name, rank=rank, world_size=world_size, seed=seed, say=say,
+                    url,
+                    forked_ranks.serve(told) if port is None else forked_ranks.reach(port),
+                    name,
+                    rank=rank,
+                    world_size=world_size,
+                    seed=seed,
+                    say=say,
                     grace_s=GRACE_S,
-                ).run()  # fmt: skip
+                ).run()
             except BaseException as error:
                 say("problem", text=f"rank {rank} of {name}: {type(error).__name__}: {error}")
                 raise
 
-        pids = {rank: fork(partial(be, rank)) for rank in range(world_size)}
+        alone = self._chance.random() < 0.5  # noqa: PLR2004
+        first = fork(partial(forked_ranks.serve_for_ever, told) if alone else partial(be, 0))
+        port = int(os.read(ready, 16))
+        os.close(ready)
+        os.close(told)
+        server, pids = (first, {}) if alone else (None, {0: first})
+        for rank in range(len(pids), world_size):
+            pids[rank] = fork(partial(be, rank, port))
         how = self._chance.choice([signal.SIGKILL, signal.SIGSTOP])
         victim = self._chance.choice([0, self._chance.randrange(world_size)])
         self._jobs[name] = RankJob(name, server, pids, victim, how)
@@ -418,7 +437,7 @@ class RankJobs:
                         self.seen.problems.append(f"the latest went back to {message['step']}")
                     self._latest = message["step"]
                 elif job := self._jobs.get(message.get("job", "")):
-                    job.hear(message, self.seen, time.monotonic())
+                    job.hear(message, self.seen)
             wait_s = 0
 
     def _go_on(self, job: RankJob) -> None:
@@ -441,7 +460,8 @@ class RankJobs:
                 os.kill(job.pids[rank], signal.SIGUSR1)  # prints where
                 time.sleep(1)
         if not job.pids:
-            end(job.server)
+            if job.server is not None:
+                end(job.server)
             del self._jobs[job.name]
 
     def _delay_s(self, job: RankJob) -> float:
@@ -579,10 +599,11 @@ def main() -> int:
             f"  {len(seen.kept)} kept steps, {len(problems)} problems",
             flush=True,
         )
-        if seen.known_s:
-            known = ", ".join(f"{one:.2f}" for one in sorted(seen.known_s)[-5:])
-            known += f" of {forked_ranks.RANK_TIMEOUT_S:g}"
-            print(f"  {len(seen.known_s)} ranks knew of a lost one; the slowest after {known} s")
+        if seen.known:
+            limit = f"{forked_ranks.RANK_TIMEOUT_S:g} s"
+            print(f"  {len(seen.known)} times a rank knew of a lost one; of {limit} the slowest:")
+            for took_s, why in sorted(seen.known, reverse=True)[:5]:
+                print(f"    {took_s:.2f} s, {why[:120]}")
         for problem in problems[:20]:
             print(f"  PROBLEM {problem}")
     if wrong == 0:

@@ -35,10 +35,22 @@ _LARGEST_NUMBER = 1 << 24  # float32 holds it exactly
 
 
 def serve(report):
-    """Host the store of a job, as torchrun's agent does, until killed."""
+    """Return the store of a job, hosted in this process, and report its port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(report, f"{store.port}\n".encode())
+    return store
+
+
+def serve_for_ever(report):
+    """Host the store of a job, as torchrun's agent does, until killed."""
+    store = serve(report)
     threading.Event().wait()
+    del store
+
+
+def reach(port):
+    """Return the store of a job that another process hosts."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def shard(state, rank, world_size):
@@ -59,11 +71,10 @@ def held(state):
 class Rank:
     """One rank of a job: restores and saves in turn, as all of them do, until one is lost."""
 
-    def __init__(self, url, port, name, *, rank, world_size, seed, say, grace_s):
+    def __init__(self, url, store, name, *, rank, world_size, seed, say, grace_s):
         self.rank, self.world_size, self.say = rank, world_size, say
         self.chance = random.Random(seed)  # the same on all ranks
         self.step = 0
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         member = TorchCoordination(
             store, prefix=name, world_size=world_size, call_s=RANK_TIMEOUT_S / 4
         )
@@ -93,8 +104,8 @@ class Rank:
                 except CoordinationError as error:
                     self.say("lost", rank=self.rank, named=-1, host="", cause=str(error))
                     return
-                except CommitUnknownError:
-                    self.say("unknown")
+                except CommitUnknownError as error:
+                    self.say("unknown", cause=str(error))
                 except PenstockError as error:  # its own, told to the others
                     if "since this one" in str(error):
                         self.say("woken", rank=self.rank)
