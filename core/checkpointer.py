@@ -324,6 +324,7 @@ class Checkpointer:
             DamagedError: Stored bytes are not those that were written; names the paths.
             SelectionError: A pattern matches nothing.
         """
+        called = time.monotonic()
         self._check_open()
         self._saver.distrust()  # damage may be found, or be the reason for the restore
         self._end_save_of_ranks()
@@ -337,6 +338,7 @@ class Checkpointer:
             rename=rename,
             on_damage=on_damage,
             on_progress=on_progress,
+            called=called,
         )
         self._saver.restored_from = report.step
         return report
@@ -371,6 +373,7 @@ class Checkpointer:
             DamagedError: Stored bytes are not those that were written; names the paths.
             SelectionError: A pattern matches nothing.
         """
+        called = time.monotonic()
         self._check_open()
         self._end_save_of_ranks()
         return self._reader.load(
@@ -380,6 +383,7 @@ class Checkpointer:
             device=device,
             on_damage=on_damage,
             on_progress=on_progress,
+            called=called,
         )
 
     def steps(self) -> list[int]:

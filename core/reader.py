@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -52,6 +52,21 @@ _Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
 # Blobs that a rank tells rank 0 of, which repairs each checkpoint as a whole.
 _MOST_TOLD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _RestoreTurn:
+    """The turn of this rank in the round in which all restore.
+
+    Attributes:
+        group: The ranks.
+        number: The number of the round.
+        called: When this rank was called, on the monotonic clock; None: it is not known.
+    """
+
+    group: RankGroup
+    number: int
+    called: float | None
 
 
 class Reader:
@@ -116,9 +131,10 @@ class Reader:
         rename: RenameSpec = None,
         on_damage: str = "raise",
         on_progress: Callable[[Progress], None] | None = None,
+        called: float | None = None,
     ) -> RestoreReport:
-        """See `Checkpointer.restore`."""
-        round_ = self._begin_round()
+        """See `Checkpointer.restore`; `called` is its time on the monotonic clock, default now."""
+        round_ = self._begin_round(called)
         with _giving_up(round_):
             # Live objects are about to change, and another run's save may be capturing them.
             fence_hook.fence_all()
@@ -127,7 +143,7 @@ class Reader:
                 state, self._registry.providers, allow_pickle=self._config.allow_pickle
             )
 
-        templates = None if round_ is None else TemplatesOfRanks(round_[0], selection.shown)
+        templates = None if round_ is None else TemplatesOfRanks(round_.group, selection.shown)
 
         def attempt(checkpoint: Opened) -> RestoreReport:
             return restore_into(
@@ -160,9 +176,10 @@ class Reader:
         device: str | None = None,
         on_damage: str = "raise",
         on_progress: Callable[[Progress], None] | None = None,
+        called: float | None = None,
     ) -> Any:
-        """See `Checkpointer.load`."""
-        round_ = self._begin_round()
+        """See `Checkpointer.load`; `called` is its time on the monotonic clock, default now."""
+        round_ = self._begin_round(called)
         with _giving_up(round_):
             selection = Selection(include, exclude)
 
@@ -209,13 +226,13 @@ class Reader:
             self._watched, record, self.loader, self._registry, allow_pickle=allow_pickle
         )
 
-    def _begin_round(self) -> tuple[RankGroup, int] | None:
-        """Return the ranks, and the number of the round in which all restore; None: it is alone.
+    def _begin_round(self, called: float | None) -> _RestoreTurn | None:
+        """Return the turn of this rank in the round in which all restore; None: it is alone.
 
         Called before anything can fail: the number has to be the same on all ranks.
         """
         group = self._ranks()
-        return None if group is None else (group, group.next_number())
+        return None if group is None else _RestoreTurn(group, group.next_number(), called)
 
     def _read(  # noqa: PLR0917 - what both have got from the caller
         self,
@@ -224,7 +241,7 @@ class Reader:
         on_damage: str,
         attempt: Callable[[Opened], T],
         on_progress: Callable[[Progress], None] | None,
-        round_: tuple[RankGroup, int] | None,
+        round_: _RestoreTurn | None,
         templates: TemplatesOfRanks | None = None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
         """Read a step, or with fallback the newest whole one, and emit events about the attempts.
@@ -235,7 +252,7 @@ class Reader:
             on_damage: As the caller says.
             attempt: Reads an open checkpoint.
             on_progress: As the caller says.
-            round_: The ranks, and the number of their round; None if this process is alone.
+            round_: The turn of this rank in a round of several; None if this process is alone.
             templates: The templates of the ranks, for a restore of several.
 
         Returns:
@@ -254,7 +271,7 @@ class Reader:
             try:
                 checkpoint = replace(open_step(), meter=meter)
                 if round_ is not None:
-                    place = round_[0].place
+                    place = round_.group.place
                     checkpoint = replace(checkpoint, rank=place.rank, world_size=place.world_size)
                 with memory_permitting(f"step {number}"):
                     found = attempt(checkpoint)
@@ -273,11 +290,12 @@ class Reader:
             trying = candidates.first
             read = partial(_read_alone, candidates, one)
         else:
-            group, first = round_
             with _giving_up(round_):
-                together = self._together(group, verb, step, on_damage, one, templates=templates)
+                together = self._together(
+                    round_.group, verb, step, on_damage, one, templates=templates
+                )
             on_progress = together.listen(on_progress)
-            read = partial(self._read_together, together, first)
+            read = partial(self._read_together, together, round_)
 
         try:
             with metered(on_progress, f"the {verb}", self._workers.timing) as meter:
@@ -314,9 +332,9 @@ class Reader:
         )
 
     def _read_together(
-        self, together: RestoreTogether[tuple[T, _Rescued]], number: int
+        self, together: RestoreTogether[tuple[T, _Rescued]], turn: _RestoreTurn
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
-        found = together.run(number)
+        found = together.run(turn.number, turn.called)
         for told in together.told.values():  # rank 0 repairs what any rank has found
             self._rescued += [(name, tier) for name, tier in told["rescued"]]
         return found
@@ -381,14 +399,13 @@ class Reader:
 
 
 @contextmanager
-def _giving_up(round_: tuple[RankGroup, int] | None) -> Iterator[None]:
+def _giving_up(round_: _RestoreTurn | None) -> Iterator[None]:
     """Tell the other ranks of an error in the block, which comes before this one takes part."""
     try:
         yield
     except BaseException as error:
         if round_ is not None:
-            group, number = round_
-            group.give_up(number, cause_of(error))
+            round_.group.give_up(round_.number, cause_of(error))
         raise
 
 

@@ -76,6 +76,7 @@ class SaveAgreement:
         *,
         commit: Commit,
         step: int,
+        called_s: float,
         alive: Callable[[], None],
         look: Callable[[int], Event],
     ) -> None:
@@ -86,6 +87,7 @@ class SaveAgreement:
             number: The number of the round.
             commit: The table of this rank's save.
             step: The step that this rank was told to save.
+            called_s: When it was told so, on the monotonic clock.
             alive: Called while this waits; raises if the save was given up.
             look: Returns what the commit record with a generation is: ours, another's or none.
 
@@ -110,6 +112,7 @@ class SaveAgreement:
             commit=commit,
             timeout_s=group.timeout_s,
             expects=self._obstacle,
+            called_s=called_s,
         )
         self._conductor = Conductor(self._round, group.coordination)
 

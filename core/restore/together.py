@@ -136,11 +136,12 @@ class RestoreTogether(Generic[T]):
         self._refused: int | None = None  # the step of rank 0, where the calls differ
         self._notes: Sequence[str] = ()  # on what is undefined where the others have failed
 
-    def run(self, number: int) -> tuple[T, tuple[int, ...]]:
+    def run(self, number: int, called_s: float | None = None) -> tuple[T, tuple[int, ...]]:
         """Restore on this rank, and wait until all have restored the same checkpoint.
 
         Args:
             number: The number of the first round; further ones are taken where it needs them.
+            called_s: When this rank was called to restore, on the monotonic clock; None: now.
 
         Returns:
             What `attempt` has returned, and the damaged steps that were skipped.
@@ -156,7 +157,9 @@ class RestoreTogether(Generic[T]):
                 number,
                 timeout_s=self._group.timeout_s,
                 expects=self._disagreement,
+                called_s=called_s,
             )
+            called_s = None  # further rounds begin when this one has ended
             conductor = Conductor(round_, self._group.coordination)
             self._conductor = conductor
             if self._templates is not None:

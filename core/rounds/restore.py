@@ -31,7 +31,10 @@ class RestoreRound(Round):
         *,
         timeout_s: float,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        called_s: float | None = None,
     ) -> None:
         """Prepare the round, as `Round` says."""
         table = RESTORE_RANK_0 if place.rank == 0 else RESTORE_OTHERS
-        super().__init__(place, number, table=table, timeout_s=timeout_s, expects=expects)
+        super().__init__(
+            place, number, table=table, timeout_s=timeout_s, expects=expects, called_s=called_s
+        )

@@ -103,6 +103,7 @@ class Round:
         table: RoundTable,
         timeout_s: float,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        called_s: float | None = None,
     ) -> None:
         """Prepare the round; nothing is posted before `operations` runs.
 
@@ -112,6 +113,9 @@ class Round:
             table: What follows what.
             timeout_s: A rank that makes no progress for this long counts as standing still.
             expects: Returns why this rank cannot go on under the terms of rank 0; empty: it can.
+            called_s: When this rank was called to save or to restore, on the monotonic clock; None:
+                now. Who does not come is waited for from then on: of what this rank has done since
+                then, the clean-up behind the save before say, a quarter of the time-out counts.
         """
         self.place = place
         self.number = number
@@ -137,6 +141,7 @@ class Round:
         self._blame: Verdict | None = None
         self._outbox: dict[str, bytes] = {}
         self._looks = CountedLooks(timeout_s * MOST_COUNTED)
+        self._called_s = called_s
         others = range(1, place.world_size) if self._leads else range(1)
         self._still = Standstill(self._looks, others, timeout_s)
         self._slots: dict[int, SlotPost] = {}
@@ -236,6 +241,8 @@ class Round:
     def operations(self, now_s: float) -> Generator[Operation, Answer, None]:
         """Yield what is to be done in the store of the job, one after the other, to the end."""
         self._now_s = self._next_beat_s = self._next_slots_s = now_s
+        if self._called_s is not None:
+            self._looks.look(min(self._called_s, now_s))
         while True:
             self._looks.look(self._now_s)
             began_s, self._failed = self._now_s, False
@@ -246,19 +253,12 @@ class Round:
                 self._now_s = (yield Rest(self._look_s())).now_s
                 continue
             before = self.phase
-            yield from self._ask() if before in _ASKING else self._look()
+            if not self._is_silent():  # a call that hangs takes long
+                yield from self._ask() if before in _ASKING else self._look()
             if self._is_silent() and (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
-            if self.phase is not before:
-                continue
-            if not self._failed and not self._outbox:
-                answer = yield self._pause()
-                self._now_s = answer.now_s
-                self._failed = answer.error is not None
-            left_s = began_s + self._look_s() - self._now_s
-            if self._failed and left_s > 0.0:
-                # A store that refuses calls at once would otherwise be called without a pause.
-                self._now_s = (yield Rest(left_s)).now_s
+            if self.phase is before:
+                yield from self._wait(began_s)
 
     def error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
         """Return the error of an abort for the ranks that are not its cause; None on that one.
@@ -277,6 +277,19 @@ class Round:
 
     # -- within ----------------------------------------------------------------------------------
 
+    def _wait(self, began_s: float) -> Generator[Operation, Answer, None]:
+        """Wait for the next look; the last one began at `began_s`."""
+        if not self._failed and not self._outbox:
+            answer = yield self._pause()
+            self._now_s = answer.now_s
+            self._failed = answer.error is not None
+        left_s = began_s + self._look_s() - self._now_s
+        if not self._is_silent():
+            left_s = min(left_s, self._silence_left_s())
+        if self._failed and left_s > 0.0:
+            # A store that refuses calls at once would otherwise be called without a pause.
+            self._now_s = (yield Rest(left_s)).now_s
+
     def _post_due(self) -> Generator[Operation, Answer, None]:
         if self._now_s >= self._next_beat_s:
             self._outbox[slot_key(self.place.rank)] = self._slot()
@@ -294,7 +307,7 @@ class Round:
 
     def _look(self) -> Generator[Operation, Answer, None]:
         due = self._now_s >= self._next_slots_s or self._waits_for_others
-        slots = self._leads and due
+        slots = self._leads and (due or self._still.left_s(self._pending) <= 0.0)
         keys = self._keys(slots=slots)
         if keys:
             began_s = self._now_s
@@ -324,6 +337,8 @@ class Round:
 
     def _pause(self) -> Operation:
         pause_s = max(0.0, min(self._look_s(), self._next_beat_s - self._now_s))
+        if watched := self._watched():
+            pause_s = min(pause_s, max(self._still.left_s(watched), _LEAST_LOOK_S))
         if self._leads:
             if self._waits_for_others:
                 waited_s = self._looks.counted_s - self._sealed_s
@@ -343,7 +358,9 @@ class Round:
         if self._leads:
             if self.phase not in _OPEN:
                 return []
-            watched = sorted(self._pending) if slots and self.phase is not Phase.MERGING else []
+            watched = self._watched()
+            if not slots:  # who has not come may have closed its checkpointer, and tells it so
+                watched = [rank for rank in watched if rank not in self.arrived]
             return [end_key(number), *map(slot_key, watched)]
         keys = {
             Phase.WAITING: [end_key(number), go_key(number)],
@@ -352,6 +369,11 @@ class Round:
             Phase.PUBLISHING: [result_key(number)],
         }.get(self.phase, [])
         return [*keys, slot_key(0)] if keys else []
+
+    def _watched(self) -> Sequence[int]:
+        if self._leads:
+            return sorted(self._pending) if self.phase in _OPEN - {Phase.MERGING} else ()
+        return (0,) if self._keys(slots=False) else ()
 
     def _answered(self, answer: Answer, *, hears: bool = True) -> Answer:
         self._now_s = answer.now_s
@@ -367,7 +389,10 @@ class Round:
         return self.phase in _ASKING or bool(self._keys(slots=False))
 
     def _is_silent(self) -> bool:
-        return self._looks.counted_s - self._heard_s >= self.timeout_s
+        return self._silence_left_s() <= 0.0
+
+    def _silence_left_s(self) -> float:
+        return self._heard_s + self.timeout_s - self._looks.counted_s
 
     def _slot(self) -> bytes:
         at, part = (At.SEALED if self._sealed else At.WORKING), self._part
@@ -436,7 +461,8 @@ class Round:
 
     def _hear_slot(self, rank: int, data: bytes | None) -> None:
         """Look at the slot of a watched rank: it has moved, sealed, gone on, or stands still."""
-        if data is not None and data != self._slot_bytes.get(rank):
+        before = self._slot_bytes.get(rank)
+        if data is not None and data != before:
             self._slot_bytes[rank] = data
             try:
                 post = decode_slot(data)
@@ -447,7 +473,8 @@ class Round:
             if post.at is At.CLOSED:
                 self._leader_or_rank_lost(rank, str(post.part.get("cause", "")))
                 return
-            self._still.moved(rank)
+            if before is not None or post.round >= self.number:  # else it stays from a round before
+                self._still.moved(rank)
             if post.round == self.number:
                 self.arrived.setdefault(rank, post.part)
             if post.round > self.number:

@@ -37,6 +37,7 @@ class SaveRound(Round):
         commit: Commit,
         timeout_s: float,
         expects: Callable[[Mapping[str, Any]], str] = lambda _: "",
+        called_s: float | None = None,
     ) -> None:
         """Prepare the round, as `Round` says.
 
@@ -46,9 +47,12 @@ class SaveRound(Round):
             commit: The table of this rank's save.
             timeout_s: As in `Round`.
             expects: As in `Round`.
+            called_s: As in `Round`.
         """
         table = SAVE_RANK_0 if place.rank == 0 else SAVE_OTHERS
-        super().__init__(place, number, table=table, timeout_s=timeout_s, expects=expects)
+        super().__init__(
+            place, number, table=table, timeout_s=timeout_s, expects=expects, called_s=called_s
+        )
         self._commit = commit
 
     def published(self, result: Result, cause: str = "", totals: Sequence[int] = ()) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still:
-# so a rank that died, or hangs behind a last beat, is known to all after 1.25 times that time.
+# Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still.
+# A look is taken when that time is over, too: so a rank that died, or hangs behind a last beat, is
+# known to all after 1.25 times that time.
 BEATS = 8
 LOOKS = 16
 # Between two looks at most a quarter of that time counts; a call of a store that hangs takes less.
@@ -58,3 +59,8 @@ class Standstill:
     def is_over(self, rank: int, share: float = 1.0) -> bool:
         """Return whether `rank` has stood still for the limit, or for a share of it."""
         return self._looks.counted_s - self._moved_s[rank] >= share * self._limit_s
+
+    def left_s(self, ranks: Iterable[int]) -> float:
+        """Return the seconds until the first of `ranks` will have stood still for the limit."""
+        first = min((self._moved_s[rank] for rank in ranks), default=self._looks.counted_s)
+        return first + self._limit_s - self._looks.counted_s

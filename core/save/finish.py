@@ -142,6 +142,7 @@ class Finish:
                 turn.number,
                 commit=self.commit,
                 step=request.step,
+                called_s=clock.called,
                 alive=self._stay,
                 look=self._look,
             )

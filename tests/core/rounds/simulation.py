@@ -24,7 +24,7 @@ from penstock.core.catalog.commit_table import Action, Commit, Event, State
 from penstock.core.errors import CoordinationError
 from penstock.core.rounds import posts
 from penstock.core.rounds.operations import Answer, Post, Read, Rest, WaitFor
-from penstock.core.rounds.posts import Result
+from penstock.core.rounds.posts import At, Result, SlotPost, encode_slot, slot_key
 from penstock.core.rounds.restore import RestoreRound
 from penstock.core.rounds.round import RankPlace
 from penstock.core.rounds.save import SaveRound
@@ -47,7 +47,7 @@ class BrokenPromiseError(AssertionError):
 class Fault:
     """What goes wrong with one rank: at a time, or soon after it has reached a phase."""
 
-    kind: str  # die, stop, fail, hang, cut
+    kind: str  # die, stop, fail, hang, cut, leave
     rank: int
     at_s: float | None = None
     phase: Phase | None = None
@@ -80,8 +80,11 @@ class Plan:
     publish: str = "ok"
     refuse: bool = False
     gathers: bool = False  # rank 0 waits for all ranks before it says go, as saves do
+    hosted: bool = False  # the store is in the process of rank 0, as it is without torchrun
+    late_s: float = 0.0  # from the call to the round of rank 0, which cleans up meanwhile
     differs: int | None = None  # the rank that is at another step
     restores: int | None = None  # the rank that restores while the others save
+    absent: int | None = None  # the rank that never comes
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -106,7 +109,9 @@ class World:
             if fault.at_s is not None:
                 self.after(fault.at_s, lambda fault=fault: self.strike(fault))
         for rank in self.ranks:
-            rank.deliver(self.random.uniform(0.0, self.plan.arrive_s), rank.begin)
+            arrives_s = self.random.uniform(0.0, self.plan.arrive_s)
+            if rank.rank != self.plan.absent:
+                rank.deliver(arrives_s, rank.call)
         while self._heap:
             at, _, event = heapq.heappop(self._heap)
             if at > horizon_s:
@@ -141,6 +146,9 @@ class World:
         self._server_free_s = begins_s + works_s
         lands_s = begins_s + works_s - self.now + plan.jitter_s * self.random.random()
         fate = "answered"
+        if self._is_refused():
+            rank.deliver(plan.latency_s, lambda: answer(None, CoordinationError("reset")))
+            return
         if rank.is_cut() or self.random.random() < plan.lost:
             fate = self.random.choice(["lost", "unanswered", "late"])
             if rank.is_cut():
@@ -188,10 +196,16 @@ class World:
         def wake(found=True):
             if not done:
                 done.append(True)
+                if rank.is_cut():  # meanwhile
+                    late_s = 0.0 if self._is_refused() else self.plan.call_s
+                    rank.deliver(late_s, lambda: answer(None, CoordinationError("no answer")))
+                    return
                 late_s = self.plan.latency_s / 2 + self.random.random() * poll_s
                 rank.deliver(late_s, lambda: answer(found, None))
 
-        if rank.is_cut():
+        if self._is_refused():
+            rank.deliver(self.plan.latency_s, lambda: answer(None, CoordinationError("reset")))
+        elif rank.is_cut():
             late_s = operation.timeout_s + self.plan.call_s
             rank.deliver(late_s, lambda: answer(None, CoordinationError("no answer")))
         elif operation.key in self.values:
@@ -199,6 +213,10 @@ class World:
         else:
             self._waiters.setdefault(operation.key, []).append(wake)
             self.after(operation.timeout_s, lambda: wake(False))
+
+    def _is_refused(self):
+        """Whether the store's process has ended, so that calls end at once; not: they hang."""
+        return self.plan.hosted and self.ranks[0].dead
 
     def register(self, number):
         value = self.values.get(posts.end_key(number))
@@ -236,6 +254,7 @@ class World:
             self.hold("stopped" not in words or words <= {"stopped", "aborted"}, f"told {words}")
             self._check_root(number, words)
             self._check_blame(number, told)
+            self._check_known(number, told)
         if not self.plan.faults and self.plan.lost == 0.0 and self.plan.publish == "ok":
             self._check_sound()
 
@@ -256,6 +275,8 @@ class World:
         if verdict is None or verdict.commit or self.plan.lost:
             return
         guilty = {fault.rank for fault in self.plan.faults if fault.came_s is not None}
+        if self.plan.hosted and 0 in guilty:  # the others could not tell that they gave up
+            return
         guilty |= {self.plan.differs, self.plan.restores}
         if self.plan.restores == 0:  # then each of the others sees that it does something else
             guilty |= set(range(self.plan.world_size))
@@ -263,6 +284,23 @@ class World:
         for word, _, error in told.values():
             if word == "aborted" and error is not None:
                 self.hold(error.rank == verdict.rank, "another rank is named than was decided on")
+
+    def _check_known(self, number, told):
+        """All know in time of the one that is lost, if nothing else is wrong."""
+        plan = self.plan
+        alone = len(plan.faults) == 1 and (plan.differs, plan.restores) == (None, None)
+        swift = plan.lost == 0.0 and plan.latency_s + plan.jitter_s <= plan.timeout_s / 100
+        if not (alone and swift) or plan.refuse or plan.publish != "ok":
+            return
+        fault = plan.faults[0]
+        if fault.came_s is None or fault.kind not in {"die", "stop"}:
+            return
+        others = [rank for rank in self.ranks if rank.rank != fault.rank]
+        since_s = max([fault.came_s, *(rank.called_s[number] for rank in others)])
+        for rank in others:
+            word, told_s, _ = told[rank.rank]
+            in_time = word == "committed" or told_s - since_s <= 1.25 * plan.timeout_s
+            self.hold(in_time, f"rank {rank.rank} knew after {told_s - since_s:.2f} s: {word}")
 
     def _check_sound(self):
         sound = self.plan.differs is None and self.plan.restores is None
@@ -300,6 +338,7 @@ class Rank:
         self.rank = rank
         self.number = -1
         self.told = {}
+        self.called_s = []  # by round
         self.dead = False
         self.hangs = False
         self.stopped_until_s = 0.0
@@ -320,10 +359,17 @@ class Rank:
             self.hangs = True
         elif fault.kind == "cut":
             self.cut_until_s = now + fault.length_s
+        elif fault.kind == "leave":  # it closes its checkpointer, before it comes
+            left = SlotPost(0, "save", At.CLOSED, part={"cause": "closed its checkpointer"})
+            self.dead = True
+            self.world._set(slot_key(self.rank), encode_slot(left))
         elif fault.kind == "fail" and self.round is not None:
             self.deliver(0.0, lambda: self._engine(lambda: self.round.fail("No space left")))
 
     def is_cut(self):
+        host = self.world.ranks[0]
+        if self.world.plan.hosted and (host.dead or self.world.now < host.stopped_until_s):
+            return True
         return self.world.now < self.cut_until_s
 
     def deliver(self, delay_s, event):
@@ -341,10 +387,15 @@ class Rank:
 
     # -- the conductor -------------------------------------------------------------------------
 
+    def call(self):
+        self.called_s.append(self.world.now)
+        self.deliver(0.0 if self.rank else self.world.plan.late_s, self.begin)
+
     def begin(self):
         plan = self.world.plan
         self.number += 1
         member = RankPlace(self.rank, plan.world_size, f"node{self.rank // 8}")
+        times = {"timeout_s": plan.timeout_s, "called_s": self.called_s[self.number]}
         step = 101 if self.rank == plan.differs else 100
 
         def expects(terms):
@@ -353,12 +404,10 @@ class Rank:
         if plan.kind == "save" and self.rank != plan.restores:
             self.commit = Commit()
             self.round = SaveRound(
-                member, self.number, commit=self.commit, timeout_s=plan.timeout_s, expects=expects
+                member, self.number, commit=self.commit, expects=expects, **times
             )
         else:
-            self.round = RestoreRound(
-                member, self.number, timeout_s=plan.timeout_s, expects=expects
-            )
+            self.round = RestoreRound(member, self.number, expects=expects, **times)
         self._phase = None
         self._gathers = plan.gathers and isinstance(self.round, SaveRound)
         if self._gathers:
@@ -388,7 +437,7 @@ class Rank:
         if operation is None:
             self.posts[self.number] = self.round.posts
             if self.number + 1 < self.world.plan.rounds:
-                self.deliver(0.1, self.begin)
+                self.deliver(0.1, self.call)
             return
         if isinstance(operation, Rest):
             token = self._resting = object()
@@ -540,6 +589,7 @@ def drawn(seed, *, most_ranks=200):
     for _ in range(pick.choice([0, 1, 1, 1, 2, 3])):
         plan.faults.append(_fault(pick, plan))
     plan.gathers = random.Random(seed * 7919 + 2).random() < 0.5
+    plan.hosted = random.Random(seed * 7919 + 3).random() < 0.4
     return plan
 
 

@@ -66,6 +66,58 @@ def test_all_know_of_a_dead_or_stopped_rank_after_five_quarters_of_the_timeout(
     assert {(error.rank, error.host) for _, _, error in others} == {(rank, "node0")}
 
 
+@pytest.mark.parametrize("timeout_s", [3.0, 60.0])
+@pytest.mark.parametrize("how", ["die", "stop"])
+@pytest.mark.parametrize("kind", ["save", "restore"])
+def test_all_know_in_time_of_a_rank_0_that_takes_the_store_with_it(kind, how, timeout_s):
+    for at_s in (1.7, 1.8, 1.9, 2.0):  # at a look, at a beat, and between them
+        fault = Fault(how, 0, at_s=at_s, length_s=1000.0)
+        plan = Plan(
+            kind=kind,
+            world_size=3,
+            work_s=(10.0, 12.0),
+            timeout_s=timeout_s,
+            call_s=min(10.0, timeout_s / 4),
+            hosted=True,
+            faults=[fault],
+        )
+        assert World(plan).run().known_s() <= 1.1 * timeout_s
+
+
+def test_all_know_in_time_where_the_store_is_not_that_swift():
+    for at_s in (0.1, 0.4, 0.5):
+        fault = Fault("die", 1, at_s=at_s)
+        plan = Plan(world_size=3, work_s=(5.0, 9.0), timeout_s=3.0, latency_s=0.02, faults=[fault])
+        assert World(plan).run().known_s() <= 1.25 * plan.timeout_s
+
+
+@pytest.mark.parametrize(
+    ("rounds", "fault"),
+    [
+        (1, Fault("die", 1, at_s=0.0)),  # before its first save
+        (2, Fault("die", 1, phase=Phase.COMMITTED, delay_s=0.05)),  # between two
+    ],
+)
+def test_a_rank_that_never_comes_is_known_though_rank_0_was_busy_when_it_was_called(rounds, fault):
+    plan = Plan(world_size=3, rounds=rounds, late_s=2.0, work_s=(1.0, 1.0), faults=[fault])
+    world = World(plan).run()
+    assert words_of(world, rounds - 1) == {"aborted"}
+    told_s = max(rank.told[rounds - 1][1] for rank in world.ranks if not rank.dead)
+    assert told_s - world.ranks[0].called_s[rounds - 1] <= 1.25 * plan.timeout_s
+
+
+@pytest.mark.parametrize("kind", ["save", "restore"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_closes_instead_of_coming_is_known_within_a_second(rank, kind):
+    """Though a rank that says nothing is waited for as long as the time-out."""
+    for at_s in (0.0, 0.9, 1.7):
+        plan = Plan(kind=kind, world_size=4, timeout_s=60.0, work_s=(20.0, 20.0))
+        plan.absent, plan.faults = rank, [Fault("leave", rank, at_s=at_s)]
+        world = World(plan).run()
+        assert words_of(world) == {"aborted"}
+        assert world.known_s() <= 1.0
+
+
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_an_error_that_can_be_told_is_known_within_a_second(world_size):
     fault = Fault("fail", world_size - 1, at_s=2.0)
