@@ -49,6 +49,7 @@ def decode_value(data: bytes, path: ObjectPath) -> object:
         OSError,  # a time zone that is a folder, or has too long a name
         SyntaxError,  # of numpy, about a dtype with commas
         struct.error,
+        DeprecationWarning,  # of numpy, about the name of a dtype, where warnings are errors
     ) as error:
         msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
         raise FormatError(msg, [show_path(path)]) from error
