@@ -281,7 +281,7 @@ say("closed")
     holds(url, 1, 2, 3)
 
 
-def test_a_forked_child_may_open_the_run_anew(run_anew, url):
+def test_a_forked_child_may_open_the_run_anew(run, url):
     body = """
 handle = held_save(ckpt, 2)
 child = os.fork()
@@ -295,7 +295,7 @@ gate.set()
 handle.result()
 ckpt.close()
 """
-    lines, errors, status = run_anew(body)
+    lines, errors, status = run(body)
     assert (lines, status) == (["[1] 1"], 0), errors
     holds(url, 1, 2, 5)
 
