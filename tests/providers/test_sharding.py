@@ -83,10 +83,10 @@ def placements_of(mesh_dimensions, dimensions, *, strided):
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2), (3, 2), (2, 2, 2)], ids=str)
 def test_regions_are_what_distribute_tensor_gave(mesh):
     """Also where it was cut by strides: refused only where another order would be others'."""
-    strided = (2, 3) if len(mesh) < 3 else (2,)
+    strided, shapes = ((2, 3), SHAPES) if len(mesh) < 3 else ((2,), SHAPES[::2])
     cases = [
         (shape, placements)
-        for shape in SHAPES
+        for shape in shapes
         for placements in placements_of(len(mesh), len(shape), strided=strided)
     ]
 

@@ -321,8 +321,21 @@ SCENARIOS = [
 ]
 
 
+# Saves in each mode and of each kind, but not each kind in each mode, are quick.
+SLOW = {
+    f"save {words}"
+    for words in (
+        "blocking encoded", "blocking both", "async raw", "async both", "lazy raw", "lazy encoded",
+    )
+}  # fmt: skip
 each_scenario = pytest.mark.parametrize(
-    "scenario", [pytest.param(s, id=s.name.replace(" ", "-")) for s in SCENARIOS]
+    "scenario",
+    [
+        pytest.param(
+            s, id=s.name.replace(" ", "-"), marks=[pytest.mark.slow] if s.name in SLOW else []
+        )
+        for s in SCENARIOS
+    ],
 )
 
 

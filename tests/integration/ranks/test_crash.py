@@ -1,5 +1,6 @@
 """Two ranks over one store that loses its power, or of which one dies: old or new, always whole."""
 
+import functools
 import random
 import threading
 
@@ -111,7 +112,8 @@ each_save = pytest.mark.parametrize(
 )
 
 
-def prepared():
+@functools.cache
+def stored():
     """Three checkpoints that two ranks have saved."""
     disk = Disk()
     for step in (1, 2, 3):
@@ -119,12 +121,12 @@ def prepared():
         assert {report.ranks for report in results} == {WORLD}
     blobs = {blob.name.rpartition("/")[2] for blob in PowerCut(disk).list("data/")}
     assert blobs >= {"00000-0.raw", "00001-0.enc"}  # of 30 KB, rank 0 writes the first half
-    return disk.copy()
+    return disk
 
 
 @each_save
 def test_power_that_goes_during_any_effect_of_two_ranks_leaves_old_or_new(save):
-    start = prepared()
+    start = stored()
     found, points, cuts = [], 0, 0
     while True:
         disk = start.copy(cut_at=points + 1)
@@ -170,7 +172,7 @@ class OfOne(MemoryCoordination):
 @each_save
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim):
-    start = prepared()
+    start = stored()
     found, told, points = [], set(), 0
     while True:
         disk = start.copy()

@@ -13,8 +13,7 @@ import penstock
 FEW = ["DDP 2", "FSDP2 3", "HSDP 2 x 2", "TP 4", "FSDP2 x TP 2 x 2", "FSDP2 x TP 3 x 2"]
 
 
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("mode", ["blocking", "lazy"])
+@pytest.mark.parametrize(("name", "mode"), [*zip(FEW, ["blocking", "lazy"] * 3, strict=True)])
 def test_what_ranks_save_is_loaded_by_one_process(name, mode):
     count, place = PLACES[name]
     store = memory()
