@@ -46,7 +46,11 @@ class Environment:
         return done
 
     def code(self, source, *arguments):
-        done = self._with_torch("-c", textwrap.dedent(source), *arguments)
+        return self.program("-c", textwrap.dedent(source), *arguments)
+
+    def program(self, *arguments):
+        """As `run`, for what needs torch anyway."""
+        done = self._with_torch(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 

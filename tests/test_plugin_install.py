@@ -89,7 +89,7 @@ def test_its_own_tests_pass(environment):
     # SQLite syncs its file with each commit, and there are thousands: in memory that costs nothing.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        done = environment.run("-m", "pytest", *options, f"--basetemp={folder}/runs", "tests")
+        done = environment.program("-m", "pytest", *options, f"--basetemp={folder}/runs", "tests")
     assert "passed" in done.stdout
     left_out = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert all("declare" in line for line in left_out), left_out

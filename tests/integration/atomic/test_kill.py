@@ -167,7 +167,7 @@ def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_r
     """For some seconds; `tools/kill_savers.py` by itself goes on for longer."""
     tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
     done = subprocess.run(
-        [sys.executable, tool, "--kills", "90", "--seconds", "6", "--root", tmp_path],
+        [sys.executable, tool, "--kills", "90", "--seconds", "4", "--root", tmp_path],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -182,7 +182,7 @@ def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run_and_nobody_w
     tool = Path(__file__).parents[3] / "tools" / "kill_savers.py"
     done = subprocess.run(
         [
-            sys.executable, tool, "--ranks", "--kills", "10", "--seconds", "20",
+            sys.executable, tool, "--ranks", "--kills", "7", "--seconds", "20",
             "--kind", "posix", "--root", tmp_path,
         ],
         capture_output=True, text=True, check=False,
