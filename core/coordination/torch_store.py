@@ -28,6 +28,7 @@ from penstock.core.errors import ConfigError, CoordinationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
     from typing import TypeVar
 
     T = TypeVar("T")
@@ -36,6 +37,8 @@ _FIRST_POLL_S = 0.002
 # All ranks that wait together ask the server this often, whatever their number: it has one thread.
 _POLLS_PER_S = 20_000
 _LEAST_POLL_S = 0.05
+# Behind a call that has hung for its whole time, others wait for this share of theirs.
+_HELD_UP_SHARE = 1 / 4
 # The n-th instance of each rank is one job's, since all ranks run the same program.
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -99,6 +102,7 @@ class TorchCoordination(Coordination):
             raise ConfigError(msg)
         self._network_error: type[Exception] = distributed.DistNetworkError
         self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
+        self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
         self._original = original  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
@@ -180,10 +184,14 @@ class TorchCoordination(Coordination):
         except RuntimeError as error:
             msg = "this rank's coordination was closed meanwhile"
             raise CoordinationError(msg) from error
-        if wait([future], self._call_s).not_done:
-            future.cancel()
+        # One that hangs holds up all behind it: each would else take its whole time, one by one.
+        held_up = self._late is not None and not self._late.done()
+        limit_s = self._call_s * (_HELD_UP_SHARE if held_up else 1)
+        if wait([future], limit_s).not_done:
+            if not future.cancel():
+                self._late = future
             msg = (
-                f"the store of the job ({self._prefix}) did not answer in {self._call_s:g} s; is "
+                f"the store of the job ({self._prefix}) did not answer in {limit_s:g} s; is "
                 "the process that hosts it alive? Without torchrun that is rank 0's."
             )
             raise CoordinationError(msg)

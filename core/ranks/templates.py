@@ -7,7 +7,6 @@ ranks but one, and what one stage lacks is what another restores.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -194,10 +193,12 @@ class TemplatesOfRanks:
         while True:
             # Before the call: rank 0 posts its word first, and only then gives the round up.
             ended = conductor.has_news
-            with suppress(CoordinationError):  # the round notices a store that is silent
+            try:
                 found = call()
                 if is_done(found):
                     return found
+            except CoordinationError:  # the round notices a store that is silent
+                ended = conductor.has_news
             if ended:
                 msg = "the round of the ranks ended while this one waited for the others"
                 raise RoundOverError(msg)

@@ -473,7 +473,10 @@ class Round:
             if post.at is At.CLOSED:
                 self._leader_or_rank_lost(rank, str(post.part.get("cause", "")))
                 return
-            if before is not None or post.round >= self.number:  # else it stays from a round before
+            # What another has posted before this rank looked tells when only where it is not from
+            # a round before, and not of one that waits for rank 0: that moves with each beat.
+            waits = self._leads and post.at is At.HERE
+            if before is not None or not (waits or post.round < self.number):
                 self._still.moved(rank)
             if post.round == self.number:
                 self.arrived.setdefault(rank, post.part)

@@ -3,13 +3,16 @@
 import inspect
 import itertools
 import threading
+from contextlib import closing, suppress
 
 import pytest
 import torch.distributed as dist
+from tests.integration.ranks.slow_link import SlowLink
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.posix import PosixBackend
 from penstock.core.abc import COORDINATION_VALUE_BYTES
+from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.coordination.records import RecordCoordination
 from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
@@ -184,6 +187,27 @@ def test_a_decision_whose_answer_was_lost_is_learned_by_asking_again():
 
 
 # -- the store of torch ----------------------------------------------------------------------------
+
+
+def test_behind_a_call_that_hangs_others_wait_a_share_of_their_time_until_it_answers(tcp_store):
+    with closing(SlowLink(tcp_store.port)) as link:
+        client = dist.TCPStore("127.0.0.1", link.port, is_master=False)
+        with TorchCoordination(client, prefix="hangs", call_s=0.4) as member:
+            member.post("key", b"value")
+            link.delay_s = 1.0
+            for limit in (r"0\.4", r"0\.1", r"0\.1"):
+                with pytest.raises(CoordinationError, match=rf"did not answer in {limit} s"):
+                    member.read(["key"])
+            link.delay_s = 0.0
+            deadline = Deadline(10.0)
+            while not deadline.is_over():
+                with suppress(CoordinationError):
+                    assert member.read(["key"]) == [b"value"]
+                    break
+            assert not deadline.is_over()
+            link.delay_s = 1.0
+            with pytest.raises(CoordinationError, match=r"did not answer in 0\.4 s"):
+                member.read(["key"])
 
 
 def test_a_store_that_cannot_read_many_keys_is_refused(tmp_path):

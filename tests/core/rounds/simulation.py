@@ -297,6 +297,7 @@ class World:
             return
         others = [rank for rank in self.ranks if rank.rank != fault.rank]
         since_s = max([fault.came_s, *(rank.called_s[number] for rank in others)])
+        since_s += max(0.0, plan.late_s - plan.timeout_s / 4)
         for rank in others:
             word, told_s, _ = told[rank.rank]
             in_time = word == "committed" or told_s - since_s <= 1.25 * plan.timeout_s
@@ -590,6 +591,7 @@ def drawn(seed, *, most_ranks=200):
         plan.faults.append(_fault(pick, plan))
     plan.gathers = random.Random(seed * 7919 + 2).random() < 0.5
     plan.hosted = random.Random(seed * 7919 + 3).random() < 0.4
+    plan.late_s = random.Random(seed * 7919 + 4).choice([0.0, 0.0, 1.4, 3.0])
     return plan
 
 

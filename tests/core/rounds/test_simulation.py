@@ -96,9 +96,10 @@ def test_all_know_in_time_where_the_store_is_not_that_swift():
     [
         (1, Fault("die", 1, at_s=0.0)),  # before its first save
         (2, Fault("die", 1, phase=Phase.COMMITTED, delay_s=0.05)),  # between two
+        (1, Fault("die", 1, at_s=0.2)),  # it has come, and rank 0 has not
     ],
 )
-def test_a_rank_that_never_comes_is_known_though_rank_0_was_busy_when_it_was_called(rounds, fault):
+def test_a_rank_is_known_that_was_lost_while_rank_0_was_busy_when_it_was_called(rounds, fault):
     plan = Plan(world_size=3, rounds=rounds, late_s=2.0, work_s=(1.0, 1.0), faults=[fault])
     world = World(plan).run()
     assert words_of(world, rounds - 1) == {"aborted"}
