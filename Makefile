@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Three workers for two cores: the suite waits for disks, servers and killed processes as well. A
+# Four workers for two cores: the suite waits for disks, servers and killed processes as well. A
 # worker keeps to neighbouring tests, which share what is costly to set up, and helps out at the end.
-WORKERS := -n 3 --dist worksteal
+WORKERS := -n 4 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
