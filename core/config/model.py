@@ -286,7 +286,7 @@ class CheckpointerConfig(_Model):
             again.
         chunk_bytes: Most raw bytes in one frame.
         block_bytes: Raw bytes under one checksum; None takes 256 KiB to 4 MiB by the average size
-            of what is stored, and 4 MiB with `share`.
+            of what is stored, and 4 MiB with `share` or a codec that needs a base.
         workers: Threads that encode and hash; None takes a number by the cores.
         grace_s: Age below which `prune` leaves uncommitted data alone.
         prefer: The distribution to take for a plugin whose name several claim.

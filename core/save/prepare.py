@@ -332,9 +332,10 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     plan = plan_save(
         objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known
     )
-    # Raw frames of two saves share a part only with equal blocks, and what fits the pieces changes
-    # when the first step of an optimizer makes its state.
-    blocks = LARGEST_BLOCK_BYTES if share else plan.fitting_block_bytes()
+    # A part lists raw frames of another save, as shared ones or as bases, only with equal blocks,
+    # and what fits the pieces changes when the first step of an optimizer makes its state.
+    refers = share or any(chain is not None and chain.needs_base for chain in table.chains)
+    blocks = LARGEST_BLOCK_BYTES if refers else plan.fitting_block_bytes()
     return SaveRequest(
         step=step,
         generation=generation,
