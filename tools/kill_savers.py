@@ -330,6 +330,12 @@ class RankJob:
         named = {self.victim: "the lost rank", -1: "nobody"}.get(message["named"], "another")
         seen.counts[f"named {named}"] += 1
 
+    @property
+    def lacks_one(self) -> bool:
+        """Whether its lost rank is not back, and others are there that have to notice it."""
+        is_back = self.how is signal.SIGSTOP and self.sleeps_until_s is None
+        return self.struck_s is not None and not is_back and bool(self.pids.keys() - {self.victim})
+
     def ends(self, rank: int, seen: Seen) -> bool:
         """Whether a rank has ended; how it did is looked at."""
         pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
@@ -365,6 +371,7 @@ class RankJobs:
             self._listen(0.02)
             for job in list(self._jobs.values()):
                 self._go_on(job)
+        self._wait_until_known()
         for job in self._jobs.values():
             for pid in [*job.pids.values(), job.server]:
                 if pid is not None:
@@ -375,6 +382,17 @@ class RankJobs:
         os.close(self._readable)
         os.close(self._writable)
         return self.seen
+
+    def _wait_until_known(self) -> None:
+        """Let all notice who is lost: else those that know late are counted the least often."""
+        end_s = time.monotonic() + 2 * forked_ranks.RANK_TIMEOUT_S
+        while time.monotonic() < end_s and not self.seen.problems:
+            lost = [job for job in self._jobs.values() if job.lacks_one]
+            if not lost:
+                return
+            self._listen(0.02)
+            for job in lost:
+                self._go_on(job)
 
     def _start(self, world_size: int) -> None:
         name, seed = f"job{next(self._numbers)}", self._chance.getrandbits(32)
