@@ -179,22 +179,21 @@ class TorchCoordination(Coordination):
             raise CoordinationError(msg)
         if self._broken is not None and not self._broken[0].is_over():
             raise CoordinationError(self._broken[1])
+        # One that hangs holds up all behind it: each would else take its whole time, one by one.
+        # Once it is over each has that, or a store that is just slow would never be heard again.
+        if self._late is not None:
+            limit_s = self._call_s * _HELD_UP_SHARE
+            if wait([self._late], limit_s).not_done:
+                raise self._no_answer(limit_s)
         try:
             future = self._pool.submit(call)
         except RuntimeError as error:
             msg = "this rank's coordination was closed meanwhile"
             raise CoordinationError(msg) from error
-        # One that hangs holds up all behind it: each would else take its whole time, one by one.
-        held_up = self._late is not None and not self._late.done()
-        limit_s = self._call_s * (_HELD_UP_SHARE if held_up else 1)
-        if wait([future], limit_s).not_done:
+        if wait([future], self._call_s).not_done:
             if not future.cancel():
                 self._late = future
-            msg = (
-                f"the store of the job ({self._prefix}) did not answer in {limit_s:g} s; is "
-                "the process that hosts it alive? Without torchrun that is rank 0's."
-            )
-            raise CoordinationError(msg)
+            raise self._no_answer(self._call_s)
         try:
             return future.result()
         except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
@@ -203,6 +202,12 @@ class TorchCoordination(Coordination):
                 # Each call on a broken connection prints a stack trace of the C++ library.
                 self._broken = Deadline(self._call_s), msg
             raise CoordinationError(msg) from error
+
+    def _no_answer(self, limit_s: float) -> CoordinationError:
+        return CoordinationError(
+            f"the store of the job ({self._prefix}) did not answer in {limit_s:g} s; is "
+            "the process that hosts it alive? Without torchrun that is rank 0's."
+        )
 
 
 def _distributed() -> Any:

@@ -210,6 +210,24 @@ def test_behind_a_call_that_hangs_others_wait_a_share_of_their_time_until_it_ans
                 member.read(["key"])
 
 
+def test_a_store_that_is_slow_is_heard_again_after_a_call_that_took_too_long(tcp_store):
+    with closing(SlowLink(tcp_store.port)) as link:
+        client = dist.TCPStore("127.0.0.1", link.port, is_master=False)
+        with TorchCoordination(client, prefix="slow", call_s=0.6) as member:
+            member.post("key", b"value")
+            link.delay_s = 0.12  # for each of two round trips
+            assert member.read(["key"]) == [b"value"]
+            link.delay_s = 0.4
+            with pytest.raises(CoordinationError, match=r"did not answer in 0\.6 s"):
+                member.read(["key"])
+            link.delay_s = 0.12
+            answers, deadline = [], Deadline(5.0)
+            while not answers and not deadline.is_over():
+                with suppress(CoordinationError):
+                    answers = member.read(["key"])
+            assert answers == [b"value"]
+
+
 def test_a_store_that_cannot_read_many_keys_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="use a TCPStore"):
         TorchCoordination(dist.FileStore(str(tmp_path / "store"), 1), prefix="job")
