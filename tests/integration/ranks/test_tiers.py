@@ -344,20 +344,24 @@ def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):
 
 
 def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobody(places):
-    full = threading.Event()
-    full.set()
-
     class Full(WrapperBackend):
-        def free_bytes(self):
-            return 0 if full.is_set() else None
+        def __init__(self, inner, room):
+            super().__init__(inner)
+            self.room = room
 
+        def free_bytes(self):
+            return None if self.room.is_set() else 0
+
+    in_fast, in_durable = threading.Event(), threading.Event()
     job = job_of(
         places,
-        fast=lambda _, store: Full(store),
-        durable=lambda _, store: Full(store),
+        fast=lambda _, store: Full(store, in_fast),
+        durable=lambda _, store: Full(store, in_durable),
         options={"on_full": "block"},
     )
-    threading.Timer(2.0, full.clear).start()
+    threading.Timer(2.0, in_fast.set).start()
+    # Later, or who looks for room in between finds it in the durable tier alone.
+    threading.Timer(2.3, in_durable.set).start()
 
     def work(rank):
         with job.checkpointer(rank, timeout_s=1.0) as ckpt:
