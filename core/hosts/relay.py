@@ -49,6 +49,7 @@ REFUSED = -1
 _TURN_BYTES = 4 << 20
 _MOST_ASLEEP = 1 / 4  # of the patience: how long this process may stand still between two looks
 _MOST_SILENT = 64  # connections of which nobody knows yet whose they are
+_UNDISTURBED = 1 / 16  # of the patience: how long none of them is given up for a newer one
 
 
 class RelayKey(NamedTuple):
@@ -414,7 +415,7 @@ class Relay:
         by_fd = {line.socket.fileno(): line for line in lines}
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
-        if self._listener is not None:
+        if self._listener is not None and self._may_accept():
             poller.register(self._listener.fileno(), select.POLLIN)
         for fd, line in by_fd.items():
             poller.register(fd, select.POLLIN | (select.POLLOUT if line.out else 0))
@@ -521,8 +522,23 @@ class Relay:
 
     def _accept(self) -> None:
         for _ in range(_MOST_SILENT):
-            if self._listener is None or not self._accept_one(self._listener):
+            if self._listener is None or not self._may_accept():
                 return
+            if not self._accept_one(self._listener):
+                return
+
+    def _may_accept(self) -> bool:
+        """Return whether one more may connect.
+
+        Who came has a while to say whose it is. Else many strangers at once would drive out a rank
+        that gets no processor meanwhile.
+        """
+        least_s = self._patience_s * _UNDISTURBED
+        return not self._is_full() or self._silent[0].deadline.taken_s() >= least_s
+
+    def _is_full(self) -> bool:
+        # The recipients connect all at once.
+        return len(self._silent) >= _MOST_SILENT + len(self._recipients)
 
     def _accept_one(self, listener: socket.socket) -> bool:
         """Take a connection; return whether there was one."""
@@ -535,7 +551,7 @@ class Relay:
             listener.close()
             self._listener = None
             return False
-        if len(self._silent) >= _MOST_SILENT + len(self._recipients):  # these connect all at once
+        if self._is_full():
             self._lose(self._silent[0], "there are too many")
         line = _Line(found, Deadline(self._patience_s, self._clock))
         self._silent.append(line)

@@ -243,3 +243,33 @@ def test_strangers_who_connect_and_say_nothing_keep_nobody_out():
         assert waiter.wait() == [3]
         assert bytes(target) == b"abc"
         given.wait()
+
+
+def test_a_rank_that_is_slow_to_say_who_it_is_is_not_driven_out_by_strangers():
+    with ExitStack() as opened:
+        listener = listening_socket("127.0.0.1")
+        address = listener.getsockname()
+        relay = Relay(
+            Greeting(b"secret", 0),
+            listener,
+            sources={},
+            recipients=[1],
+            offers=[key(3)],
+            patience_s=32.0,
+            ended=lambda: False,
+            timing=Timing(poll_s=0.05),
+        )
+        opened.callback(relay.close)
+        relay.start()
+        line = opened.enter_context(socket.create_connection(address, 10))
+        challenge = line.recv(32, socket.MSG_WAITALL)
+        for _ in range(200):
+            opened.enter_context(socket.create_connection(address, 10))
+        time.sleep(0.3)  # all would have been accepted by now
+        steps = Greeting(b"secret", 1).claim(0)
+        next(steps)
+        with pytest.raises(StopIteration) as claimed:
+            steps.send(memoryview(challenge))
+        claim, expected = claimed.value.value
+        line.sendall(claim)
+        assert line.recv(len(expected), socket.MSG_WAITALL) == expected
