@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from tests import interpreters
 from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
+from tests.integration.support import run_python
 
 TORCHRUN = """
 import os, sys
@@ -119,16 +120,30 @@ except penstock.RankError as error:
 """
 
 
+def by_torchrun(count, *words):
+    done = run_python(
+        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *words,
+        timeout=200, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("restored")]
+
+
+def as_by_torchrun(count, *words):
+    return [text.splitlines()[-1] for text in interpreters.run_as_torchrun(count, *words)]
+
+
 @pytest.mark.process
 @pytest.mark.multirank
-def test_torchrun_restores_on_another_number_of_processes(tmp_path):
+@pytest.mark.parametrize(
+    "launch", [as_by_torchrun, pytest.param(by_torchrun, marks=pytest.mark.slow)]
+)
+def test_torchrun_restores_on_another_number_of_processes(tmp_path, launch):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
     for count in (2, 3):
-        told = interpreters.run_as_torchrun(
-            count, script, tmp_path / "run", tmp_path / "expected.pt"
-        )
-        assert [text.splitlines()[-1] for text in told] == ["restored False"] * count
+        told = launch(count, script, tmp_path / "run", tmp_path / "expected.pt")
+        assert told == ["restored False"] * count
 
 
 @pytest.mark.process
