@@ -1,6 +1,7 @@
 """How many bytes ranks read in a restore, together or each alone, and how long it takes.
 
     python benchmarks/reshard.py --gb 1
+    python benchmarks/reshard.py --gb 0.3 --side 1440 --block-bytes 4194304
 
 Each measurement is a job of its own under torchrun (gloo, CPU). A state of large matrices is saved
 by some ranks and restored by others: replicas, other rows, columns of rows. Penstock reads once per
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
-SIDE = 6144  # 8 and 6 ranks cut it evenly; a row of float32 has 24 KiB
 OURS, HOSTS, ALONE, THEIRS = "Penstock", "Penstock, hosts of one rank", "Penstock, alone", "DCP"
 
 CASES: dict[str, tuple[int, Placement, int, Placement]] = {
@@ -53,6 +53,15 @@ CASES: dict[str, tuple[int, Placement, int, Placement]] = {
 }
 """What is saved by how many ranks, and restored by how many."""
 
+
+class Sizes(NamedTuple):
+    """How large the state is, how long the side of its matrices, and the blocks; 0: by default."""
+
+    gb: float
+    side: int
+    block_bytes: int
+
+
 console = Console(width=None if sys.stdout.isatty() else 110)
 
 
@@ -60,13 +69,16 @@ def main(
     *,
     case: Annotated[list[str] | None, typer.Option(help="A case; repeatable.")] = None,
     gb: Annotated[float, typer.Option(help="Size of the state, in 10^9 bytes.")] = 1,
+    side: Annotated[int, typer.Option(help="Rows of a matrix: 8 and 6 should divide it.")] = 6144,
+    block_bytes: Annotated[int, typer.Option(help="Of a checksum; 0: by default.")] = 0,
     rounds: int = 2,
     folder: Annotated[Path, typer.Option(help="Folder on the disk to use.")] = BUILD / "bench",
     worker: Annotated[str, typer.Option(help="For its own processes.", hidden=True)] = "",
 ) -> None:
     """Measure."""
+    sizes = Sizes(gb, side, block_bytes)
     if worker:
-        work(worker, folder, gb, rounds)
+        work(worker, folder, sizes, rounds)
         return
     folder.mkdir(parents=True, exist_ok=True)
     table = Table(title=f"{gb:g} GB on one host, each rank cold")
@@ -75,8 +87,8 @@ def main(
     for name in track(case or [*CASES], "cases", console=console):
         with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as scratch:
             before, _, after, _ = CASES[name]
-            in_processes(f"save/{name}", before, scratch, gb, rounds)
-            found = in_processes(f"restore/{name}", after, scratch, gb, rounds)
+            in_processes(f"save/{name}", before, scratch, sizes, rounds)
+            found = in_processes(f"restore/{name}", after, scratch, sizes, rounds)
         for system, runs in found.items():
             cells = [f"{statistics.median(column):.2f}" for column in zip(*runs, strict=True)]
             table.add_row(name, system, *cells)
@@ -84,11 +96,12 @@ def main(
 
 
 def in_processes(
-    what: str, ranks: int, folder: str, gb: float, rounds: int
+    what: str, ranks: int, folder: str, sizes: Sizes, rounds: int
 ) -> dict[str, list[list[float]]]:
     """Run one job under torchrun; returns what rank 0 printed last."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    options = [f"--worker={what}", f"--folder={folder}", f"--gb={gb}", f"--rounds={rounds}"]
+    options = [f"--worker={what}", f"--folder={folder}", f"--rounds={rounds}"]
+    options += [f"--{name.replace('_', '-')}={value}" for name, value in sizes._asdict().items()]
     done = subprocess.run(
         [sys.executable, *launch, __file__, *options], capture_output=True, text=True, check=False
     )
@@ -101,21 +114,21 @@ def in_processes(
 # -- one rank --------------------------------------------------------------------------------------
 
 
-def work(what: str, folder: Path, gb: float, rounds: int) -> None:
+def work(what: str, folder: Path, sizes: Sizes, rounds: int) -> None:
     """Be one rank of a job that saves, or restores."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     verb, _, name = what.partition("/")
     found: dict[str, list[list[float]]] = defaultdict(list)
     if verb == "save":
-        state = made(CASES[name][1], gb, fill=True)
-        with penstock.Checkpointer(folder / "ours") as ckpt:
+        state = made(CASES[name][1], sizes, fill=True)
+        with penstock.Checkpointer(folder / "ours", block_bytes=sizes.block_bytes or None) as ckpt:
             ckpt.save(state, 1, mode="blocking")
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "theirs"))
     else:
         for number in range(rounds + 1):
             for system, restore in SYSTEMS.items():
-                result = one(restore, CASES[name][3], folder, gb)
+                result = one(restore, CASES[name][3], folder, sizes)
                 if number:  # the first restore of a process imports, and finds the other ranks
                     found[system].append(result)
     dist.barrier()
@@ -124,35 +137,36 @@ def work(what: str, folder: Path, gb: float, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def made(placement: Placement, gb: float, *, fill: bool) -> dict[str, Any]:
+def made(placement: Placement, sizes: Sizes, *, fill: bool) -> dict[str, Any]:
     """Matrices whose elements say where they stand; zeros without `fill`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state: dict[str, Any] = {}
-    for number in range(max(1, round(gb * 1e9 / (4 * SIDE * SIDE)))):
-        shape = [SIDE, SIDE]
+    side = sizes.side
+    for number in range(max(1, round(sizes.gb * 1e9 / (4 * side * side)))):
+        shape = [side, side]
         if isinstance(placement, Shard):
             shape[placement.dim] //= dist.get_world_size()
         local = torch.zeros(shape)
         if fill:
-            local.copy_(expected(number, placement))
+            local.copy_(expected(number, placement, side))
         tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
         state[f"w{number}"] = local if isinstance(placement, Replicate) else tensor
     return state
 
 
-def expected(number: int, placement: Placement) -> torch.Tensor:
+def expected(number: int, placement: Placement, side: int) -> torch.Tensor:
     """Return what this rank holds of a matrix."""
-    places = torch.arange(SIDE * SIDE, dtype=torch.float32).view(SIDE, SIDE).mul_(number + 1)
+    places = torch.arange(side * side, dtype=torch.float32).view(side, side).mul_(number + 1)
     if isinstance(placement, Shard):
         return places.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()]
     return places
 
 
 def one(
-    restore: Callable[[dict[str, Any], Path], int], placement: Placement, folder: Path, gb: float
+    restore: Callable[[dict[str, Any], Path], int], placement: Placement, folder: Path, sizes: Sizes
 ) -> list[float]:
     """Restore once; returns reads over needs, seconds, and memory."""
-    state = made(placement, gb, fill=False)
+    state = made(placement, sizes, fill=False)
     dist.barrier()
     if dist.get_rank() == 0:
         drop_cache(folder)
@@ -166,11 +180,11 @@ def one(
     most(found, "memory", peak_mb() - before)
     for number, tensor in enumerate(state.values()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not torch.equal(local, expected(number, placement)):
+        if not torch.equal(local, expected(number, placement, sizes.side)):
             message = f"rank {dist.get_rank()}: w{number} was not restored"
             raise SystemExit(message)
     dist.all_reduce(read)
-    return [float(read) / (len(state) * SIDE * SIDE * 4), found["seconds"], found["memory"]]
+    return [float(read) / (len(state) * sizes.side**2 * 4), found["seconds"], found["memory"]]
 
 
 def ours(state: dict[str, Any], folder: Path, **options: bool) -> int:

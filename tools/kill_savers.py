@@ -9,8 +9,8 @@ checkpoint that is whole but wrong is found too. Ends with 1 where anything was 
 
 With `--ranks` two jobs of two to four ranks each save and restore on one root. One rank of each,
 often rank 0, is killed or stopped (SIGSTOP) at a random moment; the others have to name it, a job
-of fewer ranks begins at once, and who was stopped is woken later. A pruner and a reader go on. Rank
-0 of every other job hosts the store in which the ranks agree, as it does without torchrun.
+of fewer ranks begins at once, and who was stopped is woken later. A pruner and a reader go on. In
+half of the jobs, by chance, rank 0 hosts the store of the job, as it does without torchrun.
 """
 
 from __future__ import annotations
