@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.backends.local.kernel import address
@@ -28,6 +29,10 @@ DISABLE_VARIABLE = "PENSTOCK_DISABLE_URING"
 _ASYNC = 1 << 4
 _AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
 
+# The wheel of `liburing` for x86-64 is compiled for a CPU that has these. On another one its calls
+# kill the process (SIGILL).
+_CPU_FLAGS = {"avx512f", "avx512bw", "avx512vl"}
+
 
 def _load() -> Any:
     try:
@@ -35,7 +40,21 @@ def _load() -> Any:
     except ImportError as error:
         msg = f"io_uring cannot be used: the package liburing cannot be imported ({error})"
         raise CapabilityError(msg) from error
+    lacked = flags_lacked(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    if lacked:
+        msg = (
+            "io_uring cannot be used: the package liburing is compiled for another CPU; this one "
+            f"lacks {', '.join(sorted(lacked))}"
+        )
+        raise CapabilityError(msg)
     return liburing
+
+
+def flags_lacked(cpuinfo: str) -> set[str]:
+    """Return what `liburing` needs of a CPU and this one lacks, by the text of `/proc/cpuinfo`."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = next((value for key, _, value in lines if key.strip() == "flags"), None)
+    return set() if flags is None else _CPU_FLAGS - set(flags.split())  # None: it is no x86
 
 
 def _refuse_if_disabled() -> None:
@@ -55,10 +74,10 @@ class Ring:
         Raises:
             CapabilityError: The package is missing, or the kernel refuses; the message says why.
         """
-        self._lib = _load()
-        self._ring = self._lib.Ring()
         try:
             _refuse_if_disabled()
+            self._lib = _load()
+            self._ring = self._lib.Ring()
             self._lib.io_uring_queue_init(entries, self._ring)
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "?")

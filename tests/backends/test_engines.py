@@ -472,6 +472,18 @@ def test_missing_package_says_so(tmp_path, monkeypatch):
         UringBackend(UringConfig(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "lacked"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2\n", {"avx512f", "avx512bw", "avx512vl"}),
+        ("flags\t: avx512f avx2 avx512vl avx512bw\n\nflags\t: avx2\n", set()),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", set()),  # an ARM
+    ],
+)
+def test_cpu_on_which_the_package_would_kill_the_process_is_known(cpuinfo, lacked):
+    assert ring_module.flags_lacked(cpuinfo) == lacked
+
+
 def test_futures_cannot_be_cancelled_while_buffers_are_in_use(files):
     writer = files.create("a.raw")
     future = files.submit_write(writer, [WriteRequest(0, (memoryview(pattern(MIB)),))])
