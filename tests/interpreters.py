@@ -47,6 +47,7 @@ class Server:
         Args:
             python: The interpreter, which may be that of another environment.
         """
+        sys.audit("tests.interpreters.start", python)  # `--fast` raises here, with nothing open
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST_BYTES)
         variables = {**os.environ}
