@@ -158,7 +158,12 @@ class Process:
             socket.send_fds(
                 server, [json.dumps(request).encode()], [*(its for _, its in ends), status.fileno()]
             )
-        self.pid = int(self._line())
+        try:
+            self.pid = int(self._line())
+        except BaseException:  # such as the time-out of a test
+            self._close()
+            self._status.close()
+            raise
 
     def poll(self):
         if self.returncode is None:

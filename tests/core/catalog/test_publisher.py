@@ -32,7 +32,7 @@ from penstock.core.format.records import (
     part_name,
 )
 from penstock.core.testing.faults import FaultyBackend
-from penstock.core.testing.timing import ShiftedClock
+from penstock.core.testing.timing import FAST, ShiftedClock
 
 
 @pytest.fixture
@@ -145,14 +145,17 @@ def test_a_commit_whose_borrowed_blobs_are_gone_is_taken_back(store, there):
     assert intent_name(uid) in {info.name for info in store.list("data/")}
 
 
-def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store):
+def test_a_save_that_is_given_up_behind_its_last_blob_is_not_committed(store, waits):
+    clock = ShiftedClock()
+    waits(FAST, clock=clock)
     with (
-        penstock.Checkpointer(store, io_timeout_s=0.1) as ckpt,
+        penstock.Checkpointer(store, io_timeout_s=1000) as ckpt,
         holding(store, "publish", match="/index") as held,
     ):
         handle = ckpt.save({"w": torch.ones(3)}, 1)
         assert held.reached.wait(30)
-        assert isinstance(handle.durable.exception(10), StorageTimeoutError)
+        clock.ahead_s = 1001
+        assert isinstance(handle.durable.exception(30), StorageTimeoutError)
         held.until.set()
         assert ckpt._job.released.wait(30)
         assert ckpt.steps() == []

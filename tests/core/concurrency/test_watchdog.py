@@ -85,10 +85,12 @@ def test_what_a_call_gives_or_raises_comes_back():
 
 
 def test_a_call_that_hangs_ends_at_its_deadline_and_leaves_its_thread_behind(hang):
+    clock = ShiftedClock(lambda: 1000.0 if hang.begun.is_set() else 0.0)
+    deadline = Deadline(60, clock)
     cancelled, others = [], {*left_behind("ask")}  # those of other tests
     with pytest.raises(LateError) as caught:
         call_with_deadline(
-            "ask", hang, Deadline(0.01), LateError, timing=QUICK, cancel=lambda: cancelled.append(1)
+            "ask", hang, deadline, LateError, timing=QUICK, cancel=lambda: cancelled.append(1)
         )
     assert caught.value.__notes__ == ["penstock: a stuck ask was left behind"]
     assert cancelled == [1]

@@ -1,7 +1,8 @@
 """What ranks tell of their templates, and what rank 0 makes of it: threads as ranks."""
 
-import random
 import threading
+
+import numpy as np
 
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.ranks.conductor import Conductor
@@ -9,8 +10,8 @@ from penstock.core.ranks.group import RankGroup
 from penstock.core.ranks.templates import RoundOverError, TemplateFit, TemplatesOfRanks
 from penstock.core.rounds.restore import RestoreRound
 
-PATIENCE_S = 30.0
-TIMEOUT_S = 3.0
+PATIENCE_S = 100.0
+TIMEOUT_S = 60.0  # never passes: each test needs far less CPU time than that
 
 
 class Counted(MemoryCoordination):
@@ -67,8 +68,8 @@ def fit_of(*, patterns=(), unused=(), idle=False, stored=10, extra=()):
 
 def test_what_every_rank_lacks_is_found_among_many_objects():
     """Bits without a pattern, which no compression makes fit for one post."""
-    count, drawn = 1_500_000, random.Random(1)
-    lacks = [sorted(drawn.sample(range(count), count // 2)) for _ in range(3)]
+    count, drawn = 600_000, np.random.default_rng(1)
+    lacks = [np.flatnonzero(drawn.integers(0, 2, count)).tolist() for _ in range(3)]
     results = judge_all([fit_of(stored=count, extra=extra) for extra in lacks])
     _, lacked, _ = results[0]
     assert [lacks[0][number] for number in lacked] == sorted(set.intersection(*map(set, lacks)))
@@ -77,7 +78,7 @@ def test_what_every_rank_lacks_is_found_among_many_objects():
 
 
 def test_stages_of_many_objects_post_little():
-    count, ranks = 1_000_000, 8
+    count, ranks = 200_000, 8
     share = count // ranks
     extra = [[*range(rank * share), *range((rank + 1) * share, count)] for rank in range(ranks)]
     results = judge_all([fit_of(stored=count, extra=e) for e in extra])
