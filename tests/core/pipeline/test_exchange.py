@@ -1,5 +1,6 @@
 """What one process lends to others: nothing before it is verified, nothing overwritten too soon."""
 
+import itertools
 import mmap
 import socket
 import threading
@@ -8,21 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.core.concurrency.timing import Timing
+from penstock.core.concurrency.timing import SYSTEM_CLOCK, Timing
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import RestoreError
 from penstock.core.pipeline.exchange import Exchange, Peer, Share, TakersStuckError
 from penstock.core.pipeline.staging import Staging
+from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ByteRange
 
 PAGE = 4096
-TIMING = Timing(poll_s=0.01)
 
 
 class Member:
     """One process of several, here as an object: its window, and the sockets to the others."""
 
-    def __init__(self, pages):
+    def __init__(self, pages, clock):
+        self.timing = Timing(poll_s=0.01, clock=clock)
         self.memory = mmap.mmap(-1, pages * PAGE)
         self.peers, self.placed = [], {}
         self.hold = None
@@ -31,7 +33,7 @@ class Member:
     def begin(self, *, own=(), taken=()):
         self.exchange = Exchange(
             Staging(len(self.memory), self.memory), self.peers,
-            own=own, taken=taken, place=self._place, timing=TIMING,
+            own=own, taken=taken, place=self._place, timing=self.timing,
         )  # fmt: skip
         self.exchange.start()
         return self.exchange
@@ -53,13 +55,13 @@ def members(request):
     """Members that know each other, and wait for each other for so long."""
     made = []
 
-    def make(count=2, *, pages=4, limit_s=30.0):
-        made.extend(Member(pages) for _ in range(count))
+    def make(count=2, *, pages=4, limit_s=60.0, clock=SYSTEM_CLOCK):
+        made.extend(Member(pages, clock) for _ in range(count))
         for one in range(count):
             for other in range(one):
                 ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 for here, there, line in ((one, other, ends[0]), (other, one, ends[1])):
-                    quiet = Watchdog(limit_s)
+                    quiet = Watchdog(limit_s, clock)
                     made[here].peers.append(Peer(there, line, made[there].memory, quiet))
         return made
 
@@ -158,7 +160,7 @@ def test_who_takes_beside_one_that_stands_still_is_told_at_once_to_read_by_itsel
         lend(reader, last, 2)
     reader.exchange.lend_no_more()
     began_s = time.monotonic()
-    while taker.peers[0].awaited and time.monotonic() < began_s + 5:
+    while taker.peers[0].awaited and time.monotonic() < began_s + 30:  # half of its patience
         time.sleep(0.01)
     assert not taker.peers[0].awaited
     assert last.number not in taker.placed
@@ -181,10 +183,12 @@ def test_a_taker_that_stands_still_is_not_waited_for_and_keeps_what_it_was_lent(
 
 
 def test_a_taker_that_stands_still_while_it_lends_nothing_keeps_what_it_was_lent(members):
-    one, _ = members(2, pages=1, limit_s=0.1)
+    clock = ShiftedClock()
+    one, _ = members(2, pages=1, clock=clock)
     pieces = [share(0, 1), share(1, 1)]
     one.begin(own=pieces, taken=[(1, share(9))])
     lend(one, pieces[0], 7)
+    clock.ahead_s = itertools.count(61).__next__  # each look is a second later
     while not one.peers[0].gone:
         time.sleep(0.01)
     with pytest.raises(TakersStuckError):
@@ -267,11 +271,12 @@ def test_a_target_that_fails_ends_the_lending_of_that_process_at_once(members):
     lend(two, held, 2)  # all of its window; the other one does not take it
     one.exchange = Exchange(
         Staging(len(one.memory), one.memory), one.peers,
-        own=[piece := share(0, 1)], taken=[], place=one._place, timing=TIMING,
+        own=[piece := share(0, 1)], taken=[], place=one._place, timing=one.timing,
     )  # fmt: skip
     lend(one, piece, 1)
     with pytest.raises(RestoreError, match="ZeroDivisionError"):
         two.exchange.acquire(PAGE, 0)
+    one.exchange.start()  # so that it can be closed
 
 
 def test_many_small_pieces_in_both_directions_never_block_each_other(members):
