@@ -10,7 +10,7 @@ from penstock.core.hosts.census import ranks_by_host
 from penstock.core.ranks.group import RankGroup
 
 
-def ask(hosts, *, limit_s=20.0, absent=(), board=None, ended=lambda: False):
+def ask(hosts, *, limit_s=60.0, absent=(), board=None, ended=lambda: False):
     """What each rank is told of the ranks of its host, by threads."""
     board, found = board or MemoryBoard(), {}
 
@@ -26,7 +26,7 @@ def ask(hosts, *, limit_s=20.0, absent=(), board=None, ended=lambda: False):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(100)
     return [found.get(rank) for rank in range(len(hosts))]
 
 
