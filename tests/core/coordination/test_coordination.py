@@ -168,8 +168,8 @@ def test_records_need_a_store_that_decides():
 
 def test_a_store_that_hangs_is_left_behind_after_the_time_of_a_call():
     backend = Hanging(MemoryBackend(MemoryConfig()))
-    with RecordCoordination(backend, "ranks/job", call_s=0.05) as member:
-        with pytest.raises(CoordinationError, match=r"did not answer in 0\.05 s"):
+    with RecordCoordination(backend, "ranks/job", call_s=1.0) as member:
+        with pytest.raises(CoordinationError, match="did not answer in 1 s"):
             member.decide("end", b"commit")
         assert member.read(["end"]) == [None]
         backend.answer.set()
@@ -192,36 +192,36 @@ def test_a_decision_whose_answer_was_lost_is_learned_by_asking_again():
 def test_behind_a_call_that_hangs_others_wait_a_share_of_their_time_until_it_answers(tcp_store):
     with closing(SlowLink(tcp_store.port)) as link:
         client = dist.TCPStore("127.0.0.1", link.port, is_master=False)
-        with TorchCoordination(client, prefix="hangs", call_s=0.4) as member:
+        with TorchCoordination(client, prefix="hangs", call_s=1.0) as member:
             member.post("key", b"value")
-            link.delay_s = 1.0
-            for limit in (r"0\.4", r"0\.1", r"0\.1"):
+            link.delay_s = 2.5
+            for limit in ("1", r"0\.25", r"0\.25"):
                 with pytest.raises(CoordinationError, match=rf"did not answer in {limit} s"):
                     member.read(["key"])
             link.delay_s = 0.0
-            deadline = Deadline(10.0)
+            deadline = Deadline(60.0)
             while not deadline.is_over():
                 with suppress(CoordinationError):
                     assert member.read(["key"]) == [b"value"]
                     break
             assert not deadline.is_over()
-            link.delay_s = 1.0
-            with pytest.raises(CoordinationError, match=r"did not answer in 0\.4 s"):
+            link.delay_s = 2.5
+            with pytest.raises(CoordinationError, match="did not answer in 1 s"):
                 member.read(["key"])
 
 
 def test_a_store_that_is_slow_is_heard_again_after_a_call_that_took_too_long(tcp_store):
     with closing(SlowLink(tcp_store.port)) as link:
         client = dist.TCPStore("127.0.0.1", link.port, is_master=False)
-        with TorchCoordination(client, prefix="slow", call_s=0.6) as member:
+        with TorchCoordination(client, prefix="slow", call_s=2.0) as member:
             member.post("key", b"value")
             link.delay_s = 0.12  # for each of two round trips
             assert member.read(["key"]) == [b"value"]
-            link.delay_s = 0.4
-            with pytest.raises(CoordinationError, match=r"did not answer in 0\.6 s"):
+            link.delay_s = 1.2
+            with pytest.raises(CoordinationError, match="did not answer in 2 s"):
                 member.read(["key"])
             link.delay_s = 0.12
-            answers, deadline = [], Deadline(5.0)
+            answers, deadline = [], Deadline(60.0)
             while not answers and not deadline.is_over():
                 with suppress(CoordinationError):
                     answers = member.read(["key"])

@@ -358,7 +358,7 @@ def test_interrupt_of_one_rank_ends_the_restore_of_all(runs):
 
 
 def test_rank_that_does_not_come_is_named(runs):
-    results = restore_all(runs, latest, timeout_s=0.8, absent=[1])
+    results = restore_all(runs, latest, timeout_s=3.0, absent=[1])
     for error in (results[0], results[2]):
         assert isinstance(error, RankError)
         assert error.rank == 1
@@ -368,11 +368,11 @@ def test_rank_that_does_not_come_is_named(runs):
 def test_rank_that_is_slow_and_moves_is_waited_for(runs):
     def call(rank, reader, state):
         def slow(_progress):
-            time.sleep(0.4)
+            time.sleep(0.5)  # some seven times
 
         return reader.restore(state, on_progress=slow if rank == 1 else None)
 
-    restored(restore_all(runs, call, timeout_s=1.0), 200)
+    restored(restore_all(runs, call, timeout_s=2.5), 200)
 
 
 def test_further_restores_of_the_same_ranks_have_rounds_of_their_own(runs):
@@ -414,7 +414,7 @@ def test_rank_that_cannot_learn_the_decision_says_so(runs):
 
     def one(rank):
         kind = Lost if rank == 1 else MemoryCoordination
-        group = RankGroup(rank, 2, kind(board), timeout_s=0.8)
+        group = RankGroup(rank, 2, kind(board), timeout_s=3.0)
         try:
             reader_of(runs[rank], group).restore(blank())
         except CoordinationError as error:
