@@ -409,7 +409,8 @@ def test_after_an_error_nothing_is_in_flight_when_the_caller_gets_his_memory_bac
     faulty.close()
 
 
-def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store, workers):
+def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store):
+    workers = Workers(2, Timing(interrupt_s=60.0))
     faulty = FaultyBackend(store.backend)
     loader = Loader(faulty, workers)
     job, data = store.raw(9000)
@@ -437,6 +438,7 @@ def test_ctrl_c_is_raised_only_when_nothing_is_in_flight_any_more(store, workers
     thread.join()
     assert not loader.run([using(job, ChunkUse(sink, 0, 0, 9000))]).damaged
     faulty.close()
+    workers.close()
 
 
 def test_ctrl_c_does_not_wait_for_ever_for_a_stuck_store(store):

@@ -68,7 +68,8 @@ def drains_of(*tiers):
 
 @pytest.fixture(autouse=True)
 def hasty(waits):
-    waits(FAST, drain_failing_s=0.2)
+    # A tier whose errors are slow is left alone for a minute: none is, on whatever machine.
+    waits(FAST, drain_failing_s=0.2, tier_quick_error_s=1000.0)
 
 
 class Told:
@@ -566,16 +567,12 @@ def test_no_save_waits_while_a_copy_is_read_that_another_process_has_made():
     assert steps_of(fast) == []
 
 
-def clear_once_logged(faulty, caplog, text):
-    until(lambda: text in caplog.text)
-    faulty.clear()
-
-
 @pytest.mark.parametrize("policy", ["skip", "raise", "block"])
 def test_without_any_room_the_policy_decides(policy, caplog):
     size = size_of_one()
     fast, durable = small(memory(), size // 2), FaultyBackend(memory())
-    durable.add(Fault("list", times=None, error=StorageError("no route to host")))
+    times = 5 if policy == "block" else None
+    durable.add(Fault("list", times=times, error=StorageError("no route to host")))
     tiers = Tier("fast", fast, on_full=policy), Tier("durable", durable, durable=True)
     with drains_of(*tiers) as drains:
         if policy == "raise":
@@ -585,10 +582,7 @@ def test_without_any_room_the_policy_decides(policy, caplog):
             assert drains.place(1, size) is None
             assert "step 1 is not saved" in caplog.text
         else:
-            back = threading.Thread(target=clear_once_logged, args=(durable, caplog, "waits"))
-            back.start()
             assert drains.place(1, size) == 1
-            back.join(30)
             assert "waits" in caplog.text
 
 
