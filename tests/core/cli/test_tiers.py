@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from tests.core.cli.command import caller
 from tests.integration.support import checkpointer, make_state
@@ -11,12 +13,15 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.output.damage import grouped
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.reports import Damage
+from penstock.core.testing.timing import ShiftedClock
 from penstock.core.tiers.whereabouts import mark
 
 SHELF = """
     import os, threading
     from penstock.backends.posix import PosixBackend
     from penstock.core.errors import StorageError
+
+    hanging, goes_on = [], threading.Event()
 
     class Shelf(PosixBackend):
         name = "shelf"
@@ -33,7 +38,8 @@ SHELF = """
 
         def list(self, prefix, /):
             if os.environ.get("SHELF") == "hangs":
-                threading.Event().wait()
+                hanging.append(prefix)
+                goes_on.wait()
             return super().list(prefix)
 """
 
@@ -50,6 +56,8 @@ def state_of_shelf(plugin_site, monkeypatch):
     plugin_site.add("shelf", {"penstock.backends": {"shelf": "shelf:Shelf"}}, shelf=SHELF)
     default_registry.cache_clear()
     yield lambda state: monkeypatch.setenv("SHELF", state)
+    if "shelf" in sys.modules:
+        sys.modules["shelf"].goes_on.set()
     default_registry.cache_clear()
 
 
@@ -119,17 +127,31 @@ def test_drain_says_which_tier_it_cannot_ask(call, run, state_of_shelf):
 # These would never end, but for the limit that is given.
 
 
-def test_drain_ends_where_the_tier_to_copy_from_hangs(call, run, state_of_shelf):
+def time_passes_once(hang, waits):
+    """Lets a minute pass once so many calls of the shelf hang."""
+
+    def ahead_s():
+        shelf = sys.modules.get("shelf")  # the command imports it
+        return 60.0 if shelf is not None and len(shelf.hanging) >= hang else 0.0
+
+    waits(clock=ShiftedClock(ahead_s), poll_s=0.02)
+
+
+def test_drain_ends_where_the_tier_to_copy_from_hangs(call, run, state_of_shelf, waits):
+    url = run("fast")
     state_of_shelf("hangs")
-    done = call("drain", run("fast"), "--timeout", "0.5")
+    time_passes_once(1, waits)
+    done = call("drain", url, "--timeout", "60")
     assert done.code == 1
     assert "tier fast does not answer" in done.out
-    assert "asking shelf://there did not end within the 0.5 s of --timeout" in done.out
+    assert "asking shelf://there did not end within the 60 s of --timeout" in done.out
 
 
-def test_drain_ends_where_the_tier_to_copy_to_hangs(call, run, state_of_shelf):
+def test_drain_ends_where_the_tier_to_copy_to_hangs(call, run, state_of_shelf, waits):
+    url = run("durable")
     state_of_shelf("hangs")
-    done = call("drain", run("durable"), "--timeout", "0.5")
+    time_passes_once(2, waits)  # one that compares the tiers, and one that copies
+    done = call("drain", url, "--timeout", "60")
     assert done.code == 1
     assert "step 1 was on its way to tier durable: 0 B of" in done.out
     assert "; does tier fast hang, or durable?" in done.out
