@@ -32,11 +32,14 @@ def arm(job: SaveJob, timeout_s: float) -> None:
     _pending[job] = timeout_s
     with _lock:
         if not _installed:
-            from torch.optim.optimizer import (  # noqa: PLC0415 - torch is loaded only to save
+            from torch.compiler import disable  # noqa: PLC0415 - torch is loaded only to save
+            from torch.optim.optimizer import (  # noqa: PLC0415 - as above
                 register_optimizer_step_pre_hook,
             )
 
-            register_optimizer_step_pre_hook(_before_step)
+            # torch.compile would trace the hook into the step that it compiles. `disable` imports
+            # dynamo, as the making of any optimizer does.
+            register_optimizer_step_pre_hook(disable(_before_step))
             _installed = True
 
 

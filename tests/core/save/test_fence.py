@@ -121,6 +121,24 @@ def test_fence_all_waits_for_every_capture(ckpt):
     assert handle.captured.done()
 
 
+def test_torch_compile_does_not_trace_the_hook(ckpt):
+    """Traced, the fence failed: it calls numpy on addresses."""
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    ckpt.save(state, 1, mode="lazy").result()  # installs the hook
+
+    @torch.compile(backend="eager")
+    def call_hooks():
+        for hook in torch_optimizer._global_optimizer_pre_hooks.values():
+            hook(optimizer, (), {})
+
+    for step in range(2, 8):
+        handle = ckpt.save(state, step, mode="lazy")
+        call_hooks()
+        handle.result()
+
+
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_not_fenced_even_if_the_lock_was_held(ckpt, outside):
