@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from torch.optim import Optimizer
 
     from penstock.core.save.job import SaveJob
@@ -66,13 +67,26 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _storages(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the storage addresses of the parameters; 0 for one without memory of its own."""
+    """Yield the storage addresses of what a step changes: of parameters, then of their state.
+
+    Yields 0 for a parameter without memory of its own. The state may be deferred although no
+    parameter is: parameters in shared memory never are, nor those that a forward pass changes.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            try:
-                yield parameter.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):  # a tensor subclass that wraps others
-                yield 0
+            yield _address(parameter)
+    for state in optimizer.state.values():
+        for item in state.values() if isinstance(state, dict) else ():
+            address = _address(item) if hasattr(item, "untyped_storage") else 0
+            if address:
+                yield address
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor subclass that wraps others
+        return 0
 
 
 def _disarm_child() -> None:

@@ -284,6 +284,39 @@ def test_every_optimizer_step_waits_for_a_pending_capture(ckpt, job, way):
     assert not differences(stored_job(ckpt, 1), save.expected)
 
 
+def in_shared_memory():
+    model = nn.Embedding(400, 60)
+    model.share_memory()
+    return model, True
+
+
+def normalised_in_forward():
+    return nn.Embedding(400, 60, max_norm=0.5), True
+
+
+def of_another_tree():
+    return nn.Embedding(400, 60), False
+
+
+@pytest.mark.parametrize(
+    "make", [in_shared_memory, normalised_in_forward, of_another_tree], ids=lambda m: m.__name__
+)
+def test_a_step_is_the_fence_of_its_state_even_if_no_parameter_is_deferred(ckpt, make):
+    model, is_stored = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.arange(400)).sum().backward()
+    optimizer.step()
+    hold = Held()
+    expected = copies(optimizer.state_dict())
+    state = {"hold": hold, "optimizer": optimizer} | ({"model": model} if is_stored else {})
+    handle = ckpt.save(state, 1, mode="lazy")
+    with held_at_fence(optimizer.step):
+        hold.let_go.set()
+    assert handle.result().deferred_bytes >= model.weight.nbytes
+    stored = ckpt.load(1, include="optimizer")["optimizer"]
+    assert not differences(stored["state"], expected["state"])
+
+
 def test_an_optimizer_that_steps_in_backward_waits(ckpt):
     """One optimizer per parameter, as for large models: they step from inside autograd."""
     torch.manual_seed(3)
