@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from collections import defaultdict
+from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_MAX_TRIES = 10_000
+_PRIME = 2**61 - 1
+_random = Random()  # noqa: S311 - not the global one: its state is part of what users save
+
+# The most regions that a search for copies looks at: it ends after a second or two. The bound is
+# lower for few regions and dimensions, as a manifest may list many tensors of a few each. A step
+# takes as long as a look at 1,024 regions, however few it looks at.
+_MAX_LOOKS = 1 << 27
+_LOOKS_FOR_EACH = 1 << 16
+_LOOKS_PER_STEP = 1 << 10
+
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -31,26 +41,30 @@ def _stops(region: Region) -> Iterator[int]:
     return (o + n for o, n in zip(region.offsets, region.sizes, strict=True))
 
 
-def are_disjoint(regions: Sequence[Region]) -> bool:
-    """Return whether no two of `regions`, none of them empty, have an element in common.
+def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Return whether `regions` hold each element of a tensor of `shape` once.
 
-    Regions that one dimension tells apart, as ranks cut nearly all tensors, take a sort. Each other
-    one is compared with those that begin within it along the dimension with the most cuts.
+    Compares the sum of the weights of the elements in all regions with that of the whole tensor.
+    The weight of an element is the product of one random number per coordinate, modulo a prime, so
+    the sum over a region is a product of one difference per dimension. A comparison of each pair of
+    regions takes the square of the time, and a map of the elements has no bound in memory.
+
+    A partition always passes. Other regions pass with a probability below `len(shape) / 2**60`
+    (lemma of Schwartz and Zippel); that of a wrong chunk with the right checksum is `1 / 2**64`.
     """
-    if len(regions) <= 1:  # nearly all that is read
+    whole = Region.whole(tuple(shape))
+    if len(regions) == 1 and regions[0] == whole:  # nearly all that is read
         return True
-    cut = max(range(len(regions[0].sizes)), key=lambda d: len({r.offsets[d] for r in regions}))
-    ordered = sorted(regions, key=lambda region: region.offsets[cut])
-    if all(_ends(one, cut)[1] <= other.offsets[cut] for one, other in pairwise(ordered)):
-        return True
-    starts = np.array([region.offsets for region in ordered], np.int64)
-    stops = starts + np.array([region.sizes for region in ordered], np.int64)
-    for number, behind in enumerate(np.searchsorted(starts[:, cut], stops[:, cut]).tolist()):
-        others = slice(number + 1, behind)
-        meets = (starts[others] < stops[number]) & (stops[others] > starts[number])
-        if meets.all(axis=1).any():
-            return False
-    return True
+    # By dimension: the sum of the random numbers of all coordinates below an edge.
+    sums = [defaultdict[int, int](lambda: _random.getrandbits(61)) for _ in shape]
+
+    def weight(region: Region) -> int:
+        product = 1
+        for row, start, size in zip(sums, region.offsets, region.sizes, strict=True):
+            product *= row[start + size] - row[start]
+        return product
+
+    return (weight(whole) - sum(map(weight, regions))) % _PRIME == 0
 
 
 def relative(region: Region, origin: Region) -> Region:
@@ -66,107 +80,139 @@ def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None
     holds each element once.
     """
     distinct = list(dict.fromkeys(region for region in regions if region.numel))
-    if distinct == [Region.whole(shape)] or (not distinct and not math.prod(shape)):
+    if is_partition(shape, distinct):
         return None
-    grid = _Grid(shape, distinct)
-    counts = grid.counts()
-    wrong = counts == 0
-    if wrong.any():
-        return f"no shard has elements {grid.shown(wrong)}"
-    if (counts == 1).all():
-        return None
-    copied = set(grid.copy_with(None, ()) or ())
-    for number, region in enumerate(distinct):
-        if number not in copied:
-            found = grid.copy_with(number, copied)
-            if found is None:
-                inside = np.zeros_like(wrong)
-                inside[grid.cells(region)] = True
-                return f"several shards have elements {grid.shown((counts > 1) & inside)}"
-            copied |= set(found)
-    return None
+    try:
+        return _Search(shape, distinct).flaw()
+    except _TooLongError:
+        return f"its {len(distinct)} shards overlap in too many ways to tell copies of it apart"
 
 
 def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | None:
     """Return which of `regions` hold each element of a tensor of `shape` once; None: none do."""
-    return _Grid(shape, regions).copy_with(None, ()) if math.prod(shape) else []
+    if is_partition(shape, regions):
+        return list(range(len(regions)))
+    try:
+        return _Search(shape, regions).copy_with(None, ())
+    except _TooLongError:
+        return None
 
 
-class _Grid:
-    """All edges of some regions: each cell is within a region as a whole, or not at all."""
+class _TooLongError(Exception):
+    """A search has looked at as many regions as it may."""
+
+
+class _Search:
+    """A search for copies among regions that overlap, bounded in time and memory.
+
+    No known algorithm takes less than exponential time in the worst case, be it to find a copy or
+    an element that no region has, and a forged manifest can list any regions.
+    """
 
     def __init__(self, shape: Sequence[int], regions: Sequence[Region]) -> None:
+        self._shape = tuple(shape)
         self._regions = regions
-        self._edges = [
-            np.unique([0, size, *(e for r in regions for e in _ends(r, d))]).tolist()
-            for d, size in enumerate(shape)
-        ]
-        self._places = [{edge: n for n, edge in enumerate(row)} for row in self._edges]
-        self._sizes = [len(row) - 1 for row in self._edges]
+        size = len(regions), len(self._shape)
+        self._starts = np.array([r.offsets for r in regions], np.int64).reshape(size)
+        sizes = np.array([r.sizes for r in regions], np.int64).reshape(size)
+        self._stops = self._starts + sizes
+        self._looks_left = min(_MAX_LOOKS, _LOOKS_FOR_EACH * (sum(size) + 1))
 
-    def cells(self, region: Region) -> tuple[slice, ...]:
-        """Return the cells of a region."""
-        pairs = (map(place.__getitem__, _ends(region, d)) for d, place in enumerate(self._places))
-        return tuple(slice(*pair) for pair in pairs)
-
-    def counts(self) -> NDArray[np.uint32]:
-        """Return how many regions have each cell."""
-        counts = np.zeros(self._sizes, np.uint32)
-        for region in self._regions:
-            counts[self.cells(region)] += 1
-        return counts
-
-    def shown(self, cells: NDArray[np.bool_]) -> str:
-        """Return the first of some cells in words: "[0:2, 4:8]"."""
-        first = np.unravel_index(int(np.argmax(cells)), cells.shape)
-        spans = [(row[n], row[n + 1]) for row, n in zip(self._edges, first, strict=True)]
-        return f"[{', '.join(f'{a}:{b}' for a, b in spans)}]"
+    def flaw(self) -> str | None:
+        """Return how the regions, none of them empty, are not all of some copy, as a clause."""
+        copied = set(self.copy_with(None, ()) or ())
+        if not copied:
+            hole = self._free(np.arange(len(self._regions)), (0,) * len(self._shape))
+            if hole is not None:
+                return f"no shard has elements {self._shown(hole)}"
+        for number, region in enumerate(self._regions):
+            if number in copied:
+                continue
+            found = self.copy_with(number, copied)
+            if found is None:
+                common = (common_region(region, r) for r in self._regions if r is not region)
+                twice = min((one.offsets for one in common if one is not None), default=None)
+                if twice is None:
+                    return f"no whole copy has elements {self._shown(region.offsets)}"
+                return f"several shards have elements {self._shown(twice)}"
+            copied |= set(found)
+        return None
 
     def copy_with(self, first: int | None, known: Collection[int]) -> list[int] | None:
-        """Return regions that have each cell once, `first` among them; None if none are found.
+        """Return regions that have each element once, `first` among them; None if there are none.
 
-        Whatever has the first cell that is still free begins there, so few regions come into
-        question, those that are not `known` first, and the largest; after `_MAX_TRIES` steps that
-        led nowhere the search ends.
+        Whatever has the first element that is still free begins there, so few regions come into
+        question, those that are not `known` first, and the largest.
+
+        Raises:
+            _TooLongError: All searches together take too long.
         """
-        starts: dict[tuple[int, ...], list[int]] = {}
+        starts: dict[tuple[int, ...] | None, list[int]] = {}
         every = range(len(self._regions))
-        order = sorted(every, key=lambda n: (n not in known, self._regions[n].numel))
-        for number in order:
+        for number in sorted(every, key=lambda n: (n not in known, self._regions[n].numel)):
             if self._regions[number].numel:
                 starts.setdefault(self._regions[number].offsets, []).append(number)
-        taken = np.zeros(self._sizes, np.bool_)
-        chosen: list[int] = []
+        taken = np.zeros(len(self._regions), np.bool_)
         if first is not None:
-            taken[self.cells(self._regions[first])] = True
-        trials = [list(starts.get(self._corner(taken), ()))]
-        for _ in range(_MAX_TRIES + 2 * len(self._regions)):
-            if taken.all():
-                return chosen if first is None else [first, *chosen]
-            if not trials:
-                return None
+            taken[first] = True
+        free = self._free(np.flatnonzero(taken), (0,) * len(self._shape))
+        chosen: list[int] = []
+        trials = [list(starts.get(free, ()))]
+        while trials:
+            if free is None:
+                return [int(number) for number in np.flatnonzero(taken)]
             if not trials[-1]:  # a dead end
                 trials.pop()
                 if chosen:
-                    taken[self.cells(self._regions[chosen.pop()])] = False
+                    taken[chosen.pop()] = False
                 continue
             number = trials[-1].pop()
-            cells = self.cells(self._regions[number])
-            if not taken[cells].any():
-                taken[cells] = True
+            self._look(len(taken) // 16)  # one pass over booleans
+            start, stop = self._starts[number], self._stops[number]
+            # All elements before this region are taken, so the others cannot meet what is free.
+            near = np.flatnonzero(taken & (self._stops[:, :1] > start[:1]).all(axis=1))
+            if not ((self._starts[near] < stop) & (self._stops[near] > start)).all(axis=1).any():
+                taken[number] = True
                 chosen.append(number)
-                trials.append(list(starts.get(self._corner(taken), ())))
+                free = self._free(np.append(near, number), self._regions[number].offsets)
+                trials.append(list(starts.get(free, ())))
         return None
 
-    def _corner(self, taken: NDArray[np.bool_]) -> tuple[int, ...]:
-        """Return the offsets of the first cell that is free."""
-        first = np.unravel_index(int(np.argmin(taken)), taken.shape)
-        return tuple(row[n] for row, n in zip(self._edges, first, strict=True))
+    def _free(self, numbers: NDArray[np.intp], start: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the first element, from `start` on, that none of some regions has.
 
+        Args:
+            numbers: The regions. They have in common all dimensions but the last `len(start)`.
+            start: Where to begin along these dimensions.
+        """
+        if not start:
+            return None if len(numbers) else ()
+        dimension = len(self._shape) - len(start)
+        starts, stops = self._starts[numbers, dimension], self._stops[numbers, dimension]
+        place, rest = start[0], start[1:]
+        while place < self._shape[dimension]:
+            self._look(len(numbers))
+            here = (starts <= place) & (stops > place)
+            found = self._free(numbers[here], rest)
+            if found is not None:
+                return place, *found
+            place = int(stops[here].min() if rest else stops[here].max())
+            rest = (0,) * len(rest)
+        return None
 
-def _ends(region: Region, dimension: int) -> tuple[int, int]:
-    start = region.offsets[dimension]
-    return start, start + region.sizes[dimension]
+    def _shown(self, start: tuple[int, ...]) -> str:
+        """Return the elements from `start` to the next edges of regions in words: "[0:2, 4:8]"."""
+        edges = np.concatenate((self._starts, self._stops)).T
+        spans = (
+            f"{at}:{row[row > at].min(initial=size)}"
+            for at, size, row in zip(start, self._shape, edges, strict=True)
+        )
+        return f"[{', '.join(spans)}]"
+
+    def _look(self, count: int) -> None:
+        self._looks_left -= _LOOKS_PER_STEP + count
+        if self._looks_left < 0:
+            raise _TooLongError
 
 
 def region_runs(

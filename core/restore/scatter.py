@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from penstock.core.abc import ByteSink
 from penstock.core.errors import FormatError
 from penstock.core.plan.regions import (
-    are_disjoint,
     common_region,
     copy_region,
     flaw_of_cover,
@@ -59,16 +58,13 @@ def shard_requests(
         for one in distinct
         if (common := common_region(one[1].region, region)) is not None
     ]
-    found = [common for _, common in meeting]
-    if sum(common.numel for common in found) != region.numel or not are_disjoint(found):
-        inside = [relative(common, region) for common in found]
-        chosen = one_copy(region.sizes, inside)  # of copies that are not cut alike
-        if chosen is None:
-            shown = show_path(record.path)
-            msg = f"{shown} from {region.offsets} on: {flaw_of_cover(region.sizes, inside)}"
-            raise FormatError(msg, [shown])
-        meeting = [meeting[number] for number in chosen]
-    for one, common in meeting:
+    inside = [relative(common, region) for _, common in meeting]
+    chosen = one_copy(region.sizes, inside)  # there may be copies that are not cut alike
+    if chosen is None:
+        shown = show_path(record.path)
+        msg = f"{shown} from {region.offsets} on: {flaw_of_cover(region.sizes, inside)}"
+        raise FormatError(msg, [shown])
+    for one, common in (meeting[number] for number in chosen):
         gap = block_bytes(one[0].part) - 1  # a gap below that has no block to itself
         yield _request(request._replace(region=region), one, common, gap)
 

@@ -23,10 +23,10 @@ from penstock.core.format.records import (
     ShardRecord,
 )
 from penstock.core.plan.regions import (
-    are_disjoint,
     common_region,
     copy_region,
     flaw_of_cover,
+    is_partition,
     one_copy,
     region_runs,
     relative,
@@ -265,10 +265,62 @@ def test_what_two_regions_have_in_common(one, other):
         assert relative(common, a).offsets == tuple(map(sub, common.offsets, a.offsets))
 
 
-@given(st.integers(1, 3).flatmap(lambda n: st.lists(spans_of(n), max_size=6)))
-def test_regions_are_disjoint_if_no_element_is_in_two(found):
-    held = [elements(region) for region in found]
-    assert are_disjoint(found) == (len(set().union(*held)) == sum(map(len, held)))
+def cuts(shape, places):
+    """A tensor of `shape`, cut into two at each place: which piece, which dimension, how far."""
+    pieces = [Region.whole(shape)]
+    for which, dimension, far in places:
+        piece, d = pieces[which % len(pieces)], dimension % len(shape)
+        if piece.sizes[d] > 1:
+            size = 1 + far % (piece.sizes[d] - 1)
+            start = (*piece.offsets[:d], piece.offsets[d] + size, *piece.offsets[d + 1 :])
+            pieces.remove(piece)
+            for offsets, n in ((piece.offsets, size), (start, piece.sizes[d] - size)):
+                pieces.append(Region(offsets, (*piece.sizes[:d], n, *piece.sizes[d + 1 :])))
+    return pieces
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 9)), max_size=9)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), PLACES, st.data())
+def test_regions_are_a_partition_if_each_element_is_in_one(shape, places, data):
+    found = cuts(shape, places)
+    assert is_partition(shape, found)
+    found += data.draw(st.lists(spans_of(len(shape)), max_size=2))
+    found = data.draw(st.permutations(found))[: data.draw(st.integers(0, len(found)))]
+    held = [element for region in found for element in elements(region)]
+    assert is_partition(shape, found) == (sorted(held) == sorted(elements(Region.whole(shape))))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), PLACES, PLACES)
+def test_two_copies_are_told_apart_however_they_are_cut(shape, places, others):
+    copies = [cuts(shape, places), cuts(shape, others)]
+    regions = list(dict.fromkeys(copies[0] + copies[1]))
+    assert flaw_of_cover(shape, regions) is None
+    assert is_partition(shape, [regions[number] for number in one_copy(shape, regions)])
+
+
+def across(dimensions, size, dimension):
+    """All but the last of the slices that a tensor is cut into along one dimension."""
+    for start in range(size - 1):
+        bounds = [(start, 1) if d == dimension else (0, size) for d in range(dimensions)]
+        yield Region(*zip(*bounds, strict=True))
+
+
+def test_few_shards_of_many_dimensions_are_judged_in_little_memory():
+    lone = Region((1,) * 64, (1,) * 64)
+    assert "no shard has elements [0:1, 0:1" in flaw_of_cover((3,) * 64, [lone])
+    crossed = [region for d in range(40) for region in across(40, 3, d)]
+    assert "overlap in too many ways" in flaw_of_cover((3,) * 40, crossed)
+    assert one_copy((3,) * 40, crossed) is None
+
+
+def test_a_search_for_copies_that_leads_nowhere_ends():
+    size = 300
+    rows = [Region((n,), (1,)) for n in range(size)]
+    windows = [Region((n,), (size // 2,)) for n in range(size // 2)]
+    assert "overlap in too many ways" in flaw_of_cover((size,), rows + windows)
+    assert one_copy((size,), rows + windows) is not None
 
 
 @given(regions(), st.data())
