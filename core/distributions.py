@@ -1,41 +1,86 @@
-"""Lists the entry points of installed distributions, except those of the working directory.
+"""Finds what is installed: entry points and modules, except those of the working directory.
 
 Python looks for modules in the working directory where it runs `-c`, `-m` or a session, also once a
-session has changed it. A run that was downloaded could contain a distribution, whose code would be
-loaded as a plugin of every process that works in the run's folder.
+session has changed it. A run that was downloaded could contain a distribution, or a module with the
+name of one of Penstock's dependencies, whose code would run in every process that reads the run.
+
+Imported together with `penstock`, so it takes nothing that Python has not loaded, or nearly so.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import re
 import site
 import sys
-import sysconfig
-from pathlib import Path
+import threading
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from importlib.machinery import ModuleSpec
     from importlib.metadata import EntryPoint
-
-_SEPARATORS = re.compile(r"[-_.]+")  # which are the same in names of distributions
+    from types import ModuleType
 
 
 def installed(group: str) -> list[EntryPoint]:
     """Return the entry points of a group; of a distribution that is found twice, the first."""
+    with installed_only():
+        import importlib.metadata  # noqa: PLC0415 - 20 ms
+        import re  # noqa: PLC0415 - comes with it
     found: dict[str, list[EntryPoint]] = {}
     for one in importlib.metadata.distributions(path=_search_path()):
         entries = [entry for entry in one.entry_points if entry.group == group]
         if entries:  # of most distributions nobody needs to know the name, which is slow to read
-            found.setdefault(_SEPARATORS.sub("-", one.name or "").lower(), entries)
+            name = re.sub("[-_.]+", "-", one.name or "").lower()
+            found.setdefault(name, entries)
     return [entry for entries in found.values() for entry in entries]
+
+
+@contextmanager
+def installed_only() -> Iterator[None]:
+    """Have imports of this thread find modules where distributions are installed, and only there.
+
+    For the imports of Penstock and its plugins that happen while a checkpoint is read. Imports of
+    other threads are not affected, nor modules that are loaded already.
+    """
+    if PathFinder in sys.meta_path:
+        sys.meta_path[sys.meta_path.index(PathFinder)] = _InstalledFinder
+    outer = _thread.search_path
+    _thread.search_path = _search_path()
+    try:
+        yield
+    finally:
+        _thread.search_path = outer
+
+
+class _Thread(threading.local):
+    search_path: Sequence[str] | None = None
+
+
+_thread = _Thread()
+
+
+class _InstalledFinder(PathFinder):
+    """Takes the place of Python's finder, and does the same but within `installed_only`.
+
+    Changing `sys.path` instead would hide the user's modules from imports of other threads. A
+    finder in front of Python's could not keep that one from looking in the working directory.
+    """
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return super().find_spec(fullname, _thread.search_path if path is None else path, target)
 
 
 def _search_path() -> list[str]:
     """Return `sys.path` without the working directory, unless it was put there on purpose."""
     here = {folder for folder in (_began_in, _working_directory()) if folder is not None}
-    doubtful = {p for p in sys.path if not p or os.path.realpath(p) in here}
+    # What is relative follows each change of the working directory.
+    doubtful = {p for p in sys.path if p[:1] != os.sep or os.path.realpath(p) in here}
     if not doubtful:
         return sys.path
     meant = _folders_on_purpose()
@@ -43,18 +88,20 @@ def _search_path() -> list[str]:
 
 
 def _folders_on_purpose() -> set[str]:
-    """Return the folders of PYTHONPATH, site-packages, their .pth files, and the running script."""
+    """Return the folders of PYTHONPATH, site-packages, .pth files, Penstock and the script."""
     named = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    known = {*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("purelib")}
-    sites = [folder for folder in sys.path if folder in known]
+    known = {*site.getsitepackages(), site.getusersitepackages()}
+    sites = [folder for folder in sys.path if folder in known and os.path.isdir(folder)]  # noqa: PTH112
     for folder in sites:
-        for file in sorted(Path(folder).glob("*.pth")):
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            named += [str(Path(folder, line.strip())) for line in lines if line.strip()]
+        for file in sorted(name for name in os.listdir(folder) if name.endswith(".pth")):  # noqa: PTH208
+            with open(os.path.join(folder, file), encoding="utf-8", errors="replace") as lines:  # noqa: PTH118, PTH123
+                named += [os.path.join(folder, line.strip()) for line in lines if line.strip()]  # noqa: PTH118
+    # Where all packages were unpacked into one folder, and the program is started there.
+    named.append(__file__.rpartition(f"{os.sep}penstock{os.sep}")[0])
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
     if script is not None and getattr(main, "__spec__", None) is None:  # else it is `-m`
-        named.append(str(Path(script).parent))
+        named.append(os.path.dirname(script))  # noqa: PTH120
     return {os.path.realpath(folder) for folder in (*named, *sites)}
 
 

@@ -13,6 +13,7 @@ from penstock.backends.fsspec.config import S3_SCHEMES, FsspecConfig, is_secret_
 from penstock.backends.fsspec.errors import place
 from penstock.backends.fsspec.writer import StoreWriter
 from penstock.core.abc import Backend, check_blob_name
+from penstock.core.distributions import installed_only
 from penstock.core.errors import (
     BlobExistsError,
     ConfigError,
@@ -194,6 +195,7 @@ class FsspecBackend(Backend):
                 raise StorageError(msg)
 
 
+@installed_only()  # fsspec and botocore import more when a store is opened
 def _open_store(config: FsspecConfig) -> Store:
     if config.scheme in S3_SCHEMES:
         from penstock.backends.fsspec.s3.store import S3Store  # noqa: PLC0415 - one kind or the other

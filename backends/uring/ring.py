@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.backends.local.kernel import address
+from penstock.core.distributions import installed_only
 from penstock.core.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY}
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512vl"}
 
 
+@installed_only()
 def _load() -> Any:
     try:
         import liburing  # type: ignore[import-untyped]  # noqa: PLC0415 - optional; it has no types

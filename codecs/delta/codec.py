@@ -10,6 +10,7 @@ import numpy as np
 from penstock.codecs.delta import comparison
 from penstock.codecs.delta.comparison import Comparison
 from penstock.core.abc import DECLINED, Codec, CodecContext, CodecOutput, Declined, PluginConfig
+from penstock.core.distributions import installed_only
 from penstock.core.errors import CodecError
 from penstock.core.types import flat_view
 
@@ -36,6 +37,7 @@ class _Comparer(Protocol):
 
 
 @cache
+@installed_only()
 def _comparer() -> _Comparer:
     """Return the faster of two equal ways."""
     try:

@@ -26,6 +26,7 @@ from penstock.codecs.floatsplit.sampling import (
     decide,
 )
 from penstock.core.abc import DECLINED, Codec, CodecContext, Declined, PluginConfig
+from penstock.core.distributions import installed_only
 from penstock.core.errors import CodecError
 from penstock.core.types import flat_view
 
@@ -69,6 +70,7 @@ class _Splitter(Protocol):
 
 
 @cache
+@installed_only()
 def _splitter() -> _Splitter:
     """Return the faster of two equal ways."""
     try:

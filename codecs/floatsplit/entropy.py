@@ -15,6 +15,7 @@ import zstandard
 from penstock.codecs.floatsplit import planes
 from penstock.codecs.floatsplit.planes import pack, packed_size, unpack
 from penstock.codecs.zstd import decode_frame
+from penstock.core.distributions import installed_only
 from penstock.core.errors import CodecError
 
 if sys.version_info >= (3, 14):
@@ -174,6 +175,7 @@ class _Sparse(Protocol):
 
 
 @cache
+@installed_only()
 def _sparse() -> _Sparse:
     """Return the faster of two equal ways."""
     try:
@@ -205,6 +207,7 @@ def _compress_into(plane: Bytes, out: Bytes) -> int | None:
 
 
 @cache
+@installed_only()
 def _pair_coder() -> Callable[[Bytes, Bytes], int] | None:
     """Return the faster way to write a frame, if numba is installed."""
     try:

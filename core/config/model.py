@@ -39,6 +39,7 @@ from penstock.core.config.plugin_choice import (
     PluginChoice,
     shown_url,
 )
+from penstock.core.distributions import installed_only
 from penstock.core.errors import ConfigError, SelectionError
 from penstock.core.limits import MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CODECS, MAX_LINKS
 from penstock.core.suggest import nearest
@@ -417,6 +418,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", values)
 
 
+@installed_only()
 def _parse(suffix: str, text: str) -> object:
     if suffix == ".toml":
         import tomllib  # noqa: PLC0415 - each only where it is needed

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from penstock.core.distributions import installed
+from penstock.core.distributions import installed, installed_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,6 +37,7 @@ def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, l
     return found
 
 
+@installed_only()
 def module_exists(entry: EntryPoint) -> bool:
     """Return whether the module of `entry` can be found; imports only the packages above it."""
     try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from penstock.core.abc import Backend, Codec, StateProvider
 from penstock.core.config.explain import validated
+from penstock.core.distributions import installed_only
 from penstock.core.errors import ConfigError, PluginError
 from penstock.core.plugins.checks import breach_of_class, breach_of_instance, default_arguments
 from penstock.core.plugins.entry_points import (
@@ -355,7 +356,9 @@ class Registry:
     def _load(self, kind: PluginKind, entry: EntryPoint) -> type:
         if entry not in self._loaded:
             try:
-                self._loaded[entry] = _checked(kind, entry, entry.load())
+                with installed_only():
+                    target = entry.load()
+                self._loaded[entry] = _checked(kind, entry, target)
             except PluginError as error:
                 self._loaded[entry] = error
             except (Exception, SystemExit) as error:  # noqa: BLE001 - it may fail in any way: recorded

@@ -21,6 +21,7 @@ from penstock.core.config.plugin_choice import (
     scheme_of,
     shown_url,
 )
+from penstock.core.distributions import installed_only
 from penstock.core.errors import CapabilityError, ConfigError, PenstockError, PluginError
 from penstock.core.foreign import shipped_by
 from penstock.core.plugins.registry import default_registry
@@ -221,6 +222,7 @@ def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> B
     return chosen
 
 
+@installed_only()
 def _is_known_to_fsspec(scheme: str) -> bool:
     if scheme in _WITHOUT_FSSPEC:
         return True
@@ -231,6 +233,7 @@ def _is_known_to_fsspec(scheme: str) -> bool:
     return scheme in known_implementations or scheme in registry
 
 
+@installed_only()
 def _has_fsspec() -> bool:
     try:
         import fsspec.registry  # noqa: F401, PLC0415 - 80 ms

@@ -5,15 +5,20 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import enum
+import importlib.util
 import json
 import pathlib
+import re
 import struct
+import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 import numpy as np
 
+from penstock.core.distributions import installed_only
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import collide, loaded_class, show_path
 from penstock.providers.values.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _UCS4_BYTES = 4
+_ZONE = re.compile(r"[\w+-]+(/[\w+-]+)*", re.ASCII)
 
 
 def decode_value(data: bytes, path: ObjectPath) -> object:
@@ -181,10 +187,29 @@ def _decode_zone(zone: Any) -> dt.tzinfo | None:
     if zone is None:
         return None
     if isinstance(zone, str):
-        return ZoneInfo(zone)
+        return _zone(zone)
     offset, name = zone
     delta = dt.timedelta(*offset)
     return dt.timezone(delta) if name is None else dt.timezone(delta, _decode(name))
+
+
+@lru_cache(maxsize=1024)  # more than there are
+def _zone(key: str) -> ZoneInfo:
+    """Return the zone as the user's own `ZoneInfo(key)` does, if that runs no unexpected code.
+
+    `ZoneInfo` imports the package `tzdata` for a key that the system does not have, from wherever
+    it is found first, and a package below it that the key names.
+    """
+    with installed_only():
+        package = importlib.util.find_spec("tzdata")
+        places = package.submodule_search_locations if package else None
+        folders = [*zoneinfo.TZPATH, *(f"{place}/zoneinfo" for place in places or ())]
+        if not _ZONE.fullmatch(key) or not any(
+            pathlib.Path(folder, key).is_file() for folder in folders
+        ):
+            msg = f"there is no time zone {key!r} on this machine, nor in a package tzdata"
+            raise ValueError(msg)
+        return ZoneInfo(key)
 
 
 _TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {

@@ -18,6 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from penstock.core.distributions import installed_only
+
 if TYPE_CHECKING:
     from penstock.core.checkpointer import Checkpointer
     from penstock.core.config.model import CheckpointerConfig
@@ -171,7 +173,9 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    value: object = getattr(importlib.import_module(_HOME.get(name, "penstock.core.errors")), name)
+    with installed_only():
+        home = importlib.import_module(_HOME.get(name, "penstock.core.errors"))
+    value: object = getattr(home, name)
     globals()[name] = value
     return value
 

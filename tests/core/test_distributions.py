@@ -1,11 +1,18 @@
 """What lies in the working directory is not installed, unless somebody says that it is."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
+import threading
+from pathlib import Path
 
 import pytest
+
+import penstock
+from penstock.core import distributions
+from penstock.core.distributions import installed_only
 
 pytestmark = pytest.mark.process
 
@@ -61,8 +68,6 @@ def test_a_folder_that_is_meant_is_searched_though_it_is_the_working_directory(r
 
 def test_a_folder_that_a_file_of_site_packages_names_is_searched(run, tmp_path, monkeypatch):
     """As it is where a project is installed in place, and tested from its own root."""
-    from penstock.core import distributions
-
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.setattr(sys, "path", [str(run), str(packages), *sys.path])
@@ -78,3 +83,46 @@ def test_the_module_that_is_the_command_imports_nothing_of_the_working_directory
     told = said("-m", "penstock", "ls", ".", cwd=run, PYTHONPATH="")
     assert "code of the run" not in told
     assert "no checkpoints" in told or "no checkpoint" in told
+
+
+@pytest.mark.parametrize("entry", ["", ".", "{run}"])
+def test_imports_for_a_checkpoint_do_not_look_in_the_working_directory(
+    entry, tmp_path, monkeypatch
+):
+    run, packages = tmp_path / "run", tmp_path / "packages"
+    for folder in (run, packages):
+        folder.mkdir()
+        (folder / "penstock_both.py").touch()
+    (run / "penstock_planted.py").touch()
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(sys, "path", [entry.format(run=run), *sys.path, str(packages)])
+    look = lambda name: importlib.util.find_spec(f"penstock_{name}")  # noqa: E731
+    with installed_only():
+        assert look("planted") is None
+        assert look("both").origin == str(packages / "penstock_both.py")
+        others = []
+        thread = threading.Thread(target=lambda: others.append(look("planted")))
+        thread.start()
+        thread.join()
+        assert others != [None], "imports of other threads are the user's own"
+    assert look("both").origin == str(run / "penstock_both.py")
+
+
+def test_packages_unpacked_beside_penstock_are_installed_in_the_working_directory(monkeypatch):
+    folder = str(Path(penstock.__path__[0]).parent)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [folder])
+    assert distributions._search_path() == [folder]
+
+
+def test_verifying_a_run_imports_nothing_of_the_run(tmp_path):
+    run = tmp_path / "run"
+    rules = [{"match": "a", "codecs": ["lz4"]}, {"match": "b", "codecs": ["floatsplit"]}]
+    with penstock.Checkpointer(f"posix://{run}", rules=rules) as ckpt:
+        value = bytes(range(256)) * 64
+        ckpt.save({"a": value, "b": value}, 1, mode="blocking")
+    for module in ("pydantic", "xxhash", "zstandard", "lz4", "numba", "tomllib", "secrets"):
+        (run / f"{module}.py").write_text("raise SystemExit('code of the run was executed')")
+    code = f"import os, penstock; os.chdir({str(run)!r})\n"
+    code += "print(penstock.Checkpointer('posix://.').verify().ok)"
+    assert said("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"

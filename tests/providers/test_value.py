@@ -346,3 +346,41 @@ def test_values_keep_the_contract(providers):
         same,
         providers=providers,
     )
+
+
+# A zone of one offset, in the first version of the format.
+ZONE = b"TZif".ljust(20, b"\0") + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6) + b"UTC\0"
+
+
+@pytest.fixture
+def tzdata(tmp_path, monkeypatch):
+    """A package tzdata that is installed, and one in the run that is the working directory."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tzdata"]:
+        monkeypatch.delitem(sys.modules, name)
+    packages, run = tmp_path / "packages", tmp_path / "run"
+    data = packages / "tzdata" / "zoneinfo" / "Penstock"
+    data.mkdir(parents=True)
+    for folder in (data, *data.parents[:2]):
+        (folder / "__init__.py").touch()
+    (data / "Zone").write_bytes(ZONE)
+    (run / "tzdata").mkdir(parents=True)
+    (run / "tzdata" / "__init__.py").write_text("raise AssertionError('code of the run ran')")
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(packages)])
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "tzdata"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("key", ["Penstock/Nowhere", "no.where/Zone", "../Zone", "", "a" * 5000])
+def test_a_zone_that_nobody_has_is_refused_and_nothing_imported(key, tzdata):
+    data = json.dumps({"$": "time", "v": "00:00:00", "fold": 0, "tz": key}).encode()
+    with pytest.raises(FormatError, match="t holds a value that cannot be decoded"):
+        decode_value(data, ("t",))
+    assert "tzdata" not in sys.modules
+
+
+def test_a_zone_of_the_installed_package_is_the_users_own(tzdata):
+    data = json.dumps({"$": "time", "v": "00:00:00", "fold": 0, "tz": "Penstock/Zone"}).encode()
+    zone = decode_value(data, ("t",)).tzinfo
+    assert zone is zoneinfo.ZoneInfo("Penstock/Zone")

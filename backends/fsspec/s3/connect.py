@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from penstock.backends.fsspec.s3.errors import BrokenAnswerError
+from penstock.core.distributions import installed_only
 from penstock.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _SHOWN_CHARS = 100  # of a header that a server sent
 _IDLE_S = 30.0
 
 
+@installed_only()
 def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
     """Return a client of botocore, and the transport of its requests; connects to nothing yet.
 
