@@ -327,6 +327,11 @@ def show_value(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def with_article(noun: str) -> str:
+    """The noun in a message: "a module", "an optimizer"."""
+    return f"{'an' if noun[:1] in set('aeiouAEIO') else 'a'} {noun}"
+
+
 def show_path(path: ObjectPath) -> str:
     """The shown form of `path`, segments joined by `/`; the root is the empty string."""
     return "/".join(map(show_segment, path))

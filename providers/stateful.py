@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import RestoreError, UnsupportedStateError
-from penstock.core.types import Kind, show_path
+from penstock.core.types import Kind, show_path, with_article
 from penstock.providers.rebuild import leaves, rebuild_dict
 from penstock.providers.tensor.provider import is_sharded, new_like
 from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrapped
@@ -99,7 +99,8 @@ class StatefulProvider(StateProvider):
                 if context.stored(path) is not None:
                     form = "plain value"
                 result.problems.append(
-                    f"{show_path(path)} is stored as a {form}, but is a {kind} in the template, "
+                    f"{show_path(path)} is stored as {with_article(form)}, but is "
+                    f"{with_article(kind)} in the template, "
                     "which takes only what its own state_dict gave"
                 )
             elif context.selected(path):

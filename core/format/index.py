@@ -94,6 +94,14 @@ class ShardTable:
             self.traits[rows],
         )
 
+    def without(self, hashes: Iterable[int]) -> ShardTable:
+        """Return the shards of all paths but those with one of these hashes."""
+        unwanted = np.sort(np.fromiter(hashes, np.uint64))
+        if not len(unwanted):
+            return self
+        nearest = np.minimum(np.searchsorted(unwanted, self.hashes), len(unwanted) - 1)
+        return self.take(np.flatnonzero(unwanted[nearest] != self.hashes))
+
     def _bounds_of(self, rows: NDArray[np.intp]) -> NDArray[np.int64]:
         counts = _row_bounds(self.dims)
         if len(counts) and (counts == counts[0]).all():

@@ -30,7 +30,7 @@ from penstock.core.format.records import (
     is_uid,
     part_name,
 )
-from penstock.core.format.section import check_section, read_section
+from penstock.core.format.section import check_section, read_outline, read_section
 from penstock.core.format.strict_json import (
     Fields,
     check_list,
@@ -55,9 +55,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from penstock.core.format.index import SectionShards
-    from penstock.core.format.records import CommitRecord, Section
+    from penstock.core.format.records import CommitRecord, NodeRecord, Section
     from penstock.core.format.section import SectionDraft
     from penstock.core.tree.select import Selection
+    from penstock.core.types import Kind, ObjectPath
 
 _HEAD_KEYS = (
     "penstock", "uid", "rank", "world_size", "step", "block_bytes", "blobs", "chains", "shards",
@@ -250,6 +251,14 @@ def decode_section(
     """
     name = _section_name(head, info)
     return read_section(_unsqueeze(data, info, name), head, info, name, wanted)
+
+
+def decode_outline(
+    data: bytes, info: SectionInfo, head: PartHead
+) -> tuple[dict[ObjectPath, Kind], list[NodeRecord]]:
+    """Read the kinds of the objects of one section, by path, and its nodes, as `decode_section`."""
+    name = _section_name(head, info)
+    return read_outline(_unsqueeze(data, info, name), info, name)
 
 
 def _section_name(head: PartHead, info: SectionInfo) -> str:

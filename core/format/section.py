@@ -241,6 +241,26 @@ def read_section(
     return Section(tuple(frames), tuple(objects), tuple(nodes))
 
 
+def read_outline(
+    raw: bytes, info: SectionInfo, name: str
+) -> tuple[dict[ObjectPath, Kind], list[NodeRecord]]:
+    """Read the kinds of the objects of a section, by path, and its nodes; makes no other records.
+
+    Raises:
+        FormatError: The section is malformed.
+    """
+    fields = Fields(load_json(raw, name), name, _KEYS)
+    types = [_read_type(row, name) for row in fields.items("types")]
+    columns = _object_columns(fields, name)
+    paths = _read_paths(columns.items("path"), name)
+    numbers = check_ints(
+        columns.value("type"), f"{name}: type", count=len(paths), high=len(types) - 1
+    )
+    nodes = [_read_node(row, name) for row in fields.items("nodes")]
+    _check_whole(paths, columns.items("ordinal"), nodes, info, name)
+    return {path: types[n][0] for path, n in zip(paths, numbers, strict=True)}, nodes
+
+
 def check_section(raw: bytes, head: PartHead, info: SectionInfo, name: str) -> None:
     """Check that `read_section` takes the JSON of a section.
 

@@ -35,6 +35,7 @@ from penstock.core.ranks.structure import (
     dump_values,
     indices_of,
     load_values,
+    nothing_in,
     pack_numbers,
     place_in,
     shared_difference,
@@ -105,6 +106,8 @@ class SaveAgreement:
         self._digests = Digests()
         self._assumed: RankPlaces | None = None
         self._indices: Mapping[str, Sequence[int]] = {}
+        self.structures: Sequence[str] = ()
+        """The digests of the structures of all ranks, in order, once they are here; of rank 0."""
         self._arrived = False
         self._round = SaveRound(
             group.place,
@@ -183,12 +186,13 @@ class SaveAgreement:
         except SaveError as error:
             msg = f"step {self._step}: {error}"
             raise SaveError(msg) from None
+        self.structures = [str(post["structure"]) for post in posts]
         every = {
             **terms,
             "step": self._step,
             "uid": self.uid,
             "values": digest_of(self._digests.values),
-            "classes": pack_numbers(classes_of([str(post["structure"]) for post in posts])),
+            "classes": pack_numbers(classes_of(self.structures)),
             "shared": {path: pack_numbers(found) for path, found in self._indices.items()},
             "unequal": unequal_replicas(post.get("replicas", {}) for post in posts),
         }
@@ -287,8 +291,11 @@ class SaveAgreement:
         self._next(Step.MERGE)
         return self._conductor.tell(lambda r: dict(r.parts))
 
-    def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> None:
+    def check_values(self, parts: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
         """Compare what has to be equal on ranks; rank 0 alone.
+
+        Returns:
+            The shown paths of values that say that a rank has nothing there; see `nothing_in`.
 
         Raises:
             SaveError: A value is not equal on all ranks that have it; names its path and ranks.
@@ -315,6 +322,7 @@ class SaveAgreement:
         if difference is not None:
             msg = f"step {self._step}: {difference}"
             raise SaveError(msg)
+        return frozenset().union(*(nothing_in(found) for _, found in maps))
 
     def _values_of(self, rank: int, pieces: int) -> dict[str, str]:
         keys = [values_key(self._number, rank, piece) for piece in range(pieces)]

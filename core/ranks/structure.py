@@ -15,6 +15,7 @@ from penstock.core.abc import StateObject
 from penstock.core.errors import SaveError
 from penstock.core.format.zstd import compress, decompress
 from penstock.core.ranks.lines import TakenLines
+from penstock.core.tree.containers import NOTHING
 from penstock.core.tree.paths import path_hash
 from penstock.core.types import Kind, Region, Replica, Role, show_path
 
@@ -203,7 +204,7 @@ def value_digests(
         if entry.replica is None:
             told = _bytes_of(entry, lines)
             if told is not None:
-                digest = blake2b(told, digest_size=8).hexdigest()
+                digest = _digest(told)
                 is_value = entry.kind is Kind.VALUE
                 found[show_path(entry.path)] = digest if is_value else f"{_OF_TENSOR}{digest}"
     return found
@@ -250,7 +251,7 @@ def replica_digests(
             continue
         if replica.ranks and replica.count == 1:  # a copy to compare
             continue
-        digest = blake2b(lines[entry.path], digest_size=8).hexdigest()
+        digest = _digest(lines[entry.path])
         sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = digest
     found = {}
     for (ranks, count), pieces in sets.items():
@@ -292,9 +293,16 @@ def copy_digests(
         if entry.path in copies and entry.path in lines:
             told = _in_words(entry)
             key = blake2b(told.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
-            digest = blake2b(lines[entry.path], digest_size=8).hexdigest()
+            digest = _digest(lines[entry.path])
             found[key] = {told: f"{_OF_TENSOR}{digest}"}
     return found
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+_OF_NOTHING = frozenset(map(_digest, NOTHING))
 
 
 def _bytes_of(entry: StateObject, lines: Mapping[ObjectPath, bytes]) -> bytes | memoryview | None:
@@ -322,6 +330,11 @@ def _in_words(entry: StateObject) -> str:
     where = f"from {list(first.offsets)}, of shape {list(first.sizes)}"
     more = f" and {len(regions) - 1} more" if len(regions) > 1 else ""
     return f"{show_path(entry.path)} {where}{more}"
+
+
+def nothing_in(values: Mapping[str, str]) -> set[str]:
+    """Return the shown paths of values that `is_nothing`, from what `value_digests` returns."""
+    return {path for path, digest in values.items() if digest in _OF_NOTHING}
 
 
 def digest_of(values: Mapping[str, str]) -> str:

@@ -39,7 +39,7 @@ from penstock.core.plan.restore import Located, ObjectRequest, plan_restore
 from penstock.core.restore.cast import CastSink
 from penstock.core.restore.scatter import shard_requests
 from penstock.core.storage.failover import from_any_tier
-from penstock.core.tree.paths import path_hash, show_path
+from penstock.core.tree.paths import path_hash, paths_above, show_path
 from penstock.core.types import Kind, ReadRequest
 
 if TYPE_CHECKING:
@@ -547,11 +547,15 @@ class Contents:
                 self._check_shards(part, tables)
         with _reported(index.name, damage):
             self.check_borrowed()
+        absent: set[ObjectPath] = set()
+        with _reported(index.name, damage):
+            absent = self._check_paths(objects, damage)
         # A lookup of one path relies on the index, a full read on the sections: an index that
         # lacks a path would hide the object from some readers only.
         if parts and len(tables) == len(parts):
             with _reported(index.name, damage):
-                if self._index_over(tables) != index:
+                hashes = [*map(path_hash, absent)]
+                if self._index_over([table.without(hashes) for table in tables]) != index:
                     msg = f"{index.name}: does not lead to every path of the parts"
                     raise FormatError(msg, [index.name])
         if len(heads) == len(parts) > 1:
@@ -563,6 +567,23 @@ class Contents:
             for name in error.damaged:
                 damage(name, str(error))
         return heads, [o for o in objects if o.record.same_as is None]
+
+    def _check_paths(
+        self, objects: Sequence[Located], damage: Callable[[str, str], None]
+    ) -> set[ObjectPath]:
+        """Report objects that have others below them; return the values that count as absent.
+
+        These are not in the index, and no reader sees them.
+        """
+        nodes = [node for section in self._sections.values() for node in section.nodes]
+        absent = _absent(objects, nodes) if len(self.parts) > 1 else set()
+        if absent:
+            hashes = np.array([*map(path_hash, absent)], np.uint64)
+            listed = set(self.index(self._backend).find_all(hashes).hashes.tolist())
+            absent = {path for path in absent if path_hash(path) not in listed}
+        for path in sorted(_above(objects, nodes) - absent):
+            damage(show_path(path), "is stored as one object, and other objects below it")
+        return absent
 
     def _index_over(self, tables: Sequence[ShardTable]) -> IndexEntry:
         parts = () if self.record.many_parts is None else self.parts
@@ -578,7 +599,8 @@ class Contents:
     def _read(self, selection: Selection | None) -> tuple[list[Located], list[NodeRecord]]:
         """Read the objects and nodes of all sections, or of those that may hold selected ones.
 
-        Of what several parts describe, the first one counts, and no other is read.
+        Of what several parts describe, the first one counts, and no other is read. A value with
+        objects below it says that some ranks had nothing there, and is left out.
         """
         objects: list[Located] = []
         nodes: list[NodeRecord] = []
@@ -592,6 +614,9 @@ class Contents:
                 here, above = _behind(objects, nodes, here, above)
             objects += sorted(here, key=lambda located: located.record.ordinal)
             nodes += sorted(above, key=lambda node: node.ordinal)
+        if len(self.parts) > 1:
+            absent = _absent(objects, nodes)
+            objects = [o for o in objects if o.record.path not in absent]
         check_ties([o.record for o in self._with_owners(objects)])
         return objects, nodes
 
@@ -781,6 +806,21 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
 def _here(located: Located) -> list[tuple[Located, ShardRecord]]:
     """Return the shards of an object that one part has."""
     return [(located, shard) for shard in located.record.shards]
+
+
+def _above(objects: Sequence[Located], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
+    """Return the paths of objects that have objects or nodes below them, or are nodes as well."""
+    paths = {o.record.path for o in objects}
+    of_nodes = {node.path for node in nodes}
+    return (paths_above(paths | of_nodes) | of_nodes) & paths
+
+
+def _absent(objects: Sequence[Located], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
+    """Return the values by which ranks say that they have nothing where others have a container."""
+    above = _above(objects, nodes)
+    return {
+        o.record.path for o in objects if o.record.path in above and o.record.kind is Kind.VALUE
+    }
 
 
 def _flaws(described: Iterable[Located]) -> Iterator[tuple[str, str]]:

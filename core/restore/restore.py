@@ -221,6 +221,7 @@ def _placing(
         below=below,
     )
     placing.rank, placing.world_size = checkpoint.rank, checkpoint.world_size
+    placing.of_ranks = max(checkpoint.world_size, checkpoint.contents.record.world_size) > 1
     return placing
 
 

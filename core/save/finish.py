@@ -521,7 +521,7 @@ class Finish:
         *,
         refers: bool,
     ) -> EncodedManifest:
-        agreement.check_values(posts)
+        nothing = agreement.check_values(posts)
         reader = PartsOfRanks(
             self._backend,
             uid=self.uid,
@@ -538,7 +538,13 @@ class Finish:
         for post in posts.values():
             providers |= post.get("providers", {})
             refers = refers or bool(post.get("refers"))
-        found = reader.merge(part.shards, self.request.entries, derived=derived)
+        found = reader.merge(
+            part.shards,
+            self.request.entries,
+            derived=derived,
+            structures=agreement.structures,
+            nothing=nothing,
+        )
         self._totals = SaveTotals(
             sum(one.bytes_raw for one in parts),
             sum(one.bytes_stored for one in parts),

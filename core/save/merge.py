@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.abc import StateObject
+from penstock.core.abc import Node, StateObject
 from penstock.core.catalog.survey import sizes_below
 from penstock.core.errors import (
     BlobNotFoundError,
@@ -27,7 +27,7 @@ from penstock.core.format.index import (
     encode_blocks,
     merged,
 )
-from penstock.core.format.part import decode_section, decode_shards, read_head
+from penstock.core.format.part import decode_outline, decode_section, decode_shards, read_head
 from penstock.core.format.records import (
     PartEntry,
     blob_uid,
@@ -37,6 +37,7 @@ from penstock.core.format.records import (
 from penstock.core.format.zstd import check_digest, digest
 from penstock.core.limits import MAX_DIMENSIONS
 from penstock.core.plan.regions import flaw_of_cover
+from penstock.core.ranks.contradictions import Contradictions
 from penstock.core.save.manifest import PartSummary, codecs_of
 from penstock.core.tree.paths import path_hash, show_path
 from penstock.core.types import Kind, ReadRequest, Region, Role
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.core.abc import Backend, Node
+    from penstock.core.abc import Backend
     from penstock.core.format.index import IndexBlocks, ShardTable
     from penstock.core.format.records import BlobRecord, ObjectRecord, PartHead
     from penstock.core.types import ObjectPath
@@ -170,22 +171,31 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         *,
         derived: Collection[ObjectPath] = (),
+        structures: Sequence[str] = (),
+        nothing: frozenset[str] = frozenset(),
     ) -> MergedParts:
         """Return the index over all parts, whose shards hold every byte and do not overlap.
+
+        The index leaves out values which say that a rank has nothing where others have a container.
 
         Args:
             own: The shards in the part of rank 0; those of the others were `read`.
             entries: What rank 0 describes. Of other objects the shape is read from the parts.
             derived: The objects that rank 0 stores as derived. Of others it is read from the parts.
+            structures: Digests of the structures of all ranks, in order. Ranks of equal ones
+                describe the same, and the first of them lists all of it.
+            nothing: The shown paths of values that say that a rank has nothing there.
 
         Raises:
-            SaveError: Bytes of an object are missing, or shards overlap; names the object.
+            SaveError: Bytes of an object are missing, or shards overlap, or ranks have things at
+                one path that do not go together; names the object.
         """
         known = self._known.newest
         heads = sorted(self._heads.items())
         # The place of the table in its part is no matter.
         told = [(r, replace(h.shards, offset=0), len(h.sections)) for r, h in heads]
-        basis = (digest(dump_table(own) + dump_traits(own)), told, len(entries))
+        tables = digest(dump_table(own) + dump_traits(own))
+        basis = (tables, told, len(entries), tuple(structures), nothing)
         # The tables tell of shapes, too, in 32 bits each.
         if (
             known is not None
@@ -193,12 +203,13 @@ class PartsOfRanks:
             and _shapes_of(known.judged, entries) == known.shapes
         ):
             return known
-        tables = [decode_shards(self._tables[rank], head) for rank, head in heads]
-        table = merged([own, *tables])
+        table = merged([own, *(decode_shards(self._tables[rank], head) for rank, head in heads)])
         self._tick()
         every = [0, *(rank for rank, _ in heads)]
         judged, twice = self.check_cover(table, every, entries, derived)
         self._tick()
+        absent = self._absent(structures, entries, nothing)
+        table = table.without(map(path_hash, absent))
         shapes = _shapes_of(judged, entries)
         found = MergedParts(basis, encode_blocks(table), twice, judged, shapes)
         self._known.newest = found
@@ -322,6 +333,38 @@ class PartsOfRanks:
         )
         raise SaveError(msg)
 
+    def _absent(
+        self,
+        structures: Sequence[str],
+        entries: Sequence[StateObject | Node],
+        nothing: frozenset[str],
+    ) -> set[ObjectPath]:
+        """Check that what ranks have at each path goes together; return what counts as absent."""
+        alike: dict[str, list[int]] = {}
+        for rank, structure in enumerate(structures):
+            alike.setdefault(structure, []).append(rank)
+        if len(alike) < 2:  # noqa: PLR2004 - ranks of one structure cannot contradict each other
+            return set()
+        objects = {e.path: e.kind for e in entries if isinstance(e, StateObject)}
+        found = Contradictions(nothing)
+        found.add(alike.pop(structures[0]), objects, [e for e in entries if isinstance(e, Node)])
+        listing = {rank for rank, head in self._heads.items() if head.sections}
+        firsts = {ranks[0]: ranks for ranks in alike.values() if ranks[0] in listing}
+        try:
+            for at in range(0, len(firsts), _BATCH):
+                places = self._sections_of([*firsts][at : at + _BATCH])
+                for rank, data in self._ranges(places, self._entries).items():
+                    found.add(firsts[rank], *_outline(self._heads[rank], data))
+        except SaveError as error:
+            msg = f"step {self._step}: {error}"
+            raise SaveError(msg) from None
+        return found.absent
+
+    def _sections_of(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Return where the sections of the parts of other ranks are: offset and length."""
+        starts = {rank: self._heads[rank].sections[0].offset for rank in ranks}
+        return {rank: (at, self._entries[rank].length - at) for rank, at in starts.items()}
+
     def _is_derived(self, ranks: Sequence[int], rows: ShardTable) -> bool:
         """Return whether the part of another rank says that an object is derived."""
         return any(
@@ -397,6 +440,23 @@ class PartsOfRanks:
             f"step {self._step}: what rank {rank} has stored is not on {self._backend.url} as rank "
             f"0 sees it: is the folder shared by all hosts?{detail}"
         )
+
+
+def _outline(head: PartHead, data: bytes) -> tuple[dict[ObjectPath, Kind], list[Node]]:
+    """Return the kinds of all objects that a part lists, by path, and its nodes.
+
+    Args:
+        head: The head of the part.
+        data: All of its sections.
+    """
+    objects: dict[ObjectPath, Kind] = {}
+    nodes: list[Node] = []
+    for info in head.sections:
+        at = info.offset - head.sections[0].offset
+        some, more = decode_outline(data[at : at + info.length], info, head)
+        objects |= some
+        nodes += [Node(node.path, node.form, node.meta) for node in more]
+    return objects, nodes
 
 
 def _shapes_of(

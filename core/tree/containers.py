@@ -34,9 +34,17 @@ VALUE_FORM = "json"
 CONTAINERS = frozenset({"dict", "list", "tuple"})
 """Forms of nodes that core builds itself; all other nodes belong to providers."""
 
+NOTHING = frozenset({b"null", b"{}", b"[]", b'{"$":"tuple","v":[]}'})
+"""The bytes, in `VALUE_FORM`, of what `is_nothing`."""
+
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
 _FIRST_LONG_KEY = 10**MAX_KEY_DIGITS
 _KEY_TYPES: dict[type, str] = {int: "int", bool: "bool", float: "float", type(None): "none"}
+
+
+def is_nothing(value: object) -> bool:
+    """Return whether a rank has nothing here: None, or an empty dict, list or tuple."""
+    return value is None or (type(value) in {dict, list, tuple} and not value)
 
 
 class Providers(Protocol):

@@ -30,7 +30,7 @@ from penstock.core.tree.containers import (
     key_types,
     tuple_class,
 )
-from penstock.core.tree.paths import show_path, shown_place
+from penstock.core.tree.paths import paths_above, show_path, shown_place
 from penstock.core.types import Kind, Replica, collide
 
 if TYPE_CHECKING:
@@ -559,13 +559,7 @@ def _refuse_below(entries: Sequence[StateObject | Node], taken: AbstractSet[Obje
     Raises:
         UnsupportedStateError: There is one.
     """
-    above = {path[:-1] for path in taken}
-    for path in list(above):
-        parent = path[:-1]
-        while parent and parent not in above:  # a known ancestor's ancestors are known, too
-            above.add(parent)
-            parent = parent[:-1]
-    above &= taken
+    above = paths_above(taken) & taken
     if not above:
         return
     for entry in entries:

@@ -17,9 +17,19 @@ from penstock.core.errors import SelectionError
 from penstock.core.types import show_path, show_segment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.core.types import ObjectPath
 
-__all__ = ["parse_path", "parse_segment", "path_hash", "show_path", "show_segment", "shown_place"]
+__all__ = [
+    "parse_path",
+    "parse_segment",
+    "path_hash",
+    "paths_above",
+    "show_path",
+    "show_segment",
+    "shown_place",
+]
 
 _EMPTY = "%00"
 _PLACE_BYTES = 80
@@ -61,6 +71,17 @@ def path_hash(path: ObjectPath) -> int:
     Lone surrogates, which a Python string may hold, are hashed as their three UTF-8-like bytes.
     """
     return xxhash.xxh3_64_intdigest(show_path(path).encode("utf-8", "surrogatepass"))
+
+
+def paths_above(paths: Iterable[ObjectPath]) -> set[ObjectPath]:
+    """Return all paths that have one of `paths` below them, the root included."""
+    above = {path[:-1] for path in paths}
+    for path in list(above):
+        parent = path[:-1]
+        while parent and parent not in above:  # a known ancestor's ancestors are known, too
+            above.add(parent)
+            parent = parent[:-1]
+    return above
 
 
 def _unescape(match: re.Match[str]) -> str:

@@ -24,7 +24,7 @@ from penstock.core.errors import (
     UnsupportedStateError,
 )
 from penstock.core.markers import PerRank
-from penstock.core.tree.containers import CONTAINERS, Scan, key_segment
+from penstock.core.tree.containers import CONTAINERS, Scan, is_nothing, key_segment
 from penstock.core.tree.describe import (
     NameTable,
     check_root,
@@ -37,7 +37,7 @@ from penstock.core.tree.rebuild import (
     name_in_errors,
     settled,
 )
-from penstock.core.types import show_path
+from penstock.core.types import show_path, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,6 +100,9 @@ class Placing(Rebuilding):
         self.scan = Scan(providers, thorough=self._everything)
         self._names: NameTable | None = None
         self._below = cache(below)
+        self.of_ranks = False
+        """Whether several ranks restore here, or have saved: what this one lacks others may have.
+        """
         self._own: list[ObjectPath] = []  # the paths below which each rank has its own
         self._root: dict[Any, Any] = {}
 
@@ -209,6 +212,8 @@ class Placing(Rebuilding):
         finishes: list[tuple[Any, object, Callable[[], object]]] = []
         for key, segment, child in self._children_of(value, path):
             here = (*path, segment)
+            if self.of_ranks and is_nothing(child) and self._is_above(here):
+                continue  # other ranks have what is stored below
             placed = self.place(child, here)
             result.absorb(placed)
             if placed.finish is None:
@@ -231,6 +236,12 @@ class Placing(Rebuilding):
 
         result.finish = finish
         return result
+
+    def _is_above(self, path: ObjectPath) -> bool:
+        """Return whether objects are stored below a path at which there is none."""
+        if path in self._all:
+            return False
+        return path in self._children or self.node(path) is not None
 
     def _children_of(self, value: Any, path: ObjectPath) -> list[tuple[Any, str, Any]]:
         """Return keys, segments and values of a container's items that may be selected."""
@@ -333,7 +344,8 @@ class Placing(Rebuilding):
         if path in self._chosen:
             kind = self._chosen[path].kind
             result.problems.append(
-                f"{shown} is stored as one {kind}, but is a {here} of objects in the template"
+                f"{shown} is stored as one {kind}, but is {with_article(here)} of objects in the "
+                "template"
             )
             return True
         if node is None or not path:
@@ -343,7 +355,7 @@ class Placing(Rebuilding):
         )
         if node.form in CONTAINERS and node.form != form and path in self._children:
             result.problems.append(
-                f"{shown} is stored as a {node.form}, but is a {here} in the template"
+                f"{shown} is stored as a {node.form}, but is {with_article(here)} in the template"
             )
             return True
         return False

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.abc import Difference, Placement, Target
 from penstock.core.errors import RestoreError
-from penstock.core.types import Kind, show_path
+from penstock.core.types import Kind, show_path, with_article
 from penstock.providers.optimizer.match import FORM, MEMBERSHIP, Matcher, index_of
 from penstock.providers.overrides import is_override
 from penstock.providers.rebuild import leaves
@@ -123,7 +123,9 @@ class Placer:
         below = context.children(self._path)
         if context.stored(self._path) is not None or (node is not None and node.form != FORM):
             if below or context.selected(self._path):
-                form = "one value" if node is None else f"a {node.form}"
+                form = "one value"
+                if node is not None and context.stored(self._path) is None:
+                    form = with_article(node.form)
                 self._problem(
                     self._path, f"is stored as {form}, but is an optimizer in the template"
                 )

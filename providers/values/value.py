@@ -19,7 +19,7 @@ from penstock.core.abc import (
     copy_bytes,
 )
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
+from penstock.core.types import Kind, Region, Role, TensorSpec, show_path, with_article
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 
@@ -118,7 +118,8 @@ class ValueProvider(StateProvider):
             node = context.node(path)
             form = "dict" if node is None else node.form
             problem = (
-                f"{shown} is stored as a {form} of objects, but is a plain {here} in the template"
+                f"{shown} is stored as {with_article(form)} of objects, but is a plain {here} in "
+                "the template"
             )
             return Placement(problems=[problem])
         return Placement(missing=[path] if context.selected(path) else [])

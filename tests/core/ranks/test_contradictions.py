@@ -1,0 +1,71 @@
+"""Ranks of different structures have things at one path that go together, or are refused."""
+
+import pytest
+
+from penstock.core.abc import Node, ranks_node
+from penstock.core.errors import SaveError
+from penstock.core.ranks.contradictions import Contradictions
+from penstock.core.types import Kind
+
+HERE, BELOW = ("x",), ("x", "a")
+TENSOR, VALUE = {HERE: Kind.TENSOR}, {HERE: Kind.VALUE}
+DICT = {BELOW: Kind.TENSOR}
+
+WHAT = {
+    "a tensor": (TENSOR, []),
+    "a value": (VALUE, []),
+    "a dict of objects": (DICT, []),
+    "a list of objects": (DICT, [Node(HERE, "list", {"length": 1})]),
+    "a tuple of objects": (DICT, [Node(HERE, "tuple", {"length": 1})]),
+    "a module": (DICT, [Node(HERE, "module")]),
+    "an optimizer": ({}, [Node(HERE, "optimizer")]),
+    "a penstock.PerRank": ({("x", "1"): Kind.VALUE}, [ranks_node(HERE, 3)]),
+}
+TOGETHER = {frozenset({"a dict of objects", "a module"})}
+OBJECTS = {"a tensor", "a value"}  # of two objects at one path the traits are compared
+
+
+def found(*whats, nothing=()):
+    contradictions = Contradictions(nothing)
+    for rank, what in enumerate(whats):
+        objects, nodes = WHAT[what]
+        contradictions.add([rank, rank + 4], {("w",): Kind.TENSOR, **objects}, nodes)
+    return contradictions.absent
+
+
+@pytest.mark.parametrize("one", WHAT)
+@pytest.mark.parametrize("other", WHAT)
+def test_one_path_is_of_one_kind_on_all_ranks(one, other):
+    if one == other or {one, other} <= OBJECTS or frozenset({one, other}) in TOGETHER:
+        assert found(one, other) == set()
+        return
+    words = rf"^x is {one} on ranks 0, 4, and {other} on ranks 1, 5: one path has to be of one kind"
+    with pytest.raises(SaveError, match=words):
+        found(one, other)
+
+
+@pytest.mark.parametrize("container", WHAT.keys() - OBJECTS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_value_of_a_rank_that_has_nothing_there_is_absent_beside_a_container(container, turned):
+    whats = ["a value", container]
+    assert found(*(whats[::-1] if turned else whats), nothing={"x"}) == {HERE}
+
+
+def test_contradiction_above_the_container_is_found():
+    contradictions = Contradictions()
+    contradictions.add([0], {("x", "a", "b", "c"): Kind.TENSOR}, [])
+    with pytest.raises(SaveError, match=r"^x/a is a dict of objects on rank 0, and a value on"):
+        contradictions.add([1], {BELOW: Kind.VALUE}, [])
+
+
+def test_third_rank_is_compared_with_what_goes_together():
+    with pytest.raises(SaveError, match=r"^x is a dict .* on ranks 0, 4, and a list .* ranks 2, 6"):
+        found("a dict of objects", "a module", "a list of objects")
+
+
+def test_none_inside_of_a_provider_s_object_is_no_absence():
+    """Its provider would build the same from both."""
+    contradictions = Contradictions({"x/a"})
+    contradictions.add([0], {("x", "a", "b"): Kind.TENSOR}, [Node(HERE, "stateful")])
+    with pytest.raises(SaveError, match=r"^x/a is a dict of objects on rank 0, and a value on"):
+        contradictions.add([1], {BELOW: Kind.VALUE}, [Node(HERE, "stateful")])
