@@ -215,7 +215,7 @@ class SaveAgreement:
             place_in(unpack_numbers(self.terms["classes"]), self.rank),
             {path: place_in(indices[path], self.rank) for path in mine},
         )
-        self._group.alike = {self._brought.key: places}
+        self._group.note_places(self._brought.key, places, assumed=self._assumed)
         if self._assumed is not None and self._assumed != places:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than when it "

@@ -93,8 +93,12 @@ class RankGroup:
         self.alike: dict[object, RankPlaces] = {}
         """The places of this rank among those alike, by what it brought to the newest save.
 
-        As rank 0 told them then; no other structure is known.
+        As rank 0 told them then; no other structure is known. Empty while places change too often
+        to be relied on.
         """
+        self._newest: tuple[object, RankPlaces] | None = None
+        self._times_alike = 0  # saves in a row in which the places were the newest ones
+        self._times_needed = 1  # before they are relied on
         self.by_host: tuple[tuple[int, ...], ...] | None = None
         """The ranks in sets that read together, each on one host, once they are known."""
         self.reads_apart = False
@@ -124,6 +128,25 @@ class RankGroup:
         number = next(self._numbers)
         self._next = number + 1
         return number
+
+    def note_places(self, key: object, places: RankPlaces, *, assumed: RankPlaces | None) -> None:
+        """Note the places of this rank in a save, as rank 0 has told them.
+
+        A later save relies on them and captures this rank's share alone. Each time that this was
+        wrong, a save has failed. So places then have to stay the same for twice as many saves
+        before they are relied on: a state that changes at every save loses a few of them, not all.
+
+        Args:
+            key: What this rank has brought to the save.
+            places: Its places.
+            assumed: The places that the save has relied on, if it has.
+        """
+        newest = key, places
+        self._times_alike = self._times_alike + 1 if newest == self._newest else 1
+        self._newest = newest
+        if assumed is not None and assumed != places:
+            self._times_needed *= 2
+        self.alike = {key: places} if self._times_alike >= self._times_needed else {}
 
     def uid(self, number: int) -> str:
         """Return the uid of the save with this number, the same on every rank.

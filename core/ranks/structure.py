@@ -30,6 +30,7 @@ _REPLICA_CHARS = 16  # of a digest in a post
 _MAX_SETS = 8  # some 30 bytes each in a post
 _MAX_COPIES = 6  # likewise
 _OF_TENSOR = "t"  # begins the digest of a tensor; no digit
+_OF_PIECE = "p"  # likewise, of a piece of one that several ranks hold
 _MOST_SHOWN = 3  # of the paths that differ
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
@@ -252,7 +253,9 @@ def replica_digests(
         if replica.ranks and replica.count == 1:  # a copy to compare
             continue
         digest = _digest(lines[entry.path])
-        sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = digest
+        sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = (
+            f"{_OF_PIECE}{digest}"
+        )
     found = {}
     for (ranks, count), pieces in sets.items():
         told = ranks, count, () if ranks else tuple(sorted(pieces))
@@ -367,19 +370,22 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
     """
     first: dict[str, tuple[str, Sequence[int]]] = {}
     differing: dict[str, str] = {}
-    tensors = False
+    tensors = values_differ = False
     for ranks, values in maps:
         for path, digest in values.items():
             other, where = first.setdefault(path, (digest, ranks))
             if other != digest and path not in differing:
                 on = f"{shown_ranks(where)} and {shown_ranks(ranks)}"
                 differing[path] = f"{path} is not equal on {on}"
-                tensors |= _OF_TENSOR in {other[0], digest[0]}
+                kinds = {other[0], digest[0]}
+                tensors |= _OF_TENSOR in kinds
+                values_differ |= kinds.isdisjoint({_OF_TENSOR, _OF_PIECE})
     if not differing:
         return None
     shown = "; ".join(list(differing.values())[:_MOST_SHOWN])
     more = len(differing) - _MOST_SHOWN
-    remedy = "make it equal on all ranks, or put it into penstock.PerRank"
+    closely = ", in types and in the order of keys too" if values_differ else ""
+    remedy = f"make it equal on all ranks{closely}, or put it into penstock.PerRank"
     if tensors:
         remedy += (
             "; if each rank has a piece of one tensor, say so by penstock.Shard, and if it has "

@@ -6,8 +6,10 @@ import time
 from tests import interpreters
 
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.plan.ranks import RankPlaces
 from penstock.core.ranks.group import RankGroup
 from penstock.core.rounds.posts import end_key
+from penstock.core.types import Replica
 
 
 class Slow(MemoryCoordination):
@@ -30,6 +32,19 @@ def test_a_rank_that_closes_has_told_before_that_it_has_failed():
         if thread.name.startswith("penstock-ranks")
     ]
     group.close()
+
+
+def test_places_that_were_relied_on_wrongly_have_to_stay_the_same_for_longer():
+    group = RankGroup(1, 2, MemoryCoordination(MemoryBoard()))
+    together, alone = RankPlaces(Replica(1, 2)), RankPlaces()
+    relied = []
+    for places in (together, together, alone, alone, together, *[alone] * 5):
+        assumed = group.alike.get("key")
+        relied.append(assumed)
+        group.note_places("key", places, assumed=assumed)
+    group.close()
+    # Wrong at the third save, and at the fifth: two saves alike were not enough, then four are.
+    assert relied == [None, together, together, None, alone, *[None] * 4, alone]
 
 
 ENDS_BY_AN_EXCEPTION = """

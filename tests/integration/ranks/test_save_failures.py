@@ -95,6 +95,19 @@ def test_values_that_differ_fail_the_save_and_name_path_and_ranks(job):
     assert_unchanged(store, before)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [({"a": 1, "b": 2}, {"b": 2, "a": 1}), (1, True), (0.0, -0.0)], ids=repr
+)
+def test_refusal_of_values_that_compare_equal_says_what_else_has_to_be_equal(one, other):
+    assert one == other
+    errors = Job(2, memory()).save(lambda rank: {"v": other if rank else one})
+    for error in errors:
+        assert (
+            "v is not equal on rank 0 and rank 1: make it equal on all ranks, in types and in"
+            in (str(error))
+        )
+
+
 def test_all_values_that_differ_are_counted_and_the_first_are_named(job):
     job, store, before = job
     errors = job.save(lambda rank: {**state_of(0), **{f"v{n}": rank for n in range(5)}}, 2)
