@@ -576,14 +576,31 @@ class Contents:
         These are not in the index, and no reader sees them.
         """
         nodes = [node for section in self._sections.values() for node in section.nodes]
-        absent = _absent(objects, nodes) if len(self.parts) > 1 else set()
-        if absent:
-            hashes = np.array([*map(path_hash, absent)], np.uint64)
-            listed = set(self.index(self._backend).find_all(hashes).hashes.tolist())
-            absent = {path for path in absent if path_hash(path) not in listed}
-        for path in sorted(_above(objects, nodes) - absent):
+        both = _containers(objects, nodes) & {o.record.path for o in objects}
+        absent = self._unlisted([o for o in objects if o.record.path in both])
+        for path in sorted(both - absent):
             damage(show_path(path), "is stored as one object, and other objects below it")
         return absent
+
+    def _unlisted(self, objects: Sequence[Located]) -> set[ObjectPath]:
+        """Return the values among objects of several parts that are not in the index."""
+        values = {path_hash(o.record.path): o.record.path for o in objects if _is_value(o)}
+        if len(self.parts) == 1 or not values:
+            return set()
+        with memory_permitting(self.record.index.name):
+            table = from_any_tier(
+                self._backend,
+                lambda one: self.index(one).find_all(np.array([*values], np.uint64)),
+            )
+        return {values[hashed] for hashed in values.keys() - set(table.hashes.tolist())}
+
+    def _nodes_at(self, paths: Collection[ObjectPath]) -> list[NodeRecord]:
+        """Return the nodes at paths, of any part: nothing is below them, so no object led there."""
+        found: dict[ObjectPath, NodeRecord] = {}
+        for part in range(len(self.parts)) if paths else ():
+            for section in self.sections(part):
+                found |= {n.path: n for n in section.nodes if n.path in paths}
+        return [*found.values()]
 
     def _index_over(self, tables: Sequence[ShardTable]) -> IndexEntry:
         parts = () if self.record.many_parts is None else self.parts
@@ -599,8 +616,8 @@ class Contents:
     def _read(self, selection: Selection | None) -> tuple[list[Located], list[NodeRecord]]:
         """Read the objects and nodes of all sections, or of those that may hold selected ones.
 
-        Of what several parts describe, the first one counts, and no other is read. A value with
-        objects below it says that some ranks had nothing there, and is left out.
+        Of what several parts describe, the first one counts, and no other is read. A value that the
+        index leaves out says that a rank had nothing there, where others had a container.
         """
         objects: list[Located] = []
         nodes: list[NodeRecord] = []
@@ -614,9 +631,10 @@ class Contents:
                 here, above = _behind(objects, nodes, here, above)
             objects += sorted(here, key=lambda located: located.record.ordinal)
             nodes += sorted(above, key=lambda node: node.ordinal)
-        if len(self.parts) > 1:
-            absent = _absent(objects, nodes)
+        absent = self._unlisted(objects)
+        if absent:
             objects = [o for o in objects if o.record.path not in absent]
+            nodes += self._nodes_at(absent - _containers(objects, nodes))
         check_ties([o.record for o in self._with_owners(objects)])
         return objects, nodes
 
@@ -808,19 +826,14 @@ def _here(located: Located) -> list[tuple[Located, ShardRecord]]:
     return [(located, shard) for shard in located.record.shards]
 
 
-def _above(objects: Sequence[Located], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
-    """Return the paths of objects that have objects or nodes below them, or are nodes as well."""
-    paths = {o.record.path for o in objects}
+def _is_value(located: Located) -> bool:
+    return located.record.kind is Kind.VALUE
+
+
+def _containers(objects: Sequence[Located], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
+    """Return the paths of nodes, and those that have objects or nodes below them."""
     of_nodes = {node.path for node in nodes}
-    return (paths_above(paths | of_nodes) | of_nodes) & paths
-
-
-def _absent(objects: Sequence[Located], nodes: Sequence[NodeRecord]) -> set[ObjectPath]:
-    """Return the values by which ranks say that they have nothing where others have a container."""
-    above = _above(objects, nodes)
-    return {
-        o.record.path for o in objects if o.record.path in above and o.record.kind is Kind.VALUE
-    }
+    return paths_above({o.record.path for o in objects} | of_nodes) | of_nodes
 
 
 def _flaws(described: Iterable[Located]) -> Iterator[tuple[str, str]]:

@@ -111,9 +111,8 @@ class ValueProvider(StateProvider):
             return Placement(values=[path], finish=lambda: new)
         shown, here = show_path(path), type(value).__name__
         if stored is not None:
-            return Placement(
-                problems=[f"{shown} is stored as a tensor, but is a {here} in the template"]
-            )
+            problem = f"{shown} is stored as a tensor, but is {with_article(here)} in the template"
+            return Placement(problems=[problem])
         if context.children(path):
             node = context.node(path)
             form = "dict" if node is None else node.form

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.testing.providers import check_provider
+from penstock.core.tree.containers import NOTHING, is_nothing
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 
@@ -150,6 +151,12 @@ def test_equal_sets_have_equal_bytes(members):
     for member in sorted(members, key=repr, reverse=True):
         other.add(member)
     assert encode_value(members, ()) == encode_value(other, ())
+
+
+def test_bytes_of_what_is_nothing_are_known_to_core():
+    assert frozenset(encode_value(value, ()) for value in (None, {}, [], ())) == NOTHING
+    assert all(map(is_nothing, (None, {}, [], ())))
+    assert not any(map(is_nothing, (0, False, "", set(), OrderedDict(), [None], {"a": None})))
 
 
 class Thing:

@@ -15,6 +15,7 @@ from penstock.core.format.index import (
     dump_table,
     encode_index,
     load_table,
+    merged,
     shard_table,
 )
 from penstock.core.format.records import PartEntry, part_name
@@ -91,6 +92,14 @@ def test_a_search_finds_every_shard_with_its_region(per_part, others, at_once):
     every = np.array([*wanted, *others], np.uint64)
     assert said(reader.find_all(every)) == rows
     assert [row for block in reader.blocks() for row in said(block)] == rows
+
+
+@given(parts, st.lists(hashes, max_size=5))
+def test_shards_without_some_paths_are_those_of_all_others(per_part, unwanted):
+    table = merged(tables_of(per_part))
+    unwanted = [*unwanted, *table.hashes.tolist()[::3]]
+    expected = [row for row in said(table) if row[0] not in unwanted]
+    assert said(table.without(unwanted)) == expected
 
 
 def test_one_path_of_a_large_index_takes_the_head_and_one_block():

@@ -13,7 +13,13 @@ from tests.core import manifests
 
 from penstock.core.abc import Node
 from penstock.core.errors import FormatError, SaveError
-from penstock.core.format.part import decode_section, decode_shards, encode_part, read_head
+from penstock.core.format.part import (
+    decode_outline,
+    decode_section,
+    decode_shards,
+    encode_part,
+    read_head,
+)
 from penstock.core.format.records import (
     BlobRecord,
     ChunkRef,
@@ -178,7 +184,9 @@ def test_sections_of_two_ranks_with_several_shards_come_back():
     head = read_head(data, entry, **binding, borrowed=[BlobRecord(name, length)])
     info = head.sections[0]
     assert info.groups == ("a",)
-    assert decode_section(part.data[info.offset : info.offset + info.length], info, head) == section
+    data = part.data[info.offset : info.offset + info.length]
+    assert decode_section(data, info, head) == section
+    assert decode_outline(data, info, head) == ({("a", "b"): Kind.TENSOR}, list(section.nodes))
 
 
 def test_a_slab_whose_objects_fall_into_two_sections_is_listed_in_both():

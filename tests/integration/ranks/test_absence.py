@@ -6,7 +6,7 @@ from tests.core.stored_ranks import store_ranks
 from tests.integration.ranks.saving import Job
 from tests.integration.support import checkpointer, memory
 
-from penstock import Checkpoint, PerRank
+from penstock import Checkpoint, Grads, PerRank
 from penstock.core.errors import RankError, SaveError
 from penstock.core.types import Region
 
@@ -18,10 +18,14 @@ def ema(seed=0):
     return torch.nn.Linear(3, 2)
 
 
-def optimizer():
+def net_with_gradients():
     net = ema()
     net(torch.ones(1, 3)).sum().backward()
-    found = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net
+
+
+def optimizer():
+    found = torch.optim.SGD(net_with_gradients().named_parameters(), lr=0.1, momentum=0.9)
     found.step()
     return found
 
@@ -94,7 +98,17 @@ def test_ranks_that_have_nothing_restore_what_others_or_one_process_have_saved(c
         assert live["ema"] is None
 
 
-@pytest.mark.parametrize("make", [optimizer, tensors, lambda: {"a": ema()}, lambda: PerRank(3)])
+KINDS = [
+    optimizer,
+    tensors,
+    lambda: {"a": ema()},
+    lambda: PerRank(3),
+    lambda: Grads(net_with_gradients()),
+    lambda: Grads(ema()),  # without a gradient: a node, and nothing below it
+]
+
+
+@pytest.mark.parametrize("make", KINDS)
 def test_nothing_goes_with_every_kind_of_object_on_other_ranks(make):
     store, made = memory(), make()  # here: the first optimizer imports half of torch
 
