@@ -80,6 +80,7 @@ def test_configuration_alone_saves_and_restores_with_all_three(environment):
     shown = environment.run("-m", "penstock", "show", "sqlite://run.db", "--json").stdout
     assert "lzma" in shown
     assert "array" in shown
+    environment.run("-m", "penstock", "doctor", "sqlite://run.db", "--no-probe")
 
 
 def test_its_own_tests_pass(environment):

@@ -123,7 +123,7 @@ def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
     except PenstockError:  # `check_store` meets the same error, and reports it
         root = None
     if root is not None:
-        checks += check_folder(root)
+        checks += check_folder(root, backend)
     with _without_traces(root):
         checks += check_store(backend, root, probe_bytes=probe_bytes)
     return checks

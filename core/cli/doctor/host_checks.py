@@ -23,6 +23,7 @@ from penstock.core.units import size_text
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from penstock.core.abc import Backend
     from penstock.core.cli.doctor.host import Space
 
 _FILES_WANTED = 4096
@@ -73,27 +74,38 @@ def _uring_advice(why: str) -> str:
     return advice
 
 
-def check_folder(root: Path) -> list[Check]:
-    """Check the folder, its file system, its space and its inodes."""
+def check_folder(root: Path, backend: Backend) -> list[Check]:
+    """Check the folder, its file system, its space and its inodes.
+
+    The root may also be one file, if the backend takes that.
+    """
     try:
         folder = next(f for f in (root, *root.parents) if f.exists()).resolve()
     except OSError as error:
         return [Check("folder", "fail", f"{root}: {error.strerror}", "check the path")]
-    if not folder.is_dir():
-        return [Check("folder", "fail", f"{folder} is not a folder", "choose another path")]
-    exists = root.exists()
-    found = "exists" if exists else f"does not exist yet; would be made in {folder}"
-    checks = [Check("folder", "ok" if exists else "info", found, values={"exists": exists})]
-    if not os.access(folder, os.W_OK | os.X_OK):
-        advice = "change its owner or its permissions"
-        values = {"exists": exists}
-        checks = [Check("folder", "fail", f"{folder} cannot be written", advice, values)]
+    if folder.is_dir():
+        checks = [_folder(folder, exists=root.exists())]
+    else:
+        try:
+            backend.check_writable()
+        except PenstockError:
+            return [Check("folder", "fail", f"{folder} is not a folder", "choose another path")]
+        checks = []  # whether a file can be written is for `write a record` to find out
     checks.append(_file_system(folder))
     try:
         space = space_of(folder)
     except OSError as error:
         return [*checks, Check("space", "fail", str(error.strerror), "check the mount")]
     return [*checks, _space(space), _inodes(space)]
+
+
+def _folder(folder: Path, *, exists: bool) -> Check:
+    values = {"exists": exists}
+    if not os.access(folder, os.W_OK | os.X_OK):
+        advice = "change its owner or its permissions"
+        return Check("folder", "fail", f"{folder} cannot be written", advice, values)
+    found = "exists" if exists else f"does not exist yet; would be made in {folder}"
+    return Check("folder", "ok" if exists else "info", found, values=values)
 
 
 def _file_system(folder: Path) -> Check:

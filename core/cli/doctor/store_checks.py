@@ -97,7 +97,7 @@ def _direct(backend: Backend, root: Path | None) -> Check:
         return Check("direct I/O", "info", f"does not apply to {backend.name}", values=values)
     why = "; ".join(capabilities.notes)
     if not why or "direct_io is off" in why:  # no fault: the backend has none, or the user said so
-        return Check("direct I/O", "info", why or f"{backend.name} does without", values=values)
+        return Check("direct I/O", "info", why or f"{backend.name} does not use it", values=values)
     advice = (
         "saves go through the page cache, which costs memory and a copy: use a folder on a disk "
         "whose file system takes O_DIRECT (ext4, xfs, btrfs without compression)"

@@ -16,6 +16,7 @@ from tests.core.cli.command import caller, tree_of
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.cli.doctor.host import Mount, mount_in, mount_of, space_of
+from penstock.core.cli.doctor.host_checks import check_folder
 from penstock.core.cli.doctor.probe import measure
 from penstock.core.cli.doctor.store_checks import affordable, check_store
 from penstock.core.plugins.registry import default_registry
@@ -139,6 +140,13 @@ def test_doctor_fails_where_a_file_stands_in_the_way(call, tmp_path, name):
     assert "\nfail  folder " in done.out
     assert "A save would fail: see folder" in done.out
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_doctor_takes_a_file_where_the_backend_does(tmp_path):
+    (tmp_path / "run.db").write_text("a whole run")
+    checks = check_folder(tmp_path / "run.db", MemoryBackend(MemoryConfig()))
+    assert [check.name for check in checks] == ["file system", "space", "inodes"]
+    assert "fail" not in {check.status for check in checks}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
