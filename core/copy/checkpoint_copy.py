@@ -109,6 +109,7 @@ class CheckpointCopy:
         trust_sealed: bool = False,
         replace: bool | Collection[str] = True,
         repair: bool = False,
+        check_cover: bool = False,
     ) -> None:
         """Prepare a copy; calls neither store.
 
@@ -127,6 +128,9 @@ class CheckpointCopy:
                 the uids of the checkpoints to replace.
             repair: Whether the target's copy is known to be damaged, and its record was deleted for
                 this copy: then the rest of its data is replaced although there is no lease.
+            check_cover: Whether to refuse a checkpoint whose parts lack elements of an object. That
+                takes the memory of all its records. A drain copies it all the same: what it has
+                is better in two places than in one.
         """
         self._source = source
         self._run_target = target
@@ -139,6 +143,7 @@ class CheckpointCopy:
         self._trust_sealed = trust_sealed
         self._replace = replace
         self._repair = repair
+        self._check_cover = check_cover
         self._contents = CopySource(source, record)
         self._sites = BlobSites(target, record, workers.timing, grace_s=grace_s)
         self._lease = self._sites.own
@@ -220,6 +225,8 @@ class CheckpointCopy:
             return CopyReport(record.step, record.uid, there, seconds, already_there=True)
         self._check_data(has_lease=self._repair or self._has_lease())
         blobs = self._contents.read()
+        if self._check_cover:
+            self._contents.check_cover()
         self._lease.take()
         try:
             kept = self._copy(blobs)

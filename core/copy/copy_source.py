@@ -78,6 +78,15 @@ class CopySource:
             contents.check_size(draft.blob.name, draft.blob.length)
         return [draft.checked() for draft in drafts.values()]
 
+    def check_cover(self) -> None:
+        """Check that the parts together have all elements of each object; reads them again.
+
+        Raises:
+            DamagedError: They do not, or a part is damaged; names the objects.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
+        """
+        self._contents.check_cover()
+
     def records(self) -> Iterator[tuple[str, bytes]]:
         """Yield name and bytes of each part, then of the index; holds one of them at a time.
 

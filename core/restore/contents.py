@@ -74,6 +74,7 @@ _UNASKED_BYTES = 1 << 20
 
 _AHEAD_BYTES = 16 << 20  # of the records that are read at once
 
+_SHOWN_FLAWS = 4
 _DIFFERENT = "the ranks that saved it describe it differently"
 
 
@@ -220,6 +221,23 @@ class Contents:
             name = index.name
             msg = f"{name}: does not list the borrowed {lacking[0].name} that the parts name"
             raise FormatError(msg, [name])
+
+    def check_cover(self) -> None:
+        """Check that the parts describe each object alike, and have each of its elements.
+
+        Raises:
+            FormatError: They do not, or a part is damaged; names the first objects.
+        """
+        if self.record.world_size == 1:
+            return  # a section with an object that is not one whole shard cannot be read
+        with memory_permitting(f"step {self.record.step}"):
+            parts = range(len(self.parts))
+            described = ((p, o) for p in parts for s in self.sections(p) for o in s.objects)
+            flaws = [*_flaws(Located(record, part, ()) for part, record in described)]
+        if flaws:
+            shown = "; ".join(f"{path}: {why}" for path, why in flaws[:_SHOWN_FLAWS])
+            msg = f"step {self.record.step}: {len(flaws)} object(s) are not whole: {shown}"
+            raise FormatError(msg, [path for path, _ in flaws])
 
     def check_size(self, name: str, length: int) -> None:
         """Compare the size of a record or blob with its recorded length.
@@ -558,7 +576,7 @@ class Contents:
                 if self._index_over([table.without(hashes) for table in tables]) != index:
                     msg = f"{index.name}: does not lead to every path of the parts"
                     raise FormatError(msg, [index.name])
-        if len(heads) == len(parts) > 1:
+        if len(heads) == len(parts) and self.record.world_size > 1:
             for path, why in _flaws(objects):
                 damage(path, why)
         try:
@@ -714,7 +732,7 @@ class Contents:
             return  # a section or a table could not be read, which is reported already
         found = shard_table(shards_of(self._sections[part, number]) for number in numbers)
         several = self.record.world_size > 1
-        same_traits = not several or bool((found.traits == tables[part].traits).all())
+        same_traits = not several or np.array_equal(found.traits, tables[part].traits)
         if dump_table(found) != dump_table(tables[part]) or not same_traits:
             name = self.parts[part].name
             msg = f"{name}: its table does not list the shards that are in its sections"

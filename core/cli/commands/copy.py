@@ -312,6 +312,7 @@ class _Copier:
             bytes_per_s=self._how.bytes_per_s,
             trust_sealed=self._how.trust_sealed,
             replace=self._how.overwrite,
+            check_cover=True,
         )
         return copy.run(on_progress=moved)
 

@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 from tests.core.cli.command import caller, tree_of
 from tests.core.cli.test_page import documented, keys
+from tests.core.stored_ranks import store_ranks
 
 import penstock
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.types import Region
 
 STATE = {
     "model": {"w": torch.arange(6000.0), "b": torch.ones(7)},
@@ -275,3 +280,13 @@ def test_source_must_exist(call, tmp_path, target):
     assert done.code == 1
     assert "there is no folder" in done.err
     assert not target.exists()
+
+
+def test_checkpoint_whose_parts_lack_elements_is_not_copied(call, tmp_path, target):
+    array = np.ones((4, 4), np.float32)
+    with closing(PosixBackend(PosixConfig(path=str(tmp_path / "run")))) as store:
+        store_ranks(store, [[(("w",), array, [Region((0, 0), (1, 4))])], []])
+    done = call("copy", tmp_path / "run", target)
+    assert done.code == 1
+    assert "1 object(s) are not whole: w: no shard has elements [1:4, 0:4]" in done.err
+    assert not target.exists() or not any(path.is_file() for path in target.rglob("*"))

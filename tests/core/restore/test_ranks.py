@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.forging import forge
 from tests.core.restore.test_scatter import splits, wanted
 from tests.core.stored_ranks import STEP, cut, store_ranks
 from tests.integration.support import checkpointer, memory
@@ -111,6 +112,37 @@ def test_shards_that_leave_out_elements_are_damage_that_names_the_object():
             np.ascontiguousarray(ARRAY[:, :24]).tobytes()
         )
         assert not ckpt.verify().ok
+
+
+def test_elements_that_the_only_part_lacks_are_damage_to_every_reader():
+    store = memory()
+    store_ranks(store, [*by_columns()[:1], []])
+    with checkpointer(store) as ckpt:
+        with pytest.raises(DamagedError, match=r"w from .*: no shard has elements"):
+            ckpt.load()
+        (damage,) = ckpt.verify().damaged
+        assert (damage.what, damage.detail) == ("w", "no shard has elements [0:64, 8:32]")
+        assert ckpt.verify(deep=False).damaged == (damage,)
+
+
+def test_section_with_a_shard_more_than_its_table_is_damage_beside_all_other():
+    def change(level, value):
+        if level == "section":
+            shards = value["objects"]["shards"][0]
+            shards.append(shards[0])
+        return value
+
+    store = memory()
+    halves = [Region((0, 0), (64, 16)), Region((0, 16), (64, 16))]
+    record = store_ranks(store, [[(("w",), ARRAY, halves)], []])
+    files = {name: bytes(blob.data) for name, blob in store._store.blobs.items()}
+    for name, data in forge(files, change).items():
+        store.publish(name, bytes(len(data)) if "/blobs/" in name else data)
+    with checkpointer(store) as ckpt:
+        table, *blocks = ckpt.verify().damaged
+    assert table.what == record.parts[0].name
+    assert "its table does not list the shards that are in its sections" in table.detail
+    assert {damage.what for damage in blocks} == {"w"}
 
 
 def test_ranks_that_describe_an_object_differently_are_refused_by_name():
