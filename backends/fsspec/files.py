@@ -12,7 +12,13 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.backends.fsspec.errors import Scrubber, explained, is_transient, place
+from penstock.backends.fsspec.errors import (
+    RefusedAnswerError,
+    Scrubber,
+    explained,
+    is_transient,
+    place,
+)
 from penstock.backends.fsspec.http_client import bounded_client
 from penstock.backends.fsspec.retry import Retry
 from penstock.backends.fsspec.store import Store
@@ -55,6 +61,11 @@ _EXCLUSIVE = frozenset({"file", "local"})
 # Names that file systems have for the time of the last change in `info`.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _TEMPORARY = re.compile(r"~[0-9a-f]{16}$")  # no name of ours has a `~`
+# What web servers write on a page that lists a folder, also on one without files.
+_LISTING = re.compile(
+    rb"index of|directory listing|parent directory|href=[\"']?\.\./?[\"' >]", re.IGNORECASE
+)
+_ENTRY = re.compile(r"/*[A-Za-z0-9][A-Za-z0-9._-]*/?")
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -337,6 +348,8 @@ class FileStore(Store):
             folder = folders.pop()
             try:
                 entries = self._fs.ls(folder, detail=True)
+                if self._read_only:
+                    self._check_is_listing(folder, entries)
             except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile, for example
                 continue
             for info in entries:
@@ -347,6 +360,21 @@ class FileStore(Store):
                     # Pages of links name the folder itself, and the one above: an endless walk.
                     folders.append(path)
         return found
+
+    def _check_is_listing(self, folder: str, entries: Sequence[dict[str, Any]]) -> None:
+        """Refuse a page that only seems to list an empty folder, such as the login of a gateway.
+
+        fsspec takes any answer over HTTP for a listing, and all that is no link for nothing. A run
+        that seems to have no checkpoints would be begun again.
+        """
+        if any(_ENTRY.fullmatch(entry["name"], len(folder)) for entry in entries):
+            return
+        if not _LISTING.search(self._fs.cat_file(folder)):
+            msg = (
+                "the server answers, but not with a page that lists files: does a gateway answer "
+                "for it? It has to show folders as pages of links."
+            )
+            raise RefusedAnswerError(msg)
 
     def _info(self, name: str, info: dict[str, Any]) -> BlobInfo:
         size = info.get("size")

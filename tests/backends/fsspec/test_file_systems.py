@@ -133,6 +133,52 @@ def test_headers_of_the_options_are_not_taken_to_another_origin(opened, headers)
         assert bool(other.heads) != bool(headers)
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        ("200 OK", "application/xml", b"<ListBucketResult><Key>commits/1</Key></ListBucketResult>"),
+        ("200 OK", "application/json", b'{"error": "sign in"}'),
+        ("200 OK", "text/html", b'<form action="/login"><a href="#">Sign in</a></form>'),
+        ("200 OK", "text/plain", b"it works"),
+        ("204 No Content", "text/html", b""),
+    ],
+)
+def test_page_that_is_no_listing_is_not_taken_for_a_run_without_checkpoints(status, kind, body):
+    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
+
+    def answer(server, connection):
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        while True:
+            method = server.head_of(connection)[0].split()[0]
+            connection.sendall(head.encode() + (b"" if method == "HEAD" else body))
+
+    with ScriptedServer(answer) as server, penstock.Checkpointer(f"{server.url}/run") as ckpt:
+        for look in (ckpt.steps, ckpt.latest):
+            with pytest.raises(StorageError, match="not with a page that lists files"):
+                look()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"<title>Index of /run/commits/</title><a href='?C=N;O=D'>Name</a>",
+        b'<h1>/run/commits</h1><a href="..">up</a>',
+        b"<h1>Directory listing for /run/commits/</h1><ul></ul>",
+    ],
+)
+def test_page_that_lists_an_empty_folder_is_a_run_without_checkpoints(opened, page):
+    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n\r\n"
+
+    def answer(server, connection):
+        while True:
+            server.head_of(connection)
+            connection.sendall(head.encode() + page)
+
+    with ScriptedServer(answer) as server:
+        assert opened(f"{server.url}/run").list("commits/") == []
+
+
 def test_checkpoint_can_be_read_over_http(web, tmp_path):
     state = {"model": {"w": torch.randn(300, 300), "b": torch.randn(300)}, "epoch": 7}
     with penstock.Checkpointer(tmp_path / "run") as checkpointer:
