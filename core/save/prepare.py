@@ -44,9 +44,9 @@ from penstock.core.tree.select import Selection, nothing_for
 from penstock.core.types import PAGE_BYTES, Kind, align_up, show_path, show_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from penstock.core.abc import ByteSource
+    from penstock.core.abc import ByteSource, Node
     from penstock.core.config.model import CheckpointerConfig, Rule
     from penstock.core.plan.save import KnownCuts, SavePlan
     from penstock.core.plugins.registry import Registry
@@ -152,11 +152,16 @@ class ChainTable:
                 continue
             chain = codec_chain(rule, registry)
             _check_lossy(rule, chain)
-            self._numbers[index] = 0 if chain is None else len(self.chains)
             if chain is not None:
-                self.chains.append(chain)
                 _check_codecs(chain)
                 _warn_of_bare_deltas(rule, chain)
+            # Tied objects are compared by these numbers: see `_without_foreign_rounding`.
+            alike = [n for i, n in self._numbers.items() if config.rules[i].codecs == rule.codecs]
+            if chain is None or alike:
+                self._numbers[index] = alike[0] if alike else 0
+            else:
+                self._numbers[index] = len(self.chains)
+                self.chains.append(chain)
         _warn_of_useless_deltas(config, self.chains)
         self._exact = {n: self._without_lossy(n) for n in range(len(self.chains))}
         self._unchecked = list(config.rules)
@@ -297,7 +302,8 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     promised = False
     devices: set[str] = set()
     lazy = mode == "lazy"
-    for entry in description.entries:
+    entries, exact = _without_foreign_rounding(description.entries, table)
+    for entry in entries:
         if type(entry) is not StateObject:
             continue
         count += 1
@@ -316,7 +322,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         if table.chooses:
             # A tensor of no dimensions is a number, such as the count of an optimizer's steps.
             single = entry.kind is Kind.VALUE or not entry.spec.shape
-            chain = table.number(entry, exact=single)
+            chain = table.number(entry, exact=single or entry.path in exact)
             is_auto = table.is_auto(chain)
         objects.append(PlannedObject(entry, capture, chain, _version(entry), is_auto))
     masters: Mapping[int, Sequence[int]] = {}
@@ -340,7 +346,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         step=step,
         generation=generation,
         mode=mode,
-        entries=description.entries,
+        entries=entries,
         plan=plan,
         chains=table.chains,
         auto=table.auto,
@@ -358,6 +364,47 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         own_paths=description.own_paths,
         shared=description.shared,
     )
+
+
+def _without_foreign_rounding(
+    entries: Sequence[StateObject | Node], table: ChainTable
+) -> tuple[Sequence[StateObject | Node], Collection[ObjectPath]]:
+    """Keep a lossy rule for one name of a tied object from rounding it under its other names.
+
+    Returns:
+        The entries, where an object whose owner has a lossy chain, and another name has none, is
+        owned by that name; and the owners that have to go without their lossy codecs, since other
+        names have other ones. Ranks that tie the same memory otherwise contradict the new owner,
+        and the save fails: they would have rounded their part of it.
+    """
+    tied: dict[ObjectPath, list[StateObject]] = {}
+    for entry in entries if table.chooses else ():
+        if type(entry) is StateObject and entry.same_as is not None:
+            tied.setdefault(entry.same_as, []).append(entry)
+    owners: dict[ObjectPath, ObjectPath] = {}
+    exact: set[ObjectPath] = set()
+    for entry in entries if tied else ():
+        if type(entry) is not StateObject or entry.path not in tied:
+            continue
+        chain = table.number(entry, exact=False)
+        chains = [table.number(name, exact=False) for name in tied[entry.path]]
+        if table.is_exact(chain) or not set(chains) - {chain}:
+            continue
+        lossless = [
+            n.path for n, c in zip(tied[entry.path], chains, strict=True) if table.is_exact(c)
+        ]
+        if lossless:
+            owners[entry.path] = lossless[0]
+        else:
+            exact.add(entry.path)
+    if not owners:
+        return entries, exact
+    return [
+        entry._replace(same_as=None if owner == entry.path else owner)
+        if type(entry) is StateObject and (owner := owners.get(entry.same_as or entry.path))
+        else entry
+        for entry in entries
+    ], exact
 
 
 def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:

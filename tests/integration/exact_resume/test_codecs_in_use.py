@@ -192,6 +192,34 @@ def test_a_tensor_of_no_dimensions_never_goes_through_a_lossy_codec(opened):
 
 
 @pytest.mark.parametrize(
+    "codecs_of_model",
+    [None, [], ["zstd"], "auto", [{"type": "cast", "to": "float8_e5m2"}]],
+    ids=["no rule", "raw", "lossless", "auto", "otherwise lossy"],
+)
+@pytest.mark.parametrize("first", ["best", "model"])
+def test_tied_tensor_is_rounded_only_if_each_of_its_names_is(tmp_path, first, codecs_of_model):
+    """`state_dict()` gives the memory of the model itself, so "best" is no copy of the model."""
+    model = torch.nn.Linear(300, 3)
+    state = {"best": model.state_dict(), "model": model}
+    rules = [{"match": "best", "codecs": [{"type": "cast", "to": "bfloat16"}]}]
+    if codecs_of_model is not None:
+        rules.append({"match": "model", "codecs": codecs_of_model})
+    with penstock.Checkpointer(f"posix://{tmp_path}", rules=rules) as ckpt:
+        ckpt.save(dict(sorted(state.items(), key=lambda item: item[0] != first)), 1).result()
+        tree = ckpt.load(1)
+        assert ckpt.verify(1).lossy == ()
+    assert torch.equal(tree["model"]["weight"], model.weight)
+    assert torch.equal(tree["best"]["weight"], model.weight)
+
+
+def test_tied_tensor_is_rounded_if_equal_codecs_round_each_of_its_names(opened):
+    weight = torch.randn(300)
+    with opened(("a", "half", "zstd"), ("b", "half", "zstd")) as ckpt:
+        ckpt.save({"a": weight, "b": weight}, step=1).result()
+        assert torch.equal(ckpt.load(1)["b"], rounded(weight))
+
+
+@pytest.mark.parametrize(
     "pattern", ["**", "*", "**/*", "*/**", "?*/**", "[a-z]*", "[!x]*/[]a-z_]*", "**/*.*", "*_*"]
 )
 def test_a_lossy_codec_is_refused_where_a_rule_names_nothing(opened, pattern):

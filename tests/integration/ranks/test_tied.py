@@ -10,6 +10,8 @@ from tests.integration.ranks.topologies import Net, expected_of, held_of, pipeli
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 
+from penstock import SaveError, Shard
+
 
 def tied(seed=0):
     net = Net(seed)
@@ -72,3 +74,21 @@ def test_each_stage_gets_its_copy_back_with_its_moments(there, here):
         assert held.keys() == expected.keys()
         for path, tensor in expected.items():
             assert torch.equal(held[path], tensor), path
+
+
+@pytest.mark.parametrize("tied_on", [{0}, {1}, {0, 1}])
+def test_no_rank_rounds_its_part_of_what_others_tie_to_an_exact_name(tied_on):
+    store, whole = memory(), torch.randn(300, 30)
+    rules = [{"match": "best", "codecs": [{"type": "cast", "to": "bfloat16"}]}]
+
+    def state(rank):
+        tensor = Shard(whole[150 * rank : 150 * (rank + 1)], whole.shape, (150 * rank, 0))
+        return {"best": tensor} | ({"model": tensor} if rank in tied_on else {})
+
+    results = Job(2, store, rules=rules).save(state)
+    with checkpointer(store) as ckpt:
+        if tied_on == {0, 1}:
+            assert torch.equal(ckpt.load(1)["model"], whole)
+        else:
+            assert any(isinstance(r, SaveError) and "tied to model" in str(r) for r in results)
+            assert ckpt.steps() == []
