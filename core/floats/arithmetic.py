@@ -1,7 +1,7 @@
 """The conversion of floats by integer arithmetic and tables, block by block.
 
 Every conversion goes through float32, which holds each narrower format exactly. numpy's own casts
-serve between float32 and float64 alone: those to and from float16 are slower than the arithmetic
+serve between float32 and float64 alone, for numbers that are not subnormal: those to and from float16 are slower than the arithmetic
 here, and make other bits of a NaN where the processor has no instruction for them.
 """
 
@@ -82,12 +82,37 @@ def _floats_into(block: Array, widen: Callable[[Array, Floats], None] | None, in
 # -- float64 --------------------------------------------------------------------------------------
 
 
+_SMALLEST = 2.0**-149
+"""The smallest float32 above zero. The bits of a subnormal one say which multiple of it it is.
+
+After `torch.set_flush_denormal(True)` the processor reads and writes zero for a subnormal number, in
+the thread that called it and in all that this one starts. So these are converted as integers.
+"""
+_LARGEST_SUBNORMAL = 0x7F_FFFF
+
+
 def _float64_to_float32(block: Array, into: Floats) -> None:
     np.copyto(into, block, casting="unsafe")
+    bits, words = into.view(np.uint32), _scratch.words[: len(block)]
+    np.bitwise_and(bits, _MAGNITUDE, out=words)
+    flags = np.less_equal(words, _LARGEST_SUBNORMAL, out=_scratch.flags[: len(block)])
+    if flags.any():
+        np.logical_and(flags, block != 0, out=flags)
+    if flags.any():
+        wide = block[flags]
+        multiples = np.rint(np.abs(wide) / _SMALLEST).astype(np.uint32)
+        bits[flags] = np.signbit(wide) * np.uint32(_SIGN) | multiples
 
 
 def _float32_to_float64(block: Floats, into: Array) -> None:
     np.copyto(into, block)
+    bits, words = block.view(np.uint32), _scratch.words[: len(block)]
+    np.bitwise_and(bits, _MAGNITUDE, out=words)
+    np.subtract(words, 1, out=words)  # that of zero becomes the largest word
+    flags = np.less(words, _LARGEST_SUBNORMAL, out=_scratch.flags[: len(block)])
+    if flags.any():
+        multiples = bits[flags] & _MAGNITUDE
+        into[flags] = np.copysign(multiples * _SMALLEST, block[flags])
 
 
 # -- bfloat16 -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -84,6 +85,25 @@ def test_every_conversion_is_torchs_to_the_bit(source, target):
         result[nans] = expected[nans]
 
     np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_subnormal_numbers_are_converted_in_a_thread_that_flushes_them(source, target):
+    """As workers do that start after `torch.set_flush_denormal(True)`."""
+    elements = defined(cases(source), source, target)
+    expected = converted(elements, source, target)
+    if not torch.set_flush_denormal(False):  # noqa: FBT003 - torch takes it so
+        pytest.skip("this processor cannot flush subnormal numbers")
+    found = []
+
+    def convert_flushing():
+        torch.set_flush_denormal(True)  # noqa: FBT003 - of this thread alone
+        found.append(converted(elements, source, target))
+
+    thread = threading.Thread(target=convert_flushing)
+    thread.start()
+    thread.join()
+    np.testing.assert_array_equal(found[0], expected)
 
 
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
