@@ -93,8 +93,9 @@ def _list_of_codecs(value: object) -> object:
     msg = ""
     if isinstance(value, str) and value != AUTO:
         near = nearest(value, [AUTO])
-        hint = near if near.endswith("?") else f': [{value!r}], or "{AUTO}"'
-        msg = f"Input should be a list{hint}"
+        if not near.endswith("?"):
+            return [value]
+        msg = f"Input should be a list{near}"
     elif isinstance(value, Mapping):
         msg = 'Input should be a list: [{"type": "zstd", "level": 3}]'
     elif isinstance(value, list | tuple) and AUTO in value:
@@ -136,7 +137,14 @@ def _grace(value: float) -> float:
     raise ValueError(msg)
 
 
-PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
+def _whole_pages(value: int) -> int:
+    if value % PAGE_BYTES:
+        msg = f'Input should be a multiple of {PAGE_BYTES}: "1 MiB" is one, "1 MB" is not'
+        raise ValueError(msg)
+    return value
+
+
+PageBytes: TypeAlias = Annotated[SizeBytes, Field(ge=PAGE_BYTES), AfterValidator(_whole_pages)]
 ChunkBytes: TypeAlias = Annotated[PageBytes, Field(le=MAX_CHUNK_BYTES)]
 BlockBytes: TypeAlias = Annotated[PageBytes, Field(le=MAX_BLOCK_BYTES)]
 Patterns: TypeAlias = Annotated[
@@ -176,7 +184,7 @@ class Rule(_Model):
     match: Patterns
     codecs: Annotated[
         Annotated[
-            Annotated[Literal["auto"], Tag("<auto>")]
+            Annotated[Literal["auto"], Tag("<auto>"), WithJsonSchema({"type": "string"})]
             | Annotated[tuple[CodecConfig, ...], Field(max_length=MAX_CODECS), Tag("<list>")],
             Discriminator(_codecs_form),
         ],
@@ -218,7 +226,7 @@ class Deltas(_Model):
     """How far checkpoints that the codec `delta` encodes depend on earlier ones.
 
     Attributes:
-        every: After so many saves a checkpoint has no base: the ones between have an earlier one.
+        every: Every N-th save has no base; the saves in between have an earlier one as base.
         max_chain: Most earlier frames that decoding one takes. Below `every - 1`, later checkpoints
             refer to an older base.
         memory_bytes: Host memory for the newest state, which the next one is compared with; None

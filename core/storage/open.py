@@ -103,11 +103,16 @@ def open_backend(
     if scheme not in names and _ANY_URL in names and _is_known_to_fsspec(scheme):
         scheme = _ANY_URL
     if scheme not in names:
+        schemes = _fsspec_schemes() if _ANY_URL in names else set()
+        hint = nearest(scheme, {*names, *schemes})
+        if not hint.endswith("?"):  # the 60 schemes of fsspec would hide the usual ones
+            hint = nearest(scheme, {*names, "file", *_WITHOUT_FSSPEC})
+            hint += ", and those of fsspec, such as gs and az" if schemes else ""
         msg = (
             f"{shown_url(url)}: no installed backend serves {scheme}://: install the package that "
-            f"provides it{nearest(scheme, names)}"
+            f"provides it{hint}"
         )
-        if _ANY_URL in names and not _has_fsspec():
+        if _ANY_URL in names and not schemes:
             msg += ". Those of fsspec need its package: pip install 'penstock[fsspec]'"
         raise ConfigError(msg)
     cls = registry.backend_class(scheme)
@@ -222,24 +227,18 @@ def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> B
     return chosen
 
 
-@installed_only()
 def _is_known_to_fsspec(scheme: str) -> bool:
-    if scheme in _WITHOUT_FSSPEC:
-        return True
+    return scheme in _WITHOUT_FSSPEC or scheme in _fsspec_schemes()
+
+
+@installed_only()
+def _fsspec_schemes() -> set[str]:
+    """Return the schemes that fsspec knows; empty without fsspec."""
     try:
         from fsspec.registry import known_implementations, registry  # noqa: PLC0415 - 80 ms
     except ImportError:
-        return False
-    return scheme in known_implementations or scheme in registry
-
-
-@installed_only()
-def _has_fsspec() -> bool:
-    try:
-        import fsspec.registry  # noqa: F401, PLC0415 - 80 ms
-    except ImportError:
-        return False
-    return True
+        return set()
+    return {*known_implementations, *registry}
 
 
 def _refuse_lost_slash(url: str, names: Collection[str]) -> None:

@@ -22,6 +22,7 @@ from penstock.core.config.explain import validated
 from penstock.core.config.model import (
     CheckpointerConfig,
     Retention,
+    Rule,
     json_schema,
     load_config,
     parse_size,
@@ -164,6 +165,10 @@ def test_one_pattern_needs_no_list():
         ({"staging_bytes": "4 GiBs"}, "staging_bytes: not a size: give bytes, or a number with"),
         ({"staging_bytes": -1}, "staging_bytes: Input should be greater than or equal to 0"),
         ({"chunk_bytes": 5000}, "chunk_bytes: Input should be a multiple of 4096"),
+        (
+            {"chunk_bytes": "1 MB"},
+            'chunk_bytes: Input should be a multiple of 4096: "1 MiB" is one, "1 MB" is not',
+        ),
         ({"retention": {}}, "retention: needs keep_last or keep_every"),
         ({"retention": {"keep_last": 0}}, "retention.keep_last: Input should be greater than"),
         ({"backend": {"path": "x"}}, "backend.type: Field required"),
@@ -174,7 +179,6 @@ def test_one_pattern_needs_no_list():
         ({"grace_s": "long"}, "grace_s: Input should be a valid number"),
         ({"workers": 0}, "workers: Input should be greater than or equal to 1"),
         ({"rules": {"match": "a", "codecs": []}}, "rules: Input should be a list"),
-        ({"rules": [{"match": "a", "codecs": "zstd"}]}, "rules[0].codecs: Input should be a list"),
         (
             {"rules": [{"match": "a", "codecs": "atuo"}]},
             "rules[0].codecs: Input should be a list; did you mean auto?",
@@ -392,6 +396,11 @@ def test_json_schema_names_every_key_and_both_forms_of_a_codec():
 # -- rules --------------------------------------------------------------------------------------
 
 
+def test_one_codec_may_stand_without_a_list():
+    alone, listed = (Rule(match="a", codecs=codecs) for codecs in ("zstd", ["zstd"]))
+    assert alone == listed
+
+
 def test_rule_builds_its_chain(registry):
     config = load_config(EXAMPLE)
     chain = codec_chain(config.rules[0], registry)
@@ -492,6 +501,8 @@ def test_folder_that_must_exist_is_not_made(opened, tmp_path):
     ("spec", "error", "complaint"),
     [
         ("nope://b/run", ConfigError, "no installed backend serves nope://: install "),
+        ("s4://b/run", ConfigError, "posix, s3, s3a, tiered, uring, and those of fsspec"),
+        ("gss://b/run", ConfigError, "did you mean gs or "),
         ("s3://", ConfigError, "url: it should be s3://bucket/folder"),
         ("s3://key:word@bucket/run", ConfigError, "credentials do not belong in the URL"),
         ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
