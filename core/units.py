@@ -1,8 +1,13 @@
-"""Shows sizes in bytes to people, in the same units in all messages."""
+"""Shows sizes and counts to people, in the same form in all messages."""
 
 from __future__ import annotations
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 object`, `2 objects`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size_text(size: float) -> str:

@@ -153,6 +153,8 @@ class Placement:
 
     They are not reported as unexpected.
     """
+    tied: dict[ObjectPath, ObjectPath] = field(default_factory=dict)
+    """Missing paths of memory that is filled all the same, from the other path; set by core."""
     replaces: bool = False
     """Whether `finish` returns another object than the live one (a read-only array's copy).
 

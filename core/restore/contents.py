@@ -41,6 +41,7 @@ from penstock.core.restore.scatter import shard_requests
 from penstock.core.storage.failover import from_any_tier
 from penstock.core.tree.paths import path_hash, paths_above, show_path
 from penstock.core.types import Kind, ReadRequest
+from penstock.core.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -930,8 +931,8 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
 
 def _astray(loose: Sequence[str]) -> FormatError:
     msg = (
-        f"{len(loose)} object(s) are tied to or derived from an object that is missing, is tied "
-        f"or derived itself or is of another kind: {', '.join(loose[:8])}"
+        f"{counted(len(loose), 'object')} tied to or derived from an object that is missing, is "
+        f"tied or derived itself or is of another kind: {', '.join(loose[:8])}"
     )
     return FormatError(msg, loose)
 

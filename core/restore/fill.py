@@ -28,6 +28,7 @@ from penstock.core.restore.contents import Contents
 from penstock.core.suggest import LISTED
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, Region, regions_of_range
+from penstock.core.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -392,8 +393,9 @@ def raise_damaged(
     names = list(dict.fromkeys(name for name, _, _ in damaged))
     details = "; ".join(f"{name}: {detail}" for name, detail, _ in damaged[:LISTED])
     msg = (
-        f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in {len(names)} "
-        f"object(s): {details}. {_way_out(checkpoint, {blob for _, _, blob in damaged})}"
+        f"step {checkpoint.step} on {checkpoint.backend.url} is damaged in "
+        f"{counted(len(names), 'object')}: {details}. "
+        f"{_way_out(checkpoint, {blob for _, _, blob in damaged})}"
     )
     raise DamagedError(msg, names)
 

@@ -30,6 +30,7 @@ from penstock.core.tree.place import Placing, disagreements, overlapping
 from penstock.core.tree.select import Rename, Selection, nothing_for
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, Region
+from penstock.core.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -249,7 +250,8 @@ def build_new(
     stored, placement = plan.stored, plan.placement
     if placement.problems or placement.missing:
         what = "hold everything that building the selection needs"
-        raise _mismatch(placement.problems, placement.missing, checkpoint.step, what=what)
+        missing = dict.fromkeys(placement.missing)
+        raise _mismatch(placement.problems, missing, checkpoint.step, what=what)
     planned = time.monotonic()
     checkpoint.meter.will_enter("read")
     _fill_targets(checkpoint, placement, stored, {})
@@ -377,7 +379,7 @@ def _read_overlapping(
     problems = [problem for group in groups for problem in disagreements(group, views)]
     aside = {id(t.sink): views[t.path] for group in groups for t in group}
     if problems:
-        raise _mismatch(problems, [], checkpoint.step)
+        raise _mismatch(problems, {}, checkpoint.step)
     return aside
 
 
@@ -490,12 +492,13 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
             for path in placement.numbered
         ]
     if problems or (strict and missing):
-        raise _mismatch(problems, missing if strict else [], step, unexpected=unexpected)
+        lacking = {path: placement.tied.get(path) for path in missing} if strict else {}
+        raise _mismatch(problems, lacking, step, unexpected=unexpected)
     if skipped:
         log.warning(
-            "step %d differs from the template in %d place(s), which are left as they are: %s",
+            "step %d differs from the template in %s, left as it is here: %s",
             step,
-            len(skipped),
+            counted(len(skipped), "place"),
             listed([f"{show_path(d.path)} ({d.stored} stored, {d.here} here)" for d in skipped]),
         )
     common = used or missing or skipped or placement.passed_over
@@ -550,9 +553,9 @@ def warn_of_unexpected(step: int, shown: Sequence[str]) -> None:
     """Warn of the objects of a checkpoint that the template lacks, by their shown paths."""
     if shown:
         log.warning(
-            "step %d holds %d object(s) that the template lacks; they are not restored: %s",
+            "step %d has %s that the template lacks, not restored: %s",
             step,
-            len(shown),
+            counted(len(shown), "object"),
             listed(shown),
         )
 
@@ -572,9 +575,15 @@ def _advised(differences: Iterable[Difference]) -> dict[str, str]:
     return found
 
 
+def _way(tied: ObjectPath | None) -> str:
+    if tied is None:
+        return "strict=False leaves it alone"
+    return f"with strict=False it is restored as {show_path(tied)}, the same tensor here"
+
+
 def _mismatch(
     problems: Sequence[str],
-    missing: Sequence[ObjectPath],
+    missing: Mapping[ObjectPath, ObjectPath | None],
     step: int,
     *,
     what: str = "fit the template",
@@ -582,17 +591,17 @@ def _mismatch(
 ) -> RestoreMismatchError:
     every = [
         *problems,
-        *(f"{show_path(p)}: not in the checkpoint (strict=False leaves it alone)" for p in missing),
+        *(f"{show_path(p)}: not in the checkpoint ({_way(tied)})" for p, tied in missing.items()),
     ]
     more = f"\n  ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     msg = (
-        f"step {step} does not {what} in {len(every)} place(s); nothing was changed:\n  "
+        f"step {step} does not {what} in {counted(len(every), 'place')}; nothing was changed:\n  "
         + "\n  ".join(every[:_SHOWN])
         + more
     )
     if missing and unexpected:
         msg += (
-            f"\nThe checkpoint has {len(unexpected)} object(s) that the template lacks: "
+            f"\nThe checkpoint has {counted(len(unexpected), 'object')} that the template lacks: "
             f"{listed([show_path(p) for p in unexpected])}. If names have changed, pass "
             "rename={'old': 'new'}."
         )

@@ -490,11 +490,11 @@ def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
     way = (
         f"call rewind({older[-1]}), which forgets all later steps,"
         if older
-        else f"delete steps {steps[0]} and later (there is no earlier one for rewind)"
+        else f"delete step {steps[0]} and all later ones (no earlier step to rewind to)"
     )
     return StepExistsError(
         f"step {step} on {url} {problem}. Pass overwrite=True to save it all "
-        f"the same, or {way} first to go on from there. If you did not save it, another "
+        f"the same, or first {way} to continue from there. If you did not save it, another "
         "process saves here: give each training a root of its own."
     )
 

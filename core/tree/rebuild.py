@@ -290,6 +290,7 @@ class Rebuilding(PlaceContext):
     def _compared(self, placement: Placement) -> Placement:
         """Keep only targets that fit their stored objects; list others as missing or different."""
         fitting: list[Target] = []
+        lacking: list[Target] = []
         for target in placement.targets:
             path = target.path
             stored = self._chosen.get(path)
@@ -303,6 +304,13 @@ class Rebuilding(PlaceContext):
                 placement.differ(_other_kind(path, "a container"))
             else:
                 placement.missing.append(path)
+                lacking.append(target)
+        filled = {_place_of(target): target.path for target in fitting if lacking}
+        placement.tied = {
+            target.path: filled[_place_of(target)]
+            for target in lacking
+            if target.sink.memory is not None and _place_of(target) in filled
+        }
         placement.targets = _tied(fitting, self._aliases)
         placement.missing = list(dict.fromkeys(placement.missing))
         return placement
@@ -312,6 +320,10 @@ class Rebuilding(PlaceContext):
         stored = PathTree(self._all if self._nodes else ())
         # `selected` records each path that it is called with, so it is called for no other node.
         return [p for p in self._nodes if p and not stored.has(p) and self._selected(p)]
+
+
+def _place_of(target: Target) -> tuple[MemoryKey | None, tuple[Region, ...]]:
+    return target.sink.memory, target.regions
 
 
 def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> list[Target]:

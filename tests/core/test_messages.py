@@ -10,6 +10,7 @@ from penstock.core.abc import Node, Placement, StateProvider
 from penstock.core.errors import (
     ConfigError,
     PluginError,
+    RestoreMismatchError,
     SaverClosedError,
     SelectionError,
     StepExistsError,
@@ -270,10 +271,6 @@ def test_options_given_in_python_are_refused_without_a_file():
         ({"rules": "zstd"}, "in TOML [[rules]]"),
         ({"rules": ["zstd"]}, "rules[0]: Input should be a table"),
         (
-            {"rules": [{"match": "a", "codecs": "zstd"}]},
-            "rules[0].codecs: Input should be a list: ['zstd']",
-        ),
-        (
             {"rules": [{"match": "a", "codecs": {"type": "zstd"}}]},
             'rules[0].codecs: Input should be a list: [{"type": "zstd", "level": 3}]',
         ),
@@ -310,11 +307,11 @@ def test_what_a_plugin_raises_is_named_with_its_distribution(plugin_site):
 def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     first = message(StepExistsError, lambda: ckpt.save(state(), step=1))
     assert "Pass overwrite=True" in first
-    assert "delete steps 1 and later (there is no earlier one for rewind) first" in first
+    assert "first delete step 1 and all later ones (no earlier step to rewind to)" in first
     ckpt.save(state(), step=5, mode="blocking")
     found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
     assert "Pass overwrite=True" in found
-    assert "call rewind(1), which forgets all later steps, first" in found
+    assert "first call rewind(1), which forgets all later steps, to continue" in found
 
 
 def test_a_root_that_cannot_be_used_comes_first(tmp_path):
@@ -368,3 +365,39 @@ def test_a_form_of_two_providers_is_warned_of_while_it_is_saved(caplog):
             ckpt.load()
     (said,) = [r.getMessage() for r in caplog.records if "form 'pair'" in r.getMessage()]
     assert said.startswith("what is saved here can be restored, but load() would fail: form 'pair'")
+
+
+# -- names that the checkpoint lacks --------------------------------------------------------------
+
+
+def test_a_missing_name_of_a_tensor_that_is_restored_by_another_name_is_said(ckpt):
+    weight = torch.zeros(4, 3)
+    template = {"model": {"weight": weight, "head": weight, "more": torch.zeros(1)}}
+    found = message(RestoreMismatchError, lambda: ckpt.restore(template, include="model"))
+    assert "model/head: not in the checkpoint (with strict=False it is restored as model/" in found
+    assert "model/more: not in the checkpoint (strict=False leaves it alone)" in found
+    ckpt.restore(template, include="model", strict=False)
+    assert torch.equal(template["model"]["head"], torch.ones(4, 3))
+
+
+def test_a_state_dict_stored_for_an_optimizer_is_one_mismatch_that_says_the_way(ckpt):
+    def trained():
+        model = torch.nn.Linear(3, 2)
+        model(torch.ones(3)).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained()
+    ckpt.save({"model": model, "optimizer": optimizer.state_dict()}, step=2, mode="blocking")
+    model, other = trained()
+    template = {"model": model, "optimizer": other}
+    found = message(RestoreMismatchError, lambda: ckpt.restore(template))
+    assert "in 1 place; nothing was changed" in found
+    assert "optimizer is stored as a state dict, in which parameters have numbers" in found
+    assert "load(include='optimizer')" in found
+    other.load_state_dict(ckpt.load(include="optimizer")["optimizer"])
+    for (_, mine), (_, theirs) in zip(other.state.items(), optimizer.state.items(), strict=True):
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+    report = ckpt.restore(template, strict=False)
+    assert [found.path for found in report.mismatched] == ["optimizer"]

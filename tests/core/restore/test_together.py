@@ -294,7 +294,7 @@ def test_what_no_rank_has_is_told_once(tmp_path, caplog):
     results = restore_all([Run(tmp_path)] * WORLD, call)
     assert [report.unexpected for _, report in results] == [("layer29",), (), ()]
     (warning,) = [r.getMessage() for r in caplog.records]
-    assert "holds 1 object(s) that the template lacks; they are not restored: layer29" in warning
+    assert "has 1 object that the template lacks, not restored: layer29" in warning
 
 
 @pytest.mark.parametrize(

@@ -435,7 +435,7 @@ def test_without_strict_other_shapes_are_left_alone_with_their_state(ckpt, saved
     assert (report.missing, report.unexpected) == ((), ())
     assert not {p for p in report.restored if p.startswith(tuple(found))}
     (warning,) = [r.getMessage() for r in caplog.records]
-    assert "differs from the template in 3 place(s)" in warning
+    assert "differs from the template in 3 places" in warning
     assert "model/embed.weight (shape [2000, 160] stored, shape [1999, 160] here)" in warning
     train(target, 3)
 
