@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.concurrency.latch import Latch
 from penstock.core.errors import SaveSkippedError
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,7 +69,7 @@ class SaveTotals:
     bytes_twice: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
     """The report of a durable save.
 
@@ -114,6 +115,14 @@ class SaveReport:
     codecs: tuple[CodecChoice, ...] = ()
     ranks: int = 1
     total: SaveTotals = SaveTotals(0, 0, 0)
+
+    def __repr__(self) -> str:
+        """Return the main figures in one short line."""
+        return (
+            f"<SaveReport step={self.step}: {counted(self.objects, 'object')}, "
+            f"{size_text(self.bytes_raw)}, {size_text(self.bytes_stored)} stored through "
+            f"{self.engine} in {self.seconds['total']:.3f} s>"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +245,9 @@ class RestoreReport:
     def __repr__(self) -> str:
         """Return the figures alone: paths and values may be thousands."""
         return (
-            f"<RestoreReport step={self.step}: {len(self.restored)} objects, {self.bytes_read} "
-            f"bytes read of {self.bytes_needed} needed in {self.seconds['total']:.3f} s, "
+            f"<RestoreReport step={self.step}: {counted(len(self.restored), 'object')}, "
+            f"{size_text(self.bytes_read)} read of {size_text(self.bytes_needed)} needed in "
+            f"{self.seconds['total']:.3f} s, "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, "
             f"{len(self.mismatched)} mismatched>"
         )
@@ -295,7 +305,7 @@ class Repair:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
     """The report of `verify`.
 
@@ -330,6 +340,14 @@ class VerifyReport:
     not_decoded: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
     links: tuple[LendingSave, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return the main figures in one short line; `damaged` lists all damage."""
+        return (
+            f"<VerifyReport step={self.step} {'ok' if self.ok else 'NOT OK'}: "
+            f"{counted(self.objects, 'object')}, {size_text(self.bytes_read)} read in "
+            f"{self.seconds:.3f} s, {len(self.damaged)} damaged>"
+        )
 
 
 @dataclass(frozen=True, slots=True)

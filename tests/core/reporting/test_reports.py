@@ -168,3 +168,14 @@ def test_reports_cannot_be_changed_and_cross_processes(record):
 
 def test_a_restore_falls_back_from_nothing_by_default():
     assert RECORDS[-1].fell_back_from == ()
+
+
+def test_reports_show_their_main_figures_in_one_short_line():
+    assert repr(REPORT) == (
+        "<SaveReport step=4: 2 objects, 10 B, 8 B stored through memory in 1.000 s>"
+    )
+    damaged = (Damage("a", "b"),)
+    verified = VerifyReport(1, False, damaged, 1, 1, 4096, True, 0.1234567890123456)
+    assert repr(verified) == (
+        "<VerifyReport step=1 NOT OK: 1 object, 4.0 KiB read in 0.123 s, 1 damaged>"
+    )
