@@ -18,7 +18,7 @@ class TieredConfig(PluginConfig):
         fast: The path, URL or table of any backend, even of another `tiered`.
         durable: The same for the durable place.
         durable_means: The place that has to have the whole checkpoint for `handle.durable`.
-        drain_every: Copies every so many-th save; 0 copies none, but saves that find no room in
+        drain_every: Copies every N-th save; 0 copies none, but saves that find no room in
             `fast` still go to `durable`.
         drain_bytes_per_s: The most bytes to copy per second; None sets no limit.
         drain_in: Where copies run: on a `thread` of the trainer, or in a `process` of its own,

@@ -58,7 +58,7 @@ class Tier:
     Attributes:
         name: Name for people, states and logs: `fast`, `durable`; a nested one `fast.durable`.
         backend: The backend of the place.
-        drain_every: Copy every so many-th save to the next tier; 0 copies none by itself.
+        drain_every: Copy every N-th save to the next tier; 0 copies none automatically.
         drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
         drain_in: Where the copy to the next tier runs: `thread` of this process, or `process` of
             its own; `auto` takes a process for large checkpoints, where it can open the tiers.

@@ -74,7 +74,7 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
     bad = [str(one) for one in chain if one.uid in damaged]
     them = "them" if bad[1:] else "it"
     way = (
-        f"No older step does without {them}."
+        f"Every older step needs {them} too."
         if sound is None
         else f"Restore step {sound}, the newest older one that does not need {them}, as "
         "`restore(on_damage='fallback')` does."

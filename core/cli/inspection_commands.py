@@ -40,7 +40,7 @@ def ls(
     The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
     holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
 
-    STORED is the size of the blobs, with the gaps in them that direct I/O needs, RATIO is RAW over
+    STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED; `penstock show` counts what the objects themselves take.
     """
     from penstock.core.cli.commands.ls import run  # noqa: PLC0415
@@ -66,11 +66,15 @@ def show(
     step: Step = None,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", help="Only objects that match this pattern; repeatable."),
+        typer.Option(
+            "--include", metavar="PATTERN", help="Only objects that match this pattern; repeatable."
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", help="No objects that match this pattern; repeatable."),
+        typer.Option(
+            "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
+        ),
     ] = None,
     stats: Annotated[
         bool,
@@ -88,9 +92,7 @@ def show(
     ] = None,
     depth: Annotated[
         int | None,
-        typer.Option(
-            "--depth", metavar="N", parser=_depth, help="Fold the tree below so many levels."
-        ),
+        typer.Option("--depth", metavar="N", parser=_depth, help="Fold the tree below N levels."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -177,7 +179,7 @@ def doctor(
     ] = True,
     probe_size: Annotated[
         str,
-        typer.Option("--probe-size", metavar="SIZE", help="Write at most so much for it."),
+        typer.Option("--probe-size", metavar="SIZE", help="The most to write for it."),
     ] = "256MiB",
     as_json: Json = False,
 ) -> None:

@@ -16,6 +16,11 @@ from penstock.core.cli.app import app, debugging, exits, log_visibly
 from penstock.core.cli.output.render import visible, visible_lines
 from penstock.core.errors import PenstockError
 
+# The order in `--help`: what looks comes first, what deletes or rewrites comes last.
+_ORDER = ["ls", "show", "verify", "diff", "copy", "drain", "doctor", "plugins", "schema"]
+_ORDER += ["prune", "delete", "compact"]
+app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))
+
 
 def main() -> None:
     """Run the command; print an error as one message, with a traceback only under `--debug`.

@@ -13,11 +13,15 @@ from penstock.core.cli.app import Json, Url, app, backend_of, exits, step_or_lat
 
 _Include = Annotated[
     list[str] | None,
-    typer.Option("--include", help="Only objects that match this pattern; repeatable."),
+    typer.Option(
+        "--include", metavar="PATTERN", help="Only objects that match this pattern; repeatable."
+    ),
 ]
 _Exclude = Annotated[
     list[str] | None,
-    typer.Option("--exclude", help="No objects that match this pattern; repeatable."),
+    typer.Option(
+        "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
+    ),
 ]
 
 
@@ -70,17 +74,18 @@ def copy(  # noqa: PLR0913 - its options
         list[str] | None,
         typer.Option(
             "--codec",
-            help="Encode anew with this codec; repeatable, in the order of encoding. With delta a "
+            metavar="CODEC",
+            help="Encode again with this codec; repeatable, in the order of encoding. With delta a "
             "copy is encoded against the newest earlier step that TO has.",
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Store anew without any codec.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Store again without any codec.")] = False,
     rules: Annotated[
         str | None,
         typer.Option(
             "--rules",
             metavar="FILE",
-            help="Encode anew by the [[rules]] and [deltas] of this file.",
+            help="Encode again by the [[rules]] and [deltas] of this file.",
         ),
     ] = None,
     flatten: Annotated[
@@ -94,7 +99,7 @@ def copy(  # noqa: PLR0913 - its options
     ] = False,
     rate: Annotated[
         str | None,
-        typer.Option("--rate", metavar="SIZE", help="Copy at most so much per second: 200MiB."),
+        typer.Option("--rate", metavar="SIZE", help="The most to copy per second: 200MiB."),
     ] = None,
     trust: Annotated[
         bool,
@@ -228,7 +233,7 @@ def drain(
     *,
     timeout: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", parser=_seconds, help="Stop after so long."),
+        typer.Option("--timeout", metavar="SECONDS", parser=_seconds, help="Stop after this time."),
     ] = None,
     as_json: Json = False,
 ) -> None:

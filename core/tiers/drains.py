@@ -31,6 +31,7 @@ from penstock.core.tiers.repairs import TierRepairs
 from penstock.core.tiers.roots import TierRoots
 from penstock.core.tiers.save_drain import DrainOfSave, FollowedDrain, LeadingDrain, TierOfRanks
 from penstock.core.tiers.whereabouts import at_step, is_marked, mark, note_staying, pending
+from penstock.core.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -512,11 +513,11 @@ class Drains:
         for state in self.states():
             if steps := state.unfinished():
                 log.warning(
-                    "%d checkpoint(s) were not copied from tier %s to %s: step %s. `penstock "
-                    "drain` copies them, or the next process that saves there",
-                    len(steps),
+                    "not copied from tier %s to %s: %s, step %s. `penstock drain` copies what is "
+                    "left, or the next process that saves there",
                     state.source,
                     state.target,
+                    counted(len(steps), "checkpoint"),
                     listed([str(step) for step in steps]),
                 )
 

@@ -35,7 +35,7 @@ from penstock.core.reporting.reports import Progress
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
 from penstock.core.tree.select import Selection
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -402,6 +402,6 @@ def _print(copied: Copied, *, latest: bool) -> None:
 def _print_sum(done: Sequence[Copied]) -> None:
     states = [copied.state for copied in done]
     print_line(
-        f"{states.count('copied')} checkpoints copied, {states.count('there')} were there, "
-        f"{states.count('failed')} failed"
+        f"{counted(states.count('copied'), 'checkpoint')} copied, "
+        f"{states.count('there')} already there, {states.count('failed')} failed"
     )

@@ -25,7 +25,7 @@ from penstock.core.storage.open import open_backend
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.losses import left_log
 from penstock.core.tiers.whereabouts import in_the_way, pending
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,7 +260,7 @@ def _print(outcome: DrainOutcome) -> None:
     uids = {record.uid for record in left}
     done = {record.uid: record.bytes_stored for record in before if record.uid not in uids}
     if done:
-        print_line(f"copied {len(done)} checkpoint(s), {size_text(sum(done.values()))}")
+        print_line(f"copied {counted(len(done), 'checkpoint')}, {size_text(sum(done.values()))}")
     for step, (here, there) in outcome.in_the_way.items():
         print_line(
             f"step {step} is another checkpoint in tier {there}: `penstock delete URL {step}` with "

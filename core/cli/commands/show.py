@@ -291,7 +291,7 @@ def _with_gaps(record: CommitRecord, shown: list[Shown]) -> str:
     if same or len(shown) < record.objects:
         return ""
     ratio = ratio_text(record.bytes_raw, record.bytes_stored)
-    return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}) with the gaps"
+    return f"; its blobs take {size_text(record.bytes_stored)} ({ratio}), alignment gaps included"
 
 
 def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str]:

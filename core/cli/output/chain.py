@@ -11,7 +11,7 @@ from penstock.core.catalog.chains import find_lenders, records_down
 from penstock.core.cli.output.render import Cell, Column, print_line, print_table
 from penstock.core.format.records import blob_uid
 from penstock.core.reporting.reports import LendingSave
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -96,8 +96,8 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
             itself.
     """
     total = size_text(sum(link.bytes_read for link in links))
-    kind = "it borrows blobs" if age is None else f"save {age} behind one without a base"
-    print_line(f"{kind}; to restore it reads {total} of {len(links)} checkpoints\n")
+    kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
+    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}\n")
     rows: list[list[str | Cell]] = []
     for number, link in enumerate(links):
         lender = link.lender

@@ -119,7 +119,7 @@ def test_show_of_some_objects_counts_what_these_need(call, chained):
 def test_show_prints_the_chain_above_the_objects(call, chained):
     done = call("show", chained, "--step", 3, "--tree", "--depth", 1)
     _, kind, _, title, *links = done.out.splitlines()
-    assert kind.startswith("save 3 behind one without a base; to restore it reads ")
+    assert kind.startswith("3 saves after one without a base; a restore reads ")
     assert columns(title) == ["CHAIN", "READ", "FRAMES", "UID"]
     names = [columns(line)[0] for line in links[:4]]
     assert names == ["step 3", "step 2 (deleted)", "step 1", "step 0"]

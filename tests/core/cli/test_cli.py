@@ -310,7 +310,9 @@ def test_ratios_of_ls_and_show_are_told_apart(penstock, tmp_path):
     stored, ratio = re.search(r"(\S+ KiB) +(\S+x) +ok", row).groups()
     whole = penstock("show", tmp_path / "run").stdout.splitlines()[-1]
     part = penstock("show", tmp_path / "run", "--include", "part7").stdout.splitlines()[-1]
-    assert whole.endswith(f"stored (1.00x); its blobs take {stored} ({ratio}) with the gaps")
+    assert whole.endswith(
+        f"stored (1.00x); its blobs take {stored} ({ratio}), alignment gaps included"
+    )
     assert "gaps" not in part
 
 
@@ -971,3 +973,9 @@ def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_fo
     run = [run_folder] if arguments[0] == "ls" else []
     done = penstock(*arguments, *run, before=report)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_lists_what_only_looks_before_what_deletes():
+    names = [command.name for command in app.registered_commands]
+    assert names[:5] == ["ls", "show", "verify", "diff", "copy"]
+    assert names[-3:] == ["prune", "delete", "compact"]

@@ -90,7 +90,7 @@ def test_one_step_or_all_are_copied(call, run, target):
     done = call("copy", run, target, "--step", "all")
     assert done.code == 0
     assert done.out.splitlines()[1] == "step 2 is there already"
-    assert done.out.splitlines()[-1] == "2 checkpoints copied, 1 were there, 0 failed"
+    assert done.out.splitlines()[-1] == "2 checkpoints copied, 1 already there, 0 failed"
     assert records(target) == records(run)
 
 

@@ -326,7 +326,7 @@ def test_where_every_older_step_needs_the_damaged_one_the_error_says_so(tmp_path
     run_of(tmp_path, range(3))
     damage(tmp_path, 0)
     with penstock.Checkpointer(tmp_path) as ckpt:
-        with pytest.raises(DamagedError, match="No older step does without it"):
+        with pytest.raises(DamagedError, match="Every older step needs it too"):
             ckpt.load(2)
         with pytest.raises(DamagedError):
             ckpt.load(2, on_damage="fallback")

@@ -161,6 +161,33 @@ def test_a_save_before_the_first_batch_resumes_exactly_wherever_rng_stands():
         assert go_on(fresh, lambda: ckpt.restore(fresh, include="rng/**")) == expected
 
 
+@needs_torchdata
+@torchdata_warns
+def test_a_save_in_the_loop_after_the_last_batch_resumes_exactly():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make(seed):
+        torch.manual_seed(seed)
+        loader = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
+        return {"rng": penstock.Rng(), "loader": loader}
+
+    def seen(batches):
+        return [(batch.tolist(), torch.rand(1).item()) for batch in batches]
+
+    with penstock.Checkpointer(memory()) as ckpt:
+        state = make(0)
+        for number, _ in enumerate(state["loader"]):
+            if number == 3:
+                ckpt.save(state, 1, mode="blocking")
+        expected = seen(state["loader"])
+        fresh = make(5)
+        ckpt.restore(fresh, exclude="rng/**")
+        rest = iter(fresh["loader"])
+        ckpt.restore(fresh, include="rng/**")
+        assert seen(rest) == []
+        assert seen(fresh["loader"]) == expected
+
+
 def test_a_fallback_to_an_older_checkpoint_leaves_random_state_as_stored(tmp_path):
     class Draws:
         """Draws whenever its state is asked for."""

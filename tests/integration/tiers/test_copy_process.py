@@ -467,4 +467,4 @@ def test_closing_says_what_was_not_copied(tmp_path, log, waits):
     with checkpointer(tiers_at(tmp_path, drain_in="thread")) as ckpt:
         for step in (1, 2):
             ckpt.save(state(step), step).committed.result(PATIENCE_S)
-    assert "2 checkpoint(s) were not copied from tier fast to durable: step 1, 2." in log.text
+    assert "not copied from tier fast to durable: 2 checkpoints, step 1, 2." in log.text

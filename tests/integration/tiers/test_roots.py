@@ -184,7 +184,7 @@ def test_what_an_older_backup_lacks_is_copied_once_more(how, folders, tmp_path, 
     (tmp_path / "backup").rename(folders.durable)
     if how == "command":
         done = call("drain", url(folders))
-        assert (done.code, "copied 2 checkpoint(s)" in done.out) == (0, True)
+        assert (done.code, "copied 2 checkpoints" in done.out) == (0, True)
         assert call("drain", url(folders)).out.strip() == "nothing was left to copy"
     else:
         save(folders, 4)
@@ -274,7 +274,7 @@ def evicted(folders, waits):
 
 def test_what_was_evicted_is_copied_once_the_tiers_are_swapped_on_purpose(evicted, call):
     accepted = swapped(evicted)
-    assert "copied 2 checkpoint(s)" in call("drain", accepted).out
+    assert "copied 2 checkpoints" in call("drain", accepted).out
     assert steps_in(evicted.durable) == [1, 2, 3, 4]
     assert call("drain", url(evicted)).out.strip() == "nothing was left to copy"
 
@@ -293,7 +293,7 @@ def test_what_was_evicted_does_not_count_as_deleted_once_the_tiers_are_swapped(
 def test_a_durable_place_that_becomes_the_fast_one_is_copied_to_a_new_one(folders, tmp_path, call):
     save(folders, 2, 3)
     folders.fast, folders.durable = folders.durable, tmp_path / "new disk"
-    assert "copied 3 checkpoint(s)" in call("drain", url(folders, "&roots=accept")).out
+    assert "copied 3 checkpoints" in call("drain", url(folders, "&roots=accept")).out
     save(folders, 4, keep_fast=1)
     assert steps_in(folders.durable) == [1, 2, 3, 4]
 
