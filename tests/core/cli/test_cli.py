@@ -85,7 +85,7 @@ def penstock(environment, capsys, monkeypatch):
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=100,
         )
 
     return run
@@ -422,7 +422,7 @@ def test_help_fits_a_narrow_terminal(environment):
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=100,
         )
         assert [line for line in done.stdout.splitlines() if len(line) > 60] == []
 
@@ -479,7 +479,7 @@ def test_output_that_cannot_be_written_is_one_message(environment, run_folder, a
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=60,
+            timeout=100,
         )
     assert done.returncode == 1
     assert done.stderr == "penstock: standard output: No space left on device\n"
@@ -890,7 +890,7 @@ def test_completion_knows_the_commands(environment):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
     )
     assert sorted(done.stdout.split()) == ["plugins", "prune"]
 

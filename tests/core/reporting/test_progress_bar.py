@@ -114,7 +114,7 @@ def test_rich_is_not_imported_where_nobody_watches():
         "print('rich' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100
     )
     assert done.stdout == "False\n"
     assert done.stderr == ""
