@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import BlobExistsError, BlobNotFoundError
@@ -85,8 +85,9 @@ def of_processes_in_a_race_exactly_one_wins(open_root: OpenRoot) -> None:
         ForkedProcess(lambda number=number: _publish(open_root, race, number))  # type: ignore[misc] # bound at once
         for number in range(_PUBLISHERS)
     ]
-    for child in children:
-        child.join("use the store")
+    with ExitStack() as joined:  # all, also where one of them raises
+        for child in children:
+            joined.callback(child.join, "use the store")
     with closing(open_root("processes")) as backend:
         for turn in range(_TURNS):
             won = race.winners(turn)
