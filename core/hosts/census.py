@@ -107,14 +107,14 @@ def _asked(
         while not board.wait(_HOSTS_KEY, min(_LOOK_S, deadline.left_s())):
             if deadline.is_over() or ended():
                 return None
-        numbers = unpack_numbers((board.read([_HOSTS_KEY])[0] or b"").decode())
+        numbers = unpack_numbers(board.read([_HOSTS_KEY])[0] or b"")
     else:
         keys = {rank: _key(rank) for rank in range(1, place.world_size)}
         names = read_all(group, keys, deadline, ended)
         if names is None:
             return None
         names[0] = name.encode()
-        numbers = classes_of([names[rank].decode() for rank in range(place.world_size)])
+        numbers = classes_of([names[rank] for rank in range(place.world_size)])
         board.post(_HOSTS_KEY, _packed(numbers))
     if len(numbers) != place.world_size:
         return ()

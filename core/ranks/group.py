@@ -115,7 +115,7 @@ class RankGroup:
         self._next = 0
         self._closed = False
         self._lock = threading.Lock()  # guards `_nonce`, `_last`, `_followed`, `_senders`
-        self._nonce = ""
+        self._nonce = b""
         self._last = -1
         self._followed: set[int] = set()
         self._senders: list[threading.Thread] = []
@@ -157,9 +157,9 @@ class RankGroup:
         with self._lock:
             if not self._nonce:
                 drawn = secrets.token_hex(16).encode()
-                self._nonce = self.coordination.decide(_NONCE_KEY, drawn).decode()
-            seed = f"{self._nonce}/{number}"
-        return hashlib.blake2b(seed.encode(), digest_size=16).hexdigest()
+                self._nonce = self.coordination.decide(_NONCE_KEY, drawn)
+            seed = b"%b/%d" % (self._nonce, number)
+        return hashlib.blake2b(seed, digest_size=16).hexdigest()
 
     def give_up(self, number: int, cause: str) -> None:
         """Tell all ranks that this one cannot take part, since something failed before it began.

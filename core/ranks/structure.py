@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.core.abc import StateObject
-from penstock.core.errors import SaveError
+from penstock.core.errors import FormatError, SaveError
 from penstock.core.format.zstd import compress, decompress
 from penstock.core.ranks.lines import TakenLines
 from penstock.core.tree.containers import NOTHING
@@ -406,9 +406,9 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 
-def classes_of(digests: Sequence[str]) -> list[int]:
+def classes_of(digests: Sequence[str | bytes]) -> list[int]:
     """Return a number for each digest, the same for equal ones."""
-    numbers: dict[str, int] = {}
+    numbers: dict[str | bytes, int] = {}
     return [numbers.setdefault(digest, len(numbers)) for digest in digests]
 
 
@@ -488,12 +488,17 @@ def pack_numbers(numbers: Sequence[int]) -> str:
     return base64.b64encode(compress(steps.tobytes())).decode()
 
 
-def unpack_numbers(text: str) -> list[int]:
+def unpack_numbers(text: str | bytes) -> list[int]:
     """Return what `pack_numbers` was given.
 
     Raises:
         FormatError: The text is something else.
     """
-    data = decompress(base64.b64decode(text), "the numbers of ranks")
-    found: list[int] = np.cumsum(np.frombuffer(data, np.int64)).tolist()
+    what = "the numbers of ranks"
+    try:
+        steps = np.frombuffer(decompress(base64.b64decode(text), what), np.int64)
+    except ValueError as error:
+        msg = f"{what}: {error}"
+        raise FormatError(msg) from error
+    found: list[int] = np.cumsum(steps).tolist()
     return found

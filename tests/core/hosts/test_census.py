@@ -1,11 +1,14 @@
 """Which ranks are on one host: all learn the same, once for each job."""
 
 import threading
+from base64 import b64encode
 
 import pytest
 
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
+from penstock.core.errors import FormatError
+from penstock.core.format.zstd import compress
 from penstock.core.hosts.census import ranks_by_host
 from penstock.core.ranks.group import RankGroup
 
@@ -50,6 +53,21 @@ def test_while_one_has_not_come_nobody_reads_with_others_and_later_all_do(absent
 
 def test_nobody_waits_once_all_have_given_up():
     assert ask(["a"] * 2, absent=(1,), ended=lambda: True) == [(), None]
+
+
+def test_post_that_is_no_text_is_the_name_of_another_host():
+    board = MemoryBoard()
+    MemoryCoordination(board).post("host/00001", b"\xff")
+    group = RankGroup(0, 2, MemoryCoordination(board))
+    assert ranks_by_host(group, Deadline(20.0), lambda: False) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("post", [b"\xff", b"!", b"AAAA", b64encode(compress(b"odd"))])
+def test_hosts_that_cannot_be_read_are_refused(post):
+    board = MemoryBoard()
+    MemoryCoordination(board).post("hosts", post)
+    with pytest.raises(FormatError, match="the numbers of ranks"):
+        ranks_by_host(RankGroup(1, 2, MemoryCoordination(board)), Deadline(20.0), lambda: False)
 
 
 def test_it_is_asked_once():
