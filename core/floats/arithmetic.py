@@ -1,8 +1,9 @@
 """The conversion of floats by integer arithmetic and tables, block by block.
 
 Every conversion goes through float32, which holds each narrower format exactly. numpy's own casts
-serve between float32 and float64 alone, for numbers that are not subnormal: those to and from float16 are slower than the arithmetic
-here, and make other bits of a NaN where the processor has no instruction for them.
+serve between float32 and float64 alone, except for subnormal numbers: those to and from float16 are
+slower than the arithmetic here, and make other bits of a NaN where the processor has no instruction
+for them.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def _floats_into(block: Array, widen: Callable[[Array, Floats], None] | None, in
 _SMALLEST = 2.0**-149
 """The smallest float32 above zero. The bits of a subnormal one say which multiple of it it is.
 
-After `torch.set_flush_denormal(True)` the processor reads and writes zero for a subnormal number, in
-the thread that called it and in all that this one starts. So these are converted as integers.
+After `torch.set_flush_denormal(True)` the processor reads and writes zero for a subnormal number,
+in the thread that called it and in all that this one starts. So these are converted as integers.
 """
 _LARGEST_SUBNORMAL = 0x7F_FFFF
 

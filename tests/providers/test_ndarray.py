@@ -96,6 +96,7 @@ def test_memory_maps_are_arrays(save, tmp_path):
     np.arange(5).tofile(tmp_path / "x")
     mapped = np.memmap(tmp_path / "x", dtype=int, mode="r+", shape=5)
     stored = save({"a": mapped})
+    assert type(stored.load()["a"]) is np.ndarray
     mapped[:] = 0
     stored.restore({"a": mapped})
     assert mapped.tolist() == [0, 1, 2, 3, 4]

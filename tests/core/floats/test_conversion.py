@@ -92,12 +92,12 @@ def test_subnormal_numbers_are_converted_in_a_thread_that_flushes_them(source, t
     """As workers do that start after `torch.set_flush_denormal(True)`."""
     elements = defined(cases(source), source, target)
     expected = converted(elements, source, target)
-    if not torch.set_flush_denormal(False):  # noqa: FBT003 - torch takes it so
+    if not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush subnormal numbers")
     found = []
 
     def convert_flushing():
-        torch.set_flush_denormal(True)  # noqa: FBT003 - of this thread alone
+        torch.set_flush_denormal(True)
         found.append(converted(elements, source, target))
 
     thread = threading.Thread(target=convert_flushing)
