@@ -98,8 +98,8 @@ MAX_INDEX_HEAD_BYTES = 64 << 20
 """Most bytes of an index's head, which is held at once: enough for billions of shards."""
 
 FEW_KEYS = 256
-MAX_EQUAL_HASHES = 64
-"""Most members of a set, or keys of a dict, that have one hash, where there are more than few."""
+MAX_STEPS = 32
+"""Most steps by which each key of a set or dict finds its place, where there are more than few."""
 
 
 def max_decompressed(stored_bytes: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -13,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.limits import FEW_KEYS, MAX_EQUAL_HASHES, MAX_INT
+from penstock.core.limits import FEW_KEYS, MAX_INT, MAX_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -267,14 +266,42 @@ def align_up(value: int, unit: int) -> int:
 
 
 def collide(keys: Collection[object]) -> bool:
-    """Whether so many hashes of `keys` are equal that a set or dict of them takes too long.
+    """Return whether a set or dict of `keys`, in this order, takes too many steps to be built.
 
-    Building one compares each key with all earlier ones of the same hash, in one call that holds
-    the GIL: 38 KB of stored numbers that were chosen for it took seconds, 1.5 MB hours.
+    Python puts a key into the first free slot of a sequence that its hash gives. Numbers can be
+    chosen so that one key after the other walks over most of the table, with equal hashes or with
+    different ones: 667 KB of them held the GIL for 72 s, ten times as many would for hours. So
+    this takes the same steps, up to a limit, for each size that the table has as it grows. Honest
+    keys take 12 at most, on average. Texts alone cannot be chosen: their hashes are secret.
     """
-    if len(keys) <= FEW_KEYS:
+    if len(keys) <= FEW_KEYS or set(map(type, keys)) <= {str, bytes}:
         return False
-    return max(Counter(map(hash, keys)).values()) > MAX_EQUAL_HASHES
+    hashes = [hash(key) & _HASH_MASK for key in keys]
+    return any(_crowd(hashes, slots) for slots in _SLOTS_PER_STEP)
+
+
+def _crowd(hashes: list[int], slots: int) -> bool:
+    """Return whether a table takes too many steps, where each step looks at adjacent slots."""
+    size = 2 * FEW_KEYS
+    while size <= 4 * len(hashes):
+        early = hashes[: size * 2 // 3]  # with more keys the table grows
+        steps = MAX_STEPS * len(early)
+        taken = bytearray(size)
+        for code in early:
+            rest, at = code, code & (size - 1)
+            while (free := taken.find(0, at, at + slots)) < 0:
+                steps -= 1
+                if not steps:
+                    return True
+                rest >>= 5
+                at = (5 * at + rest + 1) & (size - 1)
+            taken[free] = 1
+        size *= 2
+    return False
+
+
+_HASH_MASK = (1 << 64) - 1
+_SLOTS_PER_STEP = (1, 10)  # of a dict, and of a set
 
 
 _class_members = type.__dict__["__dict__"].__get__

@@ -374,17 +374,18 @@ def assemble(node: Node, items: dict[str, Any]) -> object:
         UnsupportedStateError: The class of the container is not loaded.
     """
     path = node.path
+    kinds = node.meta.get("keys") if node.form == "dict" else "int"
+    keys = [key_from_segment(segment, kinds, path) for segment in items]
+    if collide(keys):
+        msg = f"{show_path(path)} has keys whose hashes collide too often"
+        raise FormatError(msg, [show_path(path)])
+    by_key = zip(keys, items.values(), strict=True)
     if node.form == "dict":
-        kinds = node.meta.get("keys")
         result = make_dict(node.meta, path)
-        keys = [key_from_segment(segment, kinds, path) for segment in items]
-        if kinds is not None and collide(keys):
-            msg = f"{show_path(path)} has too many keys of one hash"
-            raise FormatError(msg, [show_path(path)])
-        for key, value in zip(keys, items.values(), strict=True):
+        for key, value in by_key:
             result[key] = value
         return result
-    by_index = {key_from_segment(s, "int", path): value for s, value in items.items()}
+    by_index = dict(by_key)
     length = node.meta.get("length")
     if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
         return by_index  # only some items are selected

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.abc import Placement
+from penstock.core.types import collide
 from penstock.providers.optimizer.match import MEMBERSHIP, PARAMETER_FORM, index_of, malformed
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Rebuilder:
                 if not 0 <= group < len(self._counts):
                     raise malformed(node.path)
                 places.append((node.path, group, position))
+        if collide([(group, position) for _, group, position in places]):
+            raise malformed(self._path)
         uses = Counter((group, position) for _, group, position in places)
         of_one_rank = all(
             count == 1 and position < self._counts[group]
@@ -75,7 +78,10 @@ class Rebuilder:
                 places[at] = path, group, seen[group]
                 seen[group] += 1
             self._counts = [seen[group] for group in range(len(self._counts))]
-        return {path: self._start(group) + position for path, group, position in places}
+        numbers = {path: self._start(group) + position for path, group, position in places}
+        if collide(list(numbers.values())):
+            raise malformed(self._path)
+        return numbers
 
     def _start(self, group: int) -> int:
         return sum(self._counts[:group])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.types import show_path
+from penstock.core.types import collide, show_path
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 
@@ -67,7 +67,11 @@ def decode_context(data: Any, path: ObjectPath) -> Any:
         case {"form": "tuple", "items": list(items)}:
             return tuple(decode_context(item, path) for item in items)
         case {"form": "dict", "items": list(items)}:
-            return {decode_context(k, path): decode_context(v, path) for k, v in items}
+            pairs = [(decode_context(k, path), decode_context(v, path)) for k, v in items]
+            if collide([key for key, _ in pairs]):
+                msg = f"{show_path(path)} has a context with keys whose hashes collide too often"
+                raise FormatError(msg, [show_path(path)])
+            return dict(pairs)
         case {"form": "dataclass", "name": str(name), "fields": dict(fields)}:
             made = {key: decode_context(item, path) for key, item in fields.items()}
             return safe_global(name, path)(**made)

@@ -79,11 +79,17 @@ def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def _without_collisions(keys: list[Any]) -> list[Any]:
-    """Return `keys`, but refuse so many of one hash that a set of them holds the GIL for hours."""
+    """Return `keys`, but refuse those of which a set or dict would hold the GIL for hours."""
     if collide(keys):
-        msg = "too many members or keys of one hash"
+        msg = "its members or keys have hashes that collide too often"
         raise ValueError(msg)
     return keys
+
+
+def _decode_members(items: Any) -> dict[Any, None]:
+    # Of a dict Python makes a set in the order of its keys, as `collide` does. A set that grows is
+    # filled again in the order of its table.
+    return dict.fromkeys(_without_collisions(_decode(items)))
 
 
 def _decode_defaultdict(pairs: Any, data: dict[str, Any]) -> Any:
@@ -220,8 +226,8 @@ _TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "bytes": lambda v, _: base64.b64decode(v, validate=True),
     "bytearray": lambda v, _: bytearray(base64.b64decode(v, validate=True)),
     "tuple": lambda v, _: tuple(_decode(v)),
-    "set": lambda v, _: set(_without_collisions(_decode(v))),
-    "frozenset": lambda v, _: frozenset(_without_collisions(_decode(v))),
+    "set": lambda v, _: set(_decode_members(v)),
+    "frozenset": lambda v, _: frozenset(_decode_members(v)),
     "dict": lambda v, _: dict(_decode_pairs(v)),
     "OrderedDict": lambda v, _: OrderedDict(_decode_pairs(v)),
     "Counter": lambda v, _: Counter(dict(_decode_pairs(v))),

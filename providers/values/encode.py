@@ -80,9 +80,11 @@ class _Encoder:
             self.refuse("holds itself: a value must not have cycles")
         if len(self._active) >= MAX_DEPTH:
             self.refuse(f"is nested more than {MAX_DEPTH} levels deep")
-        # With many keys of one hash a reader would take hours to build the set, holding the GIL.
-        if kind in _HASHED and collide(value):
-            self.refuse("has too many members or keys of one hash to be built again: use others")
+        if kind in _HASHED and collide(value):  # a reader would hold the GIL for hours
+            self.refuse(
+                "has members or keys whose hashes collide too often to be built again: save a list "
+                "or a tensor of them"
+            )
         self._active.add(key)
         encoded = _MEMBERS[kind](self, value)
         self._active.discard(key)

@@ -1,6 +1,7 @@
 """Records with right digests that claim, or hold, what would exhaust a reader."""
 
 import importlib.util
+import random
 import sys
 import types
 from collections import Counter
@@ -13,11 +14,11 @@ from tests.integration.support import checkpointer, memory
 
 from penstock import DamagedError, RestoreError, UnsupportedStateError
 from penstock.core.errors import FormatError
-from penstock.core.limits import MAX_EQUAL_HASHES
 from penstock.core.restore.contents import Contents
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.tree.containers import make_tuple
 from penstock.core.types import collide, loaded_class
+from penstock.providers.tensor.context import decode_context
 from penstock.providers.values.decode import decode_value
 
 PRIME = (1 << 61) - 1  # Python hashes integers modulo this
@@ -162,7 +163,7 @@ TAGS = ["set", "frozenset", "dict", "Counter", "OrderedDict", "defaultdict"]
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_values_of_one_hash_are_refused_before_a_set_of_them_is_built(tag):
+def test_values_whose_hashes_collide_are_refused_before_a_set_of_them_is_built(tag):
     pairs = tag not in {"set", "frozenset"}
     for numbers in (range(300), range(0, 300 * PRIME, PRIME)):
         members = ",".join(
@@ -173,7 +174,7 @@ def test_values_of_one_hash_are_refused_before_a_set_of_them_is_built(tag):
         if numbers.step == 1:
             assert len(decode_value(data, ("v",))) == 300
         else:
-            with pytest.raises(FormatError, match=r"v holds .*one hash"):
+            with pytest.raises(FormatError, match=r"v holds .*hashes that collide"):
                 decode_value(data, ("v",))
 
 
@@ -185,12 +186,12 @@ def test_keys_of_one_hash_are_refused_by_the_save_that_would_store_them():
             {"v": {"x": dict.fromkeys(many)}},
             {"v": {"x": {key: torch.ones(1) for key in many}}},
         ):
-            with pytest.raises(UnsupportedStateError, match=r"v/x has too many .* of one hash"):
+            with pytest.raises(UnsupportedStateError, match=r"v/x has .*hashes collide"):
                 ckpt.save(state, 1)
         assert ckpt.steps() == []
 
 
-def test_container_keys_of_one_hash_are_refused():
+def test_container_keys_whose_hashes_collide_are_refused():
     def change(level, value):
         if level == "section":
             for number, path in enumerate(value["objects"]["path"]):
@@ -198,14 +199,51 @@ def test_container_keys_of_one_hash_are_refused():
         return value
 
     store = forged({"d": {n: torch.ones(1) for n in range(300)}}, change)
-    with checkpointer(store) as ckpt, pytest.raises(DamagedError, match="d has too many keys"):
+    with (
+        checkpointer(store) as ckpt,
+        pytest.raises(DamagedError, match="d has keys whose hashes collide"),
+    ):
         ckpt.load()
 
 
-def test_only_many_equal_hashes_are_too_many():
-    assert not collide([0] * 200)
-    assert not collide([*range(1000), *[0] * (MAX_EQUAL_HASHES - 1)])
-    assert collide([*range(1000), *[0] * MAX_EQUAL_HASHES])
+def walking(size, walkers):
+    """Return numbers of distinct hashes; the last ones walk over half of a dict's table."""
+    arc, numbers = [12345 % size], []
+    while len(arc) < size // 2:
+        arc.append((5 * arc[-1] + 1) % size)
+    early = {slot: number for number, slot in enumerate(arc)}
+    draw = random.Random(1)
+    while len(numbers) < walkers:
+        number = rest = draw.getrandbits(30)
+        at = number % size
+        while at in early and rest:
+            rest >>= 5
+            at = (5 * at + rest + 1) % size
+        if early.get(at, size) < size // 8:
+            numbers.append(number)
+    return arc + numbers
+
+
+def test_numbers_that_walk_over_the_table_are_too_many():
+    numbers = walking(1 << 11, 300)
+    assert len(set(map(hash, numbers))) == len(set(numbers))
+    assert collide(numbers)
+    context = {"form": "dict", "items": [[{"form": "value", "value": n}] * 2 for n in numbers]}
+    with pytest.raises(FormatError, match="c has a context with keys whose hashes collide"):
+        decode_context(context, ("c",))
+
+
+@pytest.mark.parametrize(
+    "step", [1, -3, 1 << 7, 1 << 30, 1 << 47, 1 << 56, 0.5**11, 0.1, 1j, (1 << 61) + 5]
+)
+def test_numbers_at_equal_distances_do_not_collide(step):
+    assert not collide([step * n for n in range(2000)])
+
+
+def test_numbers_of_any_size_and_pairs_of_them_do_not_collide():
+    draw = random.Random(1)
+    assert not collide([draw.getrandbits(40) for _ in range(2000)])
+    assert not collide([(-i, j) for i in range(50) for j in range(50)])
 
 
 class Proxy:
