@@ -573,8 +573,8 @@ class Contents:
         # lacks a path would hide the object from some readers only.
         if parts and len(tables) == len(parts):
             with _reported(index.name, damage):
-                hashes = [*map(path_hash, absent)]
-                if self._index_over([table.without(hashes) for table in tables]) != index:
+                tables = [table.without(map(path_hash, absent)) for table in tables]
+                if self._index_over(tables) != index:
                     msg = f"{index.name}: does not lead to every path of the parts"
                     raise FormatError(msg, [index.name])
         if len(heads) == len(parts) and self.record.world_size > 1:
