@@ -309,7 +309,7 @@ class CheckpointCopy:
             check_same_manifest(self._run_target, newest, record)
             there = confirmed(self._target, newest, first=self._check_source)
             return newest.generation if there else None
-        if newest.generation < record.generation and self._makes_way(newest.uid):
+        if newest.generation < record.generation and self._makes_way(newest):
             return None  # its generation is lower, so this checkpoint has replaced it
         msg = (
             f"{url} has another checkpoint at step {record.step} ({newest.uid}, generation "
@@ -317,8 +317,11 @@ class CheckpointCopy:
         )
         raise StepExistsError(msg)
 
-    def _makes_way(self, uid: str) -> bool:
-        return self._replace if isinstance(self._replace, bool) else uid in self._replace
+    def _makes_way(self, there: CommitRecord) -> bool:
+        if isinstance(self._replace, bool):
+            return self._replace
+        # A compaction has the objects of the checkpoint that it was made from, so it goes with it.
+        return there.uid in self._replace or there.compacts in self._replace
 
     def _check_source(self, *, on_look: Callable[[], None] = lambda: None) -> None:
         verify_blobs(self._source, self._record, workers=self._workers, on_look=on_look)

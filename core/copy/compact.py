@@ -4,10 +4,11 @@ A compaction is a save whose memory is the checkpoint itself, as the next genera
 So a crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs
 that others borrow of the older generation stay until nothing borrows them any more.
 
-A checkpoint that is deleted or saved anew during its compaction must not come back. So right
-before the commit its record is looked at, and right behind it once more: a step that was deleted
+A checkpoint that is deleted or saved anew during its compaction must not come back. So its record
+is looked at right before the commit, and the step once more right after it: a step that was deleted
 and saved again in between has a record that was not there before, and then the compacted
-generation goes.
+generation goes. An overwrite has a higher generation (see `generation_above`), so it wins whenever
+it commits, and in whichever tier.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from penstock.core.catalog.retention import Housekeeper
 from penstock.core.catalog.survey import last_place, uids_named
 from penstock.core.copy.reencode import Reencoding, save_stored
 from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
-from penstock.core.format.records import commit_name
+from penstock.core.format.records import commit_name, compacted_generation
 from penstock.core.reporting.events import EventStream
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.contents import Contents
@@ -183,19 +184,20 @@ class Compactor:
         Raises:
             CheckpointGoneError: It was deleted or saved anew meanwhile; it is as it was then.
             DamagedError: Stored bytes are not what was written; nothing was changed.
-            LostRaceError: Another process has overwritten the step; nothing was changed.
+            LostRaceError: Another process has compacted the step; nothing was changed.
             PenstockError: As for `Checkpointer.save`; the checkpoint is as it was, or compacted.
         """
         opened = Opened.open(
             self._backend, record, self._loader, self._registry, allow_pickle=False
         )
-        before = self._uids_at(record.step)
+        before = self._uids(self._catalog.entries().get(record.step, ()))
         report = save_stored(
             Checkpoint(opened),
             last_place(self._backend),
             Reencoding(config=self._config, selection=Selection(None, None), keep_codecs=True),
-            # Exactly the next one: above a generation that came meanwhile it would hide that.
-            generation=record.generation + 1,
+            # Never a higher one: it would hide an overwrite that came meanwhile.
+            generation=compacted_generation(record.generation),
+            compacts=record.uid,
             surroundings=_Compaction(self._catalog, record, self._housekeeper),
             registry=self._registry,
             workers=self._workers,
@@ -214,16 +216,20 @@ class Compactor:
     # ------------------------------------------------------------------------------------------
 
     def _settle(self, record: CommitRecord, report: SaveReport, before: Collection[str]) -> None:
-        """Delete the older generation; or the new one, if the step was saved anew behind it."""
+        """Delete the older generations; or the new one, if it hides a step that was saved anew."""
         self._catalog.note_own(report.uid)
-        if self._uids_at(record.step) - {*before, report.uid}:
-            name = commit_name(record.step, report.generation)
+        name = commit_name(record.step, report.generation)
+        names = self._catalog.entries().get(record.step, [])
+        wins = names[-1:] == [name]
+        if wins and self._uids(names) - {*before, report.uid}:
             delete_records(self._backend, [name], uids={name: report.uid})
             raise _gone(record)
-        self._catalog.delete_older_generations(record.step)
+        if names:
+            self._catalog.delete_older_generations(record.step)
+        if not wins:
+            raise _gone(record)
 
-    def _uids_at(self, step: int) -> set[str]:
-        names = self._catalog.entries().get(step, ())
+    def _uids(self, names: Collection[str]) -> set[str]:
         return {uid for uid in uids_named(self._backend, names).values() if uid is not None}
 
     def _records(self) -> list[CommitRecord]:

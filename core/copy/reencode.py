@@ -119,6 +119,7 @@ def save_stored(
     how: Reencoding,
     *,
     generation: int,
+    compacts: str = "",
     surroundings: SaveSurroundings,
     registry: Registry,
     workers: Workers,
@@ -134,6 +135,7 @@ def save_stored(
         place: The place to save to.
         how: The options; `overwrite` is not looked at.
         generation: The generation of the new checkpoint.
+        compacts: As in `CommitRecord`.
         surroundings: The run around the save.
         registry: Finds the codecs.
         workers: The threads that encode and hash.
@@ -174,6 +176,7 @@ def save_stored(
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
             earlier_errors=_errors(contents),
             earlier_choices=contents.choices() if how.keep_codecs else (),
+            compacts=compacts,
         ),
         destination=Destination(place),
         staging=staging_for(request, None, config),

@@ -52,10 +52,10 @@ _PART = re.compile(r"data/[0-9a-f]{32}/parts/([0-9]{5,8})\.json\.zst")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _COMMIT_KEYS = (
     "uid", "step", "generation", "created", "world_size", "objects", "bytes_raw", "bytes_stored",
-    "index", "parts", "codecs", "providers", "borrowed", "base", "metadata", "penstock", "engine",
-    "plugins",
+    "index", "parts", "codecs", "providers", "borrowed", "base", "compacts", "metadata", "penstock",
+    "engine", "plugins",
 )  # fmt: skip
-_OPTIONAL_KEYS = ("plugins", "base")  # left out where there is no third party, or no base
+_OPTIONAL_KEYS = ("plugins", "base", "compacts")  # left out where there is none
 _INTENT_KEYS = ("uid", "step", "references", "host", "pid", "started", "refreshed")
 _SAVER_KEYS = ("process", "place")  # intents of the first releases lack them
 _BLOB_KEYS = ("name", "length")
@@ -100,6 +100,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     if type(body) is dict:
         body.setdefault("plugins", {})
         body.setdefault("base", None)
+        body.setdefault("compacts", "")
         if body.get("references") == [] and "borrowed" not in body:
             body["borrowed"] = body.pop("references")  # a record of the first releases
     fields = Fields(body, name, _COMMIT_KEYS)
@@ -128,6 +129,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
         providers=_versions(fields, "providers", name),
         borrowed=_borrowed(fields.items("borrowed"), uid, name) if lists_all else (),
         base=_base(fields.value("base"), uid, name),
+        compacts=_compacts(fields, uid, name),
         metadata=fields.mapping("metadata"),
         penstock=fields.text("penstock"),
         engine=fields.text("engine"),
@@ -291,6 +293,13 @@ def _base(value: object, uid: str, name: str) -> BaseEntry | None:
     if base == uid:
         refuse(where, "is the checkpoint itself")
     return BaseEntry(base, fields.integer("step"), fields.integer("age", low=1))
+
+
+def _compacts(fields: Fields, uid: str, name: str) -> str:
+    compacted = fields.text("compacts")
+    if compacted and (compacted == uid or not is_hex(compacted, 32)):
+        refuse(name, "compacts is not the uid of another save")
+    return compacted
 
 
 def _versions(fields: Fields, key: str, name: str) -> dict[str, int]:

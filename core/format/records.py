@@ -285,7 +285,7 @@ class CommitRecord:
     Attributes:
         uid: Name of the attempt, 32 hex digits.
         step: Training step, at least 0.
-        generation: Counts overwrites of one step; the highest wins.
+        generation: The highest of one step wins. Overwrites are even, compactions are odd.
         created: UTC time of the commit, `YYYY-MM-DDTHH:MM:SSZ`.
         world_size: Number of ranks that saved.
         index: The index.
@@ -298,6 +298,8 @@ class CommitRecord:
         borrowed: Blobs of other saves that the parts refer to, ascending by name; empty with
             `many_borrowed`. `survey.borrowed_blobs` has them in either case.
         base: The earlier checkpoint that frames are encoded against; None: all stand alone.
+        compacts: The uid of the checkpoint of the same step that was compacted to this one; empty
+            if none was.
         metadata: The user's metadata, JSON.
         penstock: Version of Penstock that wrote the record.
         engine: Name of the engine that wrote the blobs (`"uring"`), for people.
@@ -321,6 +323,7 @@ class CommitRecord:
     providers: dict[str, int] = field(default_factory=dict)
     borrowed: tuple[BlobRecord, ...] = ()
     base: BaseEntry | None = None
+    compacts: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     penstock: str = ""
     engine: str = ""
@@ -403,9 +406,19 @@ def parse_commit_name(name: str) -> tuple[int, int] | None:
 
 
 def generation_above(names: Iterable[str]) -> int:
-    """Generation that is published over commit records of these names, all of one step."""
+    """Return the generation of an overwrite of commit records of these names, all of one step.
+
+    It is even, and above the compaction of each of them, which is odd. So a compaction never takes
+    the name of an overwrite, not even in another tier, and never hides one that has begun.
+    """
     parsed = [parse_commit_name(name) for name in names]
-    return max((generation for _, generation in filter(None, parsed)), default=-1) + 1
+    highest = max((generation for _, generation in filter(None, parsed)), default=None)
+    return 0 if highest is None else compacted_generation(highest) + 1
+
+
+def compacted_generation(generation: int) -> int:
+    """Return the generation of the compaction of a checkpoint of this generation."""
+    return (generation + 1) | 1
 
 
 def data_prefix(uid: str) -> str:

@@ -144,6 +144,7 @@ class ManifestWriter:
         shipper: Callable[[str], str],
         earlier_errors: Mapping[ObjectPath, WorstErrors] | None = None,
         earlier_choices: Sequence[ChoiceRecord] = (),
+        compacts: str = "",
     ) -> None:
         """Prepare for `request`.
 
@@ -154,12 +155,14 @@ class ManifestWriter:
             earlier_errors: How far the bytes of the objects are from what was once saved, where
                 they come from another checkpoint that lossy codecs wrote.
             earlier_choices: How the codecs that the save takes over were chosen.
+            compacts: As in `CommitRecord`.
         """
         self._request = request
         self._metadata = metadata
         self._shipper = shipper
         self._earlier = earlier_errors or {}
         self._earlier_choices = earlier_choices
+        self._compacts = compacts
         self._chains = [chain_record(chain) for chain in request.chains]
 
     def encode_part(
@@ -280,6 +283,7 @@ class ManifestWriter:
             borrowed=() if many_borrowed else borrowed,
             many_borrowed=many_borrowed,
             base=base,
+            compacts=self._compacts,
             metadata=dict(self._metadata),
             bytes_raw=sum(part.bytes_raw for part in parts),
             bytes_stored=sum(part.bytes_stored for part in parts),

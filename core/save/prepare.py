@@ -122,7 +122,7 @@ def claim_generation(
         if steps and step <= steps[-1]:
             raise _step_exists(step, steps, url)
     while may_be_deleted(commit_name(step, generation)):
-        generation += 1
+        generation += 2  # the odd ones are those of compactions
     if generation > MAX_INT:
         msg = f"step {step} has a generation that none can follow: delete the step, and save again"
         raise StepExistsError(msg)

@@ -80,7 +80,8 @@ class TierCopier:
                 self._check_seen(record)
             except UnsuitableError as error:
                 if not has(self._source.backend, record):
-                    raise self.gone(record) from error
+                    msg = f"step {record.step} is not in tier {self._source.name} any more"
+                    raise CheckpointGoneError(msg) from error
                 self._note_unsuitable(self._process, error)
             except StorageTimeoutError:
                 raise  # a thread would hang in the same store, and cannot be killed
@@ -103,11 +104,6 @@ class TierCopier:
         """End the process, since the queue is empty; the next copy starts another one."""
         if self._process is not None:
             self._process.close()
-
-    def gone(self, record: CommitRecord) -> CheckpointGoneError:
-        """Return the error for a checkpoint that was deleted before it was copied."""
-        msg = f"step {record.step} was deleted before it was in tier {self._target.name}"
-        return CheckpointGoneError(msg)
 
     # ------------------------------------------------------------------------------------------
 

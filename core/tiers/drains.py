@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.catalog.survey import is_whole
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.errors import NotDrainedError, PenstockError, StorageError, StorageFullError
+from penstock.core.errors import (
+    CheckpointGoneError,
+    NotDrainedError,
+    PenstockError,
+    StorageError,
+    StorageFullError,
+)
 from penstock.core.save.request import Destination
 from penstock.core.suggest import listed
 from penstock.core.tiers.eviction import Eviction
@@ -30,7 +36,14 @@ from penstock.core.tiers.process import CopyProcess
 from penstock.core.tiers.repairs import TierRepairs
 from penstock.core.tiers.roots import TierRoots
 from penstock.core.tiers.save_drain import DrainOfSave, FollowedDrain, LeadingDrain, TierOfRanks
-from penstock.core.tiers.whereabouts import at_step, is_marked, mark, note_staying, pending
+from penstock.core.tiers.whereabouts import (
+    at_step,
+    compacted,
+    is_marked,
+    mark,
+    note_staying,
+    pending,
+)
 from penstock.core.units import counted
 
 if TYPE_CHECKING:
@@ -334,7 +347,7 @@ class Drains:
         found = []
         for number, tier in enumerate(self._tiers):
             with suppress(Exception):  # of any kind: the save itself has succeeded
-                if self._outages.ask(number, partial(is_whole, tier.backend, record)):
+                if self._outages.ask(number, partial(_holds, tier.backend, record)):
                     found.append(tier.name)
         return tuple(found)
 
@@ -444,6 +457,26 @@ class Drains:
                 thread = self._workers.spawn("told", partial(_call_back, on_end, error))
                 self._callback_threads.append(thread)
 
+    def end_gone(self, number: int, record: CommitRecord) -> None:
+        """End a checkpoint that is gone, and was to be copied to tier `number`.
+
+        A compaction of it in a durable tier has all of its objects. It deletes the older generation
+        in the faster tiers, where that may be waiting to be copied.
+        """
+        newer: list[CommitRecord] = []
+        for at, tier in enumerate(self._tiers):
+            with suppress(StorageError):
+                look = partial(at_step, tier.backend, record.step)
+                found = self._outages.ask(at, look)
+                if at >= self.durable and any(one.compacts == record.uid for one in found):
+                    self.end(record, None)
+                    return
+                newer += [one for one in found if one.generation > record.generation]
+        is_replaced = any(not self.repairs.is_withdrawn(one.uid) for one in newer)
+        what = "replaced by an overwrite" if is_replaced else "deleted"
+        msg = f"step {record.step} was {what} before it was in tier {self._tiers[number].name}"
+        self.end(record, CheckpointGoneError(msg))
+
     def _replace_damaged(self, record: CommitRecord, good: int, bad: int) -> None:
         """Replace a damaged copy; if that is cut short, the link copies it, since it is marked."""
 
@@ -520,6 +553,10 @@ class Drains:
                     counted(len(steps), "checkpoint"),
                     listed([str(step) for step in steps]),
                 )
+
+
+def _holds(backend: Backend, record: CommitRecord) -> bool:
+    return is_whole(backend, record) or compacted(backend, record)
 
 
 def _call_back(on_end: OnEnd, error: BaseException | None) -> None:

@@ -25,7 +25,7 @@ from penstock.core.errors import (
 )
 from penstock.core.format.records import mark_name
 from penstock.core.tiers.copier import WORTH_BYTES, TierCopier
-from penstock.core.tiers.whereabouts import marked_replaces, replaceable
+from penstock.core.tiers.whereabouts import compacted, marked_replaces, replaceable
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ class LinkOwner(Protocol):
         """Take note that a checkpoint will be copied no further, because of `error`."""
         ...
 
+    def end_gone(self, number: int, record: CommitRecord) -> None:
+        """Take note that a checkpoint is gone, which was to be copied to tier `number`."""
+        ...
+
 
 class DrainLink:
     """Copies from tier `number` to the next, one checkpoint at a time, the lowest step first."""
@@ -163,7 +167,7 @@ class DrainLink:
             current = self._current
             self._changed.notify_all()
         for record in gone:  # else `result()` of their saves would wait until the run is closed
-            self._drains.end(record, self._copier.gone(record))
+            self._drains.end_gone(self._number + 1, record)
         if current is None or current.uid not in uids:
             return
         self._copier.cancel(uids)
@@ -284,11 +288,11 @@ class DrainLink:
             began = time.monotonic()
             try:
                 if record.uid in self._withdrawn:
-                    self._drains.end(record, self._copier.gone(record))
+                    self._drains.end_gone(self._number + 1, record)
                     return
                 if not self._copy_once(record):
                     if not self._drains.send_again(self._number, record):
-                        self._drains.end(record, self._copier.gone(record))
+                        self._drains.end_gone(self._number + 1, record)
                     return
             except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
                 if self.is_closed():
@@ -337,12 +341,16 @@ class DrainLink:
                 self._prepared = record.uid
             with self._changed:
                 self._done_bytes = 0
-            self._copier.copy(
-                record,
-                replace=replaceable(source, target, record) if record.generation else (),
-                may_begin=lambda: not self._is_over(record),
-                on_progress=self._moved,
-            )
+            try:
+                self._copier.copy(
+                    record,
+                    replace=replaceable(source, target, record) if record.generation else (),
+                    may_begin=lambda: not self._is_over(record),
+                    on_progress=self._moved,
+                )
+            except StepExistsError:
+                if not compacted(target, record):
+                    raise
             if not record.references:  # else the copy has kept blobs there without reading them
                 self._drains.eviction.note_verified(self._number + 1, record)
         # Once more: a file system that was unmounted during the copy took the data with it.

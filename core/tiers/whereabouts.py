@@ -145,13 +145,32 @@ def in_the_way(source: Backend, target: Backend, record: CommitRecord) -> Commit
     Raises:
         StorageError: A store does not answer.
     """
-    others = [other for other in at_step(target, record.step) if other.uid != record.uid]
+    others = [
+        other
+        for other in at_step(target, record.step)
+        if record.uid not in {other.uid, other.compacts}
+    ]
     if not others:
         return None
     lower = replaceable(source, target, record) if record.generation else frozenset()
     return next(
-        (o for o in others if o.generation >= record.generation or o.uid not in lower), None
+        (
+            other
+            for other in others
+            if other.generation >= record.generation
+            or lower.isdisjoint({other.uid, other.compacts})
+        ),
+        None,
     )
+
+
+def compacted(backend: Backend, record: CommitRecord) -> bool:
+    """Return whether a tier has a compaction of this checkpoint.
+
+    Raises:
+        StorageError: The tier does not answer.
+    """
+    return any(other.compacts == record.uid for other in at_step(backend, record.step))
 
 
 def is_marked(backend: Backend, uid: str) -> bool:

@@ -177,7 +177,7 @@ def test_the_highest_generation_of_a_step_counts(store, catalog):
     uids = [commit(store, 5, generation=g) for g in (0, 2, 10)]
     assert catalog.steps() == [5]
     assert catalog.record(5).uid == uids[-1]
-    assert catalog.next_generation(5) == 11
+    assert catalog.next_generation(5) == 12
     assert catalog.next_generation(6) == 0
 
 

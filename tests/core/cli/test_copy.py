@@ -185,13 +185,13 @@ def test_other_checkpoint_stands_unless_it_is_to_be_replaced(call, run, target):
         assert "--overwrite" in done.err
         assert tree_of(target) == before
     assert call("copy", run, target, "--overwrite").code == 0
-    assert list(records(target)) == ["00000030-1.json"]
+    assert list(records(target)) == ["00000030-2.json"]
     with open_run(target) as ckpt, open_run(run) as original:
         assert ckpt.info().uid == original.info().uid
         assert ckpt.verify().ok
     assert call("copy", run, target, "--overwrite").out.endswith("is there already\n")
     assert call("copy", run, target, "--overwrite", "--raw").code == 0
-    assert list(records(target)) == ["00000030-2.json"]
+    assert list(records(target)) == ["00000030-4.json"]
 
 
 def test_damaged_step_among_all_fails_alone(call, run, target):

@@ -219,7 +219,7 @@ def test_a_copy_to_tiers_goes_to_the_last_and_heeds_what_the_others_have(call, r
     assert "--overwrite" in done.err
     assert call("copy", one, run.url, "--step", "2", "--overwrite", *how).code == 0
     with Checkpointer(run.url) as ckpt:
-        assert ckpt.info(2).generation == 1
+        assert ckpt.info(2).generation == 2
         assert ckpt.verify(2).ok
     assert call("drain", run.url).code == 0
-    assert call("ls", run.url, "--json").json["checkpoints"][0]["generation"] == 1
+    assert call("ls", run.url, "--json").json["checkpoints"][0]["generation"] == 2

@@ -69,6 +69,17 @@ def test_a_commit_record_comes_back(user, step, generation):
     assert decode_commit(encode_commit(made), commit_name(step, generation)) == made
 
 
+def test_a_compaction_names_the_checkpoint_that_it_was_made_from():
+    made = record(compacts=OTHER)
+    data = encode_commit(made)
+    assert decode_commit(data, NAME) == made
+    assert b"compacts" not in encode_commit(record())
+    for wrong in (UID, "no uid", 5):
+        changed = resigned(data, lambda body, wrong=wrong: body.update(compacts=wrong))
+        with pytest.raises(FormatError, match="compacts"):
+            decode_commit(changed, NAME)
+
+
 def test_a_commit_record_is_read_by_people():
     header, _, content = encode_commit(record()).partition(b"\n")
     assert json.loads(header)["length"] == len(content)

@@ -31,7 +31,9 @@ from penstock.core.format.records import (
     ShardRecord,
     blob_uid,
     commit_name,
+    compacted_generation,
     data_uid,
+    generation_above,
     parse_commit_name,
     part_name,
 )
@@ -580,6 +582,15 @@ def test_deeply_nested_json_is_refused():
 @given(st.integers(0, 10**12), st.integers(0, 10**4))
 def test_a_commit_name_says_step_and_generation(step, generation):
     assert parse_commit_name(commit_name(step, generation)) == (step, generation)
+
+
+@given(st.sets(st.integers(0, 50), min_size=1), st.integers(0, 50))
+def test_a_compaction_is_above_its_checkpoint_and_below_each_overwrite_that_knew_it(present, late):
+    overwrite = generation_above(commit_name(7, generation) for generation in present)
+    for generation in present:
+        assert generation < compacted_generation(generation) < overwrite
+    # Whatever the two knew, they never take one name.
+    assert compacted_generation(late) != overwrite
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 9)), unique=True))

@@ -311,6 +311,23 @@ def test_an_overwrite_meanwhile_wins(tmp_path, match):
     assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
 
 
+def test_an_overwrite_that_has_begun_wins_though_the_compaction_commits_first(tmp_path):
+    save(tmp_path, range(4))
+    store = FaultyBackend(open_backend(tmp_path))
+    with penstock.Checkpointer(store) as ckpt:
+        with holding(store, "publish", match="parts/") as held:
+            handle = ckpt.save(another(3), step=3, overwrite=True)
+            held.reached.wait()
+            with penstock.Checkpointer(tmp_path) as other:
+                assert [one.step for one in other.compact([3]).steps] == [3]
+        handle.result()
+        ckpt.wait()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert same(ckpt.load(3), another(3))
+        assert ckpt.verify(3).ok
+    assert folders(tmp_path) == {record.uid for record in records(tmp_path).values()}
+
+
 def test_an_overwrite_wins_also_if_the_compaction_breaks_off_at_its_commit(tmp_path):
     save(tmp_path, range(4))
     store = FaultyBackend(open_backend(tmp_path))

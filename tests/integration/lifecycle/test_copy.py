@@ -232,7 +232,7 @@ def test_other_checkpoint_at_that_step_stands_unless_it_is_to_be_replaced(worker
             ckpt.save(make_state(seed), step=1, mode="blocking")
     with pytest.raises(StepExistsError, match="--overwrite"):
         encode(source, target, workers)
-    assert encode(source, target, workers, overwrite=True).generation == 1
+    assert encode(source, target, workers, overwrite=True).generation == 2
     with checkpointer(target) as ckpt:
         assert same(ckpt.load(), make_state(1))
     assert len(target.list("commits/")) == 1

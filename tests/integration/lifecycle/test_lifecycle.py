@@ -93,11 +93,11 @@ def test_overwrite_replaces_all_of_a_step_by_the_next_generation(ckpt, store):
     for number in (10, 11):
         report = ckpt.save(tree(number), 1, mode="blocking", overwrite=True).result()
         ckpt.wait()
-        assert report.generation == number - 9
+        assert report.generation == 2 * (number - 9)
         assert same(ckpt.load(1), tree(number))
         assert ckpt.steps() == [1, 2]
         assert names(store, "commits/") == [
-            f"commits/00000001-{number - 9}.json",
+            f"commits/00000001-{2 * (number - 9)}.json",
             "commits/00000002-0.json",
         ]
     assert uids(store) == {ckpt.info(1).uid, ckpt.info(2).uid}
@@ -123,11 +123,11 @@ def test_the_highest_generation_counts_while_the_older_is_not_deleted_yet(store,
         assert any("cleaning up" in record.getMessage() for record in caplog.records)
         assert len(names(store, "commits/")) == 2
         assert same(ckpt.load(1), tree(9))
-        assert ckpt.info(1).generation == 1
+        assert ckpt.info(1).generation == 2
         faulty.clear()
         ckpt.save(tree(8), 1, mode="blocking", overwrite=True)
         ckpt.wait()
-        assert names(store, "commits/") == ["commits/00000001-2.json"]
+        assert names(store, "commits/") == ["commits/00000001-4.json"]
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "seal", "publish"])
@@ -226,7 +226,7 @@ def test_records_go_before_the_first_byte_of_data_lowest_generation_first(store)
         begun = len(faulty.calls)
         ckpt.delete(1)
     deleted = [n for call, batch in faulty.calls[begun:] if call == "delete" for n in batch]
-    assert deleted[:2] == ["commits/00000001-0.json", "commits/00000001-1.json"]
+    assert deleted[:2] == ["commits/00000001-0.json", "commits/00000001-2.json"]
     assert len(deleted) > 2
     assert all(name.startswith("data/") for name in deleted[2:])
     assert not names(store)

@@ -237,7 +237,7 @@ def test_a_step_that_exists_is_refused_on_all(job):
     assert str(errors[1]) == str(errors[2]) == f"{str(errors[0]).rstrip('.')}."
     assert_unchanged(store, before)
     reports = Job(3, store).save(state_of, 1, overwrite=True)
-    assert [report.generation for report in reports] == [1, 1, 1]
+    assert [report.generation for report in reports] == [2, 2, 2]
 
 
 def test_a_job_goes_on_saving_after_a_save_that_failed():

@@ -1,0 +1,151 @@
+"""A step that is compacted in the durable tier while it is copied there, or overwritten."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.integration.support import checkpointer, holding, make_state, same
+from tests.integration.tiers.places import Places
+
+from penstock import CheckpointGoneError, StorageError
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.timing import FAST
+from penstock.core.tiers.whereabouts import pending
+
+
+@pytest.fixture
+def places(waits):
+    waits(FAST)
+    return Places()
+
+
+def state(epoch):
+    """A state that shares all but its epoch with the others."""
+    return {**make_state(1), "epoch": epoch}
+
+
+def compact(places, step, **how):
+    """Compact a step as another process would."""
+    with places.open(**how) as other:
+        return other.compact([step]).steps
+
+
+def dying(places):
+    """Both places, for a process that dies before it deletes anything."""
+    found = {"fast": FaultyBackend(places.other_fast()), "durable": FaultyBackend(places.other())}
+    for backend in found.values():
+        backend.fail("delete", StorageError("killed"), times=None)
+    return found
+
+
+def check(places, step, epoch, *, generation):
+    """All that is left of the step is whole, in both tiers, and nothing waits to be copied."""
+    assert pending(places.fast) == []
+    for backend in (places.fast, places.durable):
+        assert Catalog(backend).record(step).generation == generation
+        with checkpointer(backend) as ckpt:
+            assert same(ckpt.load(step), state(epoch))
+            assert ckpt.verify(step).ok
+
+
+def test_an_overwrite_becomes_durable_though_its_step_is_compacted_meanwhile(places):
+    fast = FaultyBackend(places.other_fast())
+    with places.open(fast=fast, share=True) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state(step), step).result(60)
+        with holding(fast, "publish", match="parts/") as held:
+            overwrite = ckpt.save(state(42), 2, overwrite=True)
+            assert held.reached.wait(60)
+            assert [one.generation for one in compact(places, 2)] == [1]
+        assert overwrite.result(60).tiers == ("fast", "durable")
+        ckpt.wait()
+    check(places, 2, 42, generation=2)
+
+
+def test_an_overwrite_becomes_durable_though_a_compaction_died_at_its_commit(places):
+    fast = FaultyBackend(places.other_fast())
+    with places.open(fast=fast, share=True) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state(step), step).result(60)
+        with holding(fast, "publish", match="parts/") as held:
+            overwrite = ckpt.save(state(42), 2, overwrite=True)
+            assert held.reached.wait(60)
+            with pytest.raises(StorageError, match="killed"):
+                compact(places, 2, **dying(places))
+            assert Catalog(places.durable).record(2).generation == 1
+        assert overwrite.result(60).tiers == ("fast", "durable")
+        ckpt.wait()
+    check(places, 2, 42, generation=2)
+
+
+def test_a_compaction_gives_way_to_an_overwrite_that_waits_to_be_copied(places):
+    durable, slow = FaultyBackend(places.other()), FaultyBackend(places.other())
+    with places.open(share=True, durable=durable) as ckpt, ThreadPoolExecutor(1) as pool:
+        for step in (1, 2):
+            ckpt.save(state(step), step).result(60)
+        with holding(durable, "create"):
+            with holding(slow, "publish", match="commits/") as held:
+                compacted = pool.submit(compact, places, 2, durable=slow)
+                assert held.reached.wait(60)
+                overwrite = ckpt.save(state(42), 2, overwrite=True)
+                overwrite.committed.result(60)
+            with pytest.raises(CheckpointGoneError, match="saved anew while it was compacted"):
+                compacted.result(60)
+            # The tier still has a checkpoint of the step, until the overwrite is there as well.
+            assert Catalog(places.durable).steps() == [1, 2]
+        assert overwrite.result(60).tiers == ("fast", "durable")
+        ckpt.wait()
+    check(places, 2, 42, generation=2)
+
+
+def test_a_save_that_is_compacted_before_it_is_copied_is_durable(places):
+    durable = FaultyBackend(places.other())
+    with places.open(share=True, durable=durable) as ckpt:
+        ckpt.save(state(1), 1).result(60)
+        with holding(durable, "create") as held:
+            handles = [ckpt.save(state(step), step) for step in (2, 3, 4)]
+            handles[-1].committed.result(60)
+            assert held.reached.wait(60)
+            durable.clear()  # the copy under way is held, and nothing else
+            assert compact(places, 3)
+            assert ckpt.compact([4]).steps
+        assert [handle.result(60).step for handle in handles] == [2, 3, 4]
+        assert all("durable" in handle.result().tiers for handle in handles)
+        assert not any(handle.failed for handle in handles)
+    assert pending(places.fast) == []
+    with checkpointer(places.durable) as ckpt:
+        for step in (2, 3, 4):
+            assert same(ckpt.load(step), state(step))
+            assert ckpt.info(step).generation == (step > 2)
+
+
+def test_a_copy_that_meets_a_compaction_of_its_checkpoint_has_nothing_to_do(places):
+    durable = FaultyBackend(places.other())
+    with places.open(share=True, durable=durable) as ckpt:
+        ckpt.save(state(1), 1).result(60)
+        with holding(durable, "create"):
+            handles = [ckpt.save(state(step), step) for step in (2, 3)]
+            handles[-1].committed.result(60)
+            with pytest.raises(StorageError, match="killed"):
+                compact(places, 3, **dying(places))
+        assert handles[-1].result(60).tiers == ("fast", "durable")
+        assert ckpt._drains.states()[0].lost == {}
+    assert pending(places.fast) == []
+
+
+def test_a_save_that_is_overwritten_before_it_is_copied_says_so(places):
+    durable = FaultyBackend(places.other())
+    with places.open(durable=durable) as ckpt:
+        with holding(durable, "create") as held:
+            handles = [ckpt.save(state(step), step) for step in (1, 2, 3)]
+            assert held.reached.wait(60)
+            handles[2].committed.result(60)
+            ckpt.delete(3)
+            overwrite = ckpt.save(state(42), 2, overwrite=True)
+            with pytest.raises(CheckpointGoneError, match="step 2 was replaced by an overwrite"):
+                handles[1].result(60)
+            with pytest.raises(CheckpointGoneError, match="step 3 was deleted before it was in"):
+                handles[2].result(60)
+        assert overwrite.result(60).tiers == ("fast", "durable")
+        ckpt.wait()
+    check(places, 2, 42, generation=2)
