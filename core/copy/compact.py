@@ -194,10 +194,14 @@ class Compactor:
         report = save_stored(
             Checkpoint(opened),
             last_place(self._backend),
-            Reencoding(config=self._config, selection=Selection(None, None), keep_codecs=True),
+            Reencoding(
+                config=self._config,
+                selection=Selection(None, None),
+                keep_codecs=True,
+                compacts=True,
+            ),
             # Never a higher one: it would hide an overwrite that came meanwhile.
             generation=compacted_generation(record.generation),
-            compacts=record.uid,
             surroundings=_Compaction(self._catalog, record, self._housekeeper),
             registry=self._registry,
             workers=self._workers,

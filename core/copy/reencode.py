@@ -62,6 +62,7 @@ class Reencoding:
         overwrite: Whether to replace the target's checkpoint at that step.
         alone: Whether the copy borrows nothing, though codecs of the rules need a base. With
             `keep_codecs` it never does.
+        compacts: Whether the copy is a compaction, which takes the place of the checkpoint.
     """
 
     config: CheckpointerConfig
@@ -69,6 +70,7 @@ class Reencoding:
     keep_codecs: bool = False
     overwrite: bool = False
     alone: bool = False
+    compacts: bool = False
 
 
 def copy_objects(
@@ -119,7 +121,6 @@ def save_stored(
     how: Reencoding,
     *,
     generation: int,
-    compacts: str = "",
     surroundings: SaveSurroundings,
     registry: Registry,
     workers: Workers,
@@ -135,7 +136,6 @@ def save_stored(
         place: The place to save to.
         how: The options; `overwrite` is not looked at.
         generation: The generation of the new checkpoint.
-        compacts: As in `CommitRecord`.
         surroundings: The run around the save.
         registry: Finds the codecs.
         workers: The threads that encode and hash.
@@ -176,7 +176,7 @@ def save_stored(
             shipper=lambda plugin: contents.record.plugins.get(plugin) or registry.shipper(plugin),
             earlier_errors=_errors(contents),
             earlier_choices=contents.choices() if how.keep_codecs else (),
-            compacts=compacts,
+            compacts=contents.record.uid if how.compacts else "",
         ),
         destination=Destination(place),
         staging=staging_for(request, None, config),
