@@ -40,7 +40,8 @@ def arm(job: SaveJob, timeout_s: float) -> None:
 
             # torch.compile would trace the hook into the step that it compiles. `disable` imports
             # dynamo, as the making of any optimizer does.
-            register_optimizer_step_pre_hook(disable(_before_step))
+            hook = disable(_before_step)  # type: ignore[no-untyped-call]  # torch has no types for it
+            register_optimizer_step_pre_hook(hook)
             _installed = True
 
 
