@@ -62,8 +62,8 @@ class LocalBackend(Backend):
 
     @property
     def url(self) -> str:
-        """The root, as a URL."""
-        return f"{self.name}://{quote(self._names.root)}"
+        """The root as a URL, the same for each engine: a run has one name in messages."""
+        return f"file://{quote(self._names.root)}"
 
     @property
     def capabilities(self) -> Capabilities:

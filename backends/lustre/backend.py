@@ -64,6 +64,11 @@ class LustreBackend(LocalBackend):
             raise ConfigError(msg)
         return super().from_url(url, options)
 
+    @property
+    def url(self) -> str:
+        """The root, as a URL that is opened by this backend."""
+        return super().url.replace("file", self.name, 1)
+
     def __init__(self, config: LustreConfig, /, *, client: LustreClient | None = None) -> None:
         """Check the file system of the root; touches no file.
 

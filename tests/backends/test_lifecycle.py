@@ -134,7 +134,7 @@ def test_urls_that_name_a_machine_or_two_paths_are_refused():
 def test_urls_shown_to_people_lead_back(tmp_path):
     path = str(tmp_path / "run one+50%")
     backend = PosixBackend(PosixConfig(path=path))
-    assert backend.url.startswith("posix:///")
+    assert backend.url.startswith("file:///")
     assert PosixBackend.from_url(backend.url, {}).path == path
 
 

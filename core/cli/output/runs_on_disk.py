@@ -48,7 +48,8 @@ def local_root(backend: Backend) -> Path | None:
 def named_root(backend: Backend) -> Path | None:
     """Return the folder that a URL names, perhaps on another machine; calls no store."""
     scheme, _, path = backend.url.partition("://")
-    return Path(unquote(path)) if scheme == backend.name and path.startswith("/") else None
+    ours = scheme in {backend.name, "file"}
+    return Path(unquote(path)) if ours and path.startswith("/") else None
 
 
 def same_place(one: Backend, other: Backend) -> bool:

@@ -156,7 +156,7 @@ def test_a_url_may_name_both(tmp_path):
         f"{tmp_path}/b",
     ]
     assert backend.tiers[0].keep_last == 2
-    assert backend.url.startswith(f"tiered(posix://{tmp_path}/a, ")
+    assert backend.url.startswith(f"tiered(file://{tmp_path}/a, ")
     backend.close()
 
 

@@ -187,7 +187,7 @@ def test_ls_json_says_the_same(penstock, run_folder):
     assert done.returncode == 0
     assert done.stdout.isascii()
     listing = json.loads(done.stdout)
-    assert listing["url"] == f"posix://{run_folder}"
+    assert listing["url"] == f"file://{run_folder}"
     five, seventy, hundred = listing["checkpoints"]
     assert (five["step"], five["state"], five["bytes_raw"]) == (5, "ok", 3 << 30)
     assert five["metadata"] == {"loss": 2.5, "note": "ok"}
@@ -199,7 +199,7 @@ def test_ls_json_says_the_same(penstock, run_folder):
 def test_ls_of_an_empty_run_says_so(penstock, tmp_path):
     (tmp_path / "run").mkdir()
     done = penstock("ls", tmp_path / "run")
-    assert (done.returncode, done.stdout) == (0, f"no checkpoints under posix://{tmp_path}/run\n")
+    assert (done.returncode, done.stdout) == (0, f"no checkpoints under file://{tmp_path}/run\n")
     assert json.loads(penstock("ls", tmp_path / "run", "--json").stdout)["checkpoints"] == []
 
 
@@ -210,7 +210,7 @@ def test_ls_above_runs_names_them(penstock, run_folder, tmp_path):
     done = penstock("ls", tmp_path / "above")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        f"no checkpoints under posix://{tmp_path}/above",
+        f"no checkpoints under file://{tmp_path}/above",
         "these folders below it hold runs; list one of them:",
         f"  {tmp_path}/above/gpt",
         f"  {tmp_path}/above/notes/deep/er",
@@ -225,7 +225,7 @@ def test_ls_of_a_folder_inside_a_run_names_the_run(penstock, run_folder, inside)
     done = penstock("ls", folder)
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
-        f"no checkpoints under posix://{folder}",
+        f"no checkpoints under file://{folder}",
         f"this is a folder inside the run {run_folder}: list that",
     ]
 
@@ -234,7 +234,7 @@ def test_ls_of_an_empty_folder_beside_runs_says_nothing_of_them(penstock, run_fo
     shutil.copytree(run_folder, tmp_path / "gpt")
     (tmp_path / "gpt" / "notes").mkdir()
     done = penstock("ls", tmp_path / "gpt" / "notes")
-    assert done.stdout == f"no checkpoints under posix://{tmp_path}/gpt/notes\n"
+    assert done.stdout == f"no checkpoints under file://{tmp_path}/gpt/notes\n"
 
 
 def test_json_may_stand_before_the_command(penstock, run_folder):

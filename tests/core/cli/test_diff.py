@@ -45,8 +45,8 @@ def test_two_newest_of_one_run_are_compared_by_default(call, run):
     done = call("diff", run)
     assert (done.code, done.err) == (1, "")
     assert done.out.splitlines()[:2] == [
-        f"A: step 2 of uring://{run}" if "uring" in done.out else f"A: step 2 of posix://{run}",
-        f"B: step 4 of uring://{run}" if "uring" in done.out else f"B: step 4 of posix://{run}",
+        f"A: step 2 of file://{run}",
+        f"B: step 4 of file://{run}",
     ]
     assert ["model/w", "bytes", "float32", "6000", "float32", "6000"] in lines(done)
     assert ["epoch", "value", "2", "4"] in lines(done)
