@@ -1,7 +1,7 @@
 """A store that takes from other ranks what they read, and reads itself what does not come."""
 
 import pytest
-from tests.core.hosts.test_relay import relays
+from tests.core.hosts.test_relay import hurry, relays
 from tests.integration.support import memory
 
 from penstock.core.errors import BlobNotFoundError, StorageError
@@ -9,11 +9,12 @@ from penstock.core.hosts.relay import RelayKey
 from penstock.core.hosts.relayed_store import Place, RelayedBytes, RelayedStore
 from penstock.core.ranks.templates import RoundOverError
 from penstock.core.testing.faults import Fault, FaultyBackend
+from penstock.core.testing.timing import ShiftedClock
 from penstock.core.types import ReadRequest, WriteRequest
 
 DATA = bytes(range(256)) * 16
 HALF = len(DATA) // 2
-PATIENT_S = 20
+PATIENT_S = 100
 
 
 def stored():
@@ -71,8 +72,10 @@ def test_a_second_read_of_the_same_place_is_of_the_store():
 
 
 def test_what_does_not_come_is_read_from_the_store():
-    with relays({0: (1,), 1: (0,)}, offers=(0, 1)) as found:
+    clock = ShiftedClock()
+    with relays({0: (1,), 1: (0,)}, offers=(0, 1), clock=clock) as found:
         found[1].close()
+        hurry(clock)  # it may have closed before it was connected
         store = two(found, [stored(), stored()])[0]
         future, targets, _ = begun(store, 0, HALF)
         future.result(PATIENT_S)
