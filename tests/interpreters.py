@@ -72,7 +72,7 @@ class Server:
         """`python WORDS...` under way, as `subprocess.Popen` in text mode."""
         return Process(self._socket, words, cwd, env, (stdin, stdout, stderr))
 
-    def run(self, *words, timeout=100, check=False, **around):
+    def run(self, *words, timeout=200, check=False, **around):
         """`python WORDS...` to its end, with its output, as `subprocess.run`."""
         with self.start(
             *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **around
