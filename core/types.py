@@ -359,6 +359,18 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1] in set('aeiouAEIO') else 'a'} {noun}"
 
 
+def show_text(text: str) -> str:
+    """Text of others in a message: 300 characters of it, those that control a terminal escaped."""
+    if len(text) > _SHOWN_CHARS:
+        text = f"{text[:_SHOWN_CHARS]}..."
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+_SHOWN_CHARS = 300
+
+
 def show_path(path: ObjectPath) -> str:
     """The shown form of `path`, segments joined by `/`; the root is the empty string."""
     return "/".join(map(show_segment, path))

@@ -18,6 +18,7 @@ from penstock.core.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
+from penstock.core.types import show_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +90,7 @@ def storage_error(
     """
     where = place(what, name, url)
     status = status_of(error)
-    text = scrub(str(error)) or type(error).__name__
+    text = show_text(scrub(str(error))) or type(error).__name__
     kind: type[StorageError] = StorageError
     if isinstance(error, FileNotFoundError) or status == _NOT_FOUND:
         kind, text = BlobNotFoundError, "it does not exist"

@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.errors import FormatError
 from penstock.core.limits import MAX_INT
+from penstock.core.types import show_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SHOWN_CHARS = 300
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 def refuse(name: str, reason: str) -> NoReturn:
     """Raise a `FormatError` with the reason why record `name` is refused."""
-    if len(reason) > _SHOWN_CHARS:  # a reason quotes the record, which may hold megabytes
-        reason = f"{reason[:_SHOWN_CHARS]}..."
-    msg = f"{name}: {reason}"
+    msg = f"{name}: {show_text(reason)}"  # it quotes the record, which may hold megabytes
     raise FormatError(msg, [name])
 
 

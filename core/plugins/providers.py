@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from penstock.core.abc.provider import breach_of_priority
 from penstock.core.errors import PluginError
 from penstock.core.suggest import nearest
+from penstock.core.types import show_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,8 +64,8 @@ class ProviderSet:
         if not names:
             known = {f for p in self.all() for f in p.forms}
             msg = (
-                f"no installed provider rebuilds {form!r}{nearest(form, known)}: the checkpoint "
-                f"was written with a plugin that is not here"
+                f"no installed provider rebuilds {show_text(repr(form))}{nearest(form, known)}: "
+                f"the checkpoint was written with a plugin that is not here"
             )
             raise PluginError(msg)
         if len(names) > 1:

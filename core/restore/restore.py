@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SHOWN = 50  # differences in a message; the error holds all of them
+_LINE_CHARS = 1000  # of one difference, which may quote a record
 
 
 def restore_into(
@@ -596,7 +597,7 @@ def _mismatch(
     more = f"\n  ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     msg = (
         f"step {step} does not {what} in {counted(len(every), 'place')}; nothing was changed:\n  "
-        + "\n  ".join(every[:_SHOWN])
+        + "\n  ".join(line[:_LINE_CHARS] for line in every[:_SHOWN])
         + more
     )
     if missing and unexpected:

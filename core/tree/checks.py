@@ -17,16 +17,13 @@ from penstock.core.limits import (
     depth_of,
 )
 from penstock.core.suggest import nearest
-from penstock.core.types import show_path
+from penstock.core.types import show_path, show_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from collections.abc import Set as AbstractSet
 
     from penstock.core.types import ObjectPath, TensorSpec
-
-
-_SHOWN = 200  # characters of a path or a dtype in a message
 
 
 class BrokenEntryError(Exception):
@@ -96,7 +93,7 @@ def check_spec(spec: TensorSpec, path: ObjectPath) -> None:
     if not 1 <= spec.itemsize <= MAX_ITEMSIZE:
         _refuse(
             path,
-            f"has elements of {spec.itemsize} bytes ({spec.dtype[:_SHOWN]}), and those of 1 to "
+            f"has elements of {spec.itemsize} bytes ({show_text(spec.dtype)}), and those of 1 to "
             f"{MAX_ITEMSIZE} can be stored: save it as bytes, a string, or a list of them",
         )
     if spec.shape and max(spec.shape) > MAX_INT:
@@ -105,9 +102,7 @@ def check_spec(spec: TensorSpec, path: ObjectPath) -> None:
 
 def _refuse(path: ObjectPath, what: str) -> NoReturn:
     shown = show_path(path) or "the root"
-    if len(shown) > _SHOWN:
-        shown = f"{shown[:_SHOWN]}..."
-    msg = f"{shown} {what}"
+    msg = f"{show_text(shown)} {what}"
     raise UnsupportedStateError(msg)
 
 

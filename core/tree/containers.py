@@ -19,6 +19,7 @@ from penstock.core.types import (
     loaded_class,
     show_key,
     show_path,
+    show_text,
     show_value,
 )
 
@@ -266,7 +267,8 @@ def key_from_segment(segment: str, kinds: str | dict[str, str] | None, path: Obj
                 return constants[segment]
     except (ValueError, KeyError):
         pass
-    msg = f"{show_path(path)} has no key {segment!r} of type {kind!r}"
+    wrong = show_text(f"{segment!r} of type {kind!r}")
+    msg = f"{show_path(path)} has no key {wrong}"
     raise FormatError(msg, [show_path(path)])
 
 
@@ -317,7 +319,7 @@ def make_dict(meta: dict[str, Any], path: ObjectPath) -> dict[Any, Any]:
                 return defaultdict(None)
             if isinstance(name, str) and name in FACTORIES:
                 return defaultdict(FACTORIES[name])
-    msg = f"{show_path(path)} is stored as a dict of unknown class {meta!r}"
+    msg = f"{show_path(path)} is stored as a dict of unknown class {show_text(repr(meta))}"
     raise FormatError(msg, [show_path(path)])
 
 
@@ -354,14 +356,14 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
     make = getattr(kind, "_make", None) if is_tuple else None
     if make is None:
         msg = (
-            f"{show_path(path)} is a named tuple {name}, which is not loaded here: import its "
-            "module before loading"
+            f"{show_path(path)} is a named tuple {show_text(str(name))}, which is not loaded "
+            "here: import its module before loading"
         )
         raise UnsupportedStateError(msg)
     try:
         made: tuple[Any, ...] = make(items)
     except TypeError as error:
-        msg = f"{show_path(path)} does not fit the named tuple {name}: {error}"
+        msg = f"{show_path(path)} does not fit the named tuple {show_text(name)}: {error}"
         raise FormatError(msg, [show_path(path)]) from error
     return made
 

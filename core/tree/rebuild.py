@@ -30,7 +30,7 @@ from penstock.core.tree.describe import (
     broken_contract,
 )
 from penstock.core.tree.stored_tree import PathTree, StoredTree
-from penstock.core.types import Kind, show_path
+from penstock.core.types import Kind, show_path, show_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -205,9 +205,10 @@ class Rebuilding(PlaceContext):
         except Exception as error:  # no memory left, or a manifest that contradicts itself
             if why := self._only_whole(stored):
                 raise SelectionError(why) from error
+            why = show_text(f"{type(error).__name__}: {error}")
             msg = (
-                f"{show_path(stored.path) or 'the root'} is stored in the form {stored.form!r}, "
-                f"and cannot be built from that: {type(error).__name__}: {error}"
+                f"{show_path(stored.path) or 'the root'} is stored in the form "
+                f"{show_text(repr(stored.form))}, and cannot be built from that: {why}"
             )
             raise RestoreError(msg) from error
         check_placement(built, provider, stored.path, "building it")

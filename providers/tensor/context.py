@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.types import collide, show_path
+from penstock.core.types import collide, show_path, show_text
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 
@@ -102,9 +102,10 @@ def safe_global(name: str, path: ObjectPath) -> Any:
         if name == known_as or name == global_name(found):
             return found
     msg = (
-        f"{show_path(path)} consists of the parts of a {name}, which cannot be put together here: "
-        "nothing that is loaded and named to torch as safe has that name. Import its package (and "
-        "call torch.serialization.add_safe_globals on it where the package does not); or restore "
-        "into such a tensor; or exclude it, or read its parts one by one through open()"
+        f"{show_path(path)} consists of the parts of a {show_text(name)}, which cannot be put "
+        "together here: nothing that is loaded and named to torch as safe has that name. Import "
+        "its package (and call torch.serialization.add_safe_globals on it where the package "
+        "does not); or restore into such a tensor; or exclude it, or read its parts one by one "
+        "through open()"
     )
     raise UnsupportedStateError(msg)

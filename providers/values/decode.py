@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.core.distributions import installed_only
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.types import collide, loaded_class, show_path
+from penstock.core.types import collide, loaded_class, show_path, show_text
 from penstock.providers.values.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def decode_value(data: bytes, path: ObjectPath) -> object:
         struct.error,
         DeprecationWarning,  # of numpy, about the name of a dtype, where warnings are errors
     ) as error:
-        msg = f"{show_path(path)} holds a value that cannot be decoded: {error!r}"
+        msg = f"{show_path(path)} holds a value that cannot be decoded: {show_text(repr(error))}"
         raise FormatError(msg, [show_path(path)]) from error
 
 
@@ -167,7 +167,7 @@ def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
 def _find(name: str, base: type) -> Any:
     kind = loaded_class(name)
     if kind is None:
-        msg = f"{name} is not loaded: import its module before reading this value"
+        msg = f"{show_text(name)} is not loaded: import its module before reading this value"
         raise UnsupportedStateError(msg)
     if not issubclass(kind, base):
         raise TypeError(name)

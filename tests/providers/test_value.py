@@ -391,3 +391,26 @@ def test_a_zone_of_the_installed_package_is_the_users_own(tzdata):
     data = json.dumps({"$": "time", "v": "00:00:00", "fold": 0, "tz": "Penstock/Zone"}).encode()
     zone = decode_value(data, ("t",)).tzinfo
     assert zone is zoneinfo.ZoneInfo("Penstock/Zone")
+
+
+LONG = "\x1b[31m" + "A" * 100_000
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"$": LONG, "v": 1},
+        {"$": "defaultdict", "factory": LONG, "v": []},
+        {"$": "path", "class": LONG, "v": ""},
+        {"$": "enum", "class": LONG, "v": "x"},
+        {"$": "numpy", "dtype": "<i4", "v": "00" * 100_000},
+        {"$": "date", "v": LONG},
+        {"$": "time", "v": "00:00:00", "fold": 0, "tz": LONG},
+    ],
+    ids=lambda stored: stored["$"][-12:],
+)
+def test_messages_quote_little_of_what_is_stored_and_escape_it(stored):
+    with pytest.raises((FormatError, UnsupportedStateError)) as caught:
+        decode_value(json.dumps(stored).encode(), ("v",))
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()

@@ -15,6 +15,7 @@ from penstock.core.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
+from penstock.core.types import show_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -77,7 +78,6 @@ _NETWORK = (
     "ProxyConnectionError",
     "gaierror",
 )
-_SHOWN_CHARS = 250  # of the text of a library, which may quote a server
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
@@ -132,7 +132,7 @@ def storage_error(
     code = code_of(error)
     if code:
         return _answered(error, where, scrub)
-    text = scrub(str(error)).strip() or type(error).__name__
+    text = show_text(scrub(str(error)).strip()) or type(error).__name__
     if _named(error, _CREDENTIALS):
         return StorageError(
             f"{where}: no usable credentials ({text}); set AWS_ACCESS_KEY_ID and "
@@ -142,14 +142,14 @@ def storage_error(
         return StorageTimeoutError(f"{where}: no answer in time; is the store reachable?")
     if _is_network(error):
         if not isinstance(error, BrokenAnswerError):
-            text = f"no whole answer came ({text[:_SHOWN_CHARS]})"
+            text = f"no whole answer came ({text})"
         return StorageError(f"{where}: {text}; look whether the store is reachable, and try again")
     return StorageError(f"{where}: {type(error).__name__}: {text}")
 
 
 def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
-    code = code_of(error)
-    said = scrub(str(getattr(error, "response", {}).get("Error", {}).get("Message", "")))
+    code = show_text(code_of(error))
+    said = show_text(scrub(str(getattr(error, "response", {}).get("Error", {}).get("Message", ""))))
     kind: type[StorageError] = StorageError
     if code in _MISSING:
         kind, text = BlobNotFoundError, "it does not exist"

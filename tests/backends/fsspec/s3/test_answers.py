@@ -441,6 +441,15 @@ def test_refusal_for_good_is_said_at_once_with_what_to_do(at, status, code, advi
         assert len(server.heads) == 1
 
 
+def test_message_of_the_store_is_quoted_in_part_and_escaped(at):
+    refusal = refusing(400, "Odd", f"<Message>&#x9b;31m{'A' * 100_000}</Message>")
+    server = ScriptedServer(answering_all(lambda _: refusal))
+    with server, pytest.raises(StorageError, match="AAA") as caught:
+        read(at(server.url))
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
 def test_by_default_what_met_a_timeout_is_tried_again():
     config = FsspecConfig(url="s3://bucket/run")
     assert config.retry_total_s >= 2 * config.timeout_s
