@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.backends.fsspec.config import FsspecConfig, S3Options
 
-_OK, _REDIRECT = 200, 300  # the first status of success, and the first behind it
+_OK, _REDIRECT, _REFUSED = 200, 300, 400  # the first status of success, redirects and refusals
 _SEND_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 _TEXT_BYTES = 16 << 20  # a page of a listing has at most 1,000 names of 1,024 bytes, escaped
@@ -114,7 +114,7 @@ class Transport:
         self._used_s = clock()
         self._lock = threading.Lock()  # guards `_used_s`
 
-    def send(self, request: Any, **_: Any) -> Any:
+    def send(self, request: Any, event_name: str = "", **_: Any) -> Any:
         """Return the answer to a signed request; botocore calls this as its `before-send` handler.
 
         Raises:
@@ -128,6 +128,8 @@ class Transport:
         answer.raw.enforce_content_length = True
         try:
             _check_head(request, answer)
+            if event_name.endswith(".HeadBucket"):
+                _check_region(answer)
             if not streamed or answer.status_code >= _REDIRECT:
                 answer.raw = _text(answer.raw)
         except BaseException:
@@ -205,6 +207,17 @@ def _check_head(request: Any, answer: Any) -> None:
     body = request.body
     if isinstance(body, Views) and body.tell() < len(body) and answer.status_code < _REDIRECT:
         msg = "the answer says that a body is stored, but it was not sent to its end"
+        raise BrokenAnswerError(msg)
+
+
+def _check_region(answer: Any) -> None:
+    """Refuse a redirect to no region: botocore asks for the region of the bucket again and again.
+
+    It asks by the same operation that is redirected, until Python's stack is full.
+    """
+    redirects = _REDIRECT <= answer.status_code < _REFUSED
+    if redirects and "x-amz-bucket-region" not in answer.headers:
+        msg = f"the store redirects ({answer.status_code}), but names no region; is this its URL?"
         raise BrokenAnswerError(msg)
 
 

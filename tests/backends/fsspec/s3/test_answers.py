@@ -475,6 +475,15 @@ def test_bucket_of_another_region_is_read_there(at, refusal):
     assert len(server.heads) == 3
 
 
+@pytest.mark.parametrize("status", [301, 307])
+def test_redirect_without_a_region_is_an_error_and_no_endless_search(at, status):
+    redirect = f"HTTP/1.1 {status} X\r\nLocation: /bucket/run\r\nContent-Length: 0\r\n\r\n".encode()
+    with ScriptedServer(answering_all(lambda _: redirect)) as server:
+        with pytest.raises(StorageError, match=rf"redirects \({status}\), but names no region"):
+            read(at(server.url, attempts=1))
+        assert len(server.heads) == 2
+
+
 # -- addresses ----------------------------------------------------------------------------------
 
 
