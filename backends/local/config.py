@@ -27,7 +27,7 @@ class LocalConfig(PluginConfig):
             every owner.
     """
 
-    path: str = Field(min_length=1)
+    path: str = Field(min_length=1, pattern=r"^[^\x00]*$")
     direct_io: DirectMode = "auto"
     allocate_bytes: int = Field(default=1 << 30, ge=0)
     owner: Literal["self", "any"] = "self"

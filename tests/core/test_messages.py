@@ -401,3 +401,8 @@ def test_a_state_dict_stored_for_an_optimizer_is_one_mismatch_that_says_the_way(
         assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
     report = ckpt.restore(template, strict=False)
     assert [found.path for found in report.mismatched] == ["optimizer"]
+
+
+@pytest.mark.parametrize("place", ["a\0b", "posix://a%00b", {"type": "posix", "path": "a\0b"}])
+def test_a_path_with_a_nul_is_an_error_of_ours(place):
+    assert "path: String should match" in message(ConfigError, lambda: open_backend(place))
