@@ -117,7 +117,7 @@ class SaveAgreement:
             expects=self._obstacle,
             called_s=called_s,
         )
-        self._conductor = Conductor(self._round, group.coordination)
+        self._conductor = Conductor(self._round, group.coordination, group.clock)
 
     @property
     def rank(self) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.core.abc import Coordination
+    from penstock.core.concurrency.timing import Clock
 
 _FIRST_LOOK_S = 0.02
 _GROWTH = 1.5
@@ -122,15 +123,19 @@ class ToldDrains:
 class FollowedDrains:
     """What another rank learns of the copies of rank 0. Thread-safe."""
 
-    def __init__(self, coordination: Coordination, timeout_s: float) -> None:
+    def __init__(
+        self, coordination: Coordination, timeout_s: float, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """Prepare; nothing is read before `follow`.
 
         Args:
             coordination: Where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
+            clock: The clock by which its silence is counted.
         """
         self._coordination = coordination
         self._timeout_s = timeout_s
+        self._clock = clock
         self._changed = threading.Condition()  # guards all below
         self._waiting: dict[int, Callable[[DrainedPost], None]] = {}
         self._telling: list[threading.Thread] = []
@@ -200,7 +205,7 @@ class FollowedDrains:
                 found = self._coordination.read(keys)
             except CoordinationError:
                 found = [beat, *([None] * len(numbers))]
-            looks.look(SYSTEM_CLOCK.monotonic_s())
+            looks.look(self._clock.monotonic_s())
             if found[0] != beat:
                 beat = found[0]
                 still.moved(0)

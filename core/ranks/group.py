@@ -14,6 +14,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.concurrency.watchdog import Deadline, spawn
 from penstock.core.coordination.torch_store import TorchCoordination, job_prefix
 from penstock.core.errors import ConfigError, CoordinationError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Coordination
+    from penstock.core.concurrency.timing import Clock
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.errors import RankError
     from penstock.core.plan.ranks import RankPlaces
@@ -73,6 +75,7 @@ class RankGroup:
         host: str = "",
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Join the ranks; nothing is sent.
 
@@ -85,11 +88,13 @@ class RankGroup:
             writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
+            clock: The clock by which this rank counts the silence of others.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
         self.coordination = coordination
         self.timeout_s = timeout_s
+        self.clock = clock
         self.alike: dict[object, RankPlaces] = {}
         """The places of this rank among those alike, by what it brought to the newest save.
 
@@ -109,7 +114,7 @@ class RankGroup:
         """The places that this rank was seen to share with rank 0, by URL."""
         self.told_drains = ToldDrains(coordination, timeout_s)
         """On rank 0: what it tells of its copies to slower tiers."""
-        self.followed_drains = FollowedDrains(coordination, timeout_s)
+        self.followed_drains = FollowedDrains(coordination, timeout_s, clock)
         """On the others: what they learn of the copies of rank 0."""
         self._numbers = itertools.count()
         self._next = 0

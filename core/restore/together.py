@@ -160,7 +160,7 @@ class RestoreTogether(Generic[T]):
                 called_s=called_s,
             )
             called_s = None  # further rounds begin when this one has ended
-            conductor = Conductor(round_, self._group.coordination)
+            conductor = Conductor(round_, self._group.coordination, self._group.clock)
             self._conductor = conductor
             if self._templates is not None:
                 self._templates.begin(number, conductor)

@@ -19,6 +19,7 @@ from penstock import Checkpointer
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.backends.uring.ring import DISABLE_VARIABLE, Ring
 from penstock.core.errors import CapabilityError
+from penstock.core.testing.timing import ShiftedClock
 from penstock.core.tree.paths import parse_path
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,24 @@ def _command(words):
 def _around(variables=None):
     found = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(ROOT)])}
     return {"cwd": ROOT, "env": {**os.environ, **found, **(variables or {})}}
+
+
+class FlyingClock(ShiftedClock):
+    """A clock that jumps at each look while `flies` says so: what hangs then is late at once.
+
+    So nothing else can be late, however slow the machine is. One jump would not do: what moves
+    after it, as the seal of another blob does, starts the time again.
+    """
+
+    def __init__(self, flies=lambda: False):
+        super().__init__(self._jump)
+        self.flies = flies
+        self.jumped_s = 0.0
+
+    def _jump(self):
+        if self.flies():
+            self.jumped_s += 1e6
+        return self.jumped_s
 
 
 @contextmanager

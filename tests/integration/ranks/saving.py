@@ -9,32 +9,44 @@ from penstock.core.coordination.memory import MemoryBoard, MemoryCoordination
 from penstock.core.plan.ranks import WRITER_BYTES
 from penstock.core.ranks.group import RankGroup
 
-PATIENCE_S = 60.0
-TIMEOUT_S = 3.0
+PATIENCE_S = 300.0
+TIMEOUT_S = 60.0
+# Whoever waits for half of this, or a quarter, waits for longer than any test: so it fails it.
+LONG_S = 4 * PATIENCE_S + 100.0
+# For what has to last longer than a time-out: still longer than a busy machine keeps one waiting.
+SHORT_TIMEOUT_S = 4.0
 
 
 class Job:
     """The ranks of one job over one store: each thread gets its own checkpointer."""
 
     def __init__(
-        self, world_size, store, host="node{}".format, *, writer_bytes=WRITER_BYTES, **options
+        self,
+        world_size,
+        store,
+        host="node{}".format,
+        *,
+        writer_bytes=WRITER_BYTES,
+        timeout_s=TIMEOUT_S,
+        **options,
     ):
         self.world_size = world_size
         self._host = host
         self._writer_bytes = writer_bytes
+        self._timeout_s = timeout_s
         self.board = MemoryBoard()
         self._store = store
         self._options = {**TINY, **options}
 
-    def group(self, rank, *, coordination=None, timeout_s=TIMEOUT_S):
+    def group(self, rank, *, coordination=None, **options):
         member = coordination or MemoryCoordination(self.board)
         return RankGroup(
             rank,
             self.world_size,
             member,
-            timeout_s=timeout_s,
             host=self._host(rank),
             writer_bytes=self._writer_bytes,
+            **{"timeout_s": self._timeout_s, **options},
         )
 
     def checkpointer(self, rank, **group):
@@ -61,7 +73,9 @@ class Job:
 
     def save(self, state_of, step=1, **options):
         """Save `state_of(rank)` on each rank; return the reports, or errors."""
-        return self.run(lambda ckpt, rank: ckpt.save(state_of(rank), step, **options).result(30))
+        return self.run(
+            lambda ckpt, rank: ckpt.save(state_of(rank), step, **options).result(PATIENCE_S)
+        )
 
 
 def save_steps(store, count, steps, state_of, state_alone, **options):
@@ -83,7 +97,7 @@ def save_steps(store, count, steps, state_of, state_alone, **options):
             ]
 
     def work(ckpt, rank):
-        return [ckpt.save(state_of(step, rank, count), step).result(30) for step in steps]
+        return [ckpt.save(state_of(step, rank, count), step).result(PATIENCE_S) for step in steps]
 
     found = Job(count, store, **options).run(work)
     for one in found:

@@ -86,7 +86,7 @@ class Run:
 
             def work(ckpt, rank):
                 return [
-                    ckpt.save(state_of(way, step, rank, count), step, mode=mode).result(30).step
+                    ckpt.save(state_of(way, step, rank, count), step, mode=mode).result(300).step
                     for step in numbers
                 ]
 
@@ -153,7 +153,7 @@ def test_a_chain_of_ranks_is_copied_compacted_and_compared_as_one_of_one_process
 
     def work(ckpt, rank):
         for step in range(4):
-            ckpt.save(state_of(in_rows, step, rank, 2), step).result(30)
+            ckpt.save(state_of(in_rows, step, rank, 2), step).result(300)
 
     assert job.run(work) == [None, None]
     with checkpointer(store) as ckpt, closing(Workers(2)) as workers:
@@ -186,7 +186,7 @@ def test_a_chain_of_ranks_goes_through_tiers():
 
     def work(ckpt, rank):
         for step in range(4):
-            ckpt.save(state_of(in_rows, step, rank, 2), step).result(30)
+            ckpt.save(state_of(in_rows, step, rank, 2), step).result(300)
 
     assert Job(2, store, rules=RULES, share=True).run(work) == [None, None]
     check(places.durable, range(4))

@@ -18,6 +18,7 @@ from tests.integration.atomic.crash_scenarios import (
     without,
 )
 from tests.integration.ranks.saving import Job
+from tests.integration.support import FlyingClock
 
 from penstock import RankError
 from penstock.core.coordination.memory import MemoryCoordination
@@ -27,7 +28,6 @@ from penstock.core.testing.powercut import Disk, PowerCut
 
 WORLD = 2
 WRITER_BYTES = 4096  # so that two ranks share some 30 KB as they would share gigabytes
-TIMEOUT_S = 0.6
 AFTER = {**BEFORE, 4: 4}
 JITTER = {"create": 0.002, "write": 0.002, "seal": 0.002, "publish": 0.002}
 MOST_CUTS = 4
@@ -44,8 +44,11 @@ class Save:
         self.step, self.number = step, number
         self.call = {"mode": mode, "step": step, **more}
 
-    def run(self, stores, member=lambda board, _: MemoryCoordination(board)):
-        """Save on each rank; return what each has come to: a report, or an error."""
+    def run(self, stores, member=lambda board, _: MemoryCoordination(board), *, lost=None):
+        """Save on each rank; return what each has come to: a report, or an error.
+
+        Once `lost()` says that another rank is dead, the time flies until that one is given up.
+        """
         its = job()
         its.fill(self.number)
         options = {"writer_bytes": WRITER_BYTES, **OPTIONS, **self.options}
@@ -53,14 +56,16 @@ class Save:
         results = [None] * WORLD
 
         def one(rank):
-            group = {"coordination": member(ranks.board, rank), "timeout_s": TIMEOUT_S}
+            group = {"coordination": member(ranks.board, rank)}
+            if lost is not None:
+                group["clock"] = FlyingClock(lost)
             try:
                 with ranks.checkpointer(rank, **group) as ckpt:
                     handle = ckpt.save(its.state, **self.call)
                     try:
-                        results[rank] = handle.result(60)
+                        results[rank] = handle.result(300)
                     finally:
-                        ckpt._job.released.wait(60)  # what follows the end is over, too
+                        ckpt._job.released.wait(300)  # what follows the end is over, too
             except BaseException as error:  # noqa: BLE001 - of one that dies, too
                 results[rank] = results[rank] or error
 
@@ -135,7 +140,7 @@ def test_power_that_goes_during_any_effect_of_two_ranks_leaves_old_or_new(save):
             LatencyBackend(PowerCut(disk), jitter_s=JITTER, seed=2 * points + rank)
             for rank in range(WORLD)
         ]
-        possible = save.possible(save.run(stores))
+        possible = save.possible(save.run(stores, lost=lambda disk=disk: disk.dead))
         over = not disk.dead
         chance = random.Random(f"{save.name} {points}")
         for survived in disk.cuts(chance, most=MOST_CUTS):
@@ -182,7 +187,7 @@ def test_a_rank_that_dies_before_any_effect_leaves_old_or_new(save, victim):
         def member(board, rank, dying=dying):
             return OfOne(board, dying) if rank == victim else MemoryCoordination(board)
 
-        results = save.run(stores, member)
+        results = save.run(stores, member, lost=lambda dying=dying: dying.crashed)
         if dying.crashed:
             survivor = results[1 - victim]
             told.add(type(survivor))

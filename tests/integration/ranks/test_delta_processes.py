@@ -45,7 +45,7 @@ with penstock.Checkpointer(root, rules=rules, share=True) as ckpt:
         if dist.get_rank() == 0:
             torch.save(expected, f"{root}-{number}.pt")
         step()
-        handle.result(60)
+        handle.result(300)
 print("saved", flush=True)
 dist.destroy_process_group()
 """

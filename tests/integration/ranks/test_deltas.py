@@ -138,7 +138,7 @@ def test_the_base_comes_from_memory_where_a_rank_has_stored_it_itself(state_of):
 
     def work(ckpt, rank):
         for step in range(3):
-            ckpt.save(state_of(step, rank, 2), step).result(30)
+            ckpt.save(state_of(step, rank, 2), step).result(300)
         return stores[rank].frames
 
     assert job.run(work) == [0, 0]
@@ -214,7 +214,7 @@ def test_what_is_trained_in_shards_is_stored_as_its_differences(name):
         with job.checkpointer(rank) as ckpt:
             for step in range(3):
                 optimizer.step()
-                ckpt.save(state, step, mode="lazy").result(30)
+                ckpt.save(state, step, mode="lazy").result(300)
 
     run_ranks(count, rank_saves)
     state = trained(lambda net: net)

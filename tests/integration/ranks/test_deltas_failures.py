@@ -31,7 +31,7 @@ LARGE = ("model", "large")
 
 def run(store_of, step, state_of=in_rows, count=2):
     job = Job(count, store_of, rules=RULES)
-    return job.run(lambda ckpt, rank: ckpt.save(state_of(step, rank, count), step).result(30))
+    return job.run(lambda ckpt, rank: ckpt.save(state_of(step, rank, count), step).result(300))
 
 
 def names(store):
@@ -211,5 +211,5 @@ def test_what_is_saved_while_its_base_is_deleted_restores():
         save_all(store, 2, range(1, 12), plain)
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(300)
     check(store, [11])

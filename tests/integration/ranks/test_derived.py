@@ -60,7 +60,7 @@ def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_i
         for step, state in states.items():
             handle = ckpt.save(state, step, mode=mode)
             ckpt.fence()
-            found.append(handle.result(30).bytes_stored)
+            found.append(handle.result(300).bytes_stored)
         return found
 
     results = job.run(work)
@@ -101,7 +101,7 @@ def test_a_weight_whose_master_two_ranks_store_is_stored(step):
         return own
 
     def work(ckpt, rank):
-        return [ckpt.save(of(rank), n).result(30).step for n in range(1, step + 1)]
+        return [ckpt.save(of(rank), n).result(300).step for n in range(1, step + 1)]
 
     found = Job(2, store, share=True).run(work)
     assert found == [[*range(1, step + 1)]] * 2
@@ -117,7 +117,7 @@ def test_ranks_of_several_structures_store_their_weights():
 
     def work(ckpt, rank):
         mine = state | ({"more": torch.ones(9)} if rank else {})
-        return [ckpt.save(mine, step).result(30).step for step in (1, 2)]
+        return [ckpt.save(mine, step).result(300).step for step in (1, 2)]
 
     assert Job(3, store, writer_bytes=1 << 30, share=True).run(work) == [[1, 2]] * 3
     assert not derived(store, 1)
@@ -182,7 +182,7 @@ def test_ranks_that_may_not_derive_the_same_leave_no_weight_to_each_other():
 
     def save(rank):
         with jobs[rank].checkpointer(rank) as ckpt:
-            return ckpt.save(state, 1).result(30).ranks
+            return ckpt.save(state, 1).result(300).ranks
 
     assert run_ranks(2, save) == [2, 2]
     restored(store, state, 1)

@@ -67,7 +67,7 @@ def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, tol
         for process in processes:
             process.stdin.write("\n")
             process.stdin.flush()
-        assert [process.communicate(timeout=100)[0] for process in processes] == [told] * 2
+        assert [process.communicate(timeout=300)[0] for process in processes] == [told] * 2
         assert [process.returncode for process in processes] == [0, 0]
     finally:
         end(processes)

@@ -7,10 +7,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tests.integration.ranks.saving import TIMEOUT_S, Job
-from tests.integration.support import checkpointer, memory, same
+from tests.integration.ranks.saving import SHORT_TIMEOUT_S, Job
+from tests.integration.support import FlyingClock, checkpointer, memory, same
 
 from penstock import CommitUnknownError, PenstockError, RankError, Shard, StorageFullError
+from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.coordination.memory import MemoryCoordination
 from penstock.core.errors import CoordinationError, StorageError
 from penstock.core.testing.faults import FaultyBackend
@@ -94,21 +95,22 @@ def test_a_call_that_fails_on_one_rank_ends_the_save_on_all_and_leaves_nothing(
 def end_of(ckpt, rank, step):
     """The step that was saved, or the error."""
     try:
-        return ckpt.save(part(step, rank), step).result(30).step
+        return ckpt.save(part(step, rank), step).result(300).step
     except PenstockError as error:
         return error
     finally:
-        ckpt._job.released.wait(30)
+        ckpt._job.released.wait(300)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_a_rank_whose_store_is_slow_is_waited_for(rank, saved):
     store, _ = saved
     slow = LatencyBackend(store, latency_s={"write": 1.0, "seal": 1.0, "create": 1.0})
-    job = Job(WORLD, lambda r: slow if r == rank else store, chunk_bytes=4096, **ENCODED)
+    options = {"chunk_bytes": 4096, "timeout_s": SHORT_TIMEOUT_S, **ENCODED}
+    job = Job(WORLD, lambda r: slow if r == rank else store, **options)
     began_s = time.monotonic()
     assert [r.step for r in job.save(lambda r: part(2, r), 2)] == [2, 2]
-    assert time.monotonic() - began_s > TIMEOUT_S
+    assert time.monotonic() - began_s > SHORT_TIMEOUT_S
     with checkpointer(store) as ckpt:
         assert same(ckpt.load(2), whole(2))
 
@@ -120,19 +122,23 @@ def test_a_call_that_hangs_on_one_rank_ends_the_save_of_the_others_by_name(call,
     store, before = saved
     operation, _, match = call.partition(" ")
     stores = [FaultyBackend(store) for _ in range(WORLD)]
-    stores[rank].block(operation, gate, match=match)
+    hung = stores[rank].block(operation, gate, match=match)
     job = Job(WORLD, lambda r: stores[r], **ENCODED)
+    clocks = [FlyingClock(hung.reached.is_set) for _ in range(WORLD)]
+    clocks[rank] = SYSTEM_CLOCK  # by which the other is not late
+    group = job.group
+    job.group = lambda r: group(r, clock=clocks[r])
 
     def work(ckpt, r):
         found = end_of_save(ckpt, r)
         if r != rank:
             gate.set()  # it was told by now, and what hung goes on
-        ckpt._job.released.wait(30)
+        ckpt._job.released.wait(300)
         return found
 
     def end_of_save(ckpt, r):
         try:
-            return ckpt.save(part(2, r), 2).result(30).step
+            return ckpt.save(part(2, r), 2).result(300).step
         except PenstockError as error:
             return error
 
@@ -228,7 +234,7 @@ class World:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(100)
+            thread.join(300)
             assert not thread.is_alive(), f"seed {self._seed}: a rank waits for ever"
         return self._words()
 
@@ -239,7 +245,7 @@ class World:
         for step in (1, 2, 3):
             try:
                 handle = ckpt.save(part(step, rank, self.count), step)
-                self.told[step, rank] = handle.result(60).uid
+                self.told[step, rank] = handle.result(300).uid
             except PenstockError as error:
                 self.told[step, rank] = error
         with suppress(PenstockError):  # told once more

@@ -62,7 +62,7 @@ def test_one_process_restores_what_ranks_have_saved(where, plain):
             report = ckpt.restore(state)
         assert (report.missing, report.unexpected, report.matched_by) == ((), (), "name")
         with job.checkpointer(rank) as ckpt:
-            report = ckpt.save(state | {"epoch": 7}, STEP, mode="blocking").result(30)
+            report = ckpt.save(state | {"epoch": 7}, STEP, mode="blocking").result(300)
         return report, train(state["model"], state["optimizer"], 2, start=2)
 
     for _, found in run_ranks(count, work):
@@ -87,7 +87,7 @@ def test_ranks_hold_ranges_and_save_each_byte_once(plain):
         with reader.checkpointer(rank) as ckpt:
             ckpt.restore(state)
         with job.checkpointer(rank) as ckpt:
-            return ckpt.save(state, STEP, mode="blocking").result(30)
+            return ckpt.save(state, STEP, mode="blocking").result(300)
 
     reports = run_ranks(3, work)
     raw = sum(tensor.nbytes for tensor in values.values())
@@ -114,7 +114,7 @@ def test_saved_between_forward_and_backward(where, mode, plain):
             handle = ckpt.save(state, STEP, mode=mode)
             loss.backward()
             state["optimizer"].step()
-            handle.result(30)
+            handle.result(300)
 
     run_ranks(count, work)
     state = fresh(None)
@@ -208,7 +208,7 @@ def test_extra_state_and_buffers_come_back_and_loading_code_is_refused():
         with torch.no_grad():
             saved.weight.add_(torch.arange(float(saved.weight.numel())) + 100 * rank)
         with job.checkpointer(rank) as ckpt:
-            ckpt.save({"model": model}, STEP, mode="blocking").result(30)
+            ckpt.save({"model": model}, STEP, mode="blocking").result(300)
             other = sharded(found)
             ckpt.restore({"model": other})
             assert torch.equal(found.weight, saved.weight)
@@ -244,7 +244,7 @@ def test_mixed_precision_stores_whole_weights_and_goes_on_with_equal_losses():
         state = fresh("FULL_SHARD 2", seed=0, **half)
         train(state["model"], state["optimizer"], 2)
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(30)
+            ckpt.save(state, STEP, mode="blocking").result(300)
         other = fresh("FULL_SHARD 2", **half)
         with reader.checkpointer(rank) as ckpt:
             ckpt.restore(other)

@@ -46,7 +46,7 @@ def test_the_index_is_taken_over_and_the_bytes_are_new(name):
                 for parameter in state["model"].parameters():
                     parameter.data.mul_(2)
                 state["epoch"] = 10**step
-                ckpt.save(state, step).result(30)
+                ckpt.save(state, step).result(300)
                 known.append(newest(ckpt))
         return known
 
@@ -70,11 +70,11 @@ def test_a_tensor_that_has_grown_is_refused_though_each_rank_holds_what_it_did()
 
     def saves(ckpt, rank):
         for step in (1, 2):
-            ckpt.save(in_rows(rank, 2, seed=step), step).result(30)
+            ckpt.save(in_rows(rank, 2, seed=step), step).result(300)
         first = newest(ckpt)
         with pytest.raises(SaveError, match=r"cut/w, of shape \[13, 64\], no shard has elements"):
-            ckpt.save(in_rows(rank, 2, rows=ROWS + 1), 3).result(30)
-        ckpt.save(in_rows(rank, 2, seed=4), 4).result(30)
+            ckpt.save(in_rows(rank, 2, rows=ROWS + 1), 3).result(300)
+        ckpt.save(in_rows(rank, 2, seed=4), 4).result(300)
         return first is newest(ckpt)
 
     assert Job(2, store).run(saves) == [True, True]
@@ -107,7 +107,7 @@ def test_a_save_of_a_known_structure_posts_little(count):
             told = []
             for step in (1, 2, 3):
                 posts[rank].lengths.clear()
-                ckpt.save(in_rows(rank, count, seed=step), step).result(30)
+                ckpt.save(in_rows(rank, count, seed=step), step).result(300)
                 ckpt.wait()
                 told.append(list(posts[rank].lengths))
             return told

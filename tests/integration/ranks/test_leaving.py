@@ -126,12 +126,12 @@ def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
         coordination = (Late if rank else MemoryCoordination)(job.board)
         ckpt = job.checkpointer(rank, coordination=coordination)
         with pytest.raises((UnsupportedStateError, RankError)):
-            ckpt.save({"w": threading.Lock() if rank else 1}, 1).result(30)
+            ckpt.save({"w": threading.Lock() if rank else 1}, 1).result(300)
         with suppress(RankError):  # of the save before, again
             ckpt.wait()
         handle = ckpt.save({"w": torch.ones(9)}, 2)
         if rank:
-            handle.result(30)
+            handle.result(300)
             over[rank] = time.monotonic()
         ckpt.close()
         over.setdefault(rank, time.monotonic())
@@ -140,6 +140,6 @@ def test_rank_0_waits_at_close_for_a_rank_that_has_failed_and_come_again():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     # It has the word of rank 1 a moment before that rank's own thread runs on.
     assert over[1] < over[0] + 0.1

@@ -37,7 +37,7 @@ def stores():
         def rank_saves(rank, job=job, name=name, store=store):
             state = state_of(name)
             with checkpointer_of(job, rank, store) as ckpt:
-                ckpt.save(state, STEP, mode="async").result(60)
+                ckpt.save(state, STEP, mode="async").result(300)
 
         run_ranks(count, rank_saves)
     return found

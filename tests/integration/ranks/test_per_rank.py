@@ -141,7 +141,7 @@ def test_ranks_that_share_capture_only_what_they_write_once_that_is_known():
     def work(ckpt, rank):
         counts = []
         for step in (1, 2):
-            ckpt.save(by_pairs(rank), step).result(30)
+            ckpt.save(by_pairs(rank), step).result(300)
             counts.append(ckpt._saver.job._capture.chunk_count)
         return counts
 
@@ -161,7 +161,7 @@ def test_a_rank_whose_partners_change_says_so_once():
         found = []
         for step in (1, 2, 3):
             try:
-                found.append(ckpt.save(state_of(rank, step), step).result(30).step)
+                found.append(ckpt.save(state_of(rank, step), step).result(300).step)
             except SaveError as error:
                 found.append(str(error))
         return found
@@ -183,7 +183,7 @@ def test_places_among_ranks_are_not_known_after_a_save_that_failed():
         found = []
         for step in (1, 2, 3):
             try:
-                found.append(ckpt.save(state_of(rank, step), step).result(30).step)
+                found.append(ckpt.save(state_of(rank, step), step).result(300).step)
             except SaveError:
                 found.append(None)
         return found

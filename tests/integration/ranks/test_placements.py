@@ -61,7 +61,7 @@ def stored():
         few = DeviceMesh("cpu", [1, 3])
         state["two ranks"] = distribute_tensor(whole(UNEVEN), few, [Shard(0)], src_data_rank=None)
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(60)
+            ckpt.save(state, STEP, mode="blocking").result(300)
         return {path: tuple(tensor.shape) for path, tensor in state.items()}
 
     return store, run_ranks(4, work)[0]
@@ -118,13 +118,13 @@ def test_a_tensor_that_is_put_together_of_uneven_pieces_is_saved_if_they_are_tor
         devices = init_device_mesh("cpu", (4,))
         tensor = made(devices, rank, [4, 4, 4, 2], shape=(14, 1), stride=(1, 1))
         with good.checkpointer(rank) as ckpt:
-            ckpt.save({"w": tensor}, 1, mode="blocking").result(30)
+            ckpt.save({"w": tensor}, 1, mode="blocking").result(300)
         refused = (UnsupportedStateError, SaveError, RankError)
         with bad.checkpointer(rank) as ckpt:
             for step, options in enumerate(({}, {"shape": (14, 1), "stride": (1, 1)})):
                 tensor = made(devices, rank, [4, 3, 4, 3], **options)
                 with pytest.raises(refused, match=r"one object on all ranks|is its share"):
-                    ckpt.save({"w": tensor}, 2 + step, mode="blocking").result(30)
+                    ckpt.save({"w": tensor}, 2 + step, mode="blocking").result(300)
 
     run_ranks(4, work)
     with checkpointer(store) as ckpt:
@@ -149,7 +149,7 @@ def test_a_local_tensor_of_pieces_is_refused_and_says_what_to_do():
             with refused:
                 ckpt.save({"w": tensor}, 1)
             advised = penstock.Shard(rows, (5, 1), (start, 0))
-            ckpt.save({"w": advised}, 2, mode="blocking").result(30)
+            ckpt.save({"w": advised}, 2, mode="blocking").result(300)
 
     run_ranks(2, work)
     with checkpointer(store) as ckpt:
@@ -170,8 +170,8 @@ def test_a_local_tensor_that_consists_of_others_is_refused():
         )
         with jobs[0].checkpointer(rank) as ckpt:
             with refused:
-                ckpt.save({"w": tensor}, 1).result(30)
-            ckpt.save({"w": torch.zeros(4, 3)}, 2, mode="blocking").result(30)
+                ckpt.save({"w": tensor}, 1).result(300)
+            ckpt.save({"w": torch.zeros(4, 3)}, 2, mode="blocking").result(300)
         with jobs[1].checkpointer(rank) as ckpt, refused:
             ckpt.restore({"w": tensor})
 

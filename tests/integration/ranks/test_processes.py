@@ -60,7 +60,7 @@ with penstock.Checkpointer(root) as ckpt:
         if rank == 0:
             torch.save(expected, f"{root}-{number}.pt")
         step()  # the fence of the lazy save
-        handle.result(60)
+        handle.result(300)
 print("saved", flush=True)
 dist.destroy_process_group()
 """
@@ -92,7 +92,7 @@ else:
     for step in (1, 2):  # one checkpointer after the other, in the same order on both
         with penstock.Checkpointer(root, group=group, rank_timeout_s=20) as ckpt:
             state = {"w": half(), "on all": replicated}
-            print(ckpt.save(state, step).result(60).ranks, flush=True)
+            print(ckpt.save(state, step).result(300).ranks, flush=True)
 dist.destroy_process_group()
 """
 
@@ -133,7 +133,7 @@ for number, kind in enumerate((flat, zero), 1):
     with penstock.Checkpointer(root) as ckpt:
         handle = ckpt.save(state, number, mode="lazy")
         losses = steps(state)
-        handle.result(60)
+        handle.result(300)
         for other in (flat, zero):
             found = made(other, 1)
             ckpt.restore(found, number)
@@ -170,7 +170,7 @@ handle = ckpt.save({"w": half(2), "epoch": 1}, 2)
 if rank != victim:
     print("saves", flush=True)
 try:
-    handle.result(100)
+    handle.result(300)
 except penstock.RankError as error:
     print(error.rank, error.cause.partition(" s ")[0], sep="|", flush=True)
     print(ckpt.latest(), flush=True)
@@ -206,7 +206,7 @@ def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
     root = tmp_path / "run"
     processes = start(START + TRAIN + STEPS + SAVE, 2, store.port, root)
     try:
-        assert [process.communicate(timeout=100)[0] for process in processes] == ["saved\n"] * 2
+        assert [process.communicate(timeout=300)[0] for process in processes] == ["saved\n"] * 2
     finally:
         end(processes)
     with Checkpointer(root) as ckpt:
@@ -228,7 +228,7 @@ def test_fsdp2_of_two_processes_is_loaded_by_one_bit_by_bit(store, tmp_path):
 def test_fsdp1_and_zero_restore_each_other_and_lose_the_same(store, tmp_path):
     processes = start(START + FLAT_AND_ZERO, 2, store.port, tmp_path / "run")
     try:
-        assert [process.communicate(timeout=100)[0] for process in processes] == ["equal\n"] * 2
+        assert [process.communicate(timeout=300)[0] for process in processes] == ["equal\n"] * 2
     finally:
         end(processes)
 
@@ -239,7 +239,7 @@ def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
     root = tmp_path / "run"
     processes = start(START + GROUPS, 3, store.port, root)
     try:
-        told = [process.communicate(timeout=100)[0] for process in processes]
+        told = [process.communicate(timeout=300)[0] for process in processes]
         assert told == ["2\n2\n", "True\n", "2\n2\n"]
     finally:
         end(processes)
@@ -270,9 +270,9 @@ def test_a_rank_that_dies_ends_the_save_by_name_and_the_latest_stays(store, tmp_
         assert [process.stdout.readline() for process in others] == ["1\n", "1\n"]
         if how == signal.SIGSTOP:
             os.kill(processes[victim].pid, signal.SIGCONT)
-            assert processes[victim].communicate(timeout=60)[0] == "True\n"
-            others[0].wait(60)
-            others[1].wait(60)
+            assert processes[victim].communicate(timeout=300)[0] == "True\n"
+            others[0].wait(300)
+            others[1].wait(300)
             assert len(list((root / "data").iterdir())) == 1  # what it wrote is deleted, too
     finally:
         end(processes)

@@ -74,7 +74,7 @@ def run():
             for step in range(1, LAST + 1):
                 train_step(state, step)
                 kept = state if step < LAST else {"model": state["model"]}
-                ckpt.save(kept, step, metadata={"whole": step < LAST}).result(30)
+                ckpt.save(kept, step, metadata={"whole": step < LAST}).result(300)
                 held[step] = values_of(state), list(state["train"]["losses"]), state["data"].row
         return held
 
@@ -202,7 +202,7 @@ def test_what_one_process_begins_is_gone_on_with_by_ranks_and_a_single_one_again
         losses = train(state["model"], state["optimizer"], 1, start=at + 1)
         state["train"] = {"step": at + 1, "losses": [*state["train"]["losses"], *losses]}
         state["schedule"].step()
-        ckpt.save(state, at + 1).result(30)
+        ckpt.save(state, at + 1).result(300)
 
     for count in (3, 2):
         restored(store, count, work)

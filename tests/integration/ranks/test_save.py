@@ -22,7 +22,7 @@ def test_what_ranks_save_is_loaded_by_one_process(name, mode):
     def rank_saves(rank):
         state = trained(place)
         with job.checkpointer(rank) as ckpt:
-            return ckpt.save(state, STEP, mode=mode).result(30)
+            return ckpt.save(state, STEP, mode=mode).result(300)
 
     reports = run_ranks(count, rank_saves)
     # The same elements in one process; torch 2.13 cannot gather uneven ones itself.
@@ -60,7 +60,7 @@ def test_codecs_decode_what_ranks_have_cut(name, codecs):
     def rank_saves(rank):
         state = trained(place)
         with job.checkpointer(rank) as ckpt:
-            return ckpt.save(state, STEP).result(30)
+            return ckpt.save(state, STEP).result(300)
 
     run_ranks(count, rank_saves)
     net = Net(1)
@@ -87,7 +87,7 @@ def test_replicas_share_the_bytes_and_capture_no_more_once_that_is_known(codecs)
     def work(ckpt, rank):
         found = []
         for step in (1, 2):
-            report = ckpt.save(state, step).result(60)
+            report = ckpt.save(state, step).result(300)
             found.append((report.bytes_raw, ckpt._saver.job._capture.chunk_count))
         return found
 
@@ -204,7 +204,7 @@ def test_a_lazy_save_warns_of_no_optimizer_only_where_there_is_none(caplog):
     states = [trained(alone) for _ in range(2)]
 
     def work(ckpt, rank):
-        return [ckpt.save(states[rank], step, mode="lazy").result(30).step for step in (1, 2)]
+        return [ckpt.save(states[rank], step, mode="lazy").result(300).step for step in (1, 2)]
 
     assert Job(2, memory()).run(work) == [[1, 2], [1, 2]]
     assert "defers nothing" not in caplog.text
@@ -216,13 +216,13 @@ def test_metadata_and_overwrite_are_those_of_rank_0():
         reports = Job(2, store).run(
             lambda ckpt, rank, epoch=epoch: ckpt.save(
                 {"epoch": epoch}, 1, metadata={"of": rank}, overwrite=rank == 0 and epoch == 2
-            ).result(30)
+            ).result(300)
         )
         assert [report.step for report in reports] == [1, 1]
     with checkpointer(store) as ckpt:
         assert ckpt.load() == {"epoch": 2}
         assert ckpt.info().metadata == {"of": 0}
     errors = Job(2, store).run(
-        lambda ckpt, rank: ckpt.save({"epoch": 3}, 1, overwrite=rank == 1).result(30)
+        lambda ckpt, rank: ckpt.save({"epoch": 3}, 1, overwrite=rank == 1).result(300)
     )
     assert [type(error) for error in errors] == [penstock.StepExistsError] * 2

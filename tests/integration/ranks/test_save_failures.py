@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from tests.integration.ranks.saving import TIMEOUT_S, Job
+from tests.integration.ranks.saving import SHORT_TIMEOUT_S, TIMEOUT_S, Job
 from tests.integration.support import checkpointer, memory
 from tests.providers.threads_as_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +37,7 @@ from penstock.core.errors import (
 )
 from penstock.core.plugins.registry import GROUPS, Registry
 from penstock.core.rounds.posts import go_key
-from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.faults import Fault, FaultyBackend
 from penstock.providers.tensor.memory import TensorSource
 from penstock.providers.tensor.provider import TensorProvider
 
@@ -132,7 +132,7 @@ def test_a_value_that_one_rank_lacks_is_no_difference(job):
 
 def test_ranks_that_are_called_with_other_steps_say_so(job):
     job, store, before = job
-    errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(30))
+    errors = job.run(lambda ckpt, rank: ckpt.save(state_of(rank), 2 + (rank == 2)).result(300))
     assert told(errors)[:2] == [(RankError, 2), (RankError, 2)]
     assert "was called to save step 3 while rank 0 saves step 2" in str(errors[0])
     assert isinstance(errors[2], SaveError)
@@ -211,7 +211,7 @@ def test_two_checkpointers_whose_first_uses_come_in_another_order_end_by_name(us
         del rank
         state = {"w": torch.full((3,), 7.0)}
         if use == "save":
-            return ckpt.save(state, 2).result(30)
+            return ckpt.save(state, 2).result(300)
         return ckpt.restore(state) if use == "restore" else ckpt.load()
 
     for job in crossed:
@@ -246,8 +246,8 @@ def test_a_job_goes_on_saving_after_a_save_that_failed():
 
     def work(ckpt, rank):
         with pytest.raises((RankError, SaveError)):
-            ckpt.save({"epoch": rank}, 1).result(30)
-        return ckpt.save({"epoch": 1}, 2).result(30).step
+            ckpt.save({"epoch": rank}, 1).result(300)
+        return ckpt.save({"epoch": 1}, 2).result(300).step
 
     assert job.run(work) == [2, 2]
     with checkpointer(store) as ckpt:
@@ -263,7 +263,7 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_more():
         with pytest.raises(
             RankError, match="not begun to save for 1 s: all ranks have to call save"
         ) as info:
-            handle.result(30)
+            handle.result(300)
         error = info.value
         assert ckpt._ranks.of_save().lost == {1}
     assert error.rank == 1
@@ -275,8 +275,9 @@ def test_rank_0_is_waited_for_while_it_makes_room():
     for step in (1, 2):
         Job(2, store).save(state_of, step)
     slow = FaultyBackend(store)
-    slow.slow("delete", 1.5 * TIMEOUT_S, match="commits/")
-    job = Job(2, lambda rank: store if rank else slow, retention={"keep_last": 1})
+    slow.add(Fault("delete", match="commits/", seconds=1.5 * SHORT_TIMEOUT_S))
+    options = {"retention": {"keep_last": 1}, "timeout_s": SHORT_TIMEOUT_S}
+    job = Job(2, lambda rank: store if rank else slow, **options)
     assert [report.step for report in job.save(state_of, 3)] == [3, 3]
     with checkpointer(store) as ckpt:
         assert ckpt.steps() == [3]
@@ -289,7 +290,7 @@ class Compiled(ZstdCodec):
     name: ClassVar[str] = "compiled"
 
     def load(self):
-        time.sleep(1.5 * TIMEOUT_S)
+        time.sleep(1.5 * SHORT_TIMEOUT_S)
 
 
 def test_codecs_that_are_compiled_are_waited_for():
@@ -297,7 +298,8 @@ def test_codecs_that_are_compiled_are_waited_for():
     registry.register(Compiled)
     store = memory()
     rules = [{"match": "**", "codecs": ["compiled"]}]
-    job = Job(2, store, registry=registry, rules=rules, io_timeout_s=TIMEOUT_S)
+    limits = {"timeout_s": SHORT_TIMEOUT_S, "io_timeout_s": SHORT_TIMEOUT_S}
+    job = Job(2, store, registry=registry, rules=rules, **limits)
     assert [report.step for report in job.save(state_of, 1)] == [1, 1]
     with checkpointer(store, registry=registry) as ckpt:
         assert ckpt.verify(1, deep=True).ok
@@ -315,13 +317,13 @@ class FullAndSlow(DelegatingBackend):
 
     def list(self, prefix, /):
         full, self.is_full = self.is_full, False
-        time.sleep(1.5 * TIMEOUT_S * full)
+        time.sleep(1.5 * SHORT_TIMEOUT_S * full)
         return super().list(prefix)
 
 
 def test_that_rank_0_has_no_room_is_told_before_it_looks_for_some():
     store = memory()
-    job = Job(2, lambda rank: store if rank else FullAndSlow(store))
+    job = Job(2, lambda r: store if r else FullAndSlow(store), timeout_s=SHORT_TIMEOUT_S)
     errors = job.save(state_of)
     assert told(errors) == [(StorageFullError, None), (RankError, 0)]
     assert "No space left on device" in errors[1].cause
@@ -344,9 +346,9 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
 
     def one(rank):
         member = Broken(job.board) if rank else None
-        with job.checkpointer(rank, coordination=member, timeout_s=1.0) as ckpt:
+        with job.checkpointer(rank, coordination=member) as ckpt:
             try:
-                ckpt.save(state_of(rank), 1, mode=mode).result(30)
+                ckpt.save(state_of(rank), 1, mode=mode).result(300)
             except Exception as error:  # noqa: BLE001 - looked at below
                 errors[rank] = error
 
@@ -354,7 +356,7 @@ def test_a_bug_in_the_coordination_of_one_rank_ends_the_save_on_all(mode):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert told(errors) == [(RankError, 1), (SaveError, None)]
     assert "a bug" in str(errors[1])
     assert names(store) == []
@@ -366,7 +368,7 @@ class Slow(DelegatingBackend):
     gate = threading.Event()
 
     def create(self, name, /, *, size_hint=0):
-        self.gate.wait(20)
+        self.gate.wait(300)
         return super().create(name, size_hint=size_hint)
 
 
@@ -381,8 +383,8 @@ def test_what_rank_0_skips_is_skipped_by_all():
         if rank == 0:
             Slow.gate.set()
         with pytest.raises(SaveSkippedError):
-            second.result(30)
-        return first.result(30).step, second.skipped, ckpt.save(state_of(rank), 3).result(30).step
+            second.result(300)
+        return first.result(300).step, second.skipped, ckpt.save(state_of(rank), 3).result(300).step
 
     assert job.run(work) == [(1, True, 3), (1, True, 3)]
 
@@ -395,10 +397,10 @@ def test_a_rank_that_alone_is_busy_comes_as_soon_as_it_is_not():
         first = ckpt.save(state_of(rank), 1)
         done = threading.Event()
         if rank:
-            first.committed.add_done_callback(lambda _: done.wait(TIMEOUT_S / 4))
-        first.committed.wait(30)
+            first.committed.add_done_callback(lambda _: done.wait(0.5))
+        first.committed.wait(300)
         began = time.monotonic()
-        report = ckpt.save(state_of(rank), 2).result(30)
+        report = ckpt.save(state_of(rank), 2).result(300)
         return report.step, time.monotonic() - began < TIMEOUT_S / 2
 
     assert job.run(work) == [(2, True), (2, True)]
@@ -422,7 +424,7 @@ def test_a_tensor_that_changes_before_the_fence_on_one_rank_ends_the_save_on_all
                 time.sleep(0.01)
             mine.add_(1)
             Slow.gate.set()
-        return handle.result(30)
+        return handle.result(300)
 
     errors = job.run(work)
     assert told(errors) == [(RankError, 1), (TornSnapshotError, None), (RankError, 1)]
@@ -540,7 +542,7 @@ def test_a_save_that_is_over_holds_none_of_the_state(fails):
         gone = weakref.ref(array)
         handle = ckpt.save({"array": array, "epoch": 7 + (rank if fails else 0)}, 1)
         with pytest.raises(PenstockError) if fails else nullcontext():
-            handle.result(30)
+            handle.result(300)
         ckpt.wait()
         del array
         gc.collect()
@@ -587,7 +589,7 @@ def test_sharded_buffers_that_differ_come_from_one_of_the_ranks_that_hold_the_sa
     def work(rank):
         mesh = init_device_mesh("cpu", (2, 2))
         with job.checkpointer(rank) as ckpt:
-            return ckpt.save({"model": ShardedNorm(rank, mesh)}, 1).result(30).step
+            return ckpt.save({"model": ShardedNorm(rank, mesh)}, 1).result(300).step
 
     assert run_ranks(4, work) == [1] * 4
     with checkpointer(store) as ckpt:
@@ -670,7 +672,7 @@ def test_replicas_of_a_dtensor_that_have_drifted_fail_the_save_by_name(job):
 
     def work(rank):
         with job.checkpointer(rank) as ckpt, pytest.raises((SaveError, RankError)) as caught:
-            ckpt.save({**state_of(rank), "norm": on_a_mesh(rank)}, 2).result(30)
+            ckpt.save({**state_of(rank), "norm": on_a_mesh(rank)}, 2).result(300)
         return str(caught.value)
 
     for error in run_ranks(3, work):

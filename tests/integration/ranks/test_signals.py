@@ -56,7 +56,7 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_start_on_one_rank(
 
     def other():
         with job.checkpointer(1 - interrupted) as ckpt:
-            found.extend(ckpt.save({"a": step}, step).result(30).step for step in (1, 2))
+            found.extend(ckpt.save({"a": step}, step).result(300).step for step in (1, 2))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -69,7 +69,7 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_start_on_one_rank(
         assert "save of step 1, which the handler interrupted, has started" in str(
             raised.value.__notes__
         )
-        ckpt.save({"a": 2}, 2).result(30)
+        ckpt.save({"a": 2}, 2).result(300)
     thread.join()
     assert starts.sent
     assert found == [1, 2]
@@ -108,7 +108,7 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_s
 
     def other():
         with job.checkpointer(1) as ckpt:
-            found.extend(ckpt.save({"a": Quiet()}, step).result(30).step for step in (1, 2))
+            found.extend(ckpt.save({"a": Quiet()}, step).result(300).step for step in (1, 2))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -116,7 +116,7 @@ def test_a_save_outlasts_a_handler_that_interrupts_its_planning_on_one_rank(on_s
     with job.checkpointer(0) as ckpt:
         with pytest.raises(BusyError):
             ckpt.save({"a": Interrupted()}, 1)
-        ckpt.save({"a": Quiet()}, 2).result(30)
+        ckpt.save({"a": Quiet()}, 2).result(300)
     thread.join()
     assert found == [1, 2]
 
@@ -132,10 +132,10 @@ def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make
 
     def other():
         with job.checkpointer(1 - interrupted) as ckpt:
-            found.append(ckpt.save({"a": Quiet()}, 1).result(30).step)
+            found.append(ckpt.save({"a": Quiet()}, 1).result(300).step)
             with pytest.raises((RankError, BusyError), match="called in a signal handler"):
                 ckpt.save({"a": Quiet()}, 2, mode="blocking")
-            found.append(ckpt.save({"a": Quiet()}, 3).result(30).step)
+            found.append(ckpt.save({"a": Quiet()}, 3).result(300).step)
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -143,7 +143,7 @@ def test_a_save_that_is_refused_in_a_handler_of_one_rank_fails_where_others_make
     with job.checkpointer(interrupted) as ckpt:
         with pytest.raises(BusyError):
             ckpt.save({"a": Interrupted()}, 1)
-        ckpt.save({"a": Quiet()}, 3).result(30)
+        ckpt.save({"a": Quiet()}, 3).result(300)
     thread.join()
     assert found == [1, 3]
 
@@ -154,19 +154,19 @@ def test_a_save_that_is_skipped_in_a_handler_of_one_rank_fails_where_others_make
 
     def leader():
         with job.checkpointer(0, timeout_s=60.0) as ckpt:
-            ckpt.save({"a": Quiet()}, 1).result(30)
+            ckpt.save({"a": Quiet()}, 1).result(300)
             with pytest.raises(RankError, match="rank 1 on node1 skipped it: the signal handler"):
                 ckpt.save({"a": Quiet()}, 2, mode="blocking")
             found.append("told")  # before the other has left
-            found.append(ckpt.save({"a": Quiet()}, 3).result(30).step)
+            found.append(ckpt.save({"a": Quiet()}, 3).result(300).step)
 
     thread = threading.Thread(target=leader)
     thread.start()
     on_signal(lambda: ckpt.save({"a": Quiet()}, 2))
     with job.checkpointer(1) as ckpt:
-        ckpt.save({"a": Interrupted()}, 1).result(30)
+        ckpt.save({"a": Interrupted()}, 1).result(300)
         while "told" not in found and thread.is_alive():
             time.sleep(0.01)
-        ckpt.save({"a": Quiet()}, 3).result(30)
+        ckpt.save({"a": Quiet()}, 3).result(300)
     thread.join()
     assert found == ["told", 3]

@@ -43,7 +43,7 @@ def saved(where):
     def work(rank):
         state = trained(place, make=tied)
         with job.checkpointer(rank) if count > 1 else checkpointer(store) as ckpt:
-            return ckpt.save(state, STEP, mode="blocking").result(30)
+            return ckpt.save(state, STEP, mode="blocking").result(300)
 
     return store, run_ranks(count, work)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integration.ranks.saving import Job
+from tests.integration.ranks.saving import SHORT_TIMEOUT_S, Job
 from tests.integration.ranks.test_processes import LIMIT_S, START, end, start
-from tests.integration.support import checkpointer, memory, run_python
+from tests.integration.support import FlyingClock, checkpointer, memory, run_python
 from tests.integration.tiers.places import Places
 
 from penstock import (
@@ -78,10 +78,10 @@ def run_ranks(count, work, *, until=None, others=()):
         thread.start()
     if until is not None:
         for rank in others:
-            threads[rank].join(60)
+            threads[rank].join(300)
         until.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     return found
 
 
@@ -104,8 +104,8 @@ def test_what_ranks_save_is_copied_on_by_rank_0_and_durable_on_all(places, mode)
 
     def work(ckpt, rank):
         handle = ckpt.save(state_of(rank), 1, mode=mode)
-        committed = handle.committed.result(30)
-        report = handle.result(30)
+        committed = handle.committed.result(300)
+        report = handle.result(300)
         assert handle.progress().phase == "durable"
         return committed.tiers, report.tiers, report.ranks
 
@@ -140,7 +140,7 @@ def test_rank_0_alone_copies_evicts_repairs_and_deletes(places):
 
     def work(ckpt, rank):
         for step in range(1, 6):
-            ckpt.save(state_of(rank, step), step).result(30)
+            ckpt.save(state_of(rank, step), step).result(300)
         ckpt.restore(state_of(rank, 0))
         return ckpt.steps()
 
@@ -169,8 +169,8 @@ def test_a_rank_that_cannot_write_to_the_fast_tier_ends_the_save_and_the_next_go
 
     def work(ckpt, rank):
         with pytest.raises((RankError, StorageError)) as info:
-            ckpt.save(state_of(rank), 1).result(30)
-        return info.value, ckpt.save(state_of(rank, 2), 2).result(30).tiers
+            ckpt.save(state_of(rank), 1).result(300)
+        return info.value, ckpt.save(state_of(rank, 2), 2).result(300).tiers
 
     errors, tiers = zip(*job_of(places, fast=fast).run(work), strict=True)
     assert [(type(e), getattr(e, "rank", None)) for e in errors] == [
@@ -198,10 +198,10 @@ def test_a_fast_tier_that_does_not_answer_one_rank_is_passed_over_by_all(places)
         return faulty[rank]
 
     def work(ckpt, rank):
-        first = ckpt.save(state_of(rank), 1).result(30).tiers
+        first = ckpt.save(state_of(rank), 1).result(300).tiers
         if rank == 1:
             faulty[1].clear()
-        return first, ckpt.save(state_of(rank, 2), 2).result(30).tiers
+        return first, ckpt.save(state_of(rank, 2), 2).result(300).tiers
 
     assert job_of(places, fast=fast).run(work) == [(("durable",), ("fast", "durable"))] * RANKS
     assert places.steps() == ([2], [1, 2])
@@ -219,7 +219,7 @@ def test_a_fast_tier_of_each_host_is_refused_before_much_is_written():
 
     def work(ckpt, rank):
         with pytest.raises(SaveError) as info:
-            ckpt.save(state_of(rank), 1).result(30)
+            ckpt.save(state_of(rank), 1).result(300)
         written[rank] = [blob.name for blob in hosts[rank].fast.list("data/")]
         return info.value
 
@@ -247,14 +247,14 @@ def test_while_the_durable_tier_is_away_no_rank_calls_a_checkpoint_durable(place
             with pytest.raises(NotDrainedError, match="no route to host"):
                 ckpt.save(state_of(rank), 1, mode=mode)
         handle = ckpt.save(state_of(rank), 2)
-        handle.committed.result(30)
+        handle.committed.result(300)
         durable_then = handle.durable.done()
         if mode == "blocking":
             faulty[0].clear()
-            return durable_then, handle.result(30).tiers
+            return durable_then, handle.result(300).tiers
         ckpt.close()
         with pytest.raises(NotDrainedError, match="the run was closed before"):
-            handle.result(1)
+            handle.result(300)
         return durable_then, ()
 
     tiers = ("fast", "durable") if mode == "blocking" else ()
@@ -271,18 +271,23 @@ class Silent(MemoryCoordination):
 
 def test_a_rank_0_that_dies_while_it_copies_is_waited_for_no_more(places):
     job = job_of(places)
-    release = threading.Event()
+    release, committed = threading.Event(), threading.Event()
+    all_committed = threading.Barrier(RANKS)
 
     def work(rank):
         coordination = Silent(job.board) if rank == 0 else None
-        with job.checkpointer(rank, coordination=coordination, timeout_s=1.0) as ckpt:
+        # It is dead, as the others see it, once all know of the commit.
+        clock = FlyingClock(committed.is_set)
+        with job.checkpointer(rank, coordination=coordination, clock=clock) as ckpt:
             handle = ckpt.save(state_of(rank), 1)
-            handle.committed.result(30)
+            handle.committed.result(300)
+            if all_committed.wait(300) == 0:
+                committed.set()
             if rank == 0:
-                release.wait(30)
+                release.wait(300)
                 return True
             with pytest.raises(NotDrainedError, match="rank 0, which copies it on, was silent for"):
-                handle.result(30)
+                handle.result(300)
             return True
 
     assert run_ranks(RANKS, work, until=release, others=range(1, RANKS)) == [True] * RANKS
@@ -305,14 +310,14 @@ def test_nothing_stays_of_a_save_that_ends_once_its_copy_is_marked(places, optio
 
     def work(ckpt, rank):
         for step in range(GivesUp.left):
-            ckpt.save(state_of(rank), step + 1).result(30)
+            ckpt.save(state_of(rank), step + 1).result(300)
         before = {blob.name for blob in places.fast.list("data/")}
-        gate.wait(30)
+        gate.wait(300)
         GivesUp.at = GivesUp.left
         with pytest.raises(SaveError, match="failed"):
-            ckpt.save(state_of(rank), 9).result(30)
+            ckpt.save(state_of(rank), 9).result(300)
         ckpt.wait()
-        gate.wait(30)
+        gate.wait(300)
         return {blob.name for blob in places.fast.list("data/")} - before
 
     gate = threading.Barrier(RANKS)
@@ -330,7 +335,7 @@ def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):
     def work(ckpt, rank):
         handle = ckpt.save(state_of(rank), 1)
         with pytest.raises(SaveSkippedError, match="no tier has room"):
-            handle.result(30)
+            handle.result(300)
         return handle.skipped
 
     assert job_of(places, fast=full, durable=full).run(work) == [True] * RANKS
@@ -359,13 +364,13 @@ def test_a_save_that_waits_for_room_longer_than_the_time_out_is_given_up_by_nobo
         durable=lambda _, store: Full(store, in_durable),
         options={"on_full": "block"},
     )
-    threading.Timer(2.0, in_fast.set).start()
+    threading.Timer(1.5 * SHORT_TIMEOUT_S, in_fast.set).start()
     # Later, or who looks for room in between finds it in the durable tier alone.
-    threading.Timer(2.3, in_durable.set).start()
+    threading.Timer(1.5 * SHORT_TIMEOUT_S + 0.3, in_durable.set).start()
 
     def work(rank):
-        with job.checkpointer(rank, timeout_s=1.0) as ckpt:
-            return ckpt.save(state_of(rank), 1).result(30).tiers
+        with job.checkpointer(rank, timeout_s=SHORT_TIMEOUT_S) as ckpt:
+            return ckpt.save(state_of(rank), 1).result(300).tiers
 
     assert run_ranks(RANKS, work) == [("fast", "durable")] * RANKS
 
@@ -381,9 +386,9 @@ def test_room_is_made_for_what_all_ranks_store_together(places):
     def work(ckpt, rank):
         # Each alone has room beside the 8 MiB that stay free, and all together have not.
         held = Shard(big, (RANKS << 20,), (rank << 20,))
-        tiers = [ckpt.save({"w": held}, 1).result(30).tiers]
+        tiers = [ckpt.save({"w": held}, 1).result(300).tiers]
         # Plain tensors are stored once, so there is room.
-        return [*tiers, ckpt.save({"w": big}, 2).result(30).tiers]
+        return [*tiers, ckpt.save({"w": big}, 2).result(300).tiers]
 
     assert job.run(work) == [[("durable",), ("fast", "durable")]] * RANKS
 
@@ -393,7 +398,7 @@ def test_ranks_of_other_backends_are_refused_by_name(places):
 
     def work(ckpt, rank):
         with pytest.raises((RankError, ConfigError)) as info:
-            ckpt.save(state_of(rank), 1).result(30)
+            ckpt.save(state_of(rank), 1).result(300)
         return str(info.value)
 
     def tiers(rank):
@@ -410,7 +415,7 @@ def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
         return faulty if rank == 0 else store
 
     def work(ckpt, rank):
-        return ckpt.save(state_of(rank), 1).committed.result(30).step
+        return ckpt.save(state_of(rank), 1).committed.result(300).step
 
     assert job_of(places, durable=durable).run(work) == [1] * RANKS
     assert places.steps() == ([1], [])
@@ -418,7 +423,7 @@ def test_a_job_of_fewer_ranks_goes_on_with_the_copies_of_one_that_died(places):
     def restarted(ckpt, rank):
         target = {"plain": torch.zeros(7, 3), "epoch": 0}
         step = ckpt.restore(target).step
-        ckpt.save(target, 2).result(30)
+        ckpt.save(target, 2).result(300)
         return step, target["plain"].eq(1).all().item()
 
     assert job_of(places, 2).run(restarted) == [(1, True)] * 2
@@ -436,7 +441,7 @@ def test_what_is_evicted_beside_a_restore_is_read_from_the_next_tier(places):
 
     def work(ckpt, rank):
         def evict():
-            reads.reached.wait(30)
+            reads.reached.wait(300)
             ckpt._drains.eviction.evict(0, Catalog(places.fast).record(1))
             evicted.set()
 
@@ -472,7 +477,7 @@ def test_damage_that_one_rank_finds_is_repaired_by_rank_0(places):
 
 def test_a_repair_by_hand_is_for_rank_0_alone(places):
     def work(ckpt, rank):
-        ckpt.save(state_of(rank), 1).result(30)
+        ckpt.save(state_of(rank), 1).result(300)
         if rank == 0:
             return ckpt.verify(1, repair=True).ok
         with pytest.raises(ConfigError, match="rank 0 alone"):
@@ -492,12 +497,12 @@ def test_a_deletion_that_fails_on_another_rank_starts_no_copies_there(places):
         return faulty
 
     def work(ckpt, rank):
-        ckpt.save(state_of(rank), 1).committed.result(30)
+        ckpt.save(state_of(rank), 1).committed.result(300)
         if rank == 1:
             with pytest.raises(StorageError, match="no route to host"):
                 ckpt.delete(1)
             time.sleep(0.5)  # a copy of so little takes a few milliseconds
-            ckpt._drains.settle(30)
+            ckpt._drains.settle(300)
         return ckpt.steps()
 
     assert job_of(places, durable=durable).run(work) == [[1]] * RANKS
@@ -511,7 +516,7 @@ def test_rank_0_closes_once_the_others_know_what_is_durable(places):
     class Late(MemoryCoordination):
         def read(self, keys, /):
             if any(key.endswith("/drained") for key in keys):
-                gate.wait(30)
+                gate.wait(300)
             return super().read(keys)
 
     def work(rank):
@@ -519,15 +524,15 @@ def test_rank_0_closes_once_the_others_know_what_is_durable(places):
         ckpt = job.checkpointer(rank, coordination=coordination, timeout_s=30.0)
         handle = ckpt.save({"epoch": 1}, 1)
         if rank == 0:
-            handle.result(30)
+            handle.result(300)
             closing = threading.Thread(target=ckpt.close)
             closing.start()
             closing.join(0.3)
             waits = closing.is_alive()
             gate.set()
-            closing.join(30)
+            closing.join(300)
             return waits, closing.is_alive()
-        tiers = handle.result(30).tiers
+        tiers = handle.result(300).tiers
         ckpt.close()
         return tiers
 
@@ -558,8 +563,8 @@ with penstock.Checkpointer(tiers) as ckpt:
             assert torch.equal(tensor.full_tensor(), other[name]), name
         assert state["epoch"] == step - 1
     handle = ckpt.save(state | {"epoch": step}, step)
-    handle.committed.result(60)
-    print("saved", handle.result(60).tiers == ("fast", "durable"), flush=True)
+    handle.committed.result(300)
+    print("saved", handle.result(300).tiers == ("fast", "durable"), flush=True)
 dist.destroy_process_group()
 """
 
@@ -569,10 +574,10 @@ tiers = {"type": "tiered", "fast": fast, "durable": durable, "drain_bytes_per_s"
 ckpt = penstock.Checkpointer(tiers, rank_timeout_s=limit_s)
 part = penstock.Shard(torch.ones(12, 1 << 20), (12 * count, 1 << 20), (12 * rank, 0))
 handle = ckpt.save({"w": part, "epoch": 1}, 1)
-handle.committed.result(60)
+handle.committed.result(300)
 print("committed", flush=True)
 try:
-    handle.result(100)
+    handle.result(300)
 except penstock.NotDrainedError as error:
     print("which copies it on, was silent for" in str(error), flush=True)
     print(ckpt.latest(), flush=True)
@@ -625,7 +630,7 @@ def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, 
         assert alone.steps() == []
     tiers = {"type": "tiered", "fast": f"posix://{fast}", "durable": f"posix://{durable}"}
     with Checkpointer(tiers) as ckpt:
-        assert ckpt.save({"epoch": 2}, 2).result(60).tiers == ("fast", "durable")
+        assert ckpt.save({"epoch": 2}, 2).result(300).tiers == ("fast", "durable")
     with Checkpointer(durable) as alone:
         assert alone.steps() == [1, 2]
         assert alone.verify(1).ok
@@ -635,6 +640,6 @@ def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, 
 def children_of(pid):
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+        with suppress(OSError):  # a thread that has ended meanwhile
             found += (task / "children").read_text().split()
     return found

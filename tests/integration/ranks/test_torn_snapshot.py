@@ -63,7 +63,7 @@ def test_a_step_of_dtensors_behind_the_fence_fails_the_save_on_all_ranks(how, ch
                 ckpt.fence()
             go_on.set()
             with pytest.raises((TornSnapshotError, RankError)) as caught:
-                handle.result(60)
+                handle.result(300)
             return caught.value
 
     errors = run_ranks(WORLD, work)
@@ -86,7 +86,7 @@ def test_a_step_of_dtensors_waits_at_the_fence_and_changes_nothing_stored(how):
         with job.checkpointer(rank) as ckpt:
             handle = ckpt.save(state, 1, mode="lazy")
             state["optimizer"].step()
-            handle.result(60)
+            handle.result(300)
         return whole
 
     expected = run_ranks(WORLD, work)[0]

@@ -42,7 +42,7 @@ def saved(count, state_of, store, **options):
 
     def work(rank):
         with job.checkpointer(rank) as ckpt:
-            return ckpt.save(state_of(), 1).result(60)
+            return ckpt.save(state_of(), 1).result(300)
 
     return run_ranks(count, work)
 
@@ -96,7 +96,7 @@ def test_totals_count_what_is_stored_now_and_not_what_is_borrowed():
 
     def work(ckpt, rank):
         del rank
-        first, second = (ckpt.save(state, step).result(30).total for step in (1, 2))
+        first, second = (ckpt.save(state, step).result(300).total for step in (1, 2))
         return first.bytes_stored > 0, second.bytes_raw == first.bytes_raw, second.bytes_stored
 
     assert job.run(work) == [(True, True, 0)] * 2
@@ -104,7 +104,7 @@ def test_totals_count_what_is_stored_now_and_not_what_is_borrowed():
 
 def test_of_one_process_the_totals_are_its_own():
     with checkpointer(memory()) as ckpt:
-        report = ckpt.save({"w": torch.ones(300), "epoch": 1}, 1).result(30)
+        report = ckpt.save({"w": torch.ones(300), "epoch": 1}, 1).result(300)
     own = SaveTotals(report.bytes_raw, report.bytes_stored, report.blobs)
     assert report.total == own
     assert own.blobs == 1

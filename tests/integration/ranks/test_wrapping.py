@@ -158,7 +158,7 @@ def test_what_is_wrapped_is_stored_and_restored_as_the_bare_one(name):
     def work(rank):
         state = trained(place, **options)
         with job.checkpointer(rank) as ckpt:
-            saved = ckpt.save(state, STEP, mode="blocking").result(30)
+            saved = ckpt.save(state, STEP, mode="blocking").result(300)
         for reader in readers:
             fresh = trained(place, seed=1, **options)
             with reader.checkpointer(rank) as ckpt:
@@ -203,10 +203,10 @@ def test_a_module_can_be_moved_and_cast_after_a_save_and_a_restore():
     def work(rank):
         state = trained(fsdp2(2))
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, 1, mode="lazy").result(30)
+            ckpt.save(state, 1, mode="lazy").result(300)
             ckpt.restore(state)
             state["model"].double()
-            ckpt.save({"model": state["model"]}, 2).result(30)
+            ckpt.save({"model": state["model"]}, 2).result(300)
 
     run_ranks(2, work)
     with checkpointer(store) as ckpt:
@@ -257,7 +257,7 @@ def test_a_net_becomes_a_frozen_part_of_another_one_which_goes_on():
 
     def pretrained(rank):
         with saver.checkpointer(rank) as ckpt:
-            ckpt.save(trained(fsdp2(3)), STEP, mode="blocking").result(30)
+            ckpt.save(trained(fsdp2(3)), STEP, mode="blocking").result(300)
 
     def state_of(seed=1):
         net = Tuned(seed)
@@ -278,7 +278,7 @@ def test_a_net_becomes_a_frozen_part_of_another_one_which_goes_on():
             parameter.grad = parameter.detach().clone()
         state["optimizer"].step()
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(30)
+            ckpt.save(state, STEP, mode="blocking").result(300)
         with readers[2].checkpointer(rank) as ckpt:
             assert ckpt.restore(other).matched_by == "name"
         check(values_of(other), values_of(state))
@@ -310,7 +310,7 @@ def test_names_are_known_where_a_forward_has_resharded_to_fewer_ranks():
             assert ckpt.restore(state).matched_by == "name"
         net(torch.arange(5))
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(30)
+            ckpt.save(state, STEP, mode="blocking").result(300)
 
     run_ranks(4, work)
     fresh = trained(alone, seed=1)
@@ -373,7 +373,7 @@ def test_hooks_of_a_sharded_module_get_what_they_have_shown(count, place):
         assert torch.equal(local(state["model"][0].weight), local(expected))
         assert state["model"][0].count == 21
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(30)
+            ckpt.save(state, STEP, mode="blocking").result(300)
 
     run_ranks(count, work)
     found = nn.Sequential(Fused())
@@ -442,7 +442,7 @@ def test_code_that_loads_sharded_state_gets_it_sharded(where, kind):
             report = ckpt.restore(app)
         check(shown(found), shown(state_of(place)[0]))
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(app, STEP, mode="blocking").result(30)
+            ckpt.save(app, STEP, mode="blocking").result(300)
         return report.bytes_needed
 
     assert max(run_ranks(count, work)) < 0.8 * sum(t.nbytes for t in shown(bare).values())
@@ -473,7 +473,7 @@ def test_code_that_loads_a_stage_is_told_to_leave_that_to_the_modules():
         state = trained(interleaved)
         app = {"app": Loading(state["model"])}
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(app, STEP, mode="blocking").result(30)
+            ckpt.save(app, STEP, mode="blocking").result(300)
         refused = pytest.raises((RestoreMismatchError, RankError), match="the modules themselves")
         with reader.checkpointer(rank) as ckpt, refused:
             ckpt.restore(app)
@@ -499,7 +499,7 @@ def test_gradients_come_back_as_their_parameters_are_placed(where):
     def work(rank):
         state, fresh = state_of(place), state_of(place, seed=1)
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(30)
+            ckpt.save(state, STEP, mode="blocking").result(300)
         with reader.checkpointer(rank) as ckpt:
             ckpt.restore(fresh)
         for parameter, other in zip(
@@ -563,7 +563,7 @@ def test_optimizers_of_shards_go_on_where_they_were(name, stepped):
     def work(rank):
         state, fresh = state_of(0, without=("norm", "up.bias")), state_of(1)
         with job.checkpointer(rank) as ckpt:
-            ckpt.save(state, STEP, mode="blocking").result(30)
+            ckpt.save(state, STEP, mode="blocking").result(300)
         with reader.checkpointer(rank) as ckpt:
             assert ckpt.restore(fresh).missing == ()
         check(shown(fresh), shown(state))
@@ -590,11 +590,11 @@ def test_stages_that_give_other_weights_one_name_fail_the_save_by_name(depths):
             for parameter in stage.parameters():
                 parameter.fill_(1.0)
             fully_shard(stage, mesh=mesh["dp"])
-            ckpt.save({"model": stage}, 1).result(30)  # copies of one tensor may stand there
+            ckpt.save({"model": stage}, 1).result(300)  # copies of one tensor may stand there
             for parameter in stage.parameters():
                 local(parameter).fill_(1.0 + rank // 2)
             with pytest.raises((SaveError, RankError), match=r"model/[01]\.\w+ from .*rank [23]"):
-                ckpt.save({"model": stage}, 2).result(30)
+                ckpt.save({"model": stage}, 2).result(300)
 
     run_ranks(4, work)
     with checkpointer(store) as ckpt:
@@ -611,6 +611,6 @@ def test_an_optimizer_without_names_on_some_ranks_is_refused():
         state = trained(lambda net: fully_shard(net, mesh=mesh["dp"]))
         refused = pytest.raises(UnsupportedStateError, match="no names, over 2 of the 4 ranks")
         with job.checkpointer(rank) as ckpt, refused:
-            ckpt.save({"optimizer": state["optimizer"]}, STEP).result(30)
+            ckpt.save({"optimizer": state["optimizer"]}, STEP).result(300)
 
     run_ranks(4, work)

@@ -77,7 +77,7 @@ def saved_by(count, mode="blocking", **options):
         with job.checkpointer(rank) as ckpt:
             handle = ckpt.save(state, STEP, mode=mode)
             train(state["model"], state["optimizer"], 1, start=2)
-            return handle.result(30)
+            return handle.result(300)
 
     return store, run_ranks(count, work)
 
