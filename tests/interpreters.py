@@ -72,7 +72,7 @@ class Server:
         """`python WORDS...` under way, as `subprocess.Popen` in text mode."""
         return Process(self._socket, words, cwd, env, (stdin, stdout, stderr))
 
-    def run(self, *words, timeout=200, check=False, **around):
+    def run(self, *words, timeout=300, check=False, **around):
         """`python WORDS...` to its end, with its output, as `subprocess.run`."""
         with self.start(
             *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **around
@@ -103,7 +103,7 @@ def run(*words, **around):
     return _server().run(*words, **around)
 
 
-def run_as_torchrun(count, *words, timeout=100, cwd=None, env=None):
+def run_as_torchrun(count, *words, timeout=300, cwd=None, env=None):
     """`python WORDS...` on so many ranks, with the store and the variables that torchrun gives.
 
     Returns what each has printed.

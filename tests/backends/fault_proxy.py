@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self, body):
         target = urlsplit(self.proxy.upstream)
-        connection = http.client.HTTPConnection(target.hostname, target.port, timeout=60)
+        connection = http.client.HTTPConnection(target.hostname, target.port, timeout=300)
         dropped = {"expect", "connection", *self.proxy.drop_headers}
         headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
         if body:

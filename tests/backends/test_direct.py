@@ -113,7 +113,7 @@ def test_direct_io_that_is_demanded_is_not_silently_dropped(memory_path):
 
 
 @pytest.mark.parametrize("where", ["flag", "write"])
-def test_a_refusal_is_told_and_the_page_cache_used(open_files, tmp_path, monkeypatch, where):
+def test_a_refusal_is_told_and_the_page_cache_used(open_files, direct_path, monkeypatch, where):
     if where == "flag":
         real = fcntl.fcntl
 
@@ -129,7 +129,7 @@ def test_a_refusal_is_told_and_the_page_cache_used(open_files, tmp_path, monkeyp
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
         monkeypatch.setattr(direct_module.os, "pwritev", refuse)
-    backend = open_files(tmp_path / "root")
+    backend = open_files(direct_path / "root")
     capabilities = backend.capabilities
     monkeypatch.undo()
     assert not capabilities.direct_io
@@ -138,7 +138,7 @@ def test_a_refusal_is_told_and_the_page_cache_used(open_files, tmp_path, monkeyp
     )
     used, data = write(backend)
     assert not used
-    assert (tmp_path / "root" / "data" / "a.raw").read_bytes()[65:] == data[1:]
+    assert (direct_path / "root" / "data" / "a.raw").read_bytes()[65:] == data[1:]
 
 
 def test_a_reader_that_may_not_write_still_reads_directly(direct_path, monkeypatch):

@@ -176,7 +176,7 @@ def test_a_signal_does_not_end_the_wait_of_the_ring(needs_uring, on_user_signal)
         signal.pthread_kill(engine._thread.ident, signal.SIGUSR1)
         time.sleep(0.001)
     os.write(feeder, b"bytes")
-    future.result(60)
+    future.result(300)
     assert held == b"bytes"
     engine.close()
     for fd in (reader, feeder):
@@ -190,7 +190,7 @@ def test_a_signal_does_not_fail_a_system_call_of_ours(on_user_signal):
         for _ in range(20):
             signal.pthread_kill(ident, signal.SIGUSR1)
             time.sleep(0.001)
-        call.result(60)
+        call.result(300)
 
 
 @pytest.mark.uring
@@ -221,7 +221,7 @@ if os.geteuid() == 0:  # root has no limit
     os.setresuid(54321, 54321, 54321)
 hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
 engine, held = RingEngine(ring, 4), bytearray(5)
-pipe_read(engine, reader, held).result(60)
+pipe_read(engine, reader, held).result(300)
 assert held == b"bytes"
 assert ring.refused
 engine.close()
@@ -428,20 +428,20 @@ def test_a_ring_that_breaks_down_resolves_nothing_that_the_kernel_still_fills(
     reader, feeder = os.pipe()
     held, never = bytearray(5), bytearray(5)
     in_kernel = pipe_read(engine, reader, held)
-    assert ring.handed.wait(60)
+    assert ring.handed.wait(300)
     not_begun = pipe_read(engine, reader, never)
     with pytest.raises(StorageError, match="EBADF"):
-        not_begun.result(60)
+        not_begun.result(300)
     assert not in_kernel.done()
     if unreadable:
-        engine._thread.join(60)
+        engine._thread.join(300)
         assert not in_kernel.done()
         assert engine in _LOST, "memory that the kernel may use was given up"
         _LOST.remove(engine)
     else:
         os.write(feeder, b"bytes")
         with pytest.raises(StorageError, match="EBADF"):
-            in_kernel.result(60)
+            in_kernel.result(300)
         assert held == b"bytes", "the kernel was not through with it"
     assert never == bytes(5)
     engine.close()
@@ -488,7 +488,7 @@ def test_futures_cannot_be_cancelled_while_buffers_are_in_use(files):
     writer = files.create("a.raw")
     future = files.submit_write(writer, [WriteRequest(0, (memoryview(pattern(MIB)),))])
     assert not future.cancel()
-    future.result(60)
+    future.result(300)
     writer.abort()
 
 

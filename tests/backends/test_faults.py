@@ -90,10 +90,10 @@ def test_a_blocked_call_waits_for_the_event(inner):
     fault = faulty.block("write", release)
     writer = faulty.create("a")
     future = faulty.submit_write(writer, [REQUEST])
-    assert fault.reached.wait(30)
+    assert fault.reached.wait(300)
     assert not future.done()
     release.set()
-    assert future.result(30) is None
+    assert future.result(300) is None
     writer.seal(5)
     assert inner.stat("a").size_bytes == 5
     faulty.close()
@@ -115,9 +115,9 @@ def test_background_reads_meet_the_faults(inner):
     faulty.publish("a", b"12345")
     faulty.fail("read", BlobNotFoundError("gone"), nth=2)
     target = memoryview(bytearray(5))
-    faulty.submit_read([ReadRequest("a", 0, target)]).result(30)
+    faulty.submit_read([ReadRequest("a", 0, target)]).result(300)
     with pytest.raises(BlobNotFoundError):
-        faulty.submit_read([ReadRequest("a", 0, target)]).result(30)
+        faulty.submit_read([ReadRequest("a", 0, target)]).result(300)
     faulty.close()
 
 
@@ -159,5 +159,5 @@ backend = CrashAt(PosixBackend(PosixConfig(path=sys.argv[1])), 2, kill=True)
 backend.publish("a", b"")
 backend.publish("b", b"")
 """
-    assert run_program(script, tmp_path, timeout=90).returncode == -9
+    assert run_program(script, tmp_path, timeout=300).returncode == -9
     assert os.listdir(tmp_path) == ["a"]

@@ -44,7 +44,7 @@ def start(kind, body, *arguments, wrap=()):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out
 
@@ -88,7 +88,7 @@ def test_a_killed_publisher_leaves_whole_records_only(tmp_path):
         assert process.stdout.readline() == "go\n"
         time.sleep(0.05 + 0.03 * n)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     from penstock.backends.posix import PosixBackend, PosixConfig
 
     for n in range(5):
@@ -108,7 +108,7 @@ def test_a_killed_publisher_leaves_whole_records_only(tmp_path):
 def test_a_forked_child_gets_an_engine_of_its_own(kind, tmp_path):
     body = """
         import signal, threading
-        signal.alarm(60)
+        signal.alarm(300)
         backend = opened(sys.argv[1])
         data = pattern(3 << 20)
         def store(name):
@@ -156,7 +156,7 @@ def test_a_forked_child_gets_an_engine_of_its_own(kind, tmp_path):
 def test_a_child_may_close_what_its_parent_goes_on_using(kind, tmp_path):
     body = """
         import signal
-        signal.alarm(60)
+        signal.alarm(300)
         backend = opened(sys.argv[1])
         writer = backend.create("a.raw")
         data = pattern(8 << 20)
@@ -167,7 +167,7 @@ def test_a_child_may_close_what_its_parent_goes_on_using(kind, tmp_path):
             del backend, writer
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        future.result(30)
+        future.result(300)
         writer.seal(len(data))
     """
     finish(start(kind, body, tmp_path / "root"))

@@ -84,13 +84,25 @@ def store(opened, folder, s3_url):
 
 
 @pytest.fixture
-def shaky(proxy, folder, opened):
-    """A backend behind the proxy, which knows that conditional puts work."""
+def behind_proxy(proxy, folder, opened):
+    """Open a backend behind the proxy, which knows that conditional puts work."""
     # In this order: the proxy lasts until the backend has aborted the uploads that a test left.
-    return opened(
+    return functools.partial(
+        opened,
         f"s3://{folder}",
         options={"endpoint_url": proxy.url},
         part_bytes=PART,
         conditional_put="yes",
-        timeout_s=2,
     )
+
+
+@pytest.fixture
+def shaky(behind_proxy):
+    """One that waits for answers for as long as a busy machine takes."""
+    return behind_proxy(timeout_s=60)
+
+
+@pytest.fixture
+def impatient(behind_proxy):
+    """One for calls that get no answer."""
+    return behind_proxy(timeout_s=4)

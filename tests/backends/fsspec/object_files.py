@@ -8,6 +8,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 stored = {}
 never = threading.Event()
+reached = threading.Event()  # once a call hangs
 hanging = set()  # the operations that hang: "write", "read", "delete"
 conditions = set()  # the modes of `pipe_file` that the store obeys: "create"
 lost_answers = set()  # names for which the client loses an answer to a put, and retries
@@ -30,6 +31,7 @@ class _Object(AbstractBufferedFile):
 
 def _hang(what):
     if what in hanging:
+        reached.set()
         never.wait()
 
 

@@ -14,7 +14,7 @@ from penstock.core.errors import StorageError
 from penstock.core.types import WriteRequest
 
 PART = 5 << 20
-_PATIENCE_S = 60
+_PATIENCE_S = 300
 
 
 def in_child(task):
@@ -51,7 +51,7 @@ def put(backend, name, data):
 
 def check_forks(backend):
     put(backend, "before.raw", bytes(2 * PART))
-    assert backend.submit_read([]).result(60) is None
+    assert backend.submit_read([]).result(300) is None
     unfinished = backend.create("unfinished.raw")
     unfinished.write([WriteRequest(0, (memoryview(b"parent"),))])
 

@@ -28,7 +28,7 @@ def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
     """By then another saver may have stored a blob of that name."""
     writer = backend.create("blob")
     data = memoryview(bytes(20 << 20))
-    backend.submit_write(writer, [WriteRequest(0, (data,))]).result(60)
+    backend.submit_write(writer, [WriteRequest(0, (data,))]).result(300)
     object_files.stored["bucket/run/blob"] = (b"another's", 0.0)
     writer.itself = writer  # a cycle, so the collector may take the stream before the writer
     gone = weakref.ref(writer)
@@ -41,7 +41,7 @@ def test_a_blob_that_nobody_ended_is_not_stored_when_it_is_forgotten(backend):
 def test_an_aborted_blob_is_not_stored_over_another_of_its_name(backend):
     """The close of such a stream would store the bytes that were written so far."""
     writer = backend.create("blob")
-    backend.submit_write(writer, [WriteRequest(0, (memoryview(bytes(20 << 20)),))]).result(60)
+    backend.submit_write(writer, [WriteRequest(0, (memoryview(bytes(20 << 20)),))]).result(300)
     object_files.stored["bucket/run/blob"] = (b"another's", 0.0)
     writer.abort()
     assert object_files.stored["bucket/run/blob"][0] == b"another's"
@@ -116,21 +116,25 @@ import sys, logging
 from contextlib import ExitStack
 import fsspec, torch, penstock
 from tests.backends.fsspec import object_files
+from tests.integration.support import FlyingClock
 from penstock.core.concurrency.timing import Timing, timing_in_force
 
 logging.getLogger("penstock").setLevel(logging.CRITICAL)
 stack = ExitStack()
-stack.enter_context(timing_in_force(Timing(poll_s=0.05, release_s=0.01, interrupt_s=0.01)))
+clock = FlyingClock()
+waits = Timing(clock=clock, poll_s=0.05, release_s=0.01, interrupt_s=0.01)
+stack.enter_context(timing_in_force(waits))
 fsspec.register_implementation("gs", object_files.ObjectFiles, clobber=True)
 what = sys.argv[1]
 calls = {
-    "write": lambda: ckpt.save({"w": torch.arange(4 << 20)}, 2).result(60),
+    "write": lambda: ckpt.save({"w": torch.arange(4 << 20)}, 2).result(300),
     "read": lambda: ckpt.load(1),
     "delete": lambda: ckpt.delete(1),
 }
-ckpt = penstock.Checkpointer({"type": "fsspec", "url": "gs://bucket/run"}, io_timeout_s=1.5)
+ckpt = penstock.Checkpointer({"type": "fsspec", "url": "gs://bucket/run"})
 ckpt.save({"w": torch.arange(1000)}, 1).result()
 object_files.hanging.add(what)
+clock.flies = object_files.reached.is_set
 try:
     calls[what]()
 except penstock.PenstockError as error:
@@ -142,6 +146,6 @@ print("closed", flush=True)
 
 @pytest.mark.parametrize("what", ["write", "read", "delete"])
 def test_a_store_that_hangs_lets_the_run_be_closed_and_the_interpreter_exit(what):
-    done = run_program(PROGRAM, what, timeout=60)
+    done = run_program(PROGRAM, what, timeout=300)
     error = "RestoreError" if what == "read" else "StorageTimeoutError"
     assert (done.returncode, done.stdout.splitlines()) == (0, [error, "closed"]), done.stderr

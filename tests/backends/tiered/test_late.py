@@ -67,7 +67,7 @@ def test_it_is_opened_when_it_answers_and_closed_with_the_others(at_once):
     near = places.open["near"]
     assert near.read_record("commits/x", limit_bytes=9) == b"x"
     target = bytearray(1)
-    backend.submit_read([ReadRequest("commits/x", 0, memoryview(target))]).result(10)
+    backend.submit_read([ReadRequest("commits/x", 0, memoryview(target))]).result(300)
     assert target == b"x"
     assert backend.url == f"tiered({near.url}, {places.open['far'].url})"
     assert backend.tiers[0].backend.name == "memory"
@@ -92,17 +92,17 @@ def test_closing_does_not_wait_for_a_try_that_hangs(at_once):
     said = Future()
     calling = threading.Thread(target=fulfil, args=(said, backend.free_bytes))
     calling.start()
-    assert begun.wait(30)
+    assert begun.wait(300)
     closing = threading.Thread(target=backend.close)
     closing.start()
-    closing.join(10)
+    closing.join(300)
     waited = closing.is_alive()
     goes_on.set()
-    closing.join(30)
+    closing.join(300)
     assert not waited
     with pytest.raises(StorageError, match="is closed"):
-        said.result(30)
-    calling.join(30)
+        said.result(300)
+    calling.join(300)
     with pytest.raises(StorageError, match="closed"):
         places.open["near"].list("")
 
@@ -112,7 +112,7 @@ def test_reading_in_the_background_goes_past_it():
     backend = places.tiered()
     places.open["far"].publish("data/a/x", b"x")
     target = bytearray(1)
-    backend.submit_read([ReadRequest("data/a/x", 0, memoryview(target))]).result(10)
+    backend.submit_read([ReadRequest("data/a/x", 0, memoryview(target))]).result(300)
     assert target == b"x"
     assert places.asked.count("near") == 1
     backend.close()

@@ -101,22 +101,22 @@ def test_a_blob_whose_write_hangs_holds_up_no_other(store):
     class Hanging(_Appending):
         def write(self, requests, /):
             begun.set()
-            assert event.wait(60)
+            assert event.wait(300)
             super().write(requests)
 
     stuck, other = Hanging(store.inner.create("stuck")), store.create("other")
     data = [memoryview(bytes([n]) * 10) for n in range(5)]
     try:
         waiting = [store.submit_write(stuck, [WriteRequest(0, (data[0],))])]
-        assert begun.wait(60)
+        assert begun.wait(300)
         waiting.append(store.submit_write(stuck, [WriteRequest(10, (data[1],))]))
         for number, piece in enumerate(data):
-            store.submit_write(other, [WriteRequest(10 * number, (piece,))]).result(60)
+            store.submit_write(other, [WriteRequest(10 * number, (piece,))]).result(300)
         other.seal(50)
         assert not any(future.done() for future in waiting)
     finally:
         event.set()
     for future in waiting:
-        future.result(60)
+        future.result(300)
     stuck.seal(20)
     assert bytes(store.inner._store.blobs["stuck"].data) == b"".join(data[:2])

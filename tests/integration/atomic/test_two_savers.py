@@ -123,7 +123,7 @@ def test_who_is_overtaken_keeps_his_earlier_steps_and_his_data(store):
         handle = ckpt.save(make(10), 2)
         for _ in range(2):
             with pytest.raises(LostRaceError, match="published by another saver first"):
-                handle.result(30)
+                handle.result(300)
         ckpt.wait()
         assert same(ckpt.load(1), make(1))
         assert same(ckpt.load(2), make(20))
@@ -146,7 +146,7 @@ def test_one_of_several_processes_that_save_alone_is_told_so_when_it_lost(store,
 
     backend.overtake = overtake
     with checkpointer(backend, ranks="alone") as ckpt, pytest.raises(LostRaceError) as raised:
-        ckpt.save(make(10), 2).result(30)
+        ckpt.save(make(10), 2).result(300)
     assert "told ranks='alone', and WORLD_SIZE is 4" in raised.value.__notes__[0]
 
 
@@ -265,10 +265,10 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
         holding(faulty, "stat", match="intent.json", nth=2) as looking,
     ):
         handle = sleeper.save(make(2), 1, overwrite=True)
-        assert publishing.reached.wait(30)
+        assert publishing.reached.wait(300)
         assert other.prune(everything=True).uids == (sleeper._job.uid,)
         publishing.until.set()
-        assert looking.reached.wait(30)
+        assert looking.reached.wait(300)
         assert len(store.list("commits/")) == 2
         if by == "prune":
             assert other.prune(everything=True).superseded == ()
@@ -276,7 +276,7 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
             Catalog(store).delete_older_generations(1)
         looking.until.set()
         with pytest.raises(CommitUnknownError, match="its data is not on"):
-            handle.result(30)
+            handle.result(300)
         assert other.steps() == [1]
         assert same(other.load(1), make(1))
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from tests.integration.deltas.test_chains import RULES, bases_of, check, weights
-from tests.integration.support import holding, run_program
+from tests.integration.support import FlyingClock, holding, run_program
 
 import penstock
 from penstock.core.errors import StorageTimeoutError
@@ -41,7 +41,7 @@ with penstock.Checkpointer(root, rules=RULES, workers=2) as ckpt:
 
 
 def test_a_forked_child_goes_on_with_the_chain_and_its_parent_with_that(tmp_path):
-    done = run_program(FORKING, str(tmp_path), timeout=60)
+    done = run_program(FORKING, str(tmp_path), timeout=300)
     assert done.returncode == 0, done.stderr
     assert bases_of(tmp_path, range(6)) == [None, (0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     check(tmp_path, range(6))
@@ -77,15 +77,18 @@ def test_a_save_that_ctrl_c_ends_while_the_base_is_read_is_no_base(tmp_path, sto
 def test_a_worker_that_hangs_in_the_base_of_a_save_given_up_spoils_no_later_one(
     tmp_path, store, waits
 ):
-    waits(FAST, release_s=0.01)
+    clock = FlyingClock()
+    waits(FAST, clock=clock, release_s=0.01)
     released = threading.Event()
-    options = {"rules": RULES, "workers": 2, "io_timeout_s": 0.5}
+    options = {"rules": RULES, "workers": 2}
     with penstock.Checkpointer(store, **options) as ckpt:
         ckpt.save(weights(0), step=0, mode="blocking")
         ckpt._saver._kept.drop()  # so that the base is read
         stuck = store.add(Fault("read", times=1, match=".enc", until=released))
+        clock.flies = stuck.reached.is_set
         with pytest.raises(StorageTimeoutError):
             ckpt.save(weights(1), step=1, mode="blocking")
+        clock.flies = lambda: False
         assert stuck.reached.is_set()
         given_up = ckpt._job
         ckpt.save(weights(2), step=2, mode="blocking")

@@ -50,7 +50,7 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         fault = store.fail(operation, error, nth=nth, late=late)
         failed = None
         try:
-            ckpt.save(state(FAILING), FAILING, mode=mode).result(60)
+            ckpt.save(state(FAILING), FAILING, mode=mode).result(300)
         except (PenstockError, *map(type, FOREIGN)) as told:  # `save` itself calls the store, too
             failed = told
         ckpt.wait()

@@ -164,7 +164,7 @@ class Chains(RuleBasedStateMachine):
 
     def do_save(self, ckpt, step, shape, **options):
         self.number += 1
-        ckpt.save(state(self.number, shape), step, **options).result(60)
+        ckpt.save(state(self.number, shape), step, **options).result(300)
         self.settle(ckpt)
         self.found_after({**self.run, step: (self.number, shape)}, since=step)
 
@@ -391,7 +391,7 @@ class Chains(RuleBasedStateMachine):
         if ckpt._job is not None:
             ckpt._job.released.wait()
         if ckpt._drains is not None:
-            ckpt._drains.settle(60)  # and retention behind it
+            ckpt._drains.settle(300)  # and retention behind it
 
     # -- looking --------------------------------------------------------------------------------
 

@@ -279,7 +279,7 @@ def test_what_no_reader_would_take_is_refused_by_save_with_its_path(state, path,
 @pytest.mark.parametrize("kept_bytes", [0, 40])
 def test_a_tensor_whose_storage_was_freed_or_shrunk_is_refused(mode, kept_bytes):
     with Checkpointer(memory(), mode=mode, defer="**") as ckpt:
-        ckpt.save({"a": 1}, 1).result(60)
+        ckpt.save({"a": 1}, 1).result(300)
         message = rf"m/w has a storage of {kept_bytes} bytes, too few for its shape \[100\]"
         with pytest.raises(UnsupportedStateError, match=message):
             ckpt.save({"m": {"w": shrunk(100, kept_bytes)}}, 2)
@@ -381,7 +381,7 @@ def test_a_manifest_that_no_reader_would_take_is_not_committed_and_is_no_damage(
     store = memory()
     with Checkpointer(store, workers=1) as ckpt:
         handle = ckpt.save({"a": {str(number): torch.ones(1) for number in range(50)}}, 1)
-        error = handle.durable.exception(60)
+        error = handle.durable.exception(300)
         assert "nothing was committed" in str(error)
         assert not isinstance(error, DamagedError)
         assert isinstance(error, PenstockError)

@@ -218,7 +218,7 @@ def at(tree, path):
 
 def save_to(store, state, setting, step=1):
     with Checkpointer(store, **setting.options) as ckpt:
-        ckpt.save(state, step, mode=setting.mode).result(60)
+        ckpt.save(state, step, mode=setting.mode).result(300)
 
 
 @given(state=states, setting=settings_of_a_save)

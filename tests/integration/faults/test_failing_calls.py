@@ -52,7 +52,7 @@ def outcomes(library, tmp_path_factory):
         if (kind, what) not in known:
             folder = tmp_path_factory.mktemp(kind)
             words = ["-m", "tests.integration.faults.failing_calls", kind, folder, *what]
-            done = run_python(*words, timeout=110, LD_PRELOAD=str(library))
+            done = run_python(*words, timeout=300, LD_PRELOAD=str(library))
             assert done.returncode == 0, done.stderr
             known[kind, what] = json.loads(done.stdout)
             shutil.rmtree(folder)

@@ -296,7 +296,7 @@ TABLE = {
     },
 }
 DO = {
-    "save": lambda ckpt: ckpt.save(make(2), 2, mode="lazy").result(60),
+    "save": lambda ckpt: ckpt.save(make(2), 2, mode="lazy").result(300),
     "restore": lambda ckpt: ckpt.restore(make(0), 1),
     "load": lambda ckpt: ckpt.load(1),
     "verify": lambda ckpt: ckpt.verify(1),
@@ -336,7 +336,7 @@ def check_the_run_goes_on(ckpt, *steps):
     for step in steps:
         assert ckpt.verify(step, deep=True).ok
         assert is_whole(ckpt, step)
-    ckpt.save(make(3), 3).result(60)
+    ckpt.save(make(3), 3).result(300)
     assert is_whole(ckpt, 3)
     ckpt.delete(3)
 
@@ -408,10 +408,10 @@ def test_a_clean_up_that_fails_hides_no_reason(kind, store):
         first = PLAN["seal .raw"] = kind("boom")
         PLAN["delete data/"] = kind("of the clean-up")
         with pytest.raises(SaveError if kind is Odd else StorageError) as caught:
-            ckpt.save(make(2), 2).result(60)
+            ckpt.save(make(2), 2).result(300)
         assert root_of(caught.value) is first
         ckpt.wait()
-        ckpt._job.released.wait(60)
+        ckpt._job.released.wait(300)
         assert HITS == ["seal .raw", "delete data/"]
         check_the_run_goes_on(ckpt, 1)
 
@@ -422,9 +422,9 @@ def test_a_writer_that_cannot_even_abort_costs_that_save_only(kind, store):
         first = PLAN["write .raw"] = kind("boom")
         PLAN["abort"] = kind("of the abort")
         with pytest.raises(SaveError if kind is Odd else StorageError) as caught:
-            ckpt.save(make(2), 2).result(60)
+            ckpt.save(make(2), 2).result(300)
         assert root_of(caught.value) is first
         ckpt.wait()
-        ckpt._job.released.wait(60)
+        ckpt._job.released.wait(300)
         assert HITS == ["write .raw", "abort", "abort"]  # of the raw and of the encoded blob
         check_the_run_goes_on(ckpt, 1)

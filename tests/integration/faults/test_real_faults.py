@@ -56,7 +56,7 @@ def mounted(folder, *how):
         yield folder
     finally:
         # Closed rings let go of their files a moment later.
-        for _ in range(100):
+        for _ in range(10_000):
             if command("umount", str(folder)).returncode == 0:
                 break
             time.sleep(0.02)
@@ -113,7 +113,7 @@ class Job:
     def save(self, **options):
         self.step += 1
         handle = self.ckpt.save(make(self.step, self.kib), self.step, **options)
-        handle.result(60)
+        handle.result(300)
         self.committed.append(self.step)
 
     def fails(self, kind, *texts, mode="async", where=None):
@@ -296,7 +296,7 @@ def test_no_right_to_write(kind, tmp_path):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            signal.alarm(60)
+            signal.alarm(300)
             try:
                 for folder in [tmp_path, *tmp_path.parents]:
                     if folder.stat().st_uid == 0 and not folder.stat().st_mode & 1:
@@ -394,7 +394,7 @@ def test_a_root_that_is_removed_in_the_middle_of_a_save(moment, kind, tmp_path):
         shutil.rmtree(root)
         held.gate.set()
         with pytest.raises(PenstockError, match=r"step 9|run"):
-            handle.result(60)
+            handle.result(300)
         work.ckpt.wait()
         assert work.ckpt.steps() == []
         assert work.ckpt._saver.staging.used_bytes == 0
@@ -413,7 +413,7 @@ def test_a_root_that_is_removed_at_the_last_moment_is_damage_and_nothing_else(ki
         fault.reached.wait()
         shutil.rmtree(root)
         held.gate.set()
-        handle.durable.exception(60)
+        handle.durable.exception(300)
         if work.ckpt.steps():
             with pytest.raises(DamagedError, match="is missing"):
                 work.ckpt.load()
@@ -487,7 +487,7 @@ def test_a_wall_clock_that_jumps_in_the_middle_of_a_save_costs_nothing(
         fault.reached.wait()
         monkeypatch.setattr(time, "time", lambda: really() + jump_s)
         held.gate.set()
-        handle.result(60)
+        handle.result(300)
         work.committed = [1]
         work.check()
 
@@ -516,7 +516,7 @@ def test_a_background_failure_is_told_once_and_training_goes_on(kind, tmp_path, 
             handle = work.ckpt.save(make(2), 2)
             # The write may fail before the last byte is captured: then captured fails as well, and
             # who asks it for its error has seen that.
-            assert handle.captured.wait(60)
+            assert handle.captured.wait(300)
             work.ckpt._job.finished(None)
         told = []
         for call in (work.ckpt.fence, work.ckpt.wait, work.ckpt.fence):

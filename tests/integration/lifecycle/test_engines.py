@@ -65,7 +65,7 @@ def ckpt(engine):
 def test_save_and_restore(mode, engine, ckpt):
     what, name, direct = engine
     state = make_state(1)
-    report = ckpt.save(state, 1, mode=mode).result(60)
+    report = ckpt.save(state, 1, mode=mode).result(300)
     assert (report.engine, report.exclusive) == (name, True)
     target = blank(state)
     restored = ckpt.restore(target)
@@ -87,7 +87,7 @@ def test_state_larger_than_chunks_and_staging(ckpt, engine):
     }
     with checkpointer(engine[0], **ENCODED, staging_bytes=65536) as small:
         for step, mode in enumerate(["async", "lazy", "blocking"]):
-            small.save(state, step, mode=mode).result(60)
+            small.save(state, step, mode=mode).result(300)
             assert same(small.load(step), state)
     assert ckpt.verify().ok
 

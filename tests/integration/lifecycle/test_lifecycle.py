@@ -33,8 +33,11 @@ from penstock.core.concurrency.timing import SYSTEM_CLOCK
 from penstock.core.format.commit_record import encode_intent
 from penstock.core.format.records import IntentRecord, intent_name
 from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.timing import ShiftedClock
+from penstock.core.testing.wrapper import WrapperBackend
 
 OLD = time.time() - 30 * 24 * 3600
+GRACE_S = 24 * 3600
 
 
 def tree(number):
@@ -555,13 +558,13 @@ def test_a_saver_whose_intent_was_pruned_never_publishes(old_run):
             holding(faulty, "publish", match="index") as asleep,
         ):
             handle = sleeper.save(tree(3), 3)
-            assert asleep.reached.wait(30)
+            assert asleep.reached.wait(300)
             age(old_run, sleeper._job.uid)
             assert sleeper.prune().uids == ()  # it is its own
             assert other.prune().uids == (sleeper._job.uid,)
             asleep.until.set()
             with pytest.raises(SaveAbortedError, match="intent is gone"):
-                handle.result(30)
+                handle.result(300)
             assert other.steps() == [1, 2]
             faulty.clear()
             save(sleeper, 4)
@@ -577,20 +580,27 @@ def test_prune_leaves_a_save_under_way_because_of_its_fresh_intent(old_run):
             holding(faulty, "publish", match="index") as asleep,
         ):
             handle = saver.save(tree(3), 3)
-            assert asleep.reached.wait(30)
+            assert asleep.reached.wait(300)
             age(old_run, saver._job.uid)
             os.utime(old_run.root / intent_name(saver._job.uid))
             assert other.prune().uids == ()
             asleep.until.set()
-            assert handle.result(30).step == 3
+            assert handle.result(300).step == 3
             assert same(other.load(), tree(3))
             assert other.verify().ok
 
 
-def test_a_saver_that_slept_for_half_the_grace_time_never_publishes(store):
-    faulty = FaultyBackend(store)
-    with checkpointer(faulty, grace_s=0.2) as ckpt:
-        faulty.slow("publish", 0.15, match="parts/")
+def test_a_saver_that_slept_for_half_the_grace_time_never_publishes(store, waits):
+    clock = ShiftedClock()
+
+    class Sleeping(WrapperBackend):
+        def _around(self, operation, names, call):
+            if (operation, "/parts/" in names[0]) == ("publish", True):
+                clock.ahead_s += 0.6 * GRACE_S
+            return super()._around(operation, names, call)
+
+    waits(clock=clock)
+    with checkpointer(Sleeping(store), grace_s=GRACE_S) as ckpt:
         with pytest.raises(SaveAbortedError, match="not refreshed"):
             ckpt.save(tree(1), 1, mode="blocking")
         assert ckpt.steps() == []
@@ -598,9 +608,10 @@ def test_a_saver_that_slept_for_half_the_grace_time_never_publishes(store):
 
 def test_the_intent_is_refreshed_when_it_gets_old(store):
     backend = FaultyBackend(store)
-    publisher = Publisher(backend, Commit(), uid=A, step=1, grace_s=0.08)
+    clock = ShiftedClock()
+    publisher = Publisher(backend, Commit(), uid=A, step=1, grace_s=GRACE_S, clock=clock)
     publisher.publish_intent()
-    time.sleep(0.02)
+    clock.ahead_s = GRACE_S / 4
     publisher.refresh_intent()
     patient = Publisher(backend, Commit(), uid=B, step=1, grace_s=86400)
     patient.publish_intent()
@@ -616,7 +627,7 @@ def test_a_failed_save_cleans_up_and_leaves_no_intent(store):
         before = names(store)
         faulty.fail("write")
         handle = ckpt.save(tree(2), 2)
-        assert isinstance(handle.durable.exception(30), StorageError)
+        assert isinstance(handle.durable.exception(300), StorageError)
         ckpt._job.finished(None)
         assert names(store) == before
 
@@ -671,10 +682,10 @@ def test_a_checkpoint_that_goes_in_the_middle_of_a_read_says_so(way, at, goes, s
         read = (lambda: ckpt.load(1)) if way == "load" else (lambda: ckpt.restore(tree(0), 1))
         with ThreadPoolExecutor(1) as pool, holding(faulty, "read", match=at) as held:
             future = pool.submit(read)
-            assert held.reached.wait(30)
+            assert held.reached.wait(300)
             goes(other)
             held.until.set()
-            error = future.exception(30)
+            error = future.exception(300)
         assert type(error) is CheckpointGoneError
 
 

@@ -131,7 +131,7 @@ def test_a_drain_has_the_table_and_a_damaged_one_is_repaired(root, tmp_path):
     tiers = Tier("fast", fast), Tier("durable", open_backend(str(durable)), durable=True)
     with drains_of(*tiers) as drains:
         drains.resume()
-        assert drains.settle(60)
+        assert drains.settle(300)
     check(durable)
     index = damage(root)
     url = f"tiered://?fast={root}&durable={durable}"

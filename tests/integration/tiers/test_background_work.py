@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from tests.integration.support import checkpointer, make_state, same
+from tests.integration.support import FlyingClock, checkpointer, make_state, same
 from tests.integration.tiers.places import Places
 
 from penstock import CheckpointGoneError, NotDrainedError, PenstockError, StorageError
@@ -33,12 +33,12 @@ def places():
 def test_retention_spares_the_durable_checkpoint_until_a_newer_one_is_durable(places):
     slow, event = FaultyBackend(places.other()), threading.Event()
     with places.open(durable=slow, retention={"keep_last": 1}) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
         ckpt.wait()
         slow.block("create", event)
-        ckpt.save(make_state(2), 2).committed.result(60)
+        ckpt.save(make_state(2), 2).committed.result(300)
         ckpt.wait()
-        ckpt.save(make_state(3), 3).committed.result(60)
+        ckpt.save(make_state(3), 3).committed.result(300)
         ckpt.wait()
         assert 1 in places.steps()[1]
         assert 2 in places.steps()[0]  # is being copied: else none would ever come there
@@ -48,7 +48,7 @@ def test_retention_spares_the_durable_checkpoint_until_a_newer_one_is_durable(pl
 
 def test_retention_spares_what_is_to_be_copied_next(places):
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     with checkpointer(places.fast) as alone:
         for step in (2, 3):
             alone.save(make_state(step), step, mode="blocking")
@@ -57,7 +57,7 @@ def test_retention_spares_what_is_to_be_copied_next(places):
     both = TieredBackend(config, fast=places.fast, durable=places.durable)
     assert Catalog(both).apply_retention(keep_last=1) == []
     with places.open(retention={"keep_last": 1}) as ckpt:
-        ckpt.save(make_state(4), 4).result(60)
+        ckpt.save(make_state(4), 4).result(300)
     assert places.steps() == ([4], [4])
 
 
@@ -75,24 +75,24 @@ def test_a_crash_right_behind_the_commit_leaves_what_the_next_process_copies(pla
             return found
 
     ckpt = places.open(fast=Dying(places.other_fast()))
-    ckpt.save(make_state(1), 1).committed.exception(60)
+    ckpt.save(make_state(1), 1).committed.exception(300)
     with suppress(PenstockError):
         ckpt.close()
     assert places.steps() == ([1], [])
     # Without the mark the next process may still find out, by comparing the tiers.
     assert is_marked(places.fast, Catalog(places.fast).record(1).uid)
     with places.open() as ckpt:
-        ckpt.save(make_state(2), 2).result(60)
+        ckpt.save(make_state(2), 2).result(300)
     assert places.steps() == ([1, 2], [1, 2])
 
 
 def test_overwriting_spares_the_durable_generation_until_the_next_is_durable(places):
     slow, event = FaultyBackend(places.other()), threading.Event()
     with places.open(durable=slow) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
         ckpt.wait()
         slow.block("create", event)
-        ckpt.save(make_state(2), 1, overwrite=True).committed.result(60)
+        ckpt.save(make_state(2), 1, overwrite=True).committed.result(300)
         ckpt.wait()
         assert places.steps() == ([1], [1])
         event.set()
@@ -112,7 +112,7 @@ def test_a_record_that_may_not_be_durable_is_published_once_more(places):
 
     durable = Unsynced(places.other())
     with places.open(durable=durable) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     assert durable.calls == 2
     assert pending(places.fast) == []
 
@@ -132,7 +132,7 @@ def test_a_record_whose_data_vanished_is_no_copy(places, tmp_path):
 
     durable = Vanishing(open_backend(f"posix://{root}"))
     with places.open(durable=durable, options={"keep_fast": 0}) as ckpt:
-        assert ckpt.save(make_state(1), 1).result(60).tiers == ("durable",)
+        assert ckpt.save(make_state(1), 1).result(300).tiers == ("durable",)
         assert same(ckpt.load(1), make_state(1))
 
 
@@ -145,7 +145,7 @@ def test_a_copy_that_lands_behind_a_rewind_does_not_come_back(places, when):
             race = name.startswith("commits/00000002") and not held.is_set()
             if race:
                 held.set()
-                go.wait(60)
+                go.wait(300)
             super().publish(name, data, exclusive=exclusive)
             if race:
                 landed.set()
@@ -155,19 +155,19 @@ def test_a_copy_that_lands_behind_a_rewind_does_not_come_back(places, when):
             named = any(name.startswith("commits/00000002") for name in names)
             if when == "at once" and named and held.is_set() and not go.is_set():
                 go.set()
-                landed.wait(60)
+                landed.wait(300)
 
     with places.open(durable=Racing(places.other())) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
-        ckpt.save(make_state(2), 2).committed.result(60)
-        assert held.wait(60)
+        ckpt.save(make_state(1), 1).result(300)
+        ckpt.save(make_state(2), 2).committed.result(300)
+        assert held.wait(300)
         with places.open(durable=Racing(places.other())) as other:  # as another process would
             assert other.rewind(1) == [2]
         assert places.steps() == ([1], [1])
         go.set()
-        assert landed.wait(60)
-        assert ckpt._drains.settle(60)  # the copy takes its late record back
-        assert ckpt.save(make_state(22), 2).result(60).tiers == ("fast", "durable")
+        assert landed.wait(300)
+        assert ckpt._drains.settle(300)  # the copy takes its late record back
+        assert ckpt.save(make_state(22), 2).result(300).tiers == ("fast", "durable")
     with checkpointer(places.durable) as alone:
         assert alone.load(2)["epoch"] == 22
 
@@ -187,29 +187,29 @@ def test_a_copy_that_landed_without_an_answer_is_taken_back_if_it_was_deleted_me
                 raise UnsyncedError("no answer")
 
     with places.open(durable=Racing(places.other())) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
         handle = ckpt.save(make_state(2), 2)
-        assert isinstance(handle.durable.exception(60), CheckpointGoneError)
+        assert isinstance(handle.durable.exception(300), CheckpointGoneError)
     assert places.steps() == ([1], [1])
 
 
 def test_overwriting_is_refused_while_a_tier_may_have_a_higher_generation(places):
     with places.open(options={"keep_fast": 0}) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
-        ckpt.save(make_state(2), 1, overwrite=True).result(60)
+        ckpt.save(make_state(1), 1).result(300)
+        ckpt.save(make_state(2), 1, overwrite=True).result(300)
     away = FaultyBackend(places.other())
     away.add(Fault("list", times=None, error=StorageError("no route to host")))
     with places.open(durable=away) as ckpt:
         with pytest.raises(StorageError, match="no route"):
             ckpt.save(make_state(3), 1, overwrite=True)
         away.clear()
-        assert ckpt.save(make_state(3), 1, overwrite=True).result(60).generation == 4
+        assert ckpt.save(make_state(3), 1, overwrite=True).result(300).generation == 4
         assert ckpt.load(1)["epoch"] == 3
 
 
 def test_repair_evicts_nothing_for_a_copy_that_is_damaged_elsewhere(places, caplog):
     with places.open() as ckpt:
-        uid = ckpt.save(make_state(1), 1).result(60).uid
+        uid = ckpt.save(make_state(1), 1).result(300).uid
     name = f"data/{uid}/blobs/00000-0.raw"
     for backend, share in ((places.fast, 0.2), (places.durable, 0.7)):
         blob = backend._store.blobs[name]
@@ -240,10 +240,10 @@ def test_a_callback_at_durable_may_do_anything(places, what):
         returned.set()
 
     ckpt = places.open(on_event=on_event)
-    ckpt.save(make_state(1), 1).result(60)
-    assert returned.wait(60)
+    ckpt.save(make_state(1), 1).result(300)
+    assert returned.wait(300)
     if what == "exit":
-        ckpt.save(make_state(2), 2).result(60)
+        ckpt.save(make_state(2), 2).result(300)
     ckpt.close()
     assert places.steps()[1] == ([1] if what == "close" else [1, 2])
 
@@ -254,27 +254,30 @@ def test_a_commit_behind_close_is_told_to_who_waits(places, waits):
 
     def on_event(event):
         if event.kind == "committed":
-            go.wait(60)
+            go.wait(300)
 
     ckpt = places.open(on_event=on_event)
     handle = ckpt.save(make_state(1), 1)
     ckpt.close()
     go.set()
     with pytest.raises(NotDrainedError):
-        handle.result(60)
+        handle.result(300)
 
 
 @pytest.mark.parametrize("what", ["blocking", "close"])
-def test_a_durable_tier_that_hangs_is_not_waited_for(places, what):
+def test_a_durable_tier_that_hangs_is_not_waited_for(places, waits, what):
     hanging, event = FaultyBackend(places.other()), threading.Event()
-    ckpt = places.open(durable=hanging, io_timeout_s=1)
-    hanging.block("create", event)
+    clock = FlyingClock()
+    waits(clock=clock)
+    ckpt = places.open(durable=hanging)
+    held = hanging.block("create", event)
+    clock.flies = lambda: held.reached.is_set() and not event.is_set()
     try:
         if what == "blocking":
             with pytest.raises(NotDrainedError):
                 ckpt.save(make_state(1), 1, mode="blocking")
         else:
-            ckpt.save(make_state(1), 1).committed.result(60)
+            ckpt.save(make_state(1), 1).committed.result(300)
         ckpt.close()
         assert not event.is_set()  # it was closed all the same
     finally:
@@ -291,24 +294,24 @@ def test_who_waits_for_a_step_that_is_deleted_in_the_queue_is_told(places, how):
         handles = {}
         for step in (1, 2, 3):
             handles[step] = ckpt.save(make_state(step), step)
-            handles[step].committed.result(60)
-        assert held.reached.wait(60)
+            handles[step].committed.result(300)
+        assert held.reached.wait(300)
         if how == "delete":
             ckpt.delete(2)
-        error = handles[2].durable.exception(60)
+        error = handles[2].durable.exception(300)
         event.set()
         assert isinstance(error, CheckpointGoneError)
         assert "step 2 was deleted" in str(error)
-        assert handles[3].result(60).tiers == ("fast", "durable")
+        assert handles[3].result(300).tiers == ("fast", "durable")
 
 
 def test_a_step_whose_deletion_failed_is_copied_after_all(places):
     refusing, event = FaultyBackend(places.other()), threading.Event()
     held = refusing.add(Fault("create", until=event))
     with places.open(durable=refusing) as ckpt:
-        ckpt.save(make_state(1), 1).committed.result(60)
-        ckpt.save(make_state(2), 2).committed.result(60)
-        assert held.reached.wait(60)
+        ckpt.save(make_state(1), 1).committed.result(300)
+        ckpt.save(make_state(2), 2).committed.result(300)
+        assert held.reached.wait(300)
         refusing.add(Fault("delete", times=None, error=StorageError("AccessDenied")))
         with pytest.raises(StorageError, match="AccessDenied"):
             ckpt.delete(2)
@@ -320,9 +323,9 @@ def test_a_step_whose_deletion_failed_is_copied_after_all(places):
 
 def test_what_another_process_drained_and_evicted_is_durable(places):
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
         record, told = Catalog(places.fast).record(1), []
         places.fast.delete(["commits/00000001-0.json"])
         ckpt._drains.committed(0, record, told.append, marked=True)
-        assert ckpt._drains.settle(60)
+        assert ckpt._drains.settle(300)
         assert told == [None]

@@ -49,7 +49,7 @@ def tiers_of(places, **options):
 def drain(places, **options):
     with drains_of(*tiers_of(places, **options)) as drains:
         drains.resume()
-        assert drains.settle(30)
+        assert drains.settle(300)
         return drains.states()
 
 
@@ -108,7 +108,7 @@ def test_a_fast_tier_that_keeps_the_last_one_keeps_what_it_borrows(places):
     drain(places, keep_last=1)
     with drains_of(*tiers_of(places, keep_last=1)) as drains:
         drains._links[0].tidy()
-        assert drains.settle(30)
+        assert drains.settle(300)
         drains.close()
     whole_at(places.fast, 3)
     assert files_of(places.fast, base.uid) == {"blobs/00000-0.raw"}
@@ -147,7 +147,7 @@ def folders(tmp_path):
     saved_chain(fast)
     fast.close()
     with made.open() as ckpt:
-        ckpt.save(make_state(2), 4).result(60)
+        ckpt.save(make_state(2), 4).result(300)
         ckpt.wait()
         ckpt.delete(1)
         ckpt.delete(4)

@@ -14,7 +14,7 @@ def folders(tmp_path):
     made = Folders(tmp_path)
     with made.open() as ckpt:
         for step in (1, 2):
-            ckpt.save(make_state(step), step).result(60)
+            ckpt.save(make_state(step), step).result(300)
     return made
 
 
@@ -90,7 +90,7 @@ def test_what_the_fast_tier_alone_has_left_is_not_given_up_for_a_copy_that_lost_
 ):
     """Neither tier is whole, both together are: restored, said, and nothing is deleted."""
     with folders.open(rules=[{"match": "optimizer/**", "codecs": ["zstd"]}]) as ckpt:
-        ckpt.save(make_state(3), 3).result(60)
+        ckpt.save(make_state(3), 3).result(300)
         uid = ckpt.info(3).uid
     (folders.fast / "data" / uid / "blobs" / "00000-0.raw").unlink()
     (folders.durable / "data" / uid / "blobs" / "00000-0.enc").unlink()

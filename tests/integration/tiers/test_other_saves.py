@@ -27,7 +27,7 @@ def folders(tmp_path):
     folders = {"fast": tmp_path / "fast", "durable": tmp_path / "durable"}
     for epoch, folder in enumerate(folders.values()):
         with checkpointer(place(folder)) as ckpt:
-            ckpt.save(make_state(epoch), 1).result(60)
+            ckpt.save(make_state(epoch), 1).result(300)
     return folders
 
 
@@ -60,9 +60,9 @@ def test_what_retention_deletes_in_one_tier_spares_another_save_in_the_next(fold
 
 def test_a_rewind_forgets_both(folders):
     with checkpointer(place(folders["durable"])) as ckpt:
-        ckpt.save(make_state(7), 2).result(60)
+        ckpt.save(make_state(7), 2).result(300)
     with checkpointer(place(folders["fast"])) as ckpt:
-        ckpt.save(make_state(8), 2).result(60)
+        ckpt.save(make_state(8), 2).result(300)
         ckpt.delete(1)
     with Checkpointer(config(folders)) as ckpt:
         assert ckpt.rewind(1) == [2]
@@ -74,8 +74,8 @@ def test_a_rewind_forgets_both(folders):
 def test_a_copy_that_cannot_be_read_goes_with_the_one_that_can(tmp_path):
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
-        ckpt.save(make_state(2), 2).result(60)
+        ckpt.save(make_state(1), 1).result(300)
+        ckpt.save(make_state(2), 2).result(300)
         (name,) = Catalog(ckpt._backend).entries()[1]
         chosen = uids_named(ckpt._backend, [name])
         (durable / name).write_bytes(b"nonsense\n")
@@ -88,7 +88,7 @@ def test_a_record_that_one_tier_alone_cannot_read_keeps_no_data_of_others(tmp_pa
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(make_state(step), step).result(60)
+            ckpt.save(make_state(step), step).result(300)
         (name,) = Catalog(ckpt._backend).entries()[3]
     (fast / name).write_bytes(b"nonsense\n")
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
@@ -100,7 +100,7 @@ def test_a_record_that_no_tier_can_read_may_need_any_data(tmp_path):
     fast, durable = tmp_path / "a", tmp_path / "b"
     with Checkpointer(config({"fast": fast, "durable": durable})) as ckpt:
         for step in (1, 2):
-            ckpt.save(make_state(step), step).result(60)
+            ckpt.save(make_state(step), step).result(300)
         (name,) = Catalog(ckpt._backend).entries()[2]
     for folder in (fast, durable):
         (folder / name).write_bytes(b"nonsense\n")
@@ -135,17 +135,17 @@ def leave_generations(node, *epochs):
     """Overwrite step 1, and lose power before that came to the durable tier."""
     with node.open(durable=read_only(node.other())) as ckpt:
         for epoch in epochs:
-            ckpt.save(make_state(epoch), 1, overwrite=True).committed.result(30)
+            ckpt.save(make_state(epoch), 1, overwrite=True).committed.result(300)
 
 
 def test_what_a_node_left_of_its_own_overwrites_is_copied_by_its_next_process(nodes):
     node, _ = nodes
     with node.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     leave_generations(node, 2, 3)
     with node.open() as ckpt:
-        ckpt.save(make_state(9), 9).result(30)
-        assert ckpt._drains.settle(30)
+        ckpt.save(make_state(9), 9).result(300)
+        assert ckpt._drains.settle(300)
     assert epoch_of(node.durable) == 3
     assert [record.generation for record in pending(node.fast)] == []
 
@@ -153,14 +153,14 @@ def test_what_a_node_left_of_its_own_overwrites_is_copied_by_its_next_process(no
 def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_generation(nodes, caplog):
     node, other = nodes
     with node.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     leave_generations(node, 2, 3)
     with other.open() as ckpt:
-        report = ckpt.save(make_state(7), 1, overwrite=True).result(30)
+        report = ckpt.save(make_state(7), 1, overwrite=True).result(300)
         assert (report.tiers, report.generation) == (("fast", "durable"), 2)
     with node.open() as ckpt:
-        ckpt.save(make_state(9), 9).result(30)
-        assert ckpt._drains.settle(30)
+        ckpt.save(make_state(9), 9).result(300)
+        assert ckpt._drains.settle(300)
     assert epoch_of(node.durable) == 7
     assert "step 1 cannot be copied from tier fast to durable" in caplog.text
     assert [record.generation for record in pending(node.fast)] == [4]  # left alone
@@ -169,19 +169,19 @@ def test_a_newer_checkpoint_of_another_node_is_not_replaced_by_a_leftover_genera
 def test_of_a_mark_that_does_not_say_what_was_replaced_time_decides(nodes):
     node, _ = nodes
     with node.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     leave_generations(node, 2)
     mark(node.fast, Catalog(node.fast).record(1).uid, 1)
     with node.open() as ckpt:
-        ckpt.save(make_state(9), 9).result(30)
-        assert ckpt._drains.settle(30)
+        ckpt.save(make_state(9), 9).result(300)
+        assert ckpt._drains.settle(300)
     assert epoch_of(node.durable) == 2
 
 
 def test_what_another_node_overwrites_while_a_leftover_is_copied_stays(nodes):
     node, other = nodes
     with node.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     leave_generations(node, 2, 3)
     *lower, higher = at_step(node.fast, 1)
     node.fast.delete([mark_name(record.uid) for record in lower])
@@ -189,9 +189,9 @@ def test_what_another_node_overwrites_while_a_leftover_is_copied_stays(nodes):
     with node.open(durable=durable) as ckpt:
         with holding(durable, "publish", match="/index") as held:
             ckpt._drains.resume()
-            assert held.reached.wait(30)
+            assert held.reached.wait(300)
             with other.open() as there:
-                there.save(make_state(7), 1, overwrite=True).result(30)
-        assert ckpt._drains.settle(30)
+                there.save(make_state(7), 1, overwrite=True).result(300)
+        assert ckpt._drains.settle(300)
     assert higher.generation > Catalog(node.durable).record(1).generation
     assert epoch_of(node.durable) == 7

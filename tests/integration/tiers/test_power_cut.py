@@ -75,7 +75,7 @@ def run(scenario, fast, durable, told):
                 (handle.durable, told.durable),
             ):
                 with suppress(PenstockError, SimulatedCrashError):
-                    future.result(60)
+                    future.result(300)
                     where[step] = number
             if fast.dead or durable.dead:
                 break
@@ -105,7 +105,7 @@ def check(fast, durable, told):
         if not retired(step, found):
             assert max(found[step].values()) >= number, (step, found)
     with open_tiers(fast, durable) as ckpt:
-        ckpt.save(state_of(9), 9).result(60)
+        ckpt.save(state_of(9), 9).result(300)
     assert pending(PowerCut(fast)) == []
     with checkpointer(PowerCut(durable)) as alone:
         for step, numbers in found.items():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from tests.core.cli.command import caller
-from tests.integration.support import TINY, checkpointer, make_state, same
+from tests.integration.support import TINY, FlyingClock, checkpointer, make_state, same
 from tests.integration.tiers.places import Folders, Places
 from tests.integration.training import penstock_threads
 
@@ -30,7 +30,7 @@ from penstock.core.tiers.whereabouts import is_marked, mark
 def folders(tmp_path):
     made = Folders(tmp_path)
     with made.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     return made
 
 
@@ -113,7 +113,7 @@ def test_what_was_evicted_is_not_brought_back(folders):
 
 def test_another_save_at_that_step_is_left_alone(folders, tmp_path):
     with Checkpointer(f"posix://{tmp_path}/other") as ckpt:
-        ckpt.save(make_state(9), 1).result(60)
+        ckpt.save(make_state(9), 1).result(300)
     shutil.rmtree(folders.durable)
     shutil.move(tmp_path / "other", folders.durable)
     damage(folders.durable, "flip")
@@ -141,7 +141,7 @@ def test_what_has_yet_to_be_copied_on_still_has_when_it_was_repaired(tmp_path):
         "drain_every": 0,
     }
     with Checkpointer(tiers, **TINY) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
         ckpt.wait()
     nvme = open_backend(f"posix://{tmp_path}/nvme")
     uid = Catalog(nvme).record(1).uid
@@ -156,7 +156,7 @@ def test_what_has_yet_to_be_copied_on_still_has_when_it_was_repaired(tmp_path):
 def test_a_repair_that_is_cut_short_is_finished_by_the_next_process():
     places = Places()
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     name = next(i.name for i in places.durable.list("data/") if i.name.endswith(".raw"))
     places.durable.delete([name])
     refusing = FaultyBackend(places.other())
@@ -167,7 +167,7 @@ def test_a_repair_that_is_cut_short_is_finished_by_the_next_process():
     assert places.steps() == ([1], [])
     assert [i.name for i in places.fast.list("data/") if i.name.endswith("/drain.json")]
     with places.open() as ckpt:
-        ckpt.save(make_state(2), 2).result(60)
+        ckpt.save(make_state(2), 2).result(300)
         assert ckpt.verify(1).ok
     assert places.steps() == ([1, 2], [1, 2])
 
@@ -236,7 +236,7 @@ class Meanwhile(WrapperBackend):
         future = self.inner.submit_read(requests)
         what, self._what = self._what, None
         if what is not None:
-            future.result(60)
+            future.result(300)
             what()
         return future
 
@@ -244,7 +244,7 @@ class Meanwhile(WrapperBackend):
 def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
     places = Places()
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     spoil(places.durable)
     other = (Tier("fast", places.other_fast(), keep_last=0), Tier("durable", places.other()))
     fast = Meanwhile(places.other_fast(), lambda: Eviction(other).trim(0))
@@ -259,7 +259,7 @@ def test_what_is_the_good_copy_is_not_evicted_while_it_is_verified():
 def test_a_copy_that_vanishes_while_it_is_verified_costs_the_other_nothing():
     places = Places()
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     spoil(places.durable)
     fast = Meanwhile(places.other_fast(), lambda: Catalog(places.fast).delete(1))
     with places.open(fast=fast) as ckpt:
@@ -291,7 +291,7 @@ def both():
     """A run with step 1 in both tiers."""
     places = Places()
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     return places
 
 
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_gone(both, repair)
 def test_two_repairs_of_one_step_do_not_delete_each_others_work():
     places, results = Places(), []
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+        ckpt.save(make_state(1), 1).result(300)
     spoil(places.durable)
     fast = Meanwhile(places.other_fast(), lambda: results.append(ckpt.verify(1, repair=True)))
     with places.open(fast=fast) as ckpt:
@@ -403,14 +403,16 @@ def test_verifying_tiers_leaves_no_thread(folders):
 
 @pytest.mark.parametrize("repair", [False, True])
 def test_verifying_tiers_ends_although_one_of_them_hangs(waits, repair):
-    waits(interrupt_s=0.01, poll_s=0.05)
+    clock = FlyingClock()
+    waits(clock=clock, interrupt_s=0.01, poll_s=0.05)
     places, event = Places(), threading.Event()
     hanging = FaultyBackend(places.other())
-    with places.open(durable=hanging, io_timeout_s=1) as ckpt:
-        ckpt.save(make_state(1), 1).result(60)
+    with places.open(durable=hanging) as ckpt:
+        ckpt.save(make_state(1), 1).result(300)
         held = hanging.block("read", event, match="blobs/")
+        clock.flies = lambda: held.reached.is_set() and not event.is_set()
         try:
-            with pytest.raises(StorageTimeoutError, match="io_timeout_s=1"):
+            with pytest.raises(StorageTimeoutError, match="io_timeout_s=600"):
                 ckpt.verify(1, repair=repair)
             assert held.reached.is_set()
         finally:

@@ -49,8 +49,8 @@ def opened(folders, **options):
 
 def save(folders, *steps, **options):
     with opened(folders, **options) as ckpt:
-        reports = [ckpt.save(make_state(step), step).result(30) for step in steps]
-        assert ckpt._drains.settle(30)
+        reports = [ckpt.save(make_state(step), step).result(300) for step in steps]
+        assert ckpt._drains.settle(300)
     return reports[-1]
 
 
@@ -111,12 +111,12 @@ def test_an_empty_place_where_another_one_is_known_never_counts_as_durable(folde
         with pytest.raises(StorageError, match="Is its file system mounted"):
             ckpt.latest()  # what is only there may be newer
         handle = ckpt.save(make_state(2), 2)
-        handle.committed.result(30)
+        handle.committed.result(300)
         assert not handle.durable.done()
         assert not list(folders.durable.rglob("*"))
         folders.durable.rmdir()
         aside.rename(folders.durable)
-        assert handle.result(30).tiers == ("fast", "durable")
+        assert handle.result(300).tiers == ("fast", "durable")
     assert steps_in(folders.durable) == [1, 2]
 
 
@@ -164,15 +164,15 @@ def test_reading_accepts_a_place_for_that_time_and_the_error_says_what_it_takes(
 def test_a_place_that_is_replaced_while_the_run_is_open_counts_as_away(folders, tmp_path):
     aside = tmp_path / "aside"
     with opened(folders) as ckpt:
-        ckpt.save(make_state(2), 2).result(30)
+        ckpt.save(make_state(2), 2).result(300)
         folders.durable.rename(aside)
         handle = ckpt.save(make_state(3), 3)
-        handle.committed.result(30)
-        ckpt._drains.settle(30)
+        handle.committed.result(300)
+        ckpt._drains.settle(300)
         assert not handle.durable.done()
         assert not folders.durable.exists()
         aside.rename(folders.durable)
-        handle.result(30)
+        handle.result(300)
     assert steps_in(folders.durable) == [1, 2, 3]
 
 
@@ -210,7 +210,7 @@ def rewind_on_another_node(folders, tmp_path):
     first, folders.fast = folders.fast, tmp_path / "other node"
     with opened(folders) as ckpt:
         ckpt.rewind(1)
-        ckpt.save(make_state(7), 2).result(30)
+        ckpt.save(make_state(7), 2).result(300)
     folders.fast = first
 
 
@@ -305,7 +305,7 @@ def test_a_run_without_tiers_is_copied_to_the_place_that_is_put_behind_it(
     folders = Folders(tmp_path)
     with Checkpointer(f"posix://{folders.fast}", **TINY) as ckpt:
         for step in (1, 2):
-            ckpt.save(make_state(step), step).result(30)
+            ckpt.save(make_state(step), step).result(300)
     assert call("drain", url(folders, f"&drain_every={drain_every}")).code == 0
     assert steps_in(folders.durable) == copied
 
@@ -374,10 +374,10 @@ def test_two_nodes_that_begin_a_run_at_once_are_of_one_run():
 
     def begin():
         with other.open() as ckpt:
-            ckpt.save(make_state(1), 1).result(30)
+            ckpt.save(make_state(1), 1).result(300)
 
     with node.open(durable=Overtaken(node.other(), begin)) as ckpt:
-        assert ckpt.save(make_state(2), 2).result(30).tiers == ("fast", "durable")
+        assert ckpt.save(make_state(2), 2).result(300).tiers == ("fast", "durable")
     for one in (node, other):
         with one.open() as ckpt:
             assert ckpt.latest() == 2
@@ -414,14 +414,14 @@ def test_a_copy_that_somebody_made_of_a_tier_is_refused_until_it_has_its_own_ide
 def test_a_tier_that_cannot_be_read_at_the_start_is_looked_at_when_it_can(folders):
     places = Places()
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     durable = FaultyBackend(MemoryBackend(MemoryConfig(name="an-empty-place")))
     durable.add(Fault("read", times=None, error=StorageError("no route to host")))
     with places.open(durable=durable) as ckpt:
         handle = ckpt.save(make_state(2), 2)
-        handle.committed.result(30)
+        handle.committed.result(300)
         durable.clear()
-        ckpt._drains.settle(30)
+        ckpt._drains.settle(300)
         assert not handle.durable.done()
         assert Catalog(durable).steps() == []
 

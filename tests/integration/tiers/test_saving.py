@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.integration.support import blank, checkpointer, make_state, same
+from tests.integration.support import FlyingClock, blank, checkpointer, make_state, same
 from tests.integration.tiers.places import Places
 
 import penstock
@@ -15,7 +15,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.format.commit_record import encode_intent
 from penstock.core.format.records import IntentRecord, intent_name
 from penstock.core.testing.faults import Fault, FaultyBackend
-from penstock.core.testing.timing import FAST, ShiftedClock, current_timing
+from penstock.core.testing.timing import FAST, current_timing
 from penstock.core.testing.wrapper import WrapperBackend
 from penstock.core.tiers.whereabouts import pending
 
@@ -49,8 +49,8 @@ def away(backend):
 def test_a_save_is_committed_in_the_fast_tier_and_durable_in_the_other(mode, places):
     with places.open() as ckpt:
         handle = ckpt.save(make_state(1), 1, mode=mode)
-        committed = handle.committed.result(30)
-        report = handle.result(30)
+        committed = handle.committed.result(300)
+        report = handle.result(300)
         assert (committed.tiers, report.tiers) == ((), ("fast", "durable"))
         assert handle.progress().phase == "durable"
         assert report.engine == "memory"
@@ -69,7 +69,7 @@ def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_i
     with places.open(durable=durable) as ckpt:
         handles = [ckpt.save(make_state(n), n) for n in range(1, 6)]
         for handle in handles:
-            handle.committed.result(30)
+            handle.committed.result(300)
             assert not handle.durable.done()
         assert caplog.text.count("tier durable does not answer") == 1  # not once per save
         assert handles[-1].progress().phase == "drain"
@@ -77,7 +77,7 @@ def test_training_goes_on_while_the_durable_tier_is_away_and_all_comes_when_it_i
         ckpt.fence()
         durable.clear()
         for handle in handles:
-            assert handle.result(30).tiers == ("fast", "durable")
+            assert handle.result(300).tiers == ("fast", "durable")
     assert places.steps() == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
     assert "no route to host" in caplog.text
 
@@ -86,12 +86,12 @@ def test_closing_while_the_durable_tier_is_away_leaves_the_rest_to_the_next_proc
     durable = away(places.durable)
     with places.open(durable=durable) as ckpt:
         handle = ckpt.save(make_state(1), 1)
-        handle.committed.result(30)
+        handle.committed.result(300)
     with pytest.raises(NotDrainedError, match="penstock drain"):
-        handle.result(30)
+        handle.result(300)
     assert places.steps() == ([1], [])
     with places.open() as ckpt:
-        ckpt.save(make_state(2), 2).result(30)
+        ckpt.save(make_state(2), 2).result(300)
     assert places.steps() == ([1, 2], [1, 2])
 
 
@@ -104,7 +104,7 @@ def test_a_blocking_save_does_not_wait_for_ever_for_a_tier_that_is_away(places):
 
 def test_every_nth_save_goes_on_and_the_others_are_as_durable_as_the_configuration_says(places):
     with places.open(options={"drain_every": 2}) as ckpt:
-        tiers = [ckpt.save(make_state(n), n).result(30).tiers for n in range(1, 5)]
+        tiers = [ckpt.save(make_state(n), n).result(300).tiers for n in range(1, 5)]
     assert tiers == [("fast", "durable"), ("fast",)] * 2
     assert places.steps() == ([1, 2, 3, 4], [1, 3])
 
@@ -112,7 +112,7 @@ def test_every_nth_save_goes_on_and_the_others_are_as_durable_as_the_configurati
 def test_durable_may_mean_the_fast_tier(places):
     durable = away(places.durable)
     with places.open(durable=durable, options={"durable_means": "fast"}) as ckpt:
-        assert ckpt.save(make_state(1), 1, mode="blocking").result(30).tiers == ("fast",)
+        assert ckpt.save(make_state(1), 1, mode="blocking").result(300).tiers == ("fast",)
 
 
 def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places, caplog):
@@ -121,11 +121,11 @@ def test_a_full_fast_tier_is_written_past_and_what_it_alone_has_stays(places, ca
             return 0
 
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     fast = Full(places.other_fast())
     with places.open(fast=fast) as ckpt:
         for step in (2, 3):
-            assert ckpt.save(make_state(step), step).result(30).tiers == ("durable",)
+            assert ckpt.save(make_state(step), step).result(300).tiers == ("durable",)
     assert places.steps() == ([], [1, 2, 3])  # the first was evicted in vain
     assert caplog.text.count("is saved straight to tier durable: tier fast") == 1
 
@@ -147,7 +147,7 @@ def test_without_room_anywhere_a_save_is_skipped_and_training_goes_on(places, ca
 
 def test_a_restore_takes_the_fastest_tier_and_falls_back_to_the_other(places):
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     reads = []
 
     class Noting(WrapperBackend):
@@ -195,7 +195,7 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
     caplog.set_level("INFO", "penstock")
     rules = {"rules": [{"match": "optimizer/**", "codecs": ["zstd"]}]}
     with places.open(**rules) as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     name = "commits/00000001-0.json" if what == "commit" else blob_of(places.fast, what)
     good = places.fast._store.blobs[name].data
     damage(places.fast, name, how)
@@ -223,17 +223,20 @@ def test_a_damaged_copy_is_made_good_by_the_other_tier(what, how, places, caplog
             assert alone.verify(1).ok
 
 
-def test_a_repair_that_hangs_holds_up_nobody_for_ever(places):
+def test_a_repair_that_hangs_holds_up_nobody_for_ever(places, waits):
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     damage(places.fast, blob_of(places.fast, ".raw"), "flip")
     fast = FaultyBackend(places.other_fast())
     event = threading.Event()
     held = fast.block("create", event)
+    clock = FlyingClock()
+    waits(clock=clock)
     try:
-        with places.open(fast=fast, io_timeout_s=1) as ckpt:
+        with places.open(fast=fast) as ckpt:
             assert same(ckpt.load(1), make_state(1))
-            assert held.reached.wait(30)
+            assert held.reached.wait(300)
+            clock.flies = lambda: not event.is_set()
         assert not event.is_set()  # it was closed all the same
     finally:
         event.set()
@@ -242,8 +245,8 @@ def test_a_repair_that_hangs_holds_up_nobody_for_ever(places):
 
 def test_damage_in_both_tiers_is_damage(places):
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
-        ckpt.save(make_state(2), 2).result(30)
+        ckpt.save(make_state(1), 1).result(300)
+        ckpt.save(make_state(2), 2).result(300)
         uid = ckpt.info(2).uid
     for backend in (places.fast, places.durable):
         damage(backend, f"data/{uid}/blobs/00000-0.raw", "flip")
@@ -257,12 +260,12 @@ def test_damage_in_both_tiers_is_damage(places):
 def test_a_deleted_step_is_deleted_everywhere_and_comes_back_nowhere(places):
     with places.open() as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(make_state(step), step).result(30)
+            ckpt.save(make_state(step), step).result(300)
         ckpt.delete(2)
         assert places.steps() == ([1, 3], [1, 3])
         ckpt.rewind(1)
         assert places.steps() == ([1], [1])
-        ckpt.save(make_state(2), 2).result(30)
+        ckpt.save(make_state(2), 2).result(300)
     assert places.steps() == ([1, 2], [1, 2])
 
 
@@ -270,7 +273,7 @@ def test_retention_counts_all_tiers_and_the_fast_one_may_keep_less(places):
     options = {"keep_fast": 1}
     with places.open(options=options, retention={"keep_last": 3}) as ckpt:
         for step in range(1, 6):
-            ckpt.save(make_state(step), step).result(30)
+            ckpt.save(make_state(step), step).result(300)
             ckpt.wait()
     assert places.steps() == ([5], [3, 4, 5])
 
@@ -282,7 +285,7 @@ def test_a_step_of_another_tier_is_taken(places):
         with pytest.raises(penstock.StepExistsError):
             ckpt.save(make_state(4), 4)
         assert ckpt.latest() == 5
-        report = ckpt.save(make_state(55), 5, overwrite=True).result(30)
+        report = ckpt.save(make_state(55), 5, overwrite=True).result(300)
         assert report.generation == 2
         ckpt.wait()
         assert ckpt.load(5)["epoch"] == 55
@@ -291,7 +294,7 @@ def test_a_step_of_another_tier_is_taken(places):
 
 def test_prune_looks_at_each_tier_by_itself(places):
     with places.open() as ckpt:
-        ckpt.save(make_state(1), 1).result(30)
+        ckpt.save(make_state(1), 1).result(300)
     for backend in (places.fast, places.durable):
         backend.publish(f"data/{'d' * 32}/index", b"left behind")
     # What is left of an eviction that was cut short: the durable tier's record does not need it.
@@ -308,7 +311,7 @@ def test_prune_looks_at_each_tier_by_itself(places):
 
 def test_what_only_orphans_of_one_tier_referenced_goes_from_all_at_once(places):
     with places.open() as ckpt:
-        ckpt.save(make_state(2), 2).result(30)
+        ckpt.save(make_state(2), 2).result(300)
     uids = [digit * 32 for digit in "def"]
     for place, uid, lender in zip((places.fast, places.durable), uids, uids[1:], strict=False):
         then = "2026-01-31T23:59:59Z"
@@ -329,11 +332,11 @@ def test_a_partial_copy_is_never_listed(places):
     held = durable.block("publish", event, match="commits/")
     with places.open(durable=durable) as ckpt:
         handle = ckpt.save(make_state(1), 1)
-        assert held.reached.wait(30)
+        assert held.reached.wait(300)
         assert Catalog(places.durable).steps() == []
         assert any("/blobs/" in i.name for i in places.durable.list("data/"))
         event.set()
-        handle.result(30)
+        handle.result(300)
     assert places.steps() == ([1], [1])
 
 
@@ -343,16 +346,16 @@ class Hanging(WrapperBackend):
     def __init__(self, inner, waits, *operations):
         super().__init__(inner)
         self._operations = operations
-        self._clock = ShiftedClock()
+        self.clock = FlyingClock()
         self._late_s = current_timing().tier_answer_s + 1
         self.released = threading.Event()
         self.asked = 0
-        waits(clock=self._clock)
+        waits(clock=self.clock)
 
     def _around(self, operation, names, call):
         if operation in self._operations and not self.released.is_set():
             self.asked += 1
-            self._clock.ahead_s += self._late_s
+            self.clock.jumped_s += self._late_s
             self.released.wait()
         return super()._around(operation, names, call)
 
@@ -360,10 +363,11 @@ class Hanging(WrapperBackend):
 def test_a_durable_tier_that_hangs_holds_no_save(places, waits, caplog):
     durable = Hanging(places.other(), waits, "list", "stat", "read", "publish")
     try:
-        with places.open(durable=durable, io_timeout_s=2) as ckpt:
+        with places.open(durable=durable) as ckpt:
             for step in (1, 2, 3):
-                ckpt.save(make_state(step), step).committed.result(30)
+                ckpt.save(make_state(step), step).committed.result(300)
             assert "no answer for" in caplog.text
+            durable.clock.flies = lambda: not durable.released.is_set()
     finally:
         durable.released.set()
     assert places.steps()[0] == [1, 2, 3]
@@ -375,18 +379,18 @@ def test_a_tier_that_hung_is_asked_no_more_for_a_while_neither_to_save_nor_to_cl
     durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable, retention={"keep_last": 2}) as ckpt:
         try:
-            ckpt.save(make_state(1), 1).committed.result(30)
+            ckpt.save(make_state(1), 1).committed.result(300)
             # The save asks, then the comparison of the tiers, then the copy.
             until(lambda: durable.asked == 3)
             for step in (2, 3, 4):
-                ckpt.save(make_state(step), step).committed.result(30)
+                ckpt.save(make_state(step), step).committed.result(300)
                 ckpt.wait()
             assert durable.asked == 3
         finally:
             durable.released.set()
     with places.open(durable=places.other(), retention={"keep_last": 2}) as ckpt:
         for step in (5, 6):
-            ckpt.save(make_state(step), step).result(30)
+            ckpt.save(make_state(step), step).result(300)
         until(lambda: ckpt.steps() == [5, 6])  # retention deletes the steps that it passed over
 
 
@@ -395,9 +399,9 @@ def test_a_tier_that_was_asked_no_more_is_copied_to_as_soon_as_it_is_back(places
     durable = away(places.durable)
     with places.open(durable=durable) as ckpt:
         handle = ckpt.save(make_state(1), 1)
-        handle.committed.result(30)
+        handle.committed.result(300)
         durable.clear()
-        assert handle.result(30).tiers == ("fast", "durable")
+        assert handle.result(300).tiers == ("fast", "durable")
     assert "gets no identity" not in caplog.text
 
 
@@ -405,12 +409,12 @@ def test_an_overwrite_asks_a_tier_that_hung_all_the_same(places, waits):
     durable = Hanging(places.other(), waits, "list")
     with places.open(durable=durable) as ckpt:
         try:
-            ckpt.save(make_state(1), 1).committed.result(30)  # from now on it is left alone
+            ckpt.save(make_state(1), 1).committed.result(300)  # from now on it is left alone
             with pytest.raises(penstock.StorageTimeoutError, match="no answer for 10 s"):
                 ckpt.save(make_state(10), 1, overwrite=True)
         finally:
             durable.released.set()
-        ckpt.save(make_state(10), 1, overwrite=True).result(30)
+        ckpt.save(make_state(10), 1, overwrite=True).result(300)
         assert same(ckpt.load(1), make_state(10))
 
 
@@ -421,16 +425,16 @@ def test_what_is_deleted_while_it_is_copied_does_not_come_back(at, places):
     held = durable.block("create" if at == "blobs/" else "publish", event, match=at)
     with places.open(durable=durable) as ckpt:
         handle = ckpt.save(make_state(1), 1)
-        assert held.reached.wait(30)
+        assert held.reached.wait(300)
         deleting = threading.Thread(target=ckpt.delete, args=(1,))
         deleting.start()
         deleting.join(0.2)
         assert deleting.is_alive()  # it waits until the copy is over
         event.set()
-        deleting.join(30)
-        error = handle.durable.exception(30)  # none: it was durable for a moment, which is as good
+        deleting.join(300)
+        error = handle.durable.exception(300)  # none: it was durable for a moment, which is as good
         assert error is None or isinstance(error, penstock.CheckpointGoneError)
-        ckpt.save(make_state(10), 1).result(30)
+        ckpt.save(make_state(10), 1).result(300)
         assert same(ckpt.load(1), make_state(10))
     assert places.steps() == ([1], [1])
     for backend in (places.fast, places.durable):
@@ -448,7 +452,7 @@ def test_by_configuration_alone(tmp_path, monkeypatch):
     model = torch.nn.Linear(8, 8)
     with penstock.Checkpointer.from_config(config) as ckpt:
         for step in (1, 2):
-            ckpt.save({"model": model, "epoch": step}, step).result(30)
+            ckpt.save({"model": model, "epoch": step}, step).result(300)
     assert len(list((tmp_path / "durable/commits").iterdir())) == 2
     assert len(list((tmp_path / "fast/commits").iterdir())) == 1
     with penstock.Checkpointer.from_config(config) as ckpt:

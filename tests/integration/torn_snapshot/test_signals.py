@@ -45,7 +45,7 @@ from penstock import Checkpointer, SaverClosedError
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import FaultyBackend
 
-signal.alarm(60)
+signal.alarm(300)
 store = FaultyBackend(open_backend(sys.argv[1]))
 gate = threading.Event()
 
@@ -126,7 +126,7 @@ def run_anew(url):
 
     def run_anew(body):
         imports = SERVER.partition("for line in")[0]
-        done = run_python("-c", imports + PROGRAM + body, url, timeout=90)
+        done = run_python("-c", imports + PROGRAM + body, url, timeout=300)
         return done.stdout.splitlines(), done.stderr, done.returncode
 
     return run_anew
@@ -148,7 +148,7 @@ def test_sigterm_with_its_default_handler_costs_the_pending_save_only(run, url):
 handle = held_save(ckpt, 2)
 assert not handle.durable.wait(0.3)  # nothing of it can be there yet
 say("ready")
-time.sleep(60)
+time.sleep(300)
 """
     lines, errors, status = run(body, signal.SIGTERM)
     assert (lines, status) == ([], -signal.SIGTERM), errors
@@ -166,7 +166,7 @@ signal.signal(signal.SIGTERM, leave)
 held_save(ckpt, 2)
 say("ready")
 """
-    body += "with ckpt:\n    time.sleep(60)\n" if managed else "time.sleep(60)\n"
+    body += "with ckpt:\n    time.sleep(300)\n" if managed else "time.sleep(300)\n"
     lines, errors, status = run(body, signal.SIGTERM)
     assert (lines, status) == ([], 7), errors
     assert "Traceback" not in errors
@@ -186,7 +186,7 @@ signal.signal(signal.SIGTERM, leave)
 held_save(ckpt, 2)
 say("ready")
 with ckpt:
-    time.sleep(60)
+    time.sleep(300)
 """
     lines, errors, status = run(body, signal.SIGTERM)
     assert (lines, status) == (["saved"], 0), errors
@@ -194,7 +194,7 @@ with ckpt:
 
 
 @pytest.mark.parametrize(
-    "place", ["time.sleep(60)", "handle.result()", "ckpt.wait()", "handle.durable.result()"]
+    "place", ["time.sleep(300)", "handle.result()", "ckpt.wait()", "handle.durable.result()"]
 )
 def test_ctrl_c_wherever_training_stands_leaves_the_pending_save_to_end(place, run, url):
     body = f"""

@@ -190,7 +190,7 @@ def test_range_that_stops_in_the_middle_is_a_timeout(at, size):
 def test_store_that_takes_no_more_of_a_body_is_a_timeout(at):
     def script(server, connection):
         server.head_of(connection)
-        server.ending.wait(60)
+        server.ending.wait(300)
 
     with ScriptedServer(script) as server:
         backend = at(server.url, attempts=1, timeout_s=0.2)

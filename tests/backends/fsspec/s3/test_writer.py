@@ -253,20 +253,20 @@ def test_memory_of_a_batch_is_not_used_once_it_is_over(store):
 
 
 @pytest.mark.s3
-def test_batch_lasts_until_its_memory_is_sent(shaky, proxy):
+def test_batch_lasts_until_its_memory_is_sent(impatient, proxy):
     stalled = proxy.fail("stall", method="PUT", part="partNumber=1&")
     data = pattern(PART)
-    writer = shaky.create("b.raw", size_hint=2 * PART)
+    writer = impatient.create("b.raw", size_hint=2 * PART)
     half = 2 * MIB
-    first = shaky.submit_write(writer, [request(0, data[:half])])
-    first.result(60)  # its bytes were copied
-    second = shaky.submit_write(writer, [request(half, data[half:])])
+    first = impatient.submit_write(writer, [request(0, data[:half])])
+    first.result(300)  # its bytes were copied
+    second = impatient.submit_write(writer, [request(half, data[half:])])
     while not stalled.seen:
         time.sleep(0.01)
     assert not second.done()
-    second.result(60)
+    second.result(300)
     writer.seal(PART)
-    assert read_all(shaky, "b.raw", PART) == data
+    assert read_all(impatient, "b.raw", PART) == data
 
 
 @pytest.mark.s3
@@ -337,6 +337,6 @@ def test_a_blob_may_end_anywhere_in_the_last_page_of_a_part(store, parts, short,
     writer = store.create("data/last-page")
     for offset in range(0, length, step):
         view = memoryview(data)[offset : offset + step]
-        store.submit_write(writer, [WriteRequest(offset, (view,))]).result(60)
+        store.submit_write(writer, [WriteRequest(offset, (view,))]).result(300)
     writer.seal(length)
     assert read_all(store, "data/last-page", length) == data
