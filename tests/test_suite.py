@@ -1,8 +1,12 @@
-"""What tests, tools and benchmarks may not do to the product that they look at.
+"""What tests, tools and benchmarks may not do to the product that they look at, nor to a reader.
 
 A test that sets a constant of a module depends on where that constant stands, and says nothing of
 the product as it is. How long anything is waited for is a `Timing`, which a test puts in force;
 what else a test needs to be small or large is an argument, or the size of what it stores.
+
+A short time-out of the product makes a test a race: a busy machine keeps a thread waiting for
+seconds. A test makes the time fly by a clock, or says in a comment, `# short: ...`, why nothing can
+be late.
 """
 
 from __future__ import annotations
@@ -139,3 +143,43 @@ def test_every_way_to_set_one_is_noticed(statement):
 )
 def test_what_is_no_constant_of_ours_may_be_set(statement):
     assert not constants_set(f"import sys\nfrom penstock.core.save import job\n{statement}")
+
+
+# -- time-outs that pass while a test runs ---------------------------------------------------------
+
+LEAST_S = 4.0
+TIMED = [ROOT / "tests" / "integration", ROOT / "tests" / "backends"]
+
+
+def short_timeouts(text: str) -> list[str]:
+    """Time-outs of the product, in a program, that a busy machine may miss, and no reason given."""
+    lines = text.splitlines()
+    return [
+        ast.unparse(keyword)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if (keyword.arg or "").endswith("timeout_s")
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value < LEAST_S
+        and "# short: " not in lines[keyword.value.lineno - 1]
+    ]
+
+
+def test_no_test_depends_on_a_short_timeout():
+    paths = [path for folder in TIMED for path in folder.rglob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in texts.items()
+        if "timeout_s=" in text
+        for name in short_timeouts(text)
+    }
+    assert not found
+
+
+def test_a_short_timeout_needs_a_reason():
+    assert short_timeouts("Checkpointer(store, io_timeout_s=0.5)") == ["io_timeout_s=0.5"]
+    assert not short_timeouts("Checkpointer(store, io_timeout_s=60)")
+    assert not short_timeouts("job.group(rank_timeout_s=limit_s)")
+    assert not short_timeouts("server.open(timeout_s=0.2)  # short: no answer comes")

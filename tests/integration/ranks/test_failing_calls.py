@@ -241,7 +241,11 @@ class World:
     def _be(self, rank):
         chance = random.Random(f"rank {self._seed} {rank}")
         member = Shaky(self._job.board, chance, self._lost)
-        ckpt = self._job.checkpointer(rank, coordination=member, timeout_s=1.0)
+        ckpt = self._job.checkpointer(
+            rank,
+            coordination=member,
+            timeout_s=1.0,  # short: a rank may be lost, too
+        )
         for step in (1, 2, 3):
             try:
                 handle = ckpt.save(part(step, rank, self.count), step)

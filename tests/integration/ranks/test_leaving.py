@@ -70,7 +70,7 @@ def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
     store = memory()
     with checkpointer(store) as ckpt:
         ckpt.save({"epoch": 1}, 1, mode="blocking")
-    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:
+    with Job(3, store).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
         with pytest.raises(RankError, match="rank 1 has not begun to restore") as raised:
             ckpt.restore({"epoch": 0})
         assert_says_what_to_do(raised.value)
@@ -79,7 +79,7 @@ def test_nobody_waits_at_close_for_ranks_that_did_not_restore():
 
 
 def test_nobody_waits_at_close_for_ranks_that_did_not_save():
-    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:
+    with Job(3, memory()).checkpointer(0, timeout_s=1.0) as ckpt:  # short: no other rank is there
         with pytest.raises(RankError, match="rank 1 has not begun to save"):
             ckpt.save({"epoch": 0}, 1, mode="blocking")
         assert ckpt._ranks.of_restore().lost == {1, 2}

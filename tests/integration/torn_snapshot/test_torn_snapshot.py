@@ -737,7 +737,11 @@ def test_past_the_fence_timeout_training_goes_on_and_the_save_is_given_up(store,
     store.block("create", gate)
     order = []
     model, optimizer = job
-    with held_checkpointer(store, fence_timeout_s=0.05, **TINY_BUDGET) as ckpt:
+    with held_checkpointer(
+        store,
+        fence_timeout_s=0.05,  # short: no data moves meanwhile
+        **TINY_BUDGET,
+    ) as ckpt:
         handle = ckpt.save({"model": model, "optimizer": optimizer}, 1, mode="lazy")
         for name in ("durable", "committed", "captured"):
             getattr(handle, name).add_done_callback(lambda _, name=name: order.append(name))

@@ -184,7 +184,7 @@ def test_range_that_stops_in_the_middle_is_a_timeout(at, size):
         ScriptedServer(half_of(size, closing=False)) as server,
         pytest.raises(StorageTimeoutError, match="no answer in time"),
     ):
-        at(server.url, attempts=1, timeout_s=0.2).read(requests)
+        at(server.url, attempts=1, timeout_s=0.2).read(requests)  # short: no answer comes
 
 
 def test_store_that_takes_no_more_of_a_body_is_a_timeout(at):
@@ -193,7 +193,7 @@ def test_store_that_takes_no_more_of_a_body_is_a_timeout(at):
         server.ending.wait(300)
 
     with ScriptedServer(script) as server:
-        backend = at(server.url, attempts=1, timeout_s=0.2)
+        backend = at(server.url, attempts=1, timeout_s=0.2)  # short: no answer comes
         with pytest.raises(StorageTimeoutError, match="no answer in time"):
             backend.publish("r.json", bytes(32 << 20))
 

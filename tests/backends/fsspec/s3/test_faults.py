@@ -125,7 +125,12 @@ def test_time_is_bounded(opened, folder, proxy):
 
 def test_store_that_never_answers_is_a_timeout(opened, folder, proxy):
     options = {"endpoint_url": proxy.url}
-    backend = opened(f"s3://{folder}", options=options, timeout_s=0.2, attempts=2)
+    backend = opened(
+        f"s3://{folder}",
+        options=options,
+        timeout_s=0.2,  # short: no answer comes
+        attempts=2,
+    )
     proxy.fail("stall", times=100)
     with pytest.raises(StorageTimeoutError, match="no answer in time"):
         backend.stat("r.json")
