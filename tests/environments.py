@@ -57,7 +57,9 @@ class Environment:
     def _with_torch(self, *arguments):
         """As `run`, by a process that has imported torch and Penstock."""
         self._server = self._server or Server(self.python)
-        return self._server.run(*arguments, cwd=self.folder, env=_variables())
+        return self._server.run(
+            *arguments, timeout=800, cwd=self.folder, env=_variables()
+        )  # a whole suite may run inside
 
     def install(self, project, *options):
         """With the build backend that is here, by default offline; the sources stay as they are."""

@@ -11,10 +11,7 @@ from tests.environments import Environment, missing_to_install
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "plugin-redis"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),  # a whole suite runs inside one of these
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def test_all_that_a_killed_save_leaves_goes_by_itself(server):
 
 
 def test_what_has_expired_is_neither_listed_nor_found(server):
-    backend = server.open(ttl_s=0.2)
+    backend = server.open(ttl_s=3)
     write(backend, DATA, b"12345")
     backend.publish(COMMIT, RECORD, exclusive=True)
     assert read(backend, DATA, 5) == b"12345"

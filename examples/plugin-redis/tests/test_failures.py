@@ -176,7 +176,7 @@ def test_an_absent_server_is_named_with_what_to_do(own_server):
 
 def test_a_server_that_hangs_is_not_waited_for_for_ever(own_server):
     server = own_server()
-    backend = server.open(timeout_s=0.2, retry_total_s=0)
+    backend = server.open(timeout_s=4, retry_total_s=0)
     server.process.send_signal(signal.SIGSTOP)
     with pytest.raises(StorageTimeoutError, match="raise timeout_s"):
         backend.publish("r.json", b"{}", exclusive=True)
