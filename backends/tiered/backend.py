@@ -251,13 +251,16 @@ class TieredBackend(Backend):
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """List the blobs of all tiers; the fastest tier that has one tells its size and time.
 
+        The fastest tier is listed first: what is copied to a slower tier and then deleted here,
+        while this runs, is listed here or there.
+
         Raises:
             StorageError: A tier does not answer, so its blobs are not known.
         """
         found: dict[str, BlobInfo] = {}
-        for tier in reversed(self._tiers):
+        for tier in self._tiers:
             try:
-                found.update((info.name, info) for info in tier.backend.list(prefix))
+                found = {info.name: info for info in tier.backend.list(prefix)} | found
             except StorageError as error:
                 msg = (
                     f"tier {tier.name} of the run does not answer, so what there is cannot be "

@@ -1,6 +1,9 @@
 """Several places as one backend."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from tests.integration.support import holding
 
 from penstock import ConfigError
 from penstock.backends.memory import MemoryBackend, MemoryConfig
@@ -102,6 +105,19 @@ def test_a_listing_without_one_tier_is_no_listing():
     broken.add(Fault("list", times=None, error=StorageError("no answer")))
     with pytest.raises(StorageError, match="no answer"):
         tiered(durable=broken).list("commits/")
+
+
+def test_a_listing_has_what_moves_to_the_slower_tier_meanwhile():
+    fast, durable = memory(), memory()
+    fast.publish("commits/x", b"1")
+    faulty = FaultyBackend(fast)
+    with ThreadPoolExecutor(1) as pool, holding(faulty, "list") as held:
+        listed = pool.submit(tiered(faulty, durable).list, "commits/")
+        assert held.reached.wait(30)
+        durable.publish("commits/x", b"1")  # as a drain does, and then an eviction
+        fast.delete(["commits/x"])
+        held.until.set()
+        assert [info.name for info in listed.result(30)] == ["commits/x"]
 
 
 def test_a_name_that_another_tier_has_is_taken():

@@ -271,8 +271,12 @@ class _Part(RankManifest):
 class _Finish(Finish):
     """The engine's save from intent to clean-up; only what captures and writes is small."""
 
-    def __init__(self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed, base):
+    def __init__(
+        self, turn, clock, ending, *, uid, generation, grace_s, batches, borrowed, base,
+        before_commit, compacts="",
+    ):  # fmt: skip
         step = ending.handle.step
+        self._compacts = compacts
         self.uid = uid
         self.bytes_done = 0
         self.commit = Commit()
@@ -283,7 +287,7 @@ class _Finish(Finish):
         self._masters = {}
         self._backend = turn
         self._onward = None
-        self._before_commit = lambda request: None
+        self._before_commit = before_commit
         self._choices = SimpleNamespace(report=lambda results: ())
         self._ending = ending
         self._timing = Timing()
@@ -310,8 +314,9 @@ class _Finish(Finish):
 
     def _report(self, blobs):
         return SimpleNamespace(
-            step=self.request.step, bytes_raw=0, seconds={"total": 0, "blocked": 0}
-        )
+            step=self.request.step, uid=self.uid, generation=self.request.generation, bytes_raw=0,
+            seconds={"total": 0, "blocked": 0},
+        )  # fmt: skip
 
     def _encode_part(self, uid, results, blobs, **_):
         entry = PartEntry(part_name(uid, 0), 32, 32, "0" * 64)
@@ -323,7 +328,7 @@ class _Finish(Finish):
         record = CommitRecord(
             uid, self.request.step, self.request.generation, created, 1,
             IndexEntry(index, 32, 32, "0" * 64), (part.entry,),
-            1, 32, 32, borrowed=self._borrowed, engine=engine,
+            1, 32, 32, borrowed=self._borrowed, compacts=self._compacts, engine=engine,
         )  # fmt: skip
         return EncodedManifest(index, uid.encode(), record)
 
@@ -347,10 +352,10 @@ class _Capture:
     check = close = forget = release_unwritten = nothing
 
 
-class _Job(SaveJob):
+class Job(SaveJob):
     """The engine's save on one thread, which is the actor's."""
 
-    def __init__(self, turn, clock, surroundings, *, step, **finish):
+    def __init__(self, turn, clock, surroundings, *, step, place=None, **finish):
         self._turn = turn
         self.handle = SaveHandle(step)
         self._over = self.handle.durable
@@ -358,7 +363,14 @@ class _Job(SaveJob):
         self._rank_turn = None
         self.ending = Ending(self.handle)
         self.ending.capture()
-        self._finish = _Finish(turn, clock, self.ending, **finish)
+        before_commit = surroundings.before_commit
+        self._finish = _Finish(
+            turn if place is None else place,
+            clock,
+            self.ending,
+            before_commit=before_commit,
+            **finish,
+        )
         self._capture = self._finish._capture
         self._capture_over = Latch()
         self._capture_over.open()
@@ -370,6 +382,7 @@ class _Job(SaveJob):
 
     def _ended(self, durable):
         error = durable.exception()
+        self.report = None if error is not None else durable.result()
         self._turn.note(told="success" if error is None else word_of(error))
 
 
@@ -427,7 +440,7 @@ class Saver(Actor):
                 overwrite=self.overwrite,
                 retention=retention,
                 protect=(),
-                events=SimpleNamespace(emit=lambda event: None),
+                events=silent,
             )
 
         surroundings = SimpleNamespace(
@@ -436,7 +449,7 @@ class Saver(Actor):
             after_commit=after_commit,
             when_failed=lambda error: None,
         )
-        job = _Job(
+        job = Job(
             turn, ModelClock(turn, stopped=self.stopped_clock), surroundings,
             uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,
             batches=self.batches, borrowed=borrowed, base=base,
@@ -445,6 +458,9 @@ class Saver(Actor):
         turn.note(name=name, uid=self.uid)
         note_looks(job._finish._publisher, turn)
         job._run()
+
+
+silent = SimpleNamespace(emit=lambda event: None)
 
 
 def note_looks(publisher, turn):
@@ -553,26 +569,31 @@ class Copier(Actor):
     borrows: tuple[str, ...] = ()
 
     def run(self, turn):
-        files, name = _one_stored(self.step, 0, self.uid, self.borrows)
+        files, name = one_stored(self.step, 0, self.uid, self.borrows)
         record = _decode(files[name][0], name)
-        clock = ModelClock(turn, stopped=True)
-        made = partial(_named_lease, f"copy of step {self.step}")
-        with patch.object(blob_sites, "Lease", made):
-            copy = CheckpointCopy(
-                MemoryBackend(MemoryConfig()), turn, record,
-                workers=SimpleNamespace(timing=Timing(clock=clock)), grace_s=4.0,
-            )  # fmt: skip
-            copy._mover = _Mover(copy, turn)
-            copy._check_source = lambda **_: None
-            names = (part_name(self.uid, 0), index_name(self.uid))
-            blobs = [f"data/{uid}/blobs/0.raw" for uid in (self.uid, *self.borrows)]
-            copy._contents = SimpleNamespace(
-                parts=record.parts,
-                read=lambda: [CheckedBlob(blob, 32, None) for blob in blobs],
-                records=lambda: [(name, self.uid.encode()) for name in names],
-            )
-            copy._run()
+        copy_by(turn, MemoryBackend(MemoryConfig()), turn, record)
         turn.note(told="copied")
+
+
+def copy_by(turn, source, target, record, **how):
+    """Copy a checkpoint, whose data the source is taken to have as long as it lives."""
+    clock = ModelClock(turn, stopped=True)
+    made = partial(_named_lease, f"copy of step {record.step}")
+    with patch.object(blob_sites, "Lease", made):
+        copy = CheckpointCopy(
+            source, target, record,
+            workers=SimpleNamespace(timing=Timing(clock=clock)), grace_s=4.0, **how,
+        )  # fmt: skip
+        copy._mover = _Mover(copy, turn)
+        copy._check_source = lambda **_: None
+        names = (part_name(record.uid, 0), index_name(record.uid))
+        blobs = [f"data/{uid}/blobs/0.raw" for uid in (record.uid, *record.references)]
+        copy._contents = SimpleNamespace(
+            parts=record.parts,
+            read=lambda: [CheckedBlob(blob, 32, None) for blob in blobs],
+            records=lambda: [(name, record.uid.encode()) for name in names],
+        )
+        copy._run()
 
 
 def _named_lease(token, backend, uid, timing):
@@ -645,6 +666,10 @@ class Scenario:
     scattered: bool = False
     cuts: int = 0
     full: int = 0
+    store: dict | None = None  # what is stored at first, in place of `stored`
+    # Whether an actor goes on to where it lists, publishes or deletes commit records before any
+    # other moves: what it does with its own data in between changes nothing for the others.
+    records_only: bool = False
 
 
 class _Actor(NamedTuple):  # made a million times: a dataclass takes three times as long
@@ -699,7 +724,7 @@ class Search:
 
     def _explore(self):
         first = _State(
-            self._store_number(_stored(self._scenario.stored)),
+            self._store_number(self._scenario.store or _stored(self._scenario.stored)),
             0,
             tuple(_Actor() for _ in self._scenario.actors),
             faults=self._scenario.faults,
@@ -733,6 +758,9 @@ class Search:
         scenario = self._scenario
         pairs = zip(state.actors, seen, strict=True)
         looking = [n for n, (a, its) in enumerate(pairs) if not a.dead and _is_looking(*its)]
+        if scenario.records_only and (first := self._aside(state, seen)) is not None:
+            yield from self._steps(state, first, state.actors[first], seen[first][0])
+            return
         for number, actor in enumerate(state.actors):
             operation, _ = seen[number]
             if operation is None or actor.dead:
@@ -759,6 +787,15 @@ class Search:
             yield "a record lands late", state._replace(store=store, flying=rest)
         if state.now < scenario.ticks:
             yield from self._tick(state, looking)
+
+    @staticmethod
+    def _aside(state, seen):
+        """Return an actor whose next operation is of no record; None if there is none."""
+        for number, actor in enumerate(state.actors):
+            operation, _ = seen[number]
+            if operation is not None and not actor.dead and not _is_of_records(operation):
+                return number
+        return None
 
     def _deletions(self, state):
         """The numbers of the actors that are deleting now."""
@@ -849,7 +886,7 @@ class Search:
     def _delete(self, state, number, actor, name, left, *, threads):
         _, store = self._apply(state, ("delete", name))
         left = left - {name}
-        deleted = state.deleted | {name} if name.startswith("commits/") else state.deleted
+        deleted = state.deleted | {name} if "commits/" in name else state.deleted
         if left:
             return self._with(
                 state, number, actor._replace(left=left), store=store, deleted=deleted
@@ -992,11 +1029,15 @@ class Search:
         store = self._stores[state.store]
         records = {}
         for name, (data, _) in store.items():
-            if parse_commit_name(name) is not None:
-                record = records[name] = _decode(data, name)
-                missing = [n for n in needed_names(record) if n not in store]
+            place, prefix, rest = name.rpartition("commits/")  # a tier, or none
+            if prefix and parse_commit_name(prefix + rest) is not None:
+                record = records[name] = _decode(data, prefix + rest)
+                missing = [n for n in needed_names(record) if place + n not in store]
                 if missing:
                     self._fail(state, f"{name} is there without {missing}")
+        uids = {(record.step, record.generation, record.uid) for record in records.values()}
+        if len(uids) > len({(step, generation) for step, generation, _ in uids}):
+            self._fail(state, "two tiers have two checkpoints of one step and generation")
         for actor in self._scenario.actors:
             for violation in actor.violations(store, records):
                 self._fail(state, violation)
@@ -1045,6 +1086,11 @@ def _is_looking(operation, notes):
     if operation is not None and operation[0] == "either":
         operation = operation[1]
     return operation is not None and operation[0] != "clock" and notes.get("looking", False)
+
+
+def _is_of_records(operation):
+    kind, name, *_ = operation
+    return kind in {"list", "publish", "delete"} and "commits/" in name
 
 
 def _has_error(answer):
@@ -1103,12 +1149,12 @@ def _by_text(encode):
 def _stored(checkpoints):
     store = {}
     for checkpoint in checkpoints:
-        store |= _one_stored(*checkpoint)[0]
+        store |= one_stored(*checkpoint)[0]
     return store
 
 
 @lru_cache(None)
-def _one_stored(*checkpoint):
+def one_stored(*checkpoint):
     """All that a checkpoint has, and the name of its record."""
     *place, uid = [item for item in checkpoint if not isinstance(item, tuple)]
     lent = next((item for item in checkpoint if isinstance(item, tuple)), ())

@@ -17,17 +17,23 @@ from tests.core.catalog.protocol import (
     Search,
     ViolationError,
 )
+from tests.core.catalog.tiers import CompactingProcess, Drainer, TierSaver, stored_in_tiers
 
 from penstock.core.catalog import catalog, deletion, prune, survey
 from penstock.core.catalog.commit_table import TABLE, Action, Event, State
 from penstock.core.catalog.publisher import Publisher
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.errors import BlobNotFoundError
-from penstock.core.format.records import data_prefix
+from penstock.core.format.records import data_prefix, parse_commit_name
+from penstock.core.save import prepare
+from penstock.core.tiers import drains
 
 A, B, OLD, RUBBISH = "a" * 32, "b" * 32, "c" * 32, "d" * 32
 ONE = ((1, 0, OLD),)
 LENT = (("blobs", OLD), (2, 0, RUBBISH, (OLD,)))
 CHAIN = (*ONE, (2, 0, RUBBISH, (OLD,)))
+DRAINED = stored_in_tiers(CHAIN, ())
+WAITING = stored_in_tiers(ONE, CHAIN[1:])
 
 # One tick is more than half of this grace time, and less than all of it; two are more than all.
 SLEEPY = Saver(A, 2, grace_s=1.5)
@@ -115,6 +121,18 @@ SCENARIOS = {
     "a reference, prune and delete": Scenario(
         (REFERRING, Pruner(1.5, then_delete=1)), ONE, ticks=2
     ),
+    "tiers: overwrite, drain and compaction": Scenario(
+        (TierSaver(A, 2), CompactingProcess(B, 2)), store=DRAINED, records_only=True
+    ),
+    "tiers: overwrite, drain and compaction, one dies": Scenario(
+        (TierSaver(A, 2), CompactingProcess(B, 2)), store=DRAINED, crashes=1, records_only=True
+    ),
+    "tiers: drain and compaction of one checkpoint": Scenario(
+        (Drainer(RUBBISH, 2, (OLD,)), CompactingProcess(B, 2)), store=WAITING
+    ),
+    "tiers: overwrite and compaction of what waits to be drained": Scenario(
+        (TierSaver(A, 2), CompactingProcess(B, 2)), store=WAITING, records_only=True
+    ),
 }  # fmt: skip
 
 LARGE = {
@@ -122,6 +140,9 @@ LARGE = {
     "a copy of the base, which a killed deletion has left",
     "copies of the base and of a borrower",
     "prune, and naps of a quarter",
+    "tiers: overwrite, drain and compaction",
+    "tiers: overwrite and compaction of what waits to be drained",
+    "tiers: overwrite, drain and compaction, one dies",
     "two copies of one blob",
 }
 
@@ -254,6 +275,23 @@ def gone_intent(data, name):
     raise BlobNotFoundError(name)
 
 
+def break_generations(patch):
+    """An overwrite takes the generation after the highest one, as a compaction does."""
+    patch.setattr(
+        prepare, "generation_above", lambda names: max(parse_commit_name(n)[1] for n in names) + 1
+    )
+
+
+def break_lineage(patch):
+    """A drain replaces what its saver knew, and no compaction of that."""
+    patch.setattr(CheckpointCopy, "_makes_way", lambda self, there: there.uid in self._replace)
+
+
+def break_compacted(patch):
+    """A checkpoint that is gone counts as deleted, though a compaction of it is there."""
+    patch.setattr(drains, "at_step", lambda backend, step: [])
+
+
 BROKEN = [
     (break_deletion, "overwrite and delete"),
     (break_references, "a reference and delete"),
@@ -269,6 +307,9 @@ BROKEN = [
     (break_own_uids, "prune by the saver's own process"),
     (break_age, "prune by another, without naps"),
     (break_intents_of_references, "a reference and delete"),
+    (break_generations, "tiers: overwrite, drain and compaction"),
+    (break_lineage, "tiers: overwrite, drain and compaction"),
+    (break_compacted, "tiers: drain and compaction of one checkpoint"),
 ]
 ONLY_BROKEN = {
     "prune by another, without naps": Scenario((SLEEPY, PRUNER)),
