@@ -109,6 +109,10 @@ def _codecs_form(value: object) -> str:
     return "<auto>" if isinstance(value, str) else "<list>"
 
 
+def _empty_if_none(value: object) -> object:
+    return () if value is None else value
+
+
 def _list_of_rules(value: object) -> object:
     if not isinstance(value, (str, Mapping)):
         return value
@@ -307,14 +311,16 @@ class CheckpointerConfig(_Model):
         | Annotated[SkipJsonSchema[InstanceOf[Backend]], Tag("<instance>")],
         Discriminator(_backend_form),
     ]
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_list_of_rules)] = ()
+    rules: Annotated[
+        tuple[Rule, ...], BeforeValidator(_list_of_rules), BeforeValidator(_empty_if_none)
+    ] = ()
     retention: Retention | None = None
     deltas: Deltas = Field(default_factory=Deltas)
     staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
     mode: Mode = "async"
     on_busy: OnBusy = "wait"
     allow_pickle: bool = False
-    defer: Patterns = ()
+    defer: Annotated[Patterns, BeforeValidator(_empty_if_none)] = ()
     fence_timeout_s: float = Field(default=600.0, gt=0)
     io_timeout_s: float = Field(default=600.0, gt=0)
     ranks: Literal["auto", "alone"] = "auto"
@@ -340,14 +346,14 @@ class CheckpointerConfig(_Model):
 class CheckpointerOptions(TypedDict, total=False):
     """The options of `Checkpointer(...)`, as plain values; meanings as in `CheckpointerConfig`."""
 
-    rules: Sequence[Rule | Mapping[str, Any]]
+    rules: Sequence[Rule | Mapping[str, Any]] | None
     retention: Retention | Mapping[str, int] | None
     deltas: Deltas | Mapping[str, int | str | None]
     staging_bytes: int | str | None
     mode: Mode
     on_busy: OnBusy
     allow_pickle: bool
-    defer: str | Sequence[str]
+    defer: str | Sequence[str] | None
     fence_timeout_s: float
     io_timeout_s: float
     ranks: Literal["auto", "alone"]

@@ -139,6 +139,11 @@ def test_defaults_are_those_of_the_design():
     assert (config.rules, config.retention, config.staging_bytes) == ((), None, None)
 
 
+def test_none_stands_for_the_default_of_every_option_that_has_none():
+    nothing = {"rules": None, "defer": None, "retention": None, "staging_bytes": None}
+    assert load_config({"backend": "x", **nothing}) == load_config({"backend": "x"})
+
+
 def test_one_pattern_needs_no_list():
     assert load_config({"backend": "x", "defer": "ema/**"}).defer == ("ema/**",)
 
