@@ -361,8 +361,8 @@ class StateProvider(ABC):
         """Describe values of one type, each at its path, in order: as `describe` of each does.
 
         Core calls it for the children of a container, which may be fifty thousand, where the class
-        that has `describe` or a subclass of it overrides this, and nothing is told of memory
-        (`claimed_memory`, `unsteady_memory`). A list with one object for each value is the fastest
+        that has `describe` or a subclass of it overrides this, and none of `claimed_memory`,
+        `unsteady_memory` and `left_out`. A list with one object for each value is the fastest
         answer.
 
         Raises:
@@ -405,6 +405,16 @@ class StateProvider(ABC):
 
     def unsteady_memory(self, value: Any, /) -> Iterable[tuple[str, int]]:
         """Return `(device, storage)` of memory that may change in forward; never deferred."""
+        del value
+        return ()
+
+    def left_out(self, value: Any, /) -> Iterable[tuple[str, object]]:
+        """Return `(name, object)` of what belongs to `value` and is not stored with it.
+
+        Such as the parameters of an optimizer, or the optimizer of an engine that is stored as a
+        module. Core warns of objects that are not in the tree either, and of tensors whose memory
+        no object of the tree has.
+        """
         del value
         return ()
 

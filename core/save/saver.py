@@ -35,6 +35,7 @@ from penstock.core.save.prepare import (
 )
 from penstock.core.save.request import Destination, RankTurn, SaveSurroundings
 from penstock.core.tree.describe import describe_tree, warn_of_forms
+from penstock.core.tree.left_out import left_out
 from penstock.core.types import valid_step
 from penstock.core.units import size_text
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.core.rounds.round import RankPlace
     from penstock.core.save.request import EarlierCheckpoints, SaveRequest, TiersOfSave
     from penstock.core.storage.time_limited import TimeLimitedBackend
+    from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
 
@@ -128,6 +130,7 @@ class Saver(SaveSurroundings):
         self._table = ChainTable(config, registry)
         self._cuts = KnownCuts()
         self._parts = KnownParts()
+        self._looked_at: set[ObjectPath] = set()  # what was looked at for state that is left out
         self._warned_straight = False
         self._warned_not_lazy = False
         self._committed: int | None = None
@@ -415,6 +418,10 @@ class Saver(SaveSurroundings):
             entries = tuple(_among(entry, members) for entry in description.entries)
             description = replace(description, entries=entries)
         warn_of_forms(description, self._registry.providers)
+        level = logging.INFO if place is not None and place.rank else logging.WARNING
+        for sentence in left_out(description, self._looked_at):
+            log.log(level, "%s (said once)", sentence)
+        self._looked_at.update(found.path for found in description.seen)
         request = plan_state(
             description,
             config=self._config,

@@ -63,6 +63,8 @@ class Description:
         own_paths: The paths at or below which each rank has objects of its own.
         shared: Index and count of each `PerRank` that has them, by its shown path: ranks that give
             one index store the same.
+        seen: The objects of providers that claim memory, or say what is left out.
+        scan: The objects of providers in the tree.
     """
 
     entries: tuple[StateObject | Node, ...]
@@ -70,6 +72,8 @@ class Description:
     providers_used: tuple[tuple[str, int], ...]
     own_paths: tuple[ObjectPath, ...] = ()
     shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    seen: Sequence[Found] = ()
+    scan: Scan | None = None
 
 
 def describe_tree(
@@ -137,7 +141,10 @@ def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Descrip
         raise UnsupportedStateError(msg) from error
     used = sorted({(p.name, p.version) for p in context.used})
     own_paths, shared = tuple(context.own_paths), context.shared
-    return Description(entries, _deferrable(context.seen), tuple(used), own_paths, shared)
+    deferrable = _deferrable(context.seen)
+    return Description(
+        entries, deferrable, tuple(used), own_paths, shared, tuple(context.seen), scan
+    )
 
 
 def warn_of_forms(description: Description, providers: Providers) -> None:
@@ -233,7 +240,7 @@ class NameTable:
     def _add(self, found: Found) -> None:
         assert self._names is not None
         front = ".".join(found.path)
-        with _named(found, "naming its parameters"):
+        with naming(found, "naming its parameters"):
             parameters = list(found.provider.parameters(found.value))
         for name, tensor in parameters:
             entry = self._names.setdefault(id(tensor), _Named(tensor))
@@ -251,7 +258,7 @@ _LATE = ""  # form of a placeholder node, for a value that is described after al
 class _Describing(DescribeContext):
     def __init__(self, scan: Scan, providers: Providers, *, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
-        # The providers that took part, and whether each claims memory or names unsteady memory.
+        # The providers that took part, and whether each says more than `describe` does.
         self.used: dict[StateProvider, bool] = {}
         self.seen: list[Found] = []  # the objects of providers that do
         self.own_paths: list[ObjectPath] = []
@@ -325,10 +332,10 @@ class _Describing(DescribeContext):
         return self._natures[kind]
 
     def _tells(self, provider: StateProvider) -> bool:
-        """Return whether a provider, which takes part from now on, tells of memory."""
+        """Return whether a provider, which takes part from now on, says more than `describe`."""
         tells = self.used.get(provider)
         if tells is None:
-            tells = self.used[provider] = _tells_of_memory(type(provider))
+            tells = self.used[provider] = _tells_more(type(provider))
         return tells
 
     def _per_rank(self, value: PerRank, path: ObjectPath) -> Iterator[StateObject | Node]:
@@ -572,7 +579,8 @@ def _refuse_below(entries: Sequence[StateObject | Node], taken: AbstractSet[Obje
 
 
 @contextmanager
-def _named(found: Found, what: str) -> Iterator[None]:
+def naming(found: Found, what: str) -> Iterator[None]:
+    """Turn an error of a third party's provider into a PluginError that names it."""
     try:
         yield
     except PenstockError:
@@ -581,11 +589,12 @@ def _named(found: Found, what: str) -> Iterator[None]:
         raise plugin_error(found.provider, found.path, what, error) from error
 
 
-def _tells_of_memory(kind: type[StateProvider]) -> bool:
-    """Return whether providers of this class claim memory, or name unsteady memory."""
+def _tells_more(kind: type[StateProvider]) -> bool:
+    """Return whether providers of this class say what they claim, or what is left out."""
     return (
         kind.claimed_memory is not StateProvider.claimed_memory
         or kind.unsteady_memory is not StateProvider.unsteady_memory
+        or kind.left_out is not StateProvider.left_out
     )
 
 
@@ -593,9 +602,9 @@ def _deferrable(seen: list[Found]) -> frozenset[MemoryKey]:
     claimed: set[MemoryKey] = set()
     unsteady: set[tuple[str, int]] = set()
     for found in seen:
-        with _named(found, "claiming its memory"):
+        with naming(found, "claiming its memory"):
             claimed.update(found.provider.claimed_memory(found.value))
     for found in seen if claimed else ():
-        with _named(found, "naming its unsteady memory"):
+        with naming(found, "naming its unsteady memory"):
             unsteady.update(found.provider.unsteady_memory(found.value))
     return frozenset(k for k in claimed if (k.device, k.storage) not in unsteady)

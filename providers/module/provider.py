@@ -100,6 +100,27 @@ class ModuleProvider(StateProvider):
                 for weight in plain_tensors(module.weight):
                     yield device_name(weight.device), weight.untyped_storage().data_ptr()
 
+    def left_out(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
+        """Return optimizers, schedulers and the like that an engine keeps beside its module."""
+        module, plain = unwrap(value), torch.nn.Module
+        kind = type(module)
+        if (kind.state_dict, kind.get_extra_state) != (plain.state_dict, plain.get_extra_state):
+            return ()  # these may have it
+        held: dict[int, tuple[str, object]] = {}
+        for name, item in vars(module).items():
+            if _is_stateful(item):
+                held.setdefault(id(item), (name, item))
+        return held.values()
+
+
+def _is_stateful(item: object) -> bool:
+    kind = type(item)
+    return (
+        not isinstance(item, torch.nn.Module)  # some modules refer to others that are not theirs
+        and callable(getattr(kind, "state_dict", None))
+        and callable(getattr(kind, "load_state_dict", None))
+    )
+
 
 def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every name of every parameter, without wrappers; a tied one comes once per name."""

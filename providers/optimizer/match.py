@@ -129,7 +129,8 @@ class Matcher:
         self._result.notes["matched_by"] = "order"
         warnings.warn(
             f"{show_path(self._path)}: the parameters of this optimizer have no names, so they "
-            "are matched by order; put the module into the state tree",
+            "are matched by order; put the module that has them into the state tree, or the "
+            "tensors themselves if they are in no module",
             stacklevel=2,
         )
 

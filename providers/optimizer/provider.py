@@ -133,6 +133,12 @@ class OptimizerProvider(StateProvider):
         # Options that are tensors change outside of the step: a scheduler sets the learning rate.
         return claimed - settings
 
+    def left_out(self, value: torch.optim.Optimizer, /) -> Iterable[tuple[str, object]]:
+        """Return the parameters: their modules store them."""
+        if is_wrapper(type(value), OPTIMIZERS):
+            return ()  # as above
+        return [("", p) for g in value.param_groups for p in _tensors(g["params"])]
+
 
 def _describe_member(
     held: Held, member: Member, path: ObjectPath, context: DescribeContext

@@ -53,7 +53,7 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
 
 
 def _names_its_memory(value: object, provider: StateProvider) -> None:
-    """Check that the three optional methods return what core can use."""
+    """Check that the optional methods return what core can use."""
     for name, tensor in provider.parameters(value):
         assert isinstance(name, str), f"parameters gives {name!r} for a name: it is a str"
         assert tensor is not None, f"parameters gives no tensor for {name!r}"
@@ -63,6 +63,8 @@ def _names_its_memory(value: object, provider: StateProvider) -> None:
     for place in places:
         types = tuple(map(type, place)) if isinstance(place, tuple) else ()
         assert types == (str, int), f"unsteady_memory gives {place!r}: it is (device, storage)"
+    for name, _ in provider.left_out(value):
+        assert isinstance(name, str), f"left_out gives {name!r} for a name: it is a str"
 
 
 def description_is_whole(stored: Stored) -> None:
