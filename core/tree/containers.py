@@ -363,7 +363,7 @@ def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, .
     try:
         made: tuple[Any, ...] = make(items)
     except TypeError as error:
-        msg = f"{show_path(path)} does not fit the named tuple {show_text(name)}: {error}"
+        msg = f"{show_path(path)} does not fit the named tuple {name}: {error}"
         raise FormatError(msg, [show_path(path)]) from error
     return made
 
