@@ -175,6 +175,21 @@ def test_savers_a_pruner_a_deleter_and_a_reader_killed_at_random_leave_a_whole_r
     assert '"durable"' in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "tiers"])
+def test_operations_crossed_at_random_and_killed_leave_what_a_dict_says(kind, tmp_path):
+    """For some seconds; `tools/kill_runs.py` by itself goes on for longer."""
+    tool = Path(__file__).parents[3] / "tools" / "kill_runs.py"
+    done = subprocess.run(
+        [sys.executable, tool, "--seconds", "20", "--kind", kind, "--root", tmp_path],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n0 problems" in done.stdout
+    assert " kills\n" in done.stdout
+
+
 @pytest.mark.process
 @pytest.mark.multirank
 def test_ranks_killed_stopped_and_woken_at_random_leave_a_whole_run_and_nobody_waits(tmp_path):
