@@ -22,6 +22,9 @@ PARAMETER_FORM = "optimizer.parameter"
 MEMBERSHIP = frozenset({"params", "param_names"})
 """Keys of a group that say which parameters it has; they are no options."""
 
+MAX_PARAMETERS = 1 << 20
+"""Most parameters of one optimizer: a stored count of a few bytes becomes a list of numbers."""
+
 
 class Matcher:
     """Matches the members of one optimizer, and adds problems to the placement."""

@@ -18,7 +18,7 @@ from penstock.core.abc import Node, StateObject, StateProvider
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Replica, Role, show_path
 from penstock.providers.optimizer.held import held_of, is_zero
-from penstock.providers.optimizer.match import FORM, MEMBERSHIP, PARAMETER_FORM
+from penstock.providers.optimizer.match import FORM, MAX_PARAMETERS, MEMBERSHIP, PARAMETER_FORM
 from penstock.providers.optimizer.names import members
 from penstock.providers.optimizer.place import Placer
 from penstock.providers.optimizer.rebuild import Rebuilder
@@ -75,8 +75,10 @@ class OptimizerProvider(StateProvider):
         named = members(value.param_groups, context.parameter_names)
         held = held_of(value, path)
         kind = type(held.local)
-        groups = [len(group["params"]) for group in held.groups]
-        meta = {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": groups}
+        meta = {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "groups": _group_sizes(held, path),
+        }
         yield Node(path, FORM, meta)
         if held.owned is not None:
             context.of_this_rank((*path, "state"))
@@ -176,6 +178,14 @@ def _describe_member(
         ]
     yield Node(here, PARAMETER_FORM, meta)
     yield from entries
+
+
+def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
+    sizes = [len(group["params"]) for group in held.groups]
+    if sum(sizes) > MAX_PARAMETERS:
+        msg = f"{show_path(path)} has more than {MAX_PARAMETERS} parameters"
+        raise UnsupportedStateError(msg)
+    return sizes
 
 
 def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContext) -> None:

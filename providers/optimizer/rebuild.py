@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.abc import Placement
 from penstock.core.types import collide
-from penstock.providers.optimizer.match import MEMBERSHIP, PARAMETER_FORM, index_of, malformed
+from penstock.providers.optimizer.match import (
+    MAX_PARAMETERS,
+    MEMBERSHIP,
+    PARAMETER_FORM,
+    index_of,
+    malformed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +30,8 @@ class Rebuilder:
     def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
         counts = stored.meta.get("groups")
         if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
+            raise malformed(stored.path)
+        if sum(counts) > MAX_PARAMETERS:
             raise malformed(stored.path)
         self._path = stored.path
         self._device = device

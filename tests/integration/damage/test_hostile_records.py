@@ -206,6 +206,21 @@ def test_container_keys_whose_hashes_collide_are_refused():
         ckpt.load()
 
 
+def test_an_optimizer_of_more_parameters_than_memory_is_refused():
+    def change(level, value):
+        if level == "section":
+            value["nodes"][0][3]["groups"] = [10**12]
+        return value
+
+    optimizer = torch.optim.SGD([torch.zeros(2)])
+    store = forged({"optimizer": optimizer}, change)
+    with (
+        checkpointer(store) as ckpt,
+        pytest.raises(FormatError, match="optimizer is not stored as an optimizer is"),
+    ):
+        ckpt.load()
+
+
 def walking(size, walkers):
     """Return numbers of distinct hashes; the last ones walk over half of a dict's table."""
     arc, numbers = [12345 % size], []
