@@ -23,7 +23,7 @@ _random = Random()  # noqa: S311 - not the global one: its state is part of what
 # lower for few regions and dimensions, as a manifest may list many tensors of a few each. A step
 # takes as long as a look at 1,024 regions, however few it looks at.
 _MAX_LOOKS = 1 << 27
-_LOOKS_FOR_EACH = 1 << 16
+_LOOKS_FOR_EACH = 1 << 15
 _LOOKS_PER_STEP = 1 << 10
 
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
