@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def arm(job: SaveJob, timeout_s: float) -> None:
 
             # torch.compile would trace the hook into the step that it compiles. `disable` imports
             # dynamo, as the making of any optimizer does.
-            hook = disable(_before_step)  # type: ignore[no-untyped-call]  # torch has no types for it
+            hook: Any = disable(_before_step)  # type: ignore[no-untyped-call]  # torch's types
             register_optimizer_step_pre_hook(hook)
             _installed = True
 

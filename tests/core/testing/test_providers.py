@@ -496,6 +496,12 @@ class NamesAnAddress(Good):
         return [4096]
 
 
+@caught_by("left_out gives 0 for a name: it is a str", Ring)
+class NumbersWhatItLeavesOut(Good):
+    def left_out(self, value, /):
+        return [(0, value)]
+
+
 @caught_by("provider 'good' .* describe yields the path part/total twice", Mean)
 class DescribesTwice(Good):
     def mean(self, value, path, context):
