@@ -237,7 +237,8 @@ def test_a_cycle_leaves_nothing_behind(way, kind, tmp_path, monkeypatch):
         # Pools make their threads when they want them: those of ours, and of the store.
         assert after.pop("threads") <= before.pop("threads") + OPTIONS["workers"] + 2
         assert after.pop("staging used") == before.pop("staging used") == 0
-        assert after == before
+        # Less is no leak: what other tests have left may end meanwhile.
+        assert {k: n for k, n in after.items() if n > before[k]} == {}
         assert same(bench.ckpt.load(1), bench.saved)
     bench.store.close()
 

@@ -434,4 +434,4 @@ def test_restores_leave_no_memory_no_files_and_no_threads_behind():
     finally:
         gc.enable()
     assert [(windows, relays) for windows, relays, _ in counts] == [(0, 0)] * 3
-    assert counts[0][2] == counts[2][2]
+    assert counts[2][2] <= counts[0][2]

@@ -8,7 +8,6 @@ import pytest
 from tests.core.cli.command import caller
 from tests.integration.support import TINY, FlyingClock, checkpointer, make_state, same
 from tests.integration.tiers.places import Folders, Places
-from tests.integration.training import penstock_threads
 
 from penstock import (
     Checkpointer,
@@ -391,14 +390,14 @@ def test_listing_names_the_tier_that_does_not_answer(folders):
 
 def test_verifying_tiers_leaves_no_thread(folders):
     def workers():
-        return [name for name in penstock_threads() if "work" in name]
+        return {thread for thread in threading.enumerate() if "work" in thread.name}
 
     with folders.open() as ckpt:
         ckpt.load(1)  # which makes those of the run
         before = workers()
         assert ckpt.verify(1).ok
         assert ckpt.verify(1, repair=True).ok
-        assert workers() == before
+        assert workers() <= before
 
 
 @pytest.mark.parametrize("repair", [False, True])
