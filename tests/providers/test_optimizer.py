@@ -393,7 +393,9 @@ def test_without_names_parameters_are_matched_by_order_with_a_warning(save):
     _, optimizer = nameless()
     stored = save({"opt": optimizer})
     _, other = nameless(1, steps=0)
-    with pytest.warns(UserWarning, match="opt: the parameters .* by order; put the module that has them"):
+    with pytest.warns(
+        UserWarning, match="opt: the parameters .* by order; put the module that has them"
+    ):
         placement = stored.restore({"opt": other})
     assert placement.notes["matched_by"] == "order"
     assert flat(other.state_dict()) == flat(optimizer.state_dict())
