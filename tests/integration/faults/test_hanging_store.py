@@ -283,7 +283,7 @@ def test_a_deletion_that_was_given_up_takes_nothing_that_was_saved_since(gate, c
             ckpt.rewind(1)
         store.clear()
         assert ckpt.rewind(1) == [2]
-        assert ckpt.save(make(5), 2).result(300).generation == 1
+        assert ckpt.save(make(5), 2).result(300).generation == 2
         gate.set()
         while [t for t in threading.enumerate() if t.name == "penstock-delete"]:
             time.sleep(0.01)
