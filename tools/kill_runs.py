@@ -383,7 +383,7 @@ class Run:
 
     def open(self, **options: Any) -> penstock.Checkpointer:
         """Open the run, with these options of a session."""
-        return penstock.Checkpointer(self.backend, **{"workers": 1, **options})
+        return penstock.Checkpointer.from_config({"backend": self.backend, "workers": 1, **options})
 
 
 def forked(work: Callable[[int], None]) -> tuple[int, int]:
@@ -409,8 +409,11 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
 
 def children_of(pid: int) -> list[int]:
     """Processes that one has started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(found) for task in tasks for found in task.read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended since
+            found += map(int, task.read_text().split())
+    return found
 
 
 # -- a round ---------------------------------------------------------------------------------------
