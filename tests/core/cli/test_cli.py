@@ -959,7 +959,8 @@ def test_what_only_looks_at_a_real_run_does_not_import_torch(penstock, saved_run
     )
     command, *options = arguments
     done = penstock(command, saved_run, *options, before=report)
-    assert (done.returncode, done.stderr) == (0, "False\n")
+    # Where io_uring cannot be used, `verify` says so first.
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "False")
 
 
 @pytest.mark.process
