@@ -148,7 +148,8 @@ class Process:
         with contextlib.ExitStack() as stack:
             ends = [_ends(stream, number, stack) for number, stream in enumerate(streams)]
             self.stdin, self.stdout, self.stderr = (mine for mine, _ in ends)
-            self._status, status = socket.socketpair()
+            # Of packets: a program may end before its pid is read.
+            self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(status.close)
             request = {
                 "words": [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in words],
