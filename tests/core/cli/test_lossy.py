@@ -9,7 +9,7 @@ from penstock.codecs.zstd import ZstdCodec
 from penstock.core.plugins.registry import Registry
 
 RULES = [
-    {"match": "rounded/w", "codecs": ["cast", "zstd"]},
+    {"match": ["rounded/w", "rounded/tied"], "codecs": ["cast", "zstd"]},
     {"match": "rounded/n", "codecs": ["cast"]},
     {"match": "exact", "codecs": ["zstd"]},
 ]
