@@ -467,6 +467,7 @@ def test_switch_that_is_off_changes_nothing(value, tmp_path, monkeypatch, needs_
 
 
 def test_missing_package_says_so(tmp_path, monkeypatch):
+    monkeypatch.delenv("PENSTOCK_DISABLE_URING", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "liburing", None)
     with pytest.raises(CapabilityError, match="liburing cannot be imported"):
         UringBackend(UringConfig(path=str(tmp_path)))
