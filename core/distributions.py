@@ -79,7 +79,8 @@ class _InstalledFinder(PathFinder):
 def _search_path() -> list[str]:
     """Return `sys.path` without the working directory, unless it was put there on purpose."""
     here = {folder for folder in (_began_in, _working_directory()) if folder is not None}
-    path = [p for p in sys.path if isinstance(p, str)]  # Python looks in no others
+    every: Sequence[object] = sys.path  # programs put paths of other types there
+    path = [p for p in every if isinstance(p, str)]  # Python looks in no others
     # What is relative follows each change of the working directory.
     doubtful = {p for p in path if p[:1] != os.sep or os.path.realpath(p) in here}
     if not doubtful:
