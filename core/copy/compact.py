@@ -4,7 +4,7 @@ A compaction is a save whose memory is the checkpoint itself, as the next genera
 So a crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs
 that others borrow of the older generation stay until nothing borrows them any more.
 
-A checkpoint that is deleted or saved anew during its compaction must not come back. So its record
+A checkpoint that is deleted or saved again during its compaction must not come back. So its record
 is looked at right before the commit, and the step once more right after it: a step that was deleted
 and saved again in between has a record that was not there before, and then the compacted
 generation goes. An overwrite has a higher generation (see `generation_above`), so it wins whenever
@@ -220,7 +220,7 @@ class Compactor:
     # ------------------------------------------------------------------------------------------
 
     def _settle(self, record: CommitRecord, report: SaveReport, before: Collection[str]) -> None:
-        """Delete the older generations; or the new one, if it hides a step that was saved anew."""
+        """Delete the older generations; or the new one, if it hides a step that was saved again."""
         self._catalog.note_own(report.uid)
         name = commit_name(record.step, report.generation)
         names = self._catalog.entries().get(record.step, [])

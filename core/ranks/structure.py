@@ -30,7 +30,7 @@ _REPLICA_CHARS = 16  # of a digest in a post
 _MAX_SETS = 8  # some 30 bytes each in a post
 _MAX_COPIES = 6  # likewise
 _OF_TENSOR = "t"  # begins the digest of a tensor; no digit
-_OF_PIECE = "p"  # likewise, of a piece of one that several ranks hold
+_OF_PIECE = "p"  # begins the digest of a piece of a tensor that several ranks hold
 _MOST_SHOWN = 3  # of the paths that differ
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 

@@ -413,7 +413,10 @@ class _Describing(DescribeContext):
         """Return the node of a dict, if it needs one, and the segments of its keys."""
         segments = [key_segment(key, path) for key in value]
         if collide(value):
-            msg = f"{show_path(path)} has keys whose hashes collide too often to be built again"
+            msg = (
+                f"{show_path(path)} has keys whose hashes collide too often to be built again: use "
+                "other keys"
+            )
             raise UnsupportedStateError(msg)
         meta = dict_meta(value, path)
         kinds = key_types(list(value))

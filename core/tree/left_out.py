@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def left_out(description: Description, known: Collection[ObjectPath]) -> Iterator[str]:
-    """Yield a sentence for each object of the tree of which something is not stored.
+    """Yield a sentence for each object of the tree that is not stored completely.
 
     Args:
         description: The tree.
