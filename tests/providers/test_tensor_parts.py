@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.integration.support import memory
+from tests.integration.training import Held, held_checkpointer
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -277,12 +278,14 @@ def test_training_goes_on_with_parameters_and_state_of_parts(mode):
 
 
 def test_a_step_waits_for_the_capture_of_parts():
-    with penstock.Checkpointer(memory()) as ckpt:
-        state = job(0)
+    with held_checkpointer(memory()) as ckpt:
+        state, hold = job(0), Held()
         expected = shown(state)
-        ckpt.save(state, 1, mode="lazy")
+        ckpt.save({"hold": hold, **state}, 1, mode="lazy")
+        hold.reached.wait()
         with torch.no_grad():
             state["m"].weight.a.add_(1)  # not by a step
+        hold.let_go.set()
         with pytest.raises(penstock.PenstockError, match="weight"):
             ckpt.fence()
         assert expected != shown(state)

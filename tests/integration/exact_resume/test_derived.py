@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.core.cli.command import caller
 from tests.integration.support import Run, blank, checkpointer, memory, place_of, same
+from tests.integration.training import Held, held_checkpointer
 
 from penstock.codecs.zstd import ZstdCodec
 from penstock.core.concurrency.workers import Workers
@@ -150,10 +151,12 @@ def test_a_weight_that_is_captured_before_its_deferred_master_is_derived():
 
 
 def test_a_change_of_a_derived_weight_before_the_fence_fails_the_save():
-    state = mixed()
-    with checkpointer(memory(), share=True, defer="**") as ckpt:
-        handle = ckpt.save(state, 1, mode="lazy")
+    state, hold = mixed(), Held()
+    with held_checkpointer(memory(), share=True, defer="**") as ckpt:
+        handle = ckpt.save({"hold": hold, **state}, 1, mode="lazy")
+        hold.reached.wait()
         state["model"]["a.weight"].add_(1)
+        hold.let_go.set()
         with pytest.raises(TornSnapshotError, match=r"model/a\.weight"):
             handle.result()
         handle.error_seen = True

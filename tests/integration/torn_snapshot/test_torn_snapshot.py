@@ -511,7 +511,8 @@ def test_change_that_torch_does_not_count_fails_that_save(ckpt, store, job, chan
     assert ckpt.steps() == []
 
 
-def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt, job):
+def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt, store, gate, job):
+    store.block("create", gate)  # else it may be committed before the swap back
     model = job[0]
     save = PendingSave(ckpt, job)
     trained = copies(dict(model.state_dict()))
@@ -522,6 +523,7 @@ def test_averaged_weights_that_are_swapped_in_and_out_again_fail_that_save(ckpt,
     for name, parameter in model.named_parameters():
         parameter.data.copy_(trained[name])
     job[1].step()
+    gate.set()
     with pytest.raises(TornSnapshotError):
         save.handle.result()
 
