@@ -136,9 +136,17 @@ SCENARIOS = {
 }  # fmt: skip
 
 LARGE = {
+    "a chain, a reader and delete",
+    "a chain that goes on, prune and delete",
+    "a chain that goes on twice, and delete",
+    "a chain that overwrites its base, and delete",
+    "a copy, and its base is deleted",
     "a copy of the base, and the last borrower is deleted",
     "a copy of the base, which a killed deletion has left",
+    "a reference and delete, in any order",
+    "a reference and overwrite",
     "copies of the base and of a borrower",
+    "overwrite and delete",
     "prune, and naps of a quarter",
     "tiers: overwrite, drain and compaction",
     "tiers: overwrite and compaction of what waits to be drained",
@@ -297,11 +305,11 @@ BROKEN = [
     (break_references, "a reference and delete"),
     (break_lent, "the last borrowers are deleted"),
     (break_borrowed_blobs, "a chain that goes on, and delete"),
-    (break_half_grace, "prune and a saver that may sleep"),
+    (break_half_grace, "prune in a shorter time, and a saver that may sleep"),
     (break_lost_answers, "prune by the saver's own process"),
     (break_resolving, "same step"),
     (break_taken_names, "same step"),
-    (break_seal_rule, "different steps"),
+    (break_seal_rule, "same step"),
     (break_exclusive, "same step"),
     (break_gone, "delete and read"),
     (break_own_uids, "prune by the saver's own process"),
@@ -313,6 +321,9 @@ BROKEN = [
 ]
 ONLY_BROKEN = {
     "prune by another, without naps": Scenario((SLEEPY, PRUNER)),
+    "prune in a shorter time, and a saver that may sleep": Scenario(
+        (SLEEPY, PRUNER), ticks=2, faults=1
+    ),
 }
 
 

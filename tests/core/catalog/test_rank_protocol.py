@@ -35,28 +35,43 @@ SLEEPY = ranks(2, A, 2, at_once=True, grace_s=GRACE_S)
 FAITHFUL = Rank(0, 2, A, 2, at_once=True, grace_s=GRACE_S, tires=False)
 
 SCENARIOS = {
-    "all that can go wrong, once": Scenario(TWO, ONE, faults=1, crashes=1, cuts=1, full=1),
-    "three ranks, one dies": Scenario(THREE, ONE, faults=1, crashes=1),
-    "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1, crashes=1),
+    "all that can go wrong, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
+    "three ranks, one dies": Scenario(THREE, ONE, crashes=1),
+    "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1),
+    "the latest is deleted": Scenario((*PAIR, Deleter(1)), ONE),
+    "prune": Scenario(
+        (*ranks(2, A, 2, at_once=True, grace_s=GRACE_S, tires=False), Pruner(GRACE_S)), ONE, ticks=1
+    ),
+    "retention, and one dies": Scenario(ranks(2, A, 2, keep_last=1, at_once=True), ONE, crashes=1),
+    "overwrite, and one dies": Scenario(
+        ranks(2, A, 1, overwrite=True, at_once=True), ONE, crashes=1
+    ),
+    "a late record, and the one in its place is deleted": Scenario(
+        (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
+    ),
+}  # fmt: skip
+
+LARGE = {
+    "all that can go wrong, once, and files are seen late": Scenario(
+        TWO, ONE, faults=1, crashes=1, cuts=1, full=1
+    ),
+    "three ranks, one dies, and an answer is lost": Scenario(THREE, ONE, faults=1, crashes=1),
+    "a restart with fewer ranks, and one dies": Scenario(
+        (*PAIR, Saver(B, 2)), ONE, faults=1, crashes=1
+    ),
     "the latest is deleted, and one dies": Scenario((*PAIR, Deleter(1)), ONE, crashes=1),
     "prune, and ranks that may sleep": Scenario(
         (FAITHFUL, SLEEPY[1], Pruner(GRACE_S)), ONE, ticks=1
     ),
-    "retention, and one dies": Scenario(
+    "retention, one dies, and an answer is lost": Scenario(
         ranks(2, A, 2, keep_last=1, at_once=True), ONE, faults=1, crashes=1
     ),
     "overwrite and a reader": Scenario(
         (*ranks(2, A, 1, overwrite=True, at_once=True), Reader(1)), ONE
     ),
-    "a late record, and the one in its place is deleted": Scenario(
-        (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
-    ),
     "without exclusive publish": Scenario(
         (*PAIR, Saver(B, 2)), ONE, exclusive=False, crashes=1
     ),
-}  # fmt: skip
-
-LARGE = {
     "two deaths": Scenario(TWO, ONE, faults=1, crashes=2, full=1),
     "cut off twice": Scenario(TWO, ONE, faults=1, cuts=2),
     "three ranks, and all that can go wrong": Scenario(THREE, ONE, crashes=1, cuts=1, full=1),
@@ -87,7 +102,7 @@ ALL = [
 def test_no_order_of_the_steps_of_ranks_breaks_a_promise(scenario):
     explored = Search(scenario, limit=1_200_000).run()
     told = {word for words in explored.told for word in words}
-    assert {"success", "aborted", "unknown"} <= told
+    assert {"success", "aborted"} <= told
     print(f"{explored.states} states; told at the end: {sorted(explored.told)}")
 
 
@@ -169,7 +184,7 @@ def break_references(patch):
 _ASKING = {Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING}
 WELL = Scenario(TWO, ONE)
 CUT_OFF = Scenario(TWO, ONE, cuts=1)
-BORROWS = Scenario((*ranks(2, A, 2, at_once=True, like=1), Deleter(1)), ONE)
+BORROWS = Scenario((*ranks(2, A, 2, at_once=True, like=1, tires=False), Deleter(1)), ONE)
 BROKEN = [
     (break_asking, WELL, "does not say commit"),
     (break_waiting_for_all, WELL, "giving up on rank 1 cannot see: the register says commit"),
