@@ -222,14 +222,15 @@ class _Child:
                 [sys.executable, *_flags(), "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                cwd=folder,
+                # Python 3.13.0 cannot be used in a folder that is gone.
+                cwd=folder or "/",
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which ends the process
             )
         except (OSError, ValueError) as error:
             msg = f"a process for it cannot be started: {error}"
             raise UnsuitableError(msg) from error
         try:
-            self._greet(hello, go_on)
+            self._greet(hello, folder, go_on)
         except EOFError as error:
             msg = f"a process for it does not start: {error}"
             raise UnsuitableError(msg) from error
@@ -238,10 +239,11 @@ class _Child:
             raise
         log.debug("process %d copies", self._process.pid)
 
-    def _greet(self, hello: dict[str, Any], go_on: Callable[[], bool]) -> None:
-        # Python ignores entries of `sys.path` that are no text, and JSON cannot take them.
+    def _greet(self, hello: dict[str, Any], folder: str | None, go_on: Callable[[], bool]) -> None:
+        # Python ignores entries of `sys.path` that are no text, and JSON cannot take them. "" means
+        # the working directory, and where that is gone, the process is in another one.
         entries: list[object] = [*sys.path]
-        path = [entry for entry in entries if isinstance(entry, str)]
+        path = [entry for entry in entries if isinstance(entry, str) and (entry or folder)]
         self.send({**hello, "path": path, "pid": os.getpid()})
         clock = CountedClock()
         deadline = Deadline(self._timing.process_start_s, clock)
