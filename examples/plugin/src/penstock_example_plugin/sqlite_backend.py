@@ -93,9 +93,13 @@ class SqliteBackend(Backend):
                 isolation_level=None,  # transactions begin where we say
                 check_same_thread=False,
             )
-            self._prepare(config.timeout_s)
-            # SQLite syncs the folder itself whenever it makes a log, but not for the file.
-            _sync_folder(self._path.parent)
+            try:
+                self._prepare(config.timeout_s)
+                # SQLite syncs the folder itself whenever it makes a log, but not for the file.
+                _sync_folder(self._path.parent)
+            except BaseException:
+                self._db.close()
+                raise
 
     def _prepare(self, timeout_s: float) -> None:
         """SQLite's own timeout does not cover the switch to a write-ahead log: it says busy."""
