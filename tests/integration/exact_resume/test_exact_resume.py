@@ -76,6 +76,11 @@ def uninterrupted(make):
 torchdata_warns = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
+# Of torch.compile, under Python 3.13.0.
+guards_warn = pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")
+
+
+@guards_warn
 @torchdata_warns
 @pytest.mark.parametrize(
     "make",
@@ -123,6 +128,7 @@ def test_every_mode_resumes_exactly(mode, rules):
             assert not differences(fresh.snapshot(), end)
 
 
+@guards_warn
 def test_a_compiled_model_and_a_plain_one_share_checkpoints():
     losses, end = uninterrupted(Compiled)
     with penstock.Checkpointer(memory(), **SMALL) as ckpt:
