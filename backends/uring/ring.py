@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 from collections import deque
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def _load() -> Any:
     except ImportError as error:
         msg = f"io_uring cannot be used: the package liburing cannot be imported ({error})"
         raise CapabilityError(msg) from error
-    lacked = flags_lacked(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    lacked = flags_lacked(_cpuinfo())
     if lacked:
         msg = (
             "io_uring cannot be used: the package liburing is compiled for another CPU; this one "
@@ -50,6 +51,11 @@ def _load() -> Any:
         )
         raise CapabilityError(msg)
     return liburing
+
+
+@cache  # it has a page for each processor
+def _cpuinfo() -> str:
+    return Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
 
 def flags_lacked(cpuinfo: str) -> set[str]:
