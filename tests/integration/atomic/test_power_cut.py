@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from tests.integration.atomic.crash_scenarios import check_run, each_scenario
 
 from penstock.core.testing.latency import LatencyBackend
 from penstock.core.testing.powercut import PowerCut
 
 JITTER = {"write": 0.002, "seal": 0.002}
-MOST_CUTS = 6  # at one point; if there are no more ways for it to end, all of them
 
 
+@pytest.mark.parametrize("most_cuts", [2, pytest.param(6, marks=pytest.mark.slow)])  # at one point
 @each_scenario
-def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario):
+def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario, most_cuts):
     prepared = scenario.prepared()
     found, points, cuts = [], 0, 0
     while True:
@@ -23,7 +24,7 @@ def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario):
         promised = scenario.run(LatencyBackend(PowerCut(disk), jitter_s=JITTER, seed=points))
         over = not disk.dead
         chance = random.Random(f"{scenario.name} {points}")
-        for survived in disk.cuts(chance, most=MOST_CUTS):
+        for survived in disk.cuts(chance, most=most_cuts):
             found.append(check_run(survived, scenario.ends[-1 if over else promised :]))
             cuts += 1
         if over:
