@@ -46,12 +46,12 @@ SCENARIOS = {
     "overwrite, and one dies": Scenario(
         ranks(2, A, 1, overwrite=True, at_once=True), ONE, crashes=1
     ),
-    "a late record, and the one in its place is deleted": Scenario(
-        (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
-    ),
 }  # fmt: skip
 
 LARGE = {
+    "a late record, and the one in its place is deleted": Scenario(
+        (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
+    ),
     "all that can go wrong, once, and files are seen late": Scenario(
         TWO, ONE, faults=1, crashes=1, cuts=1, full=1
     ),

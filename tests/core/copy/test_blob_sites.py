@@ -141,7 +141,15 @@ def test_a_damaged_borrowed_blob_is_not_copied(workers):
     assert Catalog(target).steps() == []
 
 
-@pytest.mark.parametrize("case", [((), 3, False), ((1,), 2, True), ((2,), 1, False)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ((1,), 2, True),
+        pytest.param(((), 3, False), marks=pytest.mark.slow),
+        pytest.param(((2,), 1, False), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_copy_that_is_killed_anywhere_is_resumed_and_never_listed_in_part(
     chain, workers, tmp_path, case
 ):

@@ -88,7 +88,7 @@ def test_torchrun_goes_on_with_the_chain_on_another_number_of_processes(tmp_path
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_leaves_the_base_as_it_was(store, tmp_path, victim):
     root = tmp_path / "run"
     processes = start(START + HANG_WITH_DELTAS, 3, store.port, root, victim, LIMIT_S)

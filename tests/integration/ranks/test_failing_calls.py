@@ -276,7 +276,9 @@ class World:
         return words
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize(
+    "chunk", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
 def test_ranks_over_stores_that_fail_agree_on_what_exists(chunk):
     seen = set()
     for seed in range(chunk, 24, 4):

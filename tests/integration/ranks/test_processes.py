@@ -253,8 +253,15 @@ def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (1, signal.SIGKILL),
+        (0, signal.SIGSTOP),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_dies_ends_the_save_by_name_and_the_latest_stays(store, tmp_path, victim, how):
     root = tmp_path / "run"
     processes = start(START + HANG, 3, store.port, root, victim, LIMIT_S)

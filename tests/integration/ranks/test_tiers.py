@@ -609,7 +609,9 @@ def test_torchrun_goes_on_from_the_slow_tier_once_the_fast_one_is_lost(tmp_path)
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_the_copies_of_a_rank_0_that_is_lost_are_made_by_the_next_job(tmp_path, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     fast, durable = tmp_path / "fast", tmp_path / "durable"

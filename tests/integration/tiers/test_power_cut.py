@@ -141,7 +141,7 @@ def cut_during(scenario, which, at, *, ends):
         check(both["fast"], both["durable"], told)
 
 
-@pytest.mark.parametrize("which", ["fast", "durable"])
+@pytest.mark.parametrize("which", ["fast", pytest.param("durable", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "scenario",
     [pytest.param(s, marks=[pytest.mark.slow] if s == "chain" else []) for s in SCENARIOS],
