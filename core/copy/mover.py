@@ -258,7 +258,7 @@ class BlobMover:
             BusyError: `Callbacks.alive` or `Callbacks.sealed` found that another copy took over.
         """
         self._staging = Staging(self.buffer_bytes)
-        self._staging.expect(self.buffer_bytes, pin=False)
+        self._staging.expect(self.buffer_bytes)
         try:
             for transfer in transfers:
                 self._start(transfer)

@@ -282,7 +282,7 @@ class Loader:
             if scratch.budget_bytes >= size_bytes:
                 return scratch
         scratch = Staging(size_bytes)
-        scratch.expect(size_bytes, pin=False)  # one arena, so that frames of any size find room
+        scratch.expect(size_bytes)  # one arena, so that frames of any size find room
         return scratch
 
     def _needed_bytes(self, jobs: Sequence[FrameJob[CodecChain]]) -> int:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
+import os
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,16 +29,25 @@ if TYPE_CHECKING:
 _MADV_WIPEONFORK = 18  # of Linux; the module `mmap` has no name for it
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Arena:
-    """One mapping. `free` holds disjoint `(offset, length)` extents in whole pages, ascending."""
+    """One mapping.
+
+    Attributes:
+        memory: The mapping.
+        view: A view of all of it.
+        address: Where it begins.
+        size: Its bytes.
+        free: Disjoint `(offset, length)` extents in whole pages, ascending.
+        unpin: Ends the registration with CUDA; None: the arena is not registered.
+    """
 
     memory: mmap.mmap
     view: memoryview
     address: int
     size: int
-    pinned: bool = False
     free: list[tuple[int, int]] = field(default_factory=list)
+    unpin: weakref.finalize[[int, str, int], Arena] | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,7 +82,7 @@ class Staging:
         self._waiting: deque[threading.Lock] = deque()
         self._arenas = [] if memory is None else [_arena_of(memory)]
         self._hint = 0
-        self._pin = False
+        self._copied_from: str | None = None
         self._used = 0
 
     @property
@@ -84,26 +95,28 @@ class Staging:
         """Bytes reserved at the moment."""
         return self._used
 
-    def expect(self, total_bytes: int, *, largest_bytes: int = 0, pin: bool) -> None:
+    def expect(
+        self, total_bytes: int, *, largest_bytes: int = 0, copied_from: str | None = None
+    ) -> None:
         """Announce the needs of the next save, so that one arena is mapped for all of it.
 
         Args:
             total_bytes: The bytes of all blocks that the save reserves.
             largest_bytes: The bytes of its largest block, phase included.
-            pin: Whether device copies write to the arena.
+            copied_from: The CUDA device whose copies write to the arena, if any do.
         """
         with self._lock:
             self._hint = total_bytes
-            self._pin = self._pin or pin
+            self._copied_from = self._copied_from or copied_from
             if not self._used and all(a.size < largest_bytes for a in self._arenas):
                 # Arenas of earlier, smaller states would use the budget up, and no block of this
                 # save would ever fit.
                 for arena in self._arenas:
                     _unpin(arena)
                 self._arenas.clear()
-            if self._pin:
+            if self._copied_from:
                 for arena in self._arenas:
-                    _pin(arena)
+                    _pin(arena, self._copied_from)
 
     def close(self) -> None:
         """Give all memory back to the system, unless some is reserved; idempotent."""
@@ -133,8 +146,8 @@ class Staging:
                 return None
             wanted = max(need, self._hint - self.allocated_bytes)
             arena = _arena_of(map_memory(min(align_up(wanted, PAGE_BYTES), left)))
-            if self._pin:
-                _pin(arena)
+            if self._copied_from:
+                _pin(arena, self._copied_from)
             self._arenas.append(arena)
             return self._take(arena, need, length, phase)
 
@@ -211,24 +224,43 @@ def _arena_of(memory: mmap.mmap) -> Arena:
     return Arena(memory, view, address, size, free=[(0, size)])
 
 
-def _pin(arena: Arena) -> None:
-    """Register the arena with CUDA, so that copies from the device run asynchronously."""
-    if arena.pinned:
+def _pin(arena: Arena, device: str) -> None:
+    """Register the arena with CUDA, so that copies from `device` run asynchronously.
+
+    The registration ends with the arena, even if no staging is closed: CUDA would still write to
+    the old pages once other memory is mapped at the same address.
+    """
+    if arena.unpin is not None:
         return
     import torch  # noqa: PLC0415 - only where a CUDA tensor was seen
 
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return
+    # A new thread uses device 0, where CUDA would make a context that takes some 500 MB.
+    with torch.cuda.device(device):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(arena.address, arena.size, 0)
-        arena.pinned = int(status) == 0
+        if not int(runtime.cudaHostRegister(arena.address, arena.size, 0)):
+            arena.unpin = weakref.finalize(arena, _unregister, arena.address, device, os.getpid())
+            arena.unpin.atexit = False
+            return
+        # CUDA keeps the error of the refused call, and the next kernel of this thread raises it:
+        # here, not in training.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
 
 
 def _unpin(arena: Arena) -> None:
-    if arena.pinned:
-        import torch  # noqa: PLC0415 - as above
+    if arena.unpin is not None:
+        arena.unpin()
+        arena.unpin = None
 
-        torch.cuda.cudart().cudaHostUnregister(arena.address)  # type: ignore[no-untyped-call]
-        arena.pinned = False
+
+def _unregister(address: int, device: str, pid: int) -> None:
+    import torch  # noqa: PLC0415 - as in `_pin`
+
+    if os.getpid() == pid:  # a forked child cannot use CUDA
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def default_budget(state_bytes: int, local_ranks: int = 1) -> int:

@@ -353,7 +353,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         providers=description.providers_used,
         objects=count,
         staging_bytes=_staging_need(plan, blocking=mode == "blocking"),
-        pin=any(device.startswith("cuda") for device in devices),
+        copied_from=min((d for d in devices if d.startswith("cuda")), default=None),
         promised=promised,
         share=share,
         block_bytes=config.block_bytes or blocks,
@@ -427,7 +427,7 @@ def staging_for(
     staging = reusable or Staging(budget)
     staging.budget_bytes = max(staging.budget_bytes, budget)
     largest = min(request.staging_bytes, config.chunk_bytes)
-    staging.expect(request.staging_bytes, largest_bytes=largest, pin=request.pin)
+    staging.expect(request.staging_bytes, largest_bytes=largest, copied_from=request.copied_from)
     return staging
 
 

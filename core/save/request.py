@@ -38,7 +38,7 @@ class SaveRequest:
         providers: Name and version of every provider that took part.
         objects: Number of objects, tied ones included.
         staging_bytes: The most memory that capturing all of it takes.
-        pin: Whether something is copied from a CUDA device.
+        copied_from: A CUDA device that something is copied from, if there is one.
         promised: Whether something is deferred only because the user asked for it.
         share: Whether chunks whose bytes are stored already are not stored again.
         block_bytes: Distance of the checksums in raw frames.
@@ -60,7 +60,7 @@ class SaveRequest:
     providers: Sequence[tuple[str, int]]
     objects: int
     staging_bytes: int
-    pin: bool
+    copied_from: str | None
     promised: bool
     share: bool
     block_bytes: int

@@ -40,7 +40,9 @@ class CudaCopy(PendingCopy):
         self._held = held
 
     def wait(self) -> None:
-        self._event.synchronize()
+        # A new thread uses device 0, where CUDA might make a context that takes some 500 MB.
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
         self._held = None
 
     def order(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import threading
@@ -17,6 +18,7 @@ from penstock.core.pipeline.staging import (
     container_memory,
     default_budget,
     has_small_pages,
+    map_memory,
 )
 from penstock.core.types import PAGE_BYTES
 
@@ -54,7 +56,7 @@ def test_blocks_never_overlap_keep_their_phase_and_stay_in_the_budget(steps, bud
 @given(order=st.permutations(range(6)))
 def test_released_neighbours_become_one_piece_again(order):
     staging = Staging(6 * 64 * 1024)
-    staging.expect(6 * 64 * 1024, pin=False)
+    staging.expect(6 * 64 * 1024)
     blocks = [staging.acquire(64 * 1024, 0) for _ in range(6)]
     assert staging.acquire(1, 0) is None
     for index in order:
@@ -65,7 +67,7 @@ def test_released_neighbours_become_one_piece_again(order):
 
 def test_memory_is_reused_instead_of_allocated():
     staging = Staging(8 * MIB)
-    staging.expect(3 * MIB, pin=False)
+    staging.expect(3 * MIB)
     addresses = set()
     for _ in range(5):
         block = staging.acquire(3 * MIB, 0)
@@ -128,15 +130,15 @@ def test_arenas_of_smaller_states_do_not_use_up_the_budget():
     staging = Staging(8 * PAGE_BYTES)
     for pages in (1, 2, 3, 4, 8):
         need = pages * PAGE_BYTES
-        staging.expect(need, largest_bytes=need, pin=False)
+        staging.expect(need, largest_bytes=need)
         block = staging.acquire(need, 0)
         assert block is not None
         assert staging.allocated_bytes <= staging.budget_bytes
         staging.release(block)
     # What is enough is kept, and what is in use is never let go.
     kept = staging.acquire(PAGE_BYTES, 0)
-    staging.expect(PAGE_BYTES, largest_bytes=PAGE_BYTES, pin=False)
-    staging.expect(9 * PAGE_BYTES, largest_bytes=9 * PAGE_BYTES, pin=False)
+    staging.expect(PAGE_BYTES, largest_bytes=PAGE_BYTES)
+    staging.expect(9 * PAGE_BYTES, largest_bytes=9 * PAGE_BYTES)
     assert staging.allocated_bytes == 8 * PAGE_BYTES
     staging.release(kept)
     assert staging.used_bytes == 0
@@ -146,7 +148,7 @@ def test_arenas_of_smaller_states_do_not_use_up_the_budget():
 def test_a_block_is_refused_only_where_no_gap_holds_it(steps, budget):
     """Released neighbours are joined at once: no memory is lost to the allocator."""
     staging = Staging(budget)
-    staging.expect(budget, pin=False)  # one arena
+    staging.expect(budget)  # one arena
     held = []
     for step in steps:
         if isinstance(step, int):
@@ -221,3 +223,45 @@ def test_memory_has_small_pages_where_huge_ones_come_by_advice_alone(tmp_path):
         setting.write_text(text)
         assert has_small_pages(str(setting)) is small
     assert not has_small_pages(str(tmp_path / "none"))
+
+
+def is_pinned(address):
+    import torch
+
+    return torch.frombuffer(
+        (ctypes.c_char * 1).from_address(address), dtype=torch.uint8
+    ).is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("end", ["closed", "dropped", "outgrown"])
+def test_memory_for_device_copies_is_pinned_until_it_is_given_back(end):
+    """CUDA would go on writing to the old pages when other memory is mapped at their address."""
+    staging = Staging(2 * MIB)
+    staging.expect(MIB, copied_from="cuda:0")
+    block = staging.acquire(MIB, 0)
+    address = block.address
+    assert is_pinned(address)
+    if end != "dropped":
+        staging.release(block)
+    del block
+    if end == "closed":
+        staging.close()
+    elif end == "outgrown":
+        staging.expect(2 * MIB, largest_bytes=2 * MIB, copied_from="cuda:0")
+    else:
+        del staging
+    assert not is_pinned(address)
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_others():
+    import torch
+
+    memory = map_memory(MIB)
+    first, second = Staging(MIB, memory), Staging(MIB, memory)
+    first.expect(MIB, copied_from="cuda:0")
+    second.expect(MIB, copied_from="cuda:0")  # CUDA refuses to pin it twice
+    assert (torch.zeros(3, device="cuda") + 1).sum() == 3
+    first.close()
+    assert second.acquire(MIB, 0) is not None
