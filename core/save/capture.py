@@ -219,8 +219,14 @@ class CaptureRun:
         """Wait for the device copies that a failure left in flight, then release their memory."""
         while self._issued:
             captured, copies = self._issued.popleft()
-            for copy in copies:
-                copy.wait()
+            try:
+                for copy in copies:
+                    copy.wait()
+            except Exception as error:  # noqa: BLE001 - the save failed already, and must end
+                # CUDA refuses to wait while a graph is being captured. The copy may be in flight,
+                # so its memory stays reserved.
+                log.warning("a device copy of a failed save cannot be waited for: %r", error)
+                continue
             if captured.block is not None:
                 self._staging.release(captured.block)
 

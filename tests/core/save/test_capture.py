@@ -103,6 +103,20 @@ class Flight(PendingCopy):
         self.ordered = True
 
 
+class Refusing(Device):
+    """Nothing can wait for its copies, as while a CUDA graph is being captured."""
+
+    __slots__ = ()
+
+    def copy_out(self, start, out, /):
+        return RefusingFlight(self, start, out)
+
+
+class RefusingFlight(Flight):
+    def wait(self):
+        raise ZeroDivisionError
+
+
 class Run:
     """A capture of `(source, when)` pairs, and what it handed on."""
 
@@ -792,3 +806,14 @@ def test_no_comparison_on_a_device_holds_up_the_return_of_save():
     run.capture.take_deferred()
     assert sources[0].compared == 1
     assert run.capture.derived == {0: 1}
+
+
+def test_copy_that_cannot_be_waited_for_keeps_only_its_own_memory(caplog):
+    refusing, other = Refusing(CHUNK), Device(CHUNK, seed=1)
+    run = Run((refusing, NOW), (other, NOW), device="fake:0")
+    with pytest.raises(ZeroDivisionError):
+        run.capture.take_now()
+    run.capture.close()
+    assert other.copies[0].landed
+    assert run.staging.used_bytes == CHUNK + PAGE_BYTES  # chunks begin within a page
+    assert "cannot be waited for: ZeroDivisionError()" in caplog.text
