@@ -45,8 +45,6 @@ def installed_only() -> Iterator[None]:
     For the imports of Penstock and its plugins that happen while a checkpoint is read. Imports of
     other threads are not affected, nor modules that are loaded already.
     """
-    if PathFinder in sys.meta_path:
-        sys.meta_path[sys.meta_path.index(PathFinder)] = _InstalledFinder
     outer = _thread.search_path
     _thread.search_path = _search_path()
     try:
@@ -62,18 +60,28 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _InstalledFinder(PathFinder):
-    """Takes the place of Python's finder, and does the same but within `installed_only`.
+_find_spec = vars(PathFinder)["find_spec"].__func__
+
+
+def _find_installed(
+    cls: type[PathFinder],
+    fullname: str,
+    path: Sequence[str] | None = None,
+    target: ModuleType | None = None,
+) -> ModuleSpec | None:
+    """Do the same as Python's own finder, but look in other folders within `installed_only`.
 
     Changing `sys.path` instead would hide the user's modules from imports of other threads. A
-    finder in front of Python's could not keep that one from looking in the working directory.
+    finder in front of Python's could not keep that one from looking in the working directory, and
+    one in its place would hide it: packages look for it in `sys.meta_path` to put their own in
+    front of it (typeguard, jaxtyping), or to take its part (importlib_metadata).
     """
+    found: ModuleSpec | None
+    found = _find_spec(cls, fullname, _thread.search_path if path is None else path, target)
+    return found
 
-    @classmethod
-    def find_spec(
-        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return super().find_spec(fullname, _thread.search_path if path is None else path, target)
+
+PathFinder.find_spec = classmethod(_find_installed)  # type: ignore[method-assign,assignment]  # mypy takes it for an instance's method
 
 
 def _search_path() -> list[str]:

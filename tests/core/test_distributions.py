@@ -126,3 +126,9 @@ def test_verifying_a_run_imports_nothing_of_the_run(tmp_path):
     code = f"import os, penstock; os.chdir({str(run)!r})\n"
     code += "print(penstock.Checkpointer('posix://.').verify().ok)"
     assert said("-c", code, cwd=tmp_path, PYTHONPATH="") == "True"
+
+
+def test_python_s_own_finder_stays_where_packages_look_for_it():
+    code = "import penstock, sys, importlib.machinery as m\n"
+    code += "penstock.Checkpointer\nprint(m.PathFinder in sys.meta_path)"
+    assert said("-c", code, cwd="/") == "True"
