@@ -98,7 +98,7 @@ MAX_INDEX_HEAD_BYTES = 64 << 20
 """Most bytes of an index's head, which is held at once: enough for billions of shards."""
 
 FEW_KEYS = 256
-MAX_STEPS = 32
+MAX_STEPS = 128
 """Most steps by which each key of a set or dict finds its place, where there are more than few."""
 
 

@@ -255,6 +255,10 @@ def test_numbers_at_equal_distances_do_not_collide(step):
     assert not collide([step * n for n in range(2000)])
 
 
+def test_very_many_numbers_at_equal_distances_do_not_collide():
+    assert not collide([n << 27 for n in range(700_000)])
+
+
 def test_numbers_of_any_size_and_pairs_of_them_do_not_collide():
     draw = random.Random(1)
     assert not collide([draw.getrandbits(40) for _ in range(2000)])
