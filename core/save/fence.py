@@ -76,11 +76,18 @@ def _storages(optimizer: Optimizer) -> Iterator[int]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield _address(parameter)
-    for state in optimizer.state.values():
-        for item in state.values() if isinstance(state, dict) else ():
-            address = _address(item) if hasattr(item, "untyped_storage") else 0
-            if address:
-                yield address
+    for tensor in _tensors(optimizer.state):
+        address = _address(tensor)
+        if address:
+            yield address
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    if hasattr(state, "untyped_storage"):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(item)
 
 
 def _address(tensor: torch.Tensor) -> int:

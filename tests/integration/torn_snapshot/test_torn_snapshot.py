@@ -298,12 +298,25 @@ def of_another_tree():
     return nn.Embedding(400, 60), False
 
 
+class ListsOfState(torch.optim.SGD):
+    """Has its state in lists, as Shampoo has its preconditioners."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            for tensor in self.state[parameter].setdefault("all", [torch.zeros_like(parameter)]):
+                tensor.add_(parameter.grad)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, ListsOfState])
 @pytest.mark.parametrize(
     "make", [in_shared_memory, normalised_in_forward, of_another_tree], ids=lambda m: m.__name__
 )
-def test_a_step_is_the_fence_of_its_state_even_if_no_parameter_is_deferred(ckpt, make):
+def test_a_step_is_the_fence_of_its_state_even_if_no_parameter_is_deferred(
+    ckpt, make, optimizer_class
+):
     model, is_stored = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.arange(400)).sum().backward()
     optimizer.step()
     hold = Held()
