@@ -255,6 +255,7 @@ def test_numbers_at_equal_distances_do_not_collide(step):
     assert not collide([step * n for n in range(2000)])
 
 
+@pytest.mark.slow
 def test_very_many_numbers_at_equal_distances_do_not_collide():
     assert not collide([n << 27 for n in range(700_000)])
 
