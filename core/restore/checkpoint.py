@@ -33,13 +33,14 @@ from penstock.core.restore.fill import (
 )
 from penstock.core.restore.restore import build_leaf, build_new
 from penstock.core.restore.rounding import rounding_of
+from penstock.core.restore.specs import Specs
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
 from penstock.core.tree.select import Selection
 from penstock.core.types import Kind, Region, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import ObjectRecord, PartHead
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import LendingSave, Progress
     from penstock.core.restore.rounding import Rounding
+    from penstock.core.restore.specs import ObjectSpec
     from penstock.core.types import BlobInfo
 
 log = logging.getLogger("penstock")
@@ -60,8 +62,8 @@ _LOOKS = 3  # at a copy that changes while it is verified
 class Checkpoint:
     """One committed checkpoint; reads only what is asked for, and verifies it.
 
-    `keys()` are shown paths; `ckpt["model/wte.weight"]` reads one object, `ckpt["model"]` a
-    subtree, `read(path, region)` a part of a tensor.
+    `keys()` are shown paths, `specs()` has shapes and dtypes; `ckpt["model/wte.weight"]` reads one
+    object, `ckpt["model"]` a subtree, `read(path, region)` a part of a tensor.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -132,14 +134,16 @@ class Checkpoint:
         """Return the records of all objects, in tree order."""
         return [o.record for o in self.contents.objects()]
 
+    def specs(self) -> Mapping[str, ObjectSpec]:
+        """Return what is known of each object without reading data, by shown path, in tree order.
+
+        No tensor is built, and torch is not needed. Looking one path up reads no more of the
+        manifest than it takes to find it; iterating reads all of the manifest.
+        """
+        return Specs(self.contents)
+
     def __contains__(self, path: object) -> bool:
-        if not isinstance(path, str):
-            return False
-        try:
-            parts = parse_path(path)
-        except SelectionError:  # the text is the shown form of no path
-            return False
-        return self.contents.find(parts) is not None
+        return path in self.specs()
 
     def __len__(self) -> int:
         return self._record.objects

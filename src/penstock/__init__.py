@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         VerifyReport,
     )
     from penstock.core.restore.checkpoint import Checkpoint
+    from penstock.core.restore.specs import ObjectSpec
     from penstock.core.types import Region
 
 __version__ = "0.1.0.dev0"
@@ -108,6 +109,7 @@ __all__ = [
     "Grads",
     "LostRaceError",
     "NotDrainedError",
+    "ObjectSpec",
     "PenstockError",
     "PerRank",
     "PluginError",
@@ -151,6 +153,7 @@ _HOME = {
     "CheckpointerConfig": "penstock.core.config.model",
     "DeleteEvent": "penstock.core.reporting.events",
     "Grads": "penstock.core.markers",
+    "ObjectSpec": "penstock.core.restore.specs",
     "Progress": "penstock.core.reporting.reports",
     "ProgressBar": "penstock.core.reporting.progress_bar",
     "PruneEvent": "penstock.core.reporting.events",

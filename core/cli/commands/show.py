@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
@@ -24,10 +23,10 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
 from penstock.core.cli.output.tree import Branch, grown, rows_of
-from penstock.core.format.records import blob_uid
 from penstock.core.plan.choice import class_of
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.rounding import Rounding
+from penstock.core.restore.specs import storage_of
 from penstock.core.storage.open import open_backend
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.select import Selection
@@ -173,23 +172,14 @@ def run(
 
 def describe(located: Located, contents: Contents) -> Shown:
     """Return how an object is stored, as the manifest says."""
-    codecs: dict[str, None] = {}
-    stored = borrowed = 0
-    for one in contents.descriptions(located):
-        head, frames = contents.head(one.part), one.frames
-        # Bytes of the object in each frame: a slab's stored bytes are shared out among its objects.
-        used: dict[int, int] = defaultdict(int)
-        for chunk in (chunk for shard in one.record.shards for chunk in shard.chunks):
-            used[chunk.frame] += chunk.stop - chunk.start
-            codecs |= dict.fromkeys(link.name for link in head.chains[frames[chunk.frame].chain])
-        for number, size in used.items():
-            for link in frames[number].links():
-                share = round(link.length * size / link.raw_length)
-                if blob_uid(head.blobs[link.blob].name) == head.uid:
-                    stored += share
-                else:
-                    borrowed += share
-    return Shown(located.record, tuple(codecs), stored, borrowed, depth_of(located))
+    found = storage_of(located, contents)
+    return Shown(
+        located.record,
+        found.codecs,
+        found.bytes_stored,
+        found.bytes_borrowed,
+        depth_of(located),
+    )
 
 
 def _print(
