@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Region, Replica, regions_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 class Rng:
@@ -92,7 +93,8 @@ class Grads:
 class Shard:
     """A piece of a tensor that is cut by hand: this rank holds it as a tensor of its own.
 
-    All ranks put one under the same path, and together they hold each element of the whole tensor.
+    All ranks put one under the same path, and together they hold each element of the whole tensor;
+    `Shards` has several pieces of one rank.
     The piece is a rectangle, which starts at `offsets`, or a range of the flattened tensor.
 
     Attributes:
@@ -160,6 +162,67 @@ class Shard:
     def place(self) -> Replica:
         """Which of the ranks that hold the piece this rank is; their ranks are not known."""
         return Replica(*self.replica)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Shards:
+    """Several pieces of one tensor that this rank holds, each in a tensor of its own.
+
+    Other ranks may put `Shards` or a `Shard` under the same path. All pieces of all ranks together
+    hold each element of the whole tensor.
+
+    Attributes:
+        pieces: The pieces, at least one, in any order. They have one dtype, device, global shape
+            and `replica`.
+
+    Raises:
+        UnsupportedStateError: There is no piece, the pieces do not belong to one tensor, or two of
+            them hold the same element.
+    """
+
+    pieces: Sequence[Shard]
+
+    def __post_init__(self) -> None:
+        """Refuse pieces that do not go together."""
+        pieces = tuple(self.pieces)
+        if not pieces or not all(isinstance(piece, Shard) for piece in pieces):
+            names = sorted({type(piece).__name__ for piece in pieces}) or "nothing"
+            msg = (
+                f"penstock.Shards holds {names}: give it a list of penstock.Shard. A rank without "
+                "elements gives a Shard of an empty tensor, or leaves the path out"
+            )
+            raise UnsupportedStateError(msg)
+        for name, of in _TRAITS.items():
+            found = list(dict.fromkeys(map(of, pieces)))
+            if len(found) > 1:
+                msg = (
+                    f"penstock.Shards has pieces of {name} {found[0]} and {found[1]}: it takes one"
+                )
+                raise UnsupportedStateError(msg)
+        regions = [region for piece in pieces for region in piece.regions]
+        for one, other in combinations(regions, 2):
+            if _overlap(one, other):
+                msg = (
+                    f"penstock.Shards has two pieces with the same elements, from "
+                    f"{list(one.offsets)} of shape {list(one.sizes)} and from "
+                    f"{list(other.offsets)} of shape {list(other.sizes)}: give each element once"
+                )
+                raise UnsupportedStateError(msg)
+        object.__setattr__(self, "pieces", pieces)
+
+
+_TRAITS: Mapping[str, Callable[[Shard], object]] = {
+    "global shape": lambda piece: tuple(piece.global_shape),
+    "replica": lambda piece: piece.replica,
+    "dtype": lambda piece: str(piece.tensor.dtype),
+    "device": lambda piece: str(getattr(piece.tensor, "device", "cpu")),
+}
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    """Return whether two rectangles have an element in common."""
+    bounds = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in bounds)
 
 
 def _check_rectangle(

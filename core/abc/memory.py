@@ -129,6 +129,13 @@ class ByteSource(ABC):
 
         return read
 
+    def pieces(self) -> Sequence[ByteSource]:
+        """Return the sources whose bytes these are, one behind the other; itself, if it has memory.
+
+        A source of several has neither an `address` nor a `memory`.
+        """
+        return (self,)
+
     def version(self) -> int | None:
         """Return a counter that rises with every tracked change; None where none is kept."""
         return None

@@ -125,8 +125,9 @@ class Placement:
     """A provider's plan of a restore. Before `finish` only the memory of targets changes.
 
     Attributes:
-        targets: Memory to fill. Core compares each target with the stored object: without one it is
-            missing; another kind, dtype or shape is a mismatch.
+        targets: Memory to fill, of one object in one target or in several. Core compares each with
+            the stored object: without one it is missing; another kind, dtype or shape is a
+            mismatch.
         values: Paths of value objects that were used (for the report and for `missing`).
         missing: Further paths that the template has and the checkpoint lacks.
         problems: Whole sentences on any other difference, each naming its path.

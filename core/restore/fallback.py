@@ -142,6 +142,8 @@ class Overwritten:
                 self._state, providers=self._providers, allow_pickle=self._allow_pickle
             )
         except UnsupportedStateError:  # the state cannot be described now: any target may be in it
-            return [show_path(path) for path in suspects.values()]
-        live = {e.source.memory for e in tree.entries if isinstance(e, StateObject)}
-        return [show_path(path) for memory, path in suspects.items() if memory in live]
+            return [*dict.fromkeys(map(show_path, suspects.values()))]
+        objects = (entry for entry in tree.entries if isinstance(entry, StateObject))
+        live = {piece.memory for entry in objects for piece in entry.source.pieces()}
+        left = [show_path(path) for memory, path in suspects.items() if memory in live]
+        return [*dict.fromkeys(left)]

@@ -108,7 +108,7 @@ def restore_into(
         _fill_targets(checkpoint, placement, stored, aside)
     except BaseException as error:  # Ctrl-C leaves half-written objects as well
         if placement.targets:
-            undefined = listed([show_path(t.path) for t in placement.targets])
+            undefined = listed([*dict.fromkeys(show_path(t.path) for t in placement.targets)])
             error.add_note(f"Undefined now: {undefined}. Nothing else was touched.")
         raise
     read = time.monotonic()
@@ -366,19 +366,18 @@ def _read_overlapping(
     """
     unique = {id(t.sink): t for t in targets}
     groups = overlapping(unique.values())
-    sinks = {t.path: BytesSink(t.sink.nbytes) for group in groups for t in group}
+    sinks = {id(t.sink): BytesSink(t.sink.nbytes) for group in groups for t in group}
     if not sinks:
         return {}
     requests = [
         request
         for group in groups
         for target in group
-        for request in _requests(stored, target, sinks[target.path])
+        for request in _requests(stored, target, sinks[id(target.sink)])
     ]
     fill(checkpoint, requests, stored.tally)
-    views = {path: memoryview(sink.data) for path, sink in sinks.items()}
-    problems = [problem for group in groups for problem in disagreements(group, views)]
-    aside = {id(t.sink): views[t.path] for group in groups for t in group}
+    aside = {of: memoryview(sink.data) for of, sink in sinks.items()}
+    problems = [problem for group in groups for problem in disagreements(group, aside)]
     if problems:
         raise _mismatch(problems, {}, checkpoint.step)
     return aside
@@ -410,10 +409,11 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequen
 
 def _cast(targets: Iterable[Target], stored: StoredSelection) -> list[Cast]:
     """Return the targets that another dtype is converted into."""
+    specs = {target.path: target.spec for target in targets}
     return [
-        Cast(show_path(target.path), there, target.spec.dtype)
-        for target in targets
-        if (there := stored.located[target.path].record.spec.dtype) != target.spec.dtype
+        Cast(show_path(path), there, spec.dtype)
+        for path, spec in specs.items()
+        if (there := stored.located[path].record.spec.dtype) != spec.dtype
     ]
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
-    from penstock.core.abc import MemoryKey
+    from penstock.core.abc import ByteSource, MemoryKey
     from penstock.core.tree.containers import Providers
     from penstock.core.types import ObjectPath, Role
 
@@ -126,10 +126,15 @@ def _has_moved(entry: StateObject | Node) -> bool:
         return False
     source = entry.source
     at = source.locate()
-    if at is None or at == source.address:
-        return False
-    key = source.memory
-    return key is not None and at != key.storage + key.offset
+    if at is None:
+        pieces = source.pieces()
+        return len(pieces) > 1 and any(map(_is_elsewhere, pieces))
+    return at != source.address and _is_elsewhere(source)
+
+
+def _is_elsewhere(source: ByteSource) -> bool:
+    at, key = source.locate(), source.memory
+    return at is not None and key is not None and at != key.storage + key.offset
 
 
 def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Description:
@@ -554,9 +559,11 @@ def _tied(entries: Iterable[StateObject | Node]) -> list[StateObject | Node]:
 
 def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> ObjectPath:
     """Return the path of the first object with the memory of this one."""
-    memory = entry.source.memory
+    memory: object = entry.source.memory
     if memory is None:
-        return entry.path
+        memory = tuple(piece.memory for piece in entry.source.pieces())
+        if None in memory:
+            return entry.path
     key: tuple[object, ...] = (memory, entry.form)
     if entry.replica is not None:  # equal memory may be two places of two tensors
         key = (*key, entry.spec.shape, entry.regions)

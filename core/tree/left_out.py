@@ -25,7 +25,8 @@ def left_out(description: Description, known: Collection[ObjectPath]) -> Iterato
     found = [one for one in description.seen if one.path not in known]
     if not found or description.scan is None:
         return
-    memories = [e.source.memory for e in description.entries if type(e) is StateObject]
+    objects = (entry for entry in description.entries if type(entry) is StateObject)
+    memories = [piece.memory for entry in objects for piece in entry.source.pieces()]
     # The address 0 is that of freed memory, as of a module that is offloaded.
     stored = {0, *(memory.storage for memory in memories if memory is not None)}
     in_tree = {id(one.value) for one in description.seen}

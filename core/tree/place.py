@@ -403,19 +403,21 @@ def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
     return [group for group in groups if len(group) > 1]
 
 
-def disagreements(group: Sequence[Target], stored: Mapping[ObjectPath, memoryview]) -> list[str]:
+def disagreements(group: Sequence[Target], stored: Mapping[int, memoryview]) -> list[str]:
     """Return why `group` cannot be filled with the bytes in `stored`, as sentences.
+
+    `stored` has the bytes of each target by the identity of its sink.
 
     Writes all of them into a scratch copy of the memory that they span: a target that does not find
     its bytes there afterwards was overwritten by another. Takes time and memory linear in the
     group.
     """
-    contents = {t.path: _as_memory(t, stored[t.path]) for t in group}
+    contents = {id(t.sink): _as_memory(t, stored[id(t.sink)]) for t in group}
     losers = _overwritten(group, contents)
     problems = []
     for one in losers:
         other = next((t for t in group if t is not one and _overwritten([one, t], contents)), None)
-        if other is None:
+        if other is None or other.path == one.path:
             problems.append(
                 f"{show_path(one.path)} overlaps itself in the template, but different values are "
                 "stored for one place of its memory: restore into a contiguous one"
@@ -430,17 +432,17 @@ def disagreements(group: Sequence[Target], stored: Mapping[ObjectPath, memoryvie
     return problems
 
 
-def _overwritten(group: Sequence[Target], contents: Mapping[ObjectPath, _Bytes]) -> list[Target]:
+def _overwritten(group: Sequence[Target], contents: Mapping[int, _Bytes]) -> list[Target]:
     spans = [_span(t.sink.memory, t.spec.itemsize) for t in group if t.sink.memory is not None]
     low, high = min(start for start, _ in spans), max(stop for _, stop in spans)
     scratch = np.empty(high - low, np.uint8)
     views = [_view(scratch, t, low) for t in group]
     for target, view in zip(group, views, strict=True):
-        view[...] = contents[target.path].view(view.dtype).reshape(view.shape)
+        view[...] = contents[id(target.sink)].view(view.dtype).reshape(view.shape)
     return [
         target
         for target, view in zip(group, views, strict=True)
-        if not _same(view, contents[target.path].view(view.dtype).reshape(view.shape))
+        if not _same(view, contents[id(target.sink)].view(view.dtype).reshape(view.shape))
     ]
 
 

@@ -292,6 +292,7 @@ class Rebuilding(PlaceContext):
         """Keep only targets that fit their stored objects; list others as missing or different."""
         fitting: list[Target] = []
         lacking: list[Target] = []
+        differing: set[ObjectPath] = set()  # an object may have several targets
         for target in placement.targets:
             path = target.path
             stored = self._chosen.get(path)
@@ -299,10 +300,13 @@ class Rebuilding(PlaceContext):
                 difference = _difference(target, stored, self.takes)
                 if difference is None:
                     fitting.append(target)
-                else:
+                elif path not in differing:
                     placement.differ(difference)
+                    differing.add(path)
             elif path in self._children or path in self._nodes:
-                placement.differ(_other_kind(path, "a container"))
+                if path not in differing:
+                    placement.differ(_other_kind(path, "a container"))
+                    differing.add(path)
             else:
                 placement.missing.append(path)
                 lacking.append(target)
@@ -312,6 +316,9 @@ class Rebuilding(PlaceContext):
             for target in lacking
             if target.sink.memory is not None and _place_of(target) in filled
         }
+        for target in lacking:  # every piece of an object has to be filled from elsewhere
+            if _place_of(target) not in filled:
+                placement.tied.pop(target.path, None)
         placement.targets = _tied(fitting, self._aliases)
         placement.missing = list(dict.fromkeys(placement.missing))
         return placement

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from penstock.core.abc import Node, Placement, StateObject
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.types import TensorSpec, show_path
+from penstock.core.types import Region, TensorSpec, show_path
+from penstock.providers.tensor.pieces import PiecesSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from penstock.core.abc import DescribeContext, PlaceContext
-    from penstock.core.markers import Shard
-    from penstock.core.types import ObjectPath, Region
+    from penstock.core.markers import Shard, Shards
+    from penstock.core.types import ObjectPath
 
 
 def describe_shard(value: Shard, path: ObjectPath, *, context: DescribeContext) -> StateObject:
@@ -43,6 +44,52 @@ def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Pla
         raise _of_parts(value, path)
     placed.finish = lambda: value
     return placed
+
+
+def describe_shards(value: Shards, path: ObjectPath, *, context: DescribeContext) -> StateObject:
+    """Return the pieces of `value` as one object of several rectangles, in order of their offsets.
+
+    Raises:
+        UnsupportedStateError: A piece is not one object, or cannot be stored.
+    """
+    entries = [describe_shard(piece, path, context=context) for piece in value.pieces]
+    # Pieces without elements are left out; of a tensor without elements each piece is all of it.
+    held = {entry.regions: entry for entry in entries if entry.regions}
+    held = dict(sorted(held.items(), key=lambda item: item[0][0].offsets))
+    if len(held) < 2:  # noqa: PLR2004 - one piece is a Shard
+        return next(iter(held.values()), entries[0])
+    regions = _stacked(region for found in held for region in found)
+    source = PiecesSource([entry.source for entry in held.values()])
+    return entries[0]._replace(regions=regions, source=source)
+
+
+def place_shards(value: Shards, path: ObjectPath, *, context: PlaceContext) -> Placement:
+    """Plan the restore of each piece of `value` into its tensor.
+
+    Raises:
+        UnsupportedStateError: A piece is not one object, or cannot be written in place.
+    """
+    result = Placement(finish=lambda: value)
+    for piece in value.pieces:
+        result.absorb(place_shard(piece, path, context=context))
+    return result
+
+
+def _stacked(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Return the regions with those joined that follow each other along the first dimension.
+
+    A process that saves alone can store one rectangle only: the whole tensor.
+    """
+    found: list[Region] = []
+    for region in regions:
+        last = found[-1] if found else region
+        below = (last.offsets[0] + last.sizes[0], *last.offsets[1:])
+        if found and region.offsets == below and region.sizes[1:] == last.sizes[1:]:
+            rows = last.sizes[0] + region.sizes[0]
+            found[-1] = Region(last.offsets, (rows, *last.sizes[1:]))
+        else:
+            found.append(region)
+    return tuple(found)
 
 
 def described_piece(

@@ -13,9 +13,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider, Target
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.markers import Shard
+from penstock.core.markers import Shard, Shards
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
-from penstock.providers.tensor.by_hand import describe_shard, place_shard
+from penstock.providers.tensor.by_hand import (
+    describe_shard,
+    describe_shards,
+    place_shard,
+    place_shards,
+)
 from penstock.providers.tensor.cuda import CudaSource
 from penstock.providers.tensor.flat import is_piece
 from penstock.providers.tensor.megatron import describe_megatron, is_megatron, place_megatron
@@ -70,12 +75,12 @@ class TensorProvider(StateProvider):
         self._empty = WeakKeyDictionary()
 
     def claims(self, kind: type, /) -> int | None:
-        if kind in _KNOWN or kind is Shard or is_megatron(kind):
+        if kind in _KNOWN or kind in (Shard, Shards) or is_megatron(kind):
             return EXACT
         return SUBCLASS if issubclass(kind, torch.Tensor) else None
 
     def describe(
-        self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: DescribeContext
+        self, value: torch.Tensor | Shard | Shards, path: ObjectPath, /, *, context: DescribeContext
     ) -> Iterable[StateObject | Node]:
         kind = type(value)
         if kind in _KNOWN:
@@ -84,6 +89,8 @@ class TensorProvider(StateProvider):
             return (self._plain(value, path, role, context),)  # type: ignore[arg-type]  # see `kind`
         if isinstance(value, Shard) or is_megatron(kind):
             return self._piece(value, path, context)
+        if isinstance(value, Shards):
+            return (describe_shards(value, path, context=context),)
         role = Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.OTHER
         if has_parts(kind):
             return describe_parts(value, path, role=role, context=context)
@@ -93,7 +100,7 @@ class TensorProvider(StateProvider):
 
     def describe_all(
         self,
-        values: Sequence[torch.Tensor | Shard],
+        values: Sequence[torch.Tensor | Shard | Shards],
         paths: Sequence[ObjectPath],
         /,
         *,
@@ -133,10 +140,12 @@ class TensorProvider(StateProvider):
         return found
 
     def place(
-        self, value: torch.Tensor | Shard, path: ObjectPath, /, *, context: PlaceContext
+        self, value: torch.Tensor | Shard | Shards, path: ObjectPath, /, *, context: PlaceContext
     ) -> Placement:
         if isinstance(value, Shard):
             return place_shard(value, path, context=context)
+        if isinstance(value, Shards):
+            return place_shards(value, path, context=context)
         kind = type(value)
         if kind not in _KNOWN:
             if is_megatron(kind):
@@ -156,7 +165,7 @@ class TensorProvider(StateProvider):
         return Placement([tensor_target(tensor, stored.path)], finish=lambda: tensor)
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        if isinstance(value, Shard) or is_megatron(type(value)):
+        if isinstance(value, Shard | Shards) or is_megatron(type(value)):
             return ()  # state of it would be local, too, and nothing says how it was cut
         return [("", value)] if value.requires_grad and value.is_leaf else ()
 

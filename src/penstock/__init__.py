@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         UnsyncedError,
         WrongPlaceError,
     )
-    from penstock.core.markers import Grads, PerRank, Rng, Shard
+    from penstock.core.markers import Grads, PerRank, Rng, Shard, Shards
     from penstock.core.reporting.events import (
         DeleteEvent,
         PruneEvent,
@@ -132,6 +132,7 @@ __all__ = [
     "SaverClosedError",
     "SelectionError",
     "Shard",
+    "Shards",
     "StepExistsError",
     "StorageError",
     "StorageFullError",
@@ -163,6 +164,7 @@ _HOME = {
     "PerRank": "penstock.core.markers",
     "Rng": "penstock.core.markers",
     "Shard": "penstock.core.markers",
+    "Shards": "penstock.core.markers",
     "SaveEvent": "penstock.core.reporting.events",
     "SaveHandle": "penstock.core.reporting.reports",
     "SaveReport": "penstock.core.reporting.reports",

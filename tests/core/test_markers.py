@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.markers import Shard
+from penstock.core.markers import Shard, Shards
 from penstock.core.types import Region, Replica
 
 
@@ -92,3 +92,45 @@ def test_distributed_tensor_is_no_shard_by_hand():
             Shard(distribute_tensor(torch.zeros(2), mesh), (2,), (0,))
 
     run_ranks(1, work)
+
+
+def piece(start, stop, **options):
+    return Shard(torch.zeros(stop - start, 3), (8, 3), (start, 0), **options)
+
+
+def test_shards_take_any_sequence_of_pieces_of_one_tensor():
+    pieces = [piece(4, 6), Shard(torch.zeros(5), (8, 3), flat_range=(0, 5)), piece(8, 8)]
+    assert Shards(iter(pieces)).pieces == tuple(pieces)
+    nothing = Shard(torch.zeros(0, 3), (0, 3), (0, 0))
+    assert len(Shards([nothing, nothing]).pieces) == 2
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([], "holds nothing: give it a list of penstock.Shard"),
+        ([torch.zeros(3)], "holds ['Tensor']"),
+        ([piece(0, 2), piece(1, 4)], "from [0, 0] of shape [2, 3] and from [1, 0] of shape [3, 3]"),
+        (
+            [piece(0, 2), Shard(torch.zeros(2), (8, 3), flat_range=(5, 7))],
+            "two pieces with the same elements",
+        ),
+        ([Shard(torch.zeros(()), (), ())] * 2, "two pieces with the same elements"),
+        ([piece(0, 2), Shard(torch.zeros(2), (9,), (0,))], "global shape (8, 3) and (9,)"),
+        ([piece(0, 2), piece(2, 4, replica=(0, 2))], "replica (0, 1) and (0, 2)"),
+        (
+            [piece(0, 2), Shard(torch.zeros(2, 3).double(), (8, 3), (2, 0))],
+            "dtype torch.float32 and torch.float64",
+        ),
+        ([piece(0, 2), Shard(np.zeros((2, 3), "f4"), (8, 3), (2, 0))], "and float32: it takes one"),
+        (
+            [piece(0, 2), Shard(torch.zeros(2, 3, device="meta"), (8, 3), (2, 0))],
+            "device cpu and meta",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pieces_that_do_not_go_together_are_refused(pieces, said):
+    with pytest.raises(UnsupportedStateError) as caught:
+        Shards(pieces)
+    assert said in str(caught.value)
