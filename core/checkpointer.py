@@ -70,6 +70,7 @@ class Checkpointer:
         registry: Registry | None = None,
         on_event: Callable[[Event], None] | None = None,
         group: Any = None,
+        name: str | None = None,
         **options: Unpack[CheckpointerOptions],
     ) -> None:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
@@ -81,8 +82,13 @@ class Checkpointer:
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
                 and `PruneEvent`, those of saves mostly on background threads. An exception of it is
                 logged and goes no further.
-            group: The process group of torch.distributed whose ranks save together; default: the
-                default group, if it is initialised.
+            group: The process group of torch.distributed whose ranks save together, or a list of
+                their numbers in the job; default: the default group, if it is initialised.
+            name: Where the ranks of the job meet, the same on all of them. Without a name the n-th
+                checkpointer that each of them uses is taken for one and the same, so one that a
+                rank leaves out, or that fails before its first use there, shifts all later ones.
+                With a name it does not matter which others were used. In one process a name is of
+                one open checkpointer; once it is closed, the name may be used again.
             options: Any field of `CheckpointerConfig` except `backend`: `rules`, `retention`,
                 `deltas`, `mode`, `on_busy`, `staging_bytes`, `allow_pickle`, `defer`,
                 `fence_timeout_s`, `io_timeout_s`, `share`, `chunk_bytes`, `block_bytes`, `workers`,
@@ -114,7 +120,7 @@ class Checkpointer:
                 count,
             )
         # Of its own: reader and saver hold it, and a checkpointer that is dropped is freed at once.
-        self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url)
+        self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
         self._events = EventStream(on_event)
         self._drains = self._drains_of(store, registry)
         self._reader = Reader(

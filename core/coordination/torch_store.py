@@ -43,15 +43,16 @@ _HELD_UP_SHARE = 1 / 4
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-def job_prefix(ranks: Sequence[int] = ()) -> str:
+def job_prefix(ranks: Sequence[int] = (), name: str = "") -> str:
     """Return a prefix that the same call on every rank of a job returns, and no earlier one.
 
     Holds the number of restarts by torchrun, where its agent hosts the store, which outlives them,
     and how many prefixes this process has taken: ranks that sleep through a restart must not meet
-    the ranks after it. All ranks have to take theirs in the same order.
+    the ranks after it. All ranks have to take theirs in the same order, unless they give a name.
 
     Args:
         ranks: The ranks that agree there, where they are not all of the job.
+        name: Takes the place of the count; each call with this name returns the same prefix.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
@@ -61,6 +62,9 @@ def job_prefix(ranks: Sequence[int] = ()) -> str:
     group = "all"
     if ranks:
         group = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    if name:
+        digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+        return f"penstock/{restarts}/{group}/named/{digest}"
     return f"penstock/{restarts}/{group}/{next(_counts[group])}"
 
 
@@ -93,6 +97,7 @@ class TorchCoordination(Coordination):
         original = _default_store(distributed) if store is None else store
         try:
             self._store = distributed.PrefixStore(prefix, original.clone())
+            self._below = distributed.PrefixStore
             able = self._store.has_extended_api()
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             msg = f"a {type(original).__name__} cannot be cloned ({error}): use a TCPStore"
@@ -112,6 +117,13 @@ class TorchCoordination(Coordination):
         self._pool = Pool(1, "penstock-ranks")
         self._touched: set[str] = set()  # keys that are there; used by the one thread alone
         self._closed = False
+
+    def enter(self, prefix: str) -> None:
+        """Take keys for those below `prefix` from now on; called before any other thread calls."""
+        check_blob_name(prefix)
+        self._store = self._below(prefix, self._store)
+        self._prefix = f"{self._prefix}/{prefix}"
+        self._touched = set()
 
     @property
     def host(self) -> str | None:

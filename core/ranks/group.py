@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from penstock.core.rounds.posts import (
     slot_key,
 )
 from penstock.core.rounds.round import RankPlace
+from penstock.core.types import show_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,13 +52,16 @@ if TYPE_CHECKING:
 
 SEVERAL_CHECKPOINTERS = (
     "Of several checkpointers in a job each has to be used for the first time in the same order on "
-    "all ranks; for what stands behind `if rank == 0:` use a checkpointer with ranks='alone'"
+    "all ranks, or needs a name=; for what stands behind `if rank == 0:` use a checkpointer with "
+    "ranks='alone'"
 )
 """What else to look at where ranks see different roots: they may be those of two checkpointers."""
 
 _FAILED = "failed with "
 _NONCE_KEY = "nonce"
 _LEFT_POLL_S = 0.01
+_SEATS_AT_ONCE = 64
+_MISSED = b"missed"
 
 
 class RankGroup:
@@ -65,7 +70,7 @@ class RankGroup:
     Every save and every restore takes a number, so all ranks have to call them in the same order.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, each by name
         self,
         rank: int,
         world_size: int,
@@ -75,6 +80,7 @@ class RankGroup:
         host: str = "",
         writer_bytes: int = WRITER_BYTES,
         members: Sequence[int] = (),
+        name: str = "",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Join the ranks; nothing is sent.
@@ -88,10 +94,12 @@ class RankGroup:
             writer_bytes: The least bytes that one of several replicas writes; alike on all ranks.
             members: Their numbers in the job, in order, where others of the job are left out;
                 empty: they are all of it.
+            name: The name under which they meet, if they have one.
             clock: The clock by which this rank counts the silence of others.
         """
         self.writer_bytes = writer_bytes
         self.place = RankPlace(rank, world_size, host or socket.gethostname(), tuple(members))
+        self.name = name
         self.coordination = coordination
         self.timeout_s = timeout_s
         self.clock = clock
@@ -244,6 +252,8 @@ class RankGroup:
         part = {"cause": cut_bytes(cause)}
         post = SlotPost(self._next, "save", At.CLOSED, host=self.place.host, part=part)
         self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode_slot(post)))
+        if self.name:
+            self._send(self._take_seats_of_lost)
         with self._lock:
             last, senders = self._last, self._senders
         if self.place.rank:
@@ -264,6 +274,11 @@ class RankGroup:
                 left = MAX_INT
             if left >= 0:
                 self.coordination.post(_left_key(self.place.rank), str(left).encode())
+
+    def _take_seats_of_lost(self) -> None:
+        """Have ranks that never came look for the next meeting of this name when they do come."""
+        for rank in sorted(self.lost):
+            self.coordination.decide(_seat_key(rank), _MISSED)
 
     def _all_left(self, last: int) -> bool:
         others = set(range(1, self.place.world_size)) - self.lost
@@ -302,15 +317,27 @@ def close_groups_at_exit() -> None:
 class RanksOfJob:
     """Finds the ranks of a checkpointer when they are needed: it may be older than the group."""
 
-    def __init__(self, given: Any, *, config: CheckpointerConfig, url: str) -> None:
+    def __init__(
+        self, given: Any, *, config: CheckpointerConfig, url: str, name: str | None = None
+    ) -> None:
         """Prepare; nothing is looked for.
 
         Args:
-            given: A process group, or a `RankGroup`; None takes the default process group.
+            given: A process group, the numbers of ranks in the job, or a `RankGroup`; None takes
+                the default process group.
             config: Says whether this process is alone, and the time-out.
             url: The run, for messages.
+            name: Where the ranks meet, in place of counting the checkpointers of each process.
+
+        Raises:
+            ConfigError: The name is empty or no string, or `given` are no numbers of ranks.
         """
-        self._given = given
+        if name is not None and (type(name) is not str or not name):
+            msg = f"name must be a string, not empty, the same on all ranks; not {show_value(name)}"
+            raise ConfigError(msg)
+        self._given = _numbers(given) if isinstance(given, Iterable) else given
+        self._name = name or ""
+        self._token = secrets.token_hex(16).encode()  # of one seat, however often it is asked for
         self._config = config
         self._url = url
         self._group: RankGroup | None = None
@@ -392,9 +419,16 @@ class RanksOfJob:
         """
         if self._config.ranks == "alone" or self._group is not None:
             return self._group
-        found: RankGroup | None = self._given
-        if not isinstance(found, RankGroup):
-            found = group_of_job(self._given, timeout_s=self._config.rank_timeout_s)
+        found: RankGroup | None
+        if isinstance(self._given, RankGroup):
+            found = self._given
+        else:
+            found = group_of_job(
+                self._given,
+                timeout_s=self._config.rank_timeout_s,
+                name=self._name,
+                token=self._token,
+            )
         self._check_not_alone(found)
         self._group = found
         return found
@@ -402,7 +436,7 @@ class RanksOfJob:
     def close(self, error: BaseException | None = None) -> None:
         """Close the group, if it was found; `error` is why."""
         if error is not None:  # the others may be about to wait for this rank
-            with suppress(ConfigError):
+            with suppress(ConfigError, CoordinationError):
                 self.of_restore()
         if self._group is not None:
             self._group.close(error)
@@ -440,31 +474,101 @@ def _line_of(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
+def _seat_key(rank: int) -> str:
+    return f"seat/{rank:05d}"
+
+
 def _left_key(rank: int) -> str:
     return f"left/{rank:05d}"
 
 
-def group_of_job(group: Any = None, *, timeout_s: float) -> RankGroup | None:
+def group_of_job(
+    group: Any = None, *, timeout_s: float, name: str = "", token: bytes = b""
+) -> RankGroup | None:
     """Return the ranks of the torch.distributed job; None for a process that is alone.
 
     Args:
-        group: A process group; None takes the default one.
+        group: A process group, or the numbers of ranks; None takes the default group.
         timeout_s: As in `RankGroup`.
+        name: Where they meet; empty: at the n-th group of each process.
+        token: With a name: tells this user of it from all others, in this process too.
 
     Raises:
-        ConfigError: This process is not in `group`, or the store of the job cannot be used.
+        ConfigError: This process is not in `group`, the store of the job cannot be used, or the
+            name is in use in this process.
+        CoordinationError: The store of the job does not answer.
     """
     place = _place_in_job(group)
     if place is None:
         return None
+    prefix = job_prefix(place.members, name)
+    seat = os.getpid(), prefix, place.rank
+    other = _named.get(seat)
+    if other is not None and not other._closed:  # noqa: SLF001 - of this module
+        msg = (
+            f"name={name!r} is that of another checkpointer of this process, which has saved or "
+            "restored and is still open: close it first, or take another name, on all ranks alike"
+        )
+        raise ConfigError(msg)
     coordination = TorchCoordination(
-        prefix=job_prefix(place.members),
+        prefix=prefix,
         world_size=place.world_size,
         call_s=min(10.0, timeout_s / 4),  # so that a store that hangs is noticed in time
     )
-    return RankGroup(
-        place.rank, place.world_size, coordination, timeout_s=timeout_s, members=place.members
+    if name:
+        try:
+            coordination.enter(str(_take_seat(coordination, place.rank, token)))
+        except BaseException:
+            coordination.close()
+            raise
+    found = RankGroup(
+        place.rank,
+        place.world_size,
+        coordination,
+        timeout_s=timeout_s,
+        members=place.members,
+        name=name,
     )
+    if name:
+        _named[seat] = found
+    return found
+
+
+_named: weakref.WeakValueDictionary[tuple[int, str, int], RankGroup] = weakref.WeakValueDictionary()
+
+
+def _take_seat(coordination: Coordination, rank: int, token: bytes) -> int:
+    """Return the number of the first meeting of a name in which the seat of this rank is free.
+
+    Each rank has one seat in each meeting, which is taken once: by the rank when it comes, or by
+    those that have waited for it in vain. So a rank that has failed before it came meets the others
+    again at the next one, as does one that was started again: its seats of before are taken.
+    """
+    for first in itertools.count(0, _SEATS_AT_ONCE):
+        numbers = range(first, first + _SEATS_AT_ONCE)
+        keys = [f"{number}/{_seat_key(rank)}" for number in numbers]
+        for number, key, value in zip(numbers, keys, coordination.read(keys), strict=True):
+            taken = coordination.decide(key, token) if value is None else value
+            if taken == token:
+                return number
+    raise AssertionError
+
+
+def _numbers(ranks: Iterable[object]) -> tuple[int, ...]:
+    """Return numbers of ranks in ascending order.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    given = list(ranks)
+    numbers = sorted({rank for rank in given if type(rank) is int and rank >= 0})
+    if not given or len(numbers) < len(given):
+        msg = (
+            "group= takes a process group of torch.distributed, or a list of different numbers of "
+            f"ranks in the job such as [0, 1], not {show_value(given)}"
+        )
+        raise ConfigError(msg)
+    return tuple(numbers)
 
 
 def _place_in_job(group: Any) -> RankPlace | None:
@@ -472,7 +576,11 @@ def _place_in_job(group: Any) -> RankPlace | None:
     # Looked up, not imported: a process that has not imported it has one rank.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        if isinstance(group, tuple) and len(group) > 1:
+            raise ConfigError(obstacle_of_ranks(len(group), f"group= has {len(group)} ranks"))
         return None
+    if isinstance(group, tuple):
+        return _place_among(group, distributed.get_rank(), distributed.get_world_size())
     rank: int = distributed.get_rank(group)
     world_size: int = distributed.get_world_size(group)
     if rank < 0:
@@ -487,6 +595,24 @@ def _place_in_job(group: Any) -> RankPlace | None:
     return RankPlace(rank, world_size, members=members)
 
 
+def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPlace | None:
+    """Return the place of a rank of the job among `members`; None if it is alone there.
+
+    Raises:
+        ConfigError: It is not among them, or some of them are not in the job.
+    """
+    if members[-1] >= world_size or rank not in members:
+        msg = (
+            f"group={list(members)} are the ranks that save together, and this process is rank "
+            f"{rank} of {world_size}: give each process the ranks that it saves with, or "
+            "ranks='alone' where it saves for itself"
+        )
+        raise ConfigError(msg)
+    if len(members) < 2:  # noqa: PLR2004 - one rank is alone
+        return None
+    return RankPlace(members.index(rank), len(members), members=members)
+
+
 def promised_ranks() -> int:
     """Return the number of ranks that the environment promises, while nothing is initialised."""
     distributed = sys.modules.get("torch.distributed")
@@ -496,10 +622,10 @@ def promised_ranks() -> int:
     return int(text) if text.isascii() and text.isdigit() else 1
 
 
-def obstacle_of_ranks(ranks: int) -> str:
-    """Return what to do where the environment promises several ranks, and none can be found."""
+def obstacle_of_ranks(ranks: int, promise: str = "") -> str:
+    """Return what to do where several ranks are promised, and none can be found."""
     return (
-        f"WORLD_SIZE is {ranks}, and torch.distributed is not initialised, so this rank cannot "
-        "find the others to save with: call torch.distributed.init_process_group(...) first, or "
-        "open the checkpointer with ranks='alone' and a root of its own for each process"
+        f"{promise or f'WORLD_SIZE is {ranks}'}, and torch.distributed is not initialised, so this "
+        "rank cannot find the others to save with: call torch.distributed.init_process_group(...) "
+        "first, or open the checkpointer with ranks='alone' and a root of its own for each process"
     )

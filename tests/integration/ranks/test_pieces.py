@@ -235,7 +235,7 @@ def test_pieces_that_replicas_hold_are_written_once():
         pieces = [Shard(whole()[a:b].clone(), SHAPE, (a, 0), (rank % 2, 2)) for a, b in bounds]
         return {"w": Shards(pieces)}
 
-    reports = Job(4, store, writer_bytes=64).save(state_of)
+    reports = Job(4, store, writer_bytes=64, chunk_bytes=4096).save(state_of)
     assert sum(report.bytes_raw for report in reports) == whole().nbytes
     with checkpointer(store) as ckpt:
         assert torch.equal(ckpt.load()["w"], whole())
