@@ -26,6 +26,7 @@ from penstock.core.ranks.group import RanksOfJob
 from penstock.core.reader import Reader
 from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
+from penstock.core.save.prepare import check_metadata
 from penstock.core.save.saver import Saver
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
@@ -407,7 +408,7 @@ class Checkpointer:
         return self._catalog.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """Return the facts that the commit record of `step` holds."""
+        """Return the facts that the commit record of `step` holds, and the notes on it."""
         return self.open(step).info
 
     def open(self, step: int | str = "latest") -> Checkpoint:
@@ -445,6 +446,25 @@ class Checkpointer:
         if not report.ok:
             self._saver.distrust()
         return report
+
+    def annotate(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Add metadata to a committed checkpoint: a metric that is known only later, for instance.
+
+        Keys that the checkpoint has already get these values; `info(step).metadata` has all of
+        them. If the save of this step is still in flight, the call waits for its commit. It is no
+        collective: any rank may call it, rank 0 writes, and on all others nothing happens.
+
+        Args:
+            step: The step.
+            metadata: As for `save`; at most 64 KiB in one call.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or it was deleted meanwhile.
+            ConfigError: `metadata` cannot be stored, or there are too many annotations.
+            DamagedError: The commit record of the step cannot be read.
+            StorageError: A place failed, and may lack the metadata: call it again.
+        """
+        self._note(step, check_metadata(metadata), {})
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint: its record first, durably, then its data."""
@@ -594,6 +614,17 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._backend.url} ({self._backend.name})>"
+
+    def _note(self, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool]) -> None:
+        self._check_open()
+        number = valid_step(step)
+        if not self._ranks.leads():
+            return
+        job = self._job
+        if job is not None and job.request.step == number and not job.handle.committed.done():
+            self._saver.pending.check_may_wait()
+            job.handle.committed.exception()
+        self._catalog.annotate(number, metadata, tags)
 
     @property
     def _job(self) -> SaveJob | None:

@@ -39,6 +39,12 @@ MAX_METADATA_DEPTH = 100
 METADATA_LIMIT_BYTES = 16 << 20
 """Most bytes of the user's metadata, as JSON."""
 
+NOTE_LIMIT_BYTES = 64 << 10
+"""Larger notes are not written, and are refused unread."""
+
+MAX_NOTES = 1000
+"""Most notes that a writer adds to a checkpoint: each takes a read wherever it is listed."""
+
 # -- codecs and blobs -----------------------------------------------------------------------------
 
 MAX_CHUNK_BYTES = 1 << 30

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.deletion import check_same, delete_records
+from penstock.core.catalog.notes import gone, write_note
 from penstock.core.catalog.prune import GRACE_S, PruneReport, prune
 from penstock.core.catalog.survey import (
     has_data,
@@ -233,6 +235,34 @@ class Catalog:
         if isinstance(error, DamagedError):
             return error
         return DamagedError(self._damaged(step, error), [data_prefix(uid)])
+
+    # -- notes ----------------------------------------------------------------------------------
+
+    def annotate(self, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool]) -> None:
+        """Add a note to a committed checkpoint; on return it is durable wherever the checkpoint is.
+
+        A crash at any moment leaves the note or none.
+
+        Args:
+            step: The step.
+            metadata: The user's metadata, JSON; overrides earlier values of the same keys.
+            tags: Whether the checkpoint has each of these tags from now on.
+
+        Raises:
+            CheckpointNotFoundError: The step does not exist; the message lists those that do.
+            CheckpointGoneError: It was deleted or overwritten meanwhile; nothing was added.
+            ConfigError: The note would be too long, or there are too many.
+            DamagedError: The commit record of the step is unreadable.
+            StorageError: A place failed. The note may be there: add it again.
+        """
+        record = self.record(step)
+        name = write_note(self._backend, record, metadata, tags)
+        with suppress(CheckpointNotFoundError):
+            # A deletion deletes the record first: either it sees the note, or this look sees that.
+            if self.record(step).origin == record.origin:
+                return
+        self._backend.delete([name])
+        raise gone(record, self._backend)
 
     # -- deleting -------------------------------------------------------------------------------
 

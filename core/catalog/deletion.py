@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.core.catalog.notes import delete_notes
 from penstock.core.catalog.survey import places_of, records_named, survey_run, uids_named
 from penstock.core.errors import ConfigError
 from penstock.core.format.records import (
@@ -168,30 +169,32 @@ def _delete_chosen(
 ) -> list[str]:
     # Durably one by one: of several deletions in flight a power cut may undo any, and an
     # overwritten generation would come back.
-    lent: set[str] = set()
-    deleted = [name for name in names if _delete_if(backend, name, chosen[name], lent)]
-    _delete_unneeded(backend, doomed, lent)
+    gone: list[CommitRecord] = []
+    deleted = [name for name in names if _delete_if(backend, name, chosen[name], gone)]
+    _delete_unneeded(backend, doomed, gone)
     for _ in range(_LANDINGS if backend.tiers else 0):
         # A copy to another tier may have been in flight, and have published behind the deletion.
         # Intent and data are gone now, so that no further copy can begin to publish.
-        landed = [_delete_if(backend, name, chosen[name] - {None}, lent) for name in deleted]
+        landed = [_delete_if(backend, name, chosen[name] - {None}, gone) for name in deleted]
         if not any(landed):
             break
-        _delete_unneeded(backend, doomed, lent)
+        _delete_unneeded(backend, doomed, gone)
     return deleted
 
 
-def _delete_if(backend: Backend, name: str, uids: Collection[str | None], lent: set[str]) -> bool:
+def _delete_if(
+    backend: Backend, name: str, uids: Collection[str | None], gone: list[CommitRecord]
+) -> bool:
     """Delete a record in every tier where it names one of `uids`; return whether any tier had it.
 
     Unreadable copies in other tiers are deleted, too: the step would stay listed there. Adds the
-    uids from which the deleted checkpoint borrows to `lent`.
+    deleted records to `gone`.
     """
     found = [(place, records_named(place, [name])) for place in _places(backend)]
     listed = [there[name] for _, there in found if name in there]
     if not any(_uid(record) in uids for record in listed):
         return False
-    lent.update(*(r.references for r in listed if r is not None and r.uid in uids))
+    gone += [r for r in listed if r is not None and r.uid in uids]
     for place, there in found:
         # Also where it is not listed yet: a copy may land there, and a tier that refuses to delete
         # has to refuse before the others have deleted.
@@ -204,10 +207,15 @@ def _uid(record: CommitRecord | None) -> str | None:
     return None if record is None else record.uid
 
 
-def _delete_unneeded(backend: Backend, doomed: set[str], lent: set[str]) -> None:
-    """Delete what nothing needs of `doomed`, and of `lent`; nothing while a record is unreadable.
+def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[CommitRecord]) -> None:
+    """Delete data that nothing needs any more; none while a record is unreadable.
 
     A record that is readable in another tier does not count: it can be repaired from there.
+
+    Args:
+        backend: The run, with all its tiers.
+        doomed: The uids of the deleted checkpoints.
+        deleted: Their records, whose notes and whose borrowed blobs may go as well.
     """
     if not doomed:
         return
@@ -216,9 +224,12 @@ def _delete_unneeded(backend: Backend, doomed: set[str], lent: set[str]) -> None
     readable = {name for survey in surveys for name in survey.records}
     if not {name for survey in surveys for name in survey.unreadable} - readable:
         gone = doomed.difference(*(survey.named for survey in surveys))
+        kept = {record.origin for survey in surveys for record in survey.records.values()}
+        delete_notes(backend, {record.origin for record in deleted} - kept)
         # Their intents go as well: what they reference is not needed for that.
         needed = {uid for survey in surveys for uid in survey.needed_without(gone)}
         for uid in sorted(gone):
             delete = delete_manifest if uid in needed else delete_data
             delete(backend, uid, backend.list(data_prefix(uid)))
+        lent = {uid for record in deleted for uid in record.references}
         delete_lent(backend, surveys, lent - doomed, gone=gone)

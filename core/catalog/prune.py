@@ -15,6 +15,7 @@ from penstock.core.catalog.deletion import (
     delete_records,
     manifest_of,
 )
+from penstock.core.catalog.notes import delete_notes, notes_by_origin
 from penstock.core.catalog.survey import (
     data_by_uid,
     has_data,
@@ -48,8 +49,8 @@ class PruneReport:
     """The result of a prune, or of its dry run.
 
     Attributes:
-        uids: The uids whose data was (or would be) deleted, ascending; of data that a checkpoint
-            borrows all but the blobs.
+        uids: The uids whose data or notes were (or would be) deleted, ascending; of data that a
+            checkpoint borrows all but the blobs.
         names: The number of the blobs and records that were (or would be) deleted.
         size_bytes: The bytes of these blobs and records.
         superseded: The commit records that a later overwrite of their step replaced, but that a
@@ -292,6 +293,8 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)
     gone = _take_all(backend, survey, stays, limit_s, how)
+    if steps or how.everything:  # else the run may be being copied, notes first
+        _take_notes(backend, survey, stays, limit_s, how, gone)
     return PruneReport(
         tuple(sorted(gone)),
         sum(len(sizes) for sizes in gone.values()),
@@ -320,6 +323,28 @@ def _take_all(
             return gone
         for uid, blobs in found.items():
             gone[uid].update((blob.name, blob.size_bytes) for blob in blobs)
+
+
+def _take_notes(  # noqa: PLR0917 - as `_take_all`, and what that has taken
+    backend: Backend,
+    survey: Survey,
+    stays: AbstractSet[str],
+    limit_s: float,
+    how: _How,
+    gone: dict[str, dict[str, int]],
+) -> None:
+    """Delete old notes on checkpoints that are not there, and that no copy brings; add to `gone`.
+
+    A deletion was killed, or a note or a copy came just after it.
+    """
+    copied = survey.intents.keys() - gone.keys()
+    kept = {record.origin for record in survey.records.values()}.union(copied, stays)
+    for origin, notes in notes_by_origin(backend).items():
+        if origin not in kept and _is_old(notes, limit_s):
+            if not how.dry_run:
+                delete_notes(backend, [origin])
+            sizes = {note.name: note.size_bytes for note in notes}
+            gone[origin] = gone.get(origin, {}) | sizes
 
 
 def _survey_without(survey: Survey, superseded: Collection[str]) -> Survey:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from penstock.core.cli import (
     deletion_commands,  # noqa: F401 - importing it declares its commands
     inspection_commands,  # noqa: F401 - likewise
+    note_commands,  # noqa: F401 - likewise
     transfer_commands,  # noqa: F401 - likewise
 )
 from penstock.core.cli.app import app, debugging, exits, log_visibly
@@ -18,7 +19,7 @@ from penstock.core.errors import PenstockError
 
 # The order in `--help`: what looks comes first, what deletes or rewrites comes last.
 _ORDER = ["ls", "show", "verify", "diff", "copy", "drain", "doctor", "plugins", "schema"]
-_ORDER += ["prune", "delete", "compact"]
+_ORDER += ["annotate", "prune", "delete", "compact"]
 app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))
 
 

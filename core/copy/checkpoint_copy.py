@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
+from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.survey import places_of, sizes_of, survey_run
 from penstock.core.concurrency.watchdog import call_with_deadline
@@ -221,6 +222,7 @@ class CheckpointCopy:
         self._mover.check()
         there = self._at_target()
         if there is not None:
+            carry_notes(self._source, self._target, record)
             seconds = time.monotonic() - began_s
             return CopyReport(record.step, record.uid, there, seconds, already_there=True)
         self._check_data(has_lease=self._repair or self._has_lease())
@@ -291,7 +293,9 @@ class CheckpointCopy:
         self._check_whole(blobs)
         if not isinstance(self._replace, bool):
             self._at_target()  # another node may have overwritten the step there meanwhile
+        carry_notes(self._source, self._target, self._record)
         self._publisher.publish_commit(self._record, begin=self._begin_to_publish)
+        carry_notes(self._source, self._target, self._record)  # what was added meanwhile
         return kept
 
     def _at_target(self) -> int | None:

@@ -287,9 +287,9 @@ class _Compaction(SaveSurroundings):
         del request
         return self._housekeeper.when_full(error, uid, protect=())
 
-    def before_commit(self, request: SaveRequest) -> None:
+    def before_commit(self, request: SaveRequest, uid: str) -> None:
         """Check that the newest generation of the step is the one that is being compacted."""
-        del request
+        del request, uid
         record = self._record
         try:
             if self._catalog.record(record.step).uid == record.uid:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.core.abc import Node, StateObject
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.retention import clean_up_after
 from penstock.core.catalog.survey import last_place
 from penstock.core.errors import SelectionError, StepExistsError
@@ -108,7 +109,7 @@ def copy_objects(
         last_place(target),
         how,
         generation=_generation(target, checkpoint.step, overwrite=how.overwrite),
-        surroundings=_CopyTarget(target),
+        surroundings=_CopyTarget(checkpoint, target),
         registry=registry,
         workers=workers,
         on_progress=on_progress,
@@ -204,10 +205,17 @@ def _bases(request: SaveRequest, config: CheckpointerConfig, registry: Registry)
 
 
 class _CopyTarget(SaveSurroundings):
-    """Deletes nothing for a copy but the generations that it replaces."""
+    """Carries notes to a copy, and deletes nothing but the generations that it replaces."""
 
-    def __init__(self, target: Backend) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: Backend) -> None:
+        self._checkpoint = checkpoint
         self._target = target
+
+    def before_commit(self, request: SaveRequest, uid: str) -> None:
+        """Carry the notes over, so that the copy has them from its first moment."""
+        del request
+        source, record = self._checkpoint.backend, self._checkpoint.contents.record
+        carry_notes(source, last_place(self._target), record, origin=uid)
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Delete the generations that the copy has replaced."""

@@ -16,6 +16,7 @@ from penstock.core.diff.bytes import (
 )
 from penstock.core.diff.norms import Norms, NormSum
 from penstock.core.reporting.progress import metered
+from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.stored_source import StoredReader
 from penstock.core.tree.select import Selection
 from penstock.core.tree.stored_tree import PathTree
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.core.plan.restore import Located
     from penstock.core.reporting.progress import Meter
     from penstock.core.reporting.reports import Progress
-    from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.restore.contents import Contents
     from penstock.core.types import ObjectPath
 
@@ -131,7 +131,7 @@ class _Diff:
         changes = [self._changes[path] for path in chosen if path in self._changes]
         changes += _nodes(self._a.contents, self._b.contents, self._selection)
         if self._selection.everything:
-            changes += _metadata(self._a.contents, self._b.contents)
+            changes += _metadata(self._a, self._b)
         return CheckpointDiff(tuple(changes), len(both), self._bytes_read)
 
     def _compare(self, path: ObjectPath, one: Located, other: Located, pair: Pair) -> bool:
@@ -270,8 +270,8 @@ def _node_text(node: NodeRecord | None) -> str | None:
     return f"{node.form} {_json(node.meta)}" if node.meta else node.form
 
 
-def _metadata(a: Contents, b: Contents) -> Iterator[Change]:
-    ones, others = a.record.metadata, b.record.metadata
+def _metadata(a: Side, b: Side) -> Iterator[Change]:
+    ones, others = (Checkpoint(side.checkpoint).info.metadata for side in (a, b))
     for key in dict.fromkeys([*ones, *others]):
         texts = [_json(m[key]) if key in m else None for m in (ones, others)]
         if texts[0] != texts[1]:

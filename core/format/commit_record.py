@@ -78,7 +78,7 @@ def encode_commit(record: CommitRecord) -> bytes:
     for key in _OPTIONAL_KEYS:
         if not body[key]:
             del body[key]
-    data = _seal(body)
+    data = seal(body)
     if len(data) > RECORD_LIMIT_BYTES:
         name = commit_name(record.step, record.generation)
         refuse(name, f"has {len(data)} bytes, of {RECORD_LIMIT_BYTES} that a reader takes")
@@ -96,7 +96,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     Raises:
         FormatError: The record is damaged, of an unknown version, or has another name.
     """
-    body = _open(data, name)
+    body = unseal(data, name)
     if type(body) is dict:
         body.setdefault("plugins", {})
         body.setdefault("base", None)
@@ -172,7 +172,7 @@ def encode_intent(record: IntentRecord) -> bytes:
     Raises:
         FormatError: `decode_intent` would refuse the record.
     """
-    data = _seal(asdict(record))
+    data = seal(asdict(record))
     decode_intent(data, intent_name(record.uid))
     return data
 
@@ -183,7 +183,7 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
     Raises:
         FormatError: The record is damaged, of an unknown version, or has another name.
     """
-    body = _open(data, name)
+    body = unseal(data, name)
     older = type(body) is dict and body.keys().isdisjoint(_SAVER_KEYS)
     fields = Fields(body, name, _INTENT_KEYS if older else (*_INTENT_KEYS, *_SAVER_KEYS))
     uid = fields.hexadecimal("uid", 32)
@@ -202,7 +202,8 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
     )
 
 
-def _seal(body: dict[str, Any]) -> bytes:
+def seal(body: dict[str, Any]) -> bytes:
+    """Return the bytes of a record: a line with length and digest, then `body` as JSON."""
     text = json.dumps(body, ensure_ascii=False)
     if len(text) <= _INDENTED_CHARS:
         text = json.dumps(body, indent=1, ensure_ascii=False)
@@ -212,7 +213,12 @@ def _seal(body: dict[str, Any]) -> bytes:
     return json.dumps(header).encode("ascii") + b"\n" + content
 
 
-def _open(data: bytes, name: str) -> Any:
+def unseal(data: bytes, name: str) -> Any:
+    """Return the body of a record of that name.
+
+    Raises:
+        FormatError: The record is damaged, or of an unknown version.
+    """
     end = data.find(b"\n", 0, _HEADER_LIMIT_BYTES)
     if end < 0:
         refuse(name, "has no first line")

@@ -1,6 +1,6 @@
 """Records of the manifest, and the names under which they are stored. Sans-IO.
 
-Their bytes are written and read by `commit_record` (intents as well), `part`, `section` and
+Their bytes are written and read by `commit_record` (intents as well), `note`, `part`, `section` and
 `index`; `docs/format.md` describes every byte. Reading trusts nothing: every decoder validates
 names, bounds and digests, and raises `FormatError`.
 """
@@ -23,10 +23,13 @@ FORMAT_VERSION = 0
 
 COMMIT_PREFIX = "commits/"
 DATA_PREFIX = "data/"
+NOTES_PREFIX = "notes/"
 
 _UID = re.compile(r"[0-9a-f]{32}")
 _COMMIT = re.compile(r"commits/([0-9]{8,19})-([0-9]{1,19})\.json")
 _DATA = re.compile(r"data/([0-9a-f]{32})/.+", re.DOTALL)
+_OF_NOTES = re.compile(r"notes/([0-9a-f]{32})/.+", re.DOTALL)
+_NOTE = re.compile(r"notes/([0-9a-f]{32})/([0-9]{8})-([0-9a-f]{16})\.json")
 _BLOB = re.compile(r"data/([0-9a-f]{32})/blobs/[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -332,6 +335,11 @@ class CommitRecord:
     many_borrowed: BorrowedTable | None = None
 
     @property
+    def origin(self) -> str:
+        """The uid under which notes on the checkpoint are stored: a compaction keeps them."""
+        return self.compacts or self.uid
+
+    @property
     def part_count(self) -> int:
         """The number of parts, wherever they are listed."""
         return len(self.parts) if self.many_parts is None else self.many_parts.count
@@ -384,6 +392,30 @@ class IntentRecord:
     place: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class NoteRecord:
+    """Metadata and tags that were added to a checkpoint after its commit.
+
+    Attributes:
+        uid: The `origin` of the checkpoint.
+        number: The place among the notes on that checkpoint: later ones override earlier ones.
+        id: Random, 16 hex digits: two writers may choose one number.
+        metadata: The user's metadata, JSON.
+        tags: Whether the checkpoint has each of these tags from now on.
+    """
+
+    uid: str
+    number: int
+    id: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The name under which the note is stored."""
+        return f"{notes_prefix(self.uid)}{self.number:08d}-{self.id}.json"
+
+
 def is_uid(text: str) -> bool:
     """Return whether `text` is a well-formed uid."""
     return _UID.fullmatch(text) is not None
@@ -419,6 +451,23 @@ def generation_above(names: Iterable[str]) -> int:
 def compacted_generation(generation: int) -> int:
     """Return the generation of the compaction of a checkpoint of this generation."""
     return (generation + 1) | 1
+
+
+def notes_prefix(origin: str) -> str:
+    """Return the prefix of all notes on checkpoints of one origin."""
+    return f"{NOTES_PREFIX}{origin}/"
+
+
+def notes_origin(name: str) -> str | None:
+    """Return the origin that a name below `notes/` belongs to; None for any other name."""
+    match = _OF_NOTES.fullmatch(name)
+    return match[1] if match else None
+
+
+def note_number(name: str) -> int:
+    """Return the number of a note; 0 for a name that no note has."""
+    match = _NOTE.fullmatch(name)
+    return int(match[2]) if match else 0
 
 
 def data_prefix(uid: str) -> str:

@@ -377,7 +377,10 @@ class CopyFound:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The facts on a checkpoint that its commit record holds."""
+    """The facts on a checkpoint that its commit record holds, and the notes that were added.
+
+    `metadata` is that of the save, and that of later annotations.
+    """
 
     step: int
     generation: int

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.chains import find_lenders, records_down
+from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import (
     BlobNotFoundError,
@@ -108,8 +109,9 @@ class Checkpoint:
 
     @property
     def info(self) -> CheckpointInfo:
-        """The facts that the commit record holds."""
+        """The facts that the commit record holds, and the notes that were added since."""
         record = self._record
+        notes = NotesOfRun.of(self.backend, record).read(record)
         return CheckpointInfo(
             step=record.step,
             generation=record.generation,
@@ -119,7 +121,7 @@ class Checkpoint:
             bytes_stored=record.bytes_stored,
             objects=record.objects,
             world_size=record.world_size,
-            metadata=record.metadata,
+            metadata=notes.metadata,
             references=tuple(record.references),
             codecs=record.codecs,
             providers=record.providers,
@@ -255,7 +257,7 @@ class Checkpoint:
             return CopyFound(tier.name, None, tuple(Damage(n, str(error)) for n in error.damaged))
         return CopyFound(
             tier.name,
-            one.info.uid,
+            one.contents.record.uid,
             report.damaged,
             report.frames,
             report.bytes_read,
@@ -312,6 +314,8 @@ class Checkpoint:
         heads, objects = self.contents.sweep(
             lambda what, detail: damaged.append(Damage(what, detail))
         )
+        notes = NotesOfRun.of(self.backend, self._record).read(self._record, warn=False)
+        damaged += [Damage(name, str(error)) for name, error in notes.damaged.items()]
         missing_blob = self._verify_sizes(heads, damaged)
         frames = bytes_read = 0
         absent: set[str] = set()

@@ -111,7 +111,7 @@ class Finish:
         clock: SaveClock,
         workers: Workers,
         bases: SaveBases | None,
-        before_commit: Callable[[SaveRequest], None],
+        before_commit: Callable[[SaveRequest, str], None],
         turn: RankTurn | None = None,
     ) -> None:
         """Prepare to write; nothing has begun.
@@ -699,7 +699,7 @@ class Finish:
     def _begin_to_publish(self) -> None:
         """Begin the commit, unless the save was given up; later it cannot be given up any more."""
         self._capture.check()
-        self._before_commit(self.request)
+        self._before_commit(self.request, self.uid)
         with self._ending.lock:
             self._raise_if_failed()
             self.commit.feed(Event.PUBLISH_STARTED)

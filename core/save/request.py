@@ -157,7 +157,7 @@ class SaveSurroundings:
     def when_failed(self, error: BaseException) -> None:
         """Add to the error of a save, before anybody sees it, what the user should know."""
 
-    def before_commit(self, request: SaveRequest) -> None:
+    def before_commit(self, request: SaveRequest, uid: str) -> None:
         """Raise if the save must not commit any more; called right before its commit record."""
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:

@@ -8,9 +8,11 @@ are compared with its manifest; and all of it is read, unless this process has w
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.core.catalog.deletion import delete_records
+from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.survey import is_whole
 from penstock.core.copy.verify import has_all_data
 from penstock.core.errors import CheckpointGoneError, DamagedError, FormatError, StorageError
@@ -115,9 +117,17 @@ class Eviction:
         """
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
+        self._carry_notes(number, record)
         delete_records(tier.backend, [name], uids={name: None if unreadable else record.uid})
         self._verified.discard((number, record.uid))
         log.debug("evicted step %d from tier %s", record.step, tier.name)
+
+    def _carry_notes(self, number: int, record: CommitRecord) -> None:
+        """Carry notes to the tiers that keep a copy: an annotation that failed left them here."""
+        for other, tier in enumerate(self._tiers):
+            with suppress(StorageError):  # a tier that is away holds up no eviction
+                if other != number and is_whole(tier.backend, record):
+                    carry_notes(self._tiers[number].backend, tier.backend, record)
 
     def _evictable(
         self, number: int, here: Sequence[CommitRecord], verify: Verify

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.survey import has, is_whole, missing_borrowed
 from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog
 from penstock.core.copy.verify import confirmed, retract, verify_blobs
@@ -353,6 +354,7 @@ class DrainLink:
                     raise
             if not record.references:  # else the copy has kept blobs there without reading them
                 self._drains.eviction.note_verified(self._number + 1, record)
+        carry_notes(source, target, record)
         # Once more: a file system that was unmounted during the copy took the data with it.
         self._drains.roots.check(self._number + 1)
         source.delete([mark_name(record.uid)])

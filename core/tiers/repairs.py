@@ -24,7 +24,13 @@ from penstock.core.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from penstock.core.format.records import commit_name, data_uid, mark_name, parse_commit_name
+from penstock.core.format.records import (
+    commit_name,
+    data_uid,
+    mark_name,
+    notes_origin,
+    parse_commit_name,
+)
 from penstock.core.reporting.progress import metered
 from penstock.core.reporting.reports import Damage, Repair
 from penstock.core.tiers.whereabouts import is_marked, mark, marked_replaces, whereabouts
@@ -394,7 +400,8 @@ class _CheckpointRepair:
         self._meter = meter
         self._copies = copies
         self._deep = deep
-        self._good = [number for number, copy in enumerate(copies) if self._is_good(copy)]
+        good = [number for number, copy in enumerate(copies) if self._is_good(copy)]
+        self._good = sorted(good, key=self.needs)  # copies with damaged notes last
 
     def needs(self, number: int) -> bool:
         """Return whether one tier has a bad copy."""
@@ -411,6 +418,8 @@ class _CheckpointRepair:
             "copy --raw` makes a whole one elsewhere"
         )
         for good in tuple(self._good):
+            if good == bad or (bad in self._good and self.needs(good)):
+                continue  # of both nothing but notes is damaged
             try:
                 self._replace(good, bad)
             except DamagedError as damage:
@@ -428,7 +437,10 @@ class _CheckpointRepair:
         return Repair(tier.name, None, error)
 
     def _is_good(self, copy: CopyFound | None) -> bool:
-        return copy is not None and copy.uid == self._record.uid and not copy.damaged
+        """Return whether all data of a copy is good; its notes may be damaged."""
+        if copy is None or copy.uid != self._record.uid:
+            return False
+        return all(notes_origin(damage.what) for damage in copy.damaged)
 
     def _is_this_one(self, number: int) -> bool:
         """Return whether a tier's copy is of the same save, as far as its record can be read."""

@@ -189,7 +189,12 @@ def _print_json(
         if not norms:
             del change["norms"]
     named = [
-        {"url": side.backend.url, "step": side.step, "uid": side.info.uid, "lossy": list(codecs)}
+        {
+            "url": side.backend.url,
+            "step": side.step,
+            "uid": side.contents.record.uid,
+            "lossy": list(codecs),
+        }
         for side, codecs in zip(sides, lossy, strict=True)
     ]
     print_json(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
+from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
 from penstock.core.cli.output.render import (
     Cell,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.core.abc import Backend, Tier
+    from penstock.core.catalog.notes import Notes
     from penstock.core.format.records import CommitRecord
     from penstock.core.reporting.reports import LendingSave
 
@@ -69,6 +71,7 @@ class Listed:
         error: The reason why the record is unreadable.
         tiers: The names of the tiers that have the record, of a run in tiers.
         waiting: Whether the checkpoint has yet to be copied from a tier to the next one.
+        notes: What the commit record and the notes on the checkpoint say; None as `record`.
     """
 
     step: int
@@ -76,6 +79,7 @@ class Listed:
     error: str | None
     tiers: tuple[str, ...] = ()
     waiting: bool = False
+    notes: Notes | None = None
 
 
 def run(url: str, *, metadata: bool, as_json: bool) -> None:
@@ -93,6 +97,11 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
         tiered, silent = bool(backend.tiers), dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
         answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
+        notes = NotesOfRun(answering if tiered else [backend])
+        listed = [
+            replace(one, notes=None if one.record is None else notes.read(one.record))
+            for one in listed
+        ]
         waiting = _unrecorded(answering if tiered else [backend], listed)
         kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
         if as_json:
@@ -235,10 +244,10 @@ def _print_runs_near(folder: Path | None) -> None:
 
 
 def _print_metadata(one: Listed) -> None:
-    if one.record is None or not one.record.metadata:
+    if one.notes is None or not one.notes.metadata:
         return
     print_line(f"\nstep {one.step}")
-    for key, value in one.record.metadata.items():
+    for key, value in one.notes.metadata.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         print_wrapped(visible(f"{key}: {text}"), indent=2)
 
@@ -292,14 +301,14 @@ def _is_newer(one: CommitRecord, other: CommitRecord) -> bool:
 
 
 def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
-    if one.record is None:
+    if one.record is None or one.notes is None:
         return {"step": one.step, "state": "damaged", "error": one.error}
     more = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
-    return {"step": one.step, "state": "ok", **record_json(one.record), **more}
+    return {"step": one.step, "state": "ok", **record_json(one.record, one.notes), **more}
 
 
-def record_json(record: CommitRecord) -> dict[str, Any]:
-    """Return the fields of a commit record that commands print as JSON."""
+def record_json(record: CommitRecord, notes: Notes) -> dict[str, Any]:
+    """Return the fields of a commit record, and of the notes, that commands print as JSON."""
     return {
         "generation": record.generation,
         "uid": record.uid,
@@ -313,7 +322,8 @@ def record_json(record: CommitRecord) -> dict[str, Any]:
         "base": None if record.base is None else asdict(record.base),
         "references": list(record.references),
         "bytes_borrowed": record.bytes_borrowed,
-        "metadata": record.metadata,
+        "metadata": notes.metadata,
+        "damaged_notes": [str(error) for error in notes.damaged.values()],
         "penstock": record.penstock,
         "engine": record.engine,
     }
@@ -356,8 +366,8 @@ def _needs_text(one: Listed) -> str:
 
 
 def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
-    record = one.record
-    if record is None:
+    record, notes = one.record, one.notes
+    if record is None or notes is None:
         return [str(one.step), *["-"] * 6, state_cell("damaged"), ""]
     created_s = datetime.fromisoformat(record.created).timestamp()
     return [
@@ -369,5 +379,5 @@ def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
         size_text(record.bytes_stored),
         ratio_text(record.bytes_raw, record.bytes_stored),
         state_cell("ok"),
-        metadata_text(record.metadata),
+        metadata_text(notes.metadata),
     ]

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.cli.commands.ls import record_json
 from penstock.core.cli.output.chain import chain_of, depth_of, print_chain
 from penstock.core.cli.output.render import (
@@ -36,6 +37,7 @@ from penstock.core.units import size_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.core.catalog.notes import Notes
     from penstock.core.cli.output.chain import Link
     from penstock.core.format.records import ChoiceRecord, CommitRecord, ObjectRecord
     from penstock.core.plan.restore import Located
@@ -153,9 +155,10 @@ def run(
         choices = [choice for choice in contents.choices() if choice.objects in classes]
         if how.stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
+        notes = NotesOfRun.of(backend, contents.record).read(contents.record)
     record = contents.record
     if how.as_json:
-        head = {"step": record.step, **record_json(record)}
+        head = {"step": record.step, **record_json(record, notes)}
         objects = [_as_json(one, how) for one in shown]
         print_json(
             {
@@ -166,7 +169,7 @@ def run(
             }
         )
     else:
-        _print(record, chain, shown, how)
+        _print(record, notes, chain, shown, how)
         _print_choices(choices)
 
 
@@ -183,15 +186,19 @@ def describe(located: Located, contents: Contents) -> Shown:
 
 
 def _print(
-    record: CommitRecord, chain: Sequence[Link], shown: list[Shown], how: ShowOptions
+    record: CommitRecord,
+    notes: Notes,
+    chain: Sequence[Link],
+    shown: list[Shown],
+    how: ShowOptions,
 ) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
         f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
         + (f" on {record.world_size} ranks" if record.world_size > 1 else "")
     )
-    if record.metadata:
-        print_line(metadata_text(record.metadata))
+    if notes.metadata:
+        print_line(metadata_text(notes.metadata))
     if chain[1:]:
         print_chain(chain, None if record.base is None else record.base.age)
     print_line("")

@@ -56,6 +56,7 @@ from penstock.core.errors import (
 from penstock.core.format.commit_record import decode_commit, encode_commit, encode_intent
 from penstock.core.format.index import EMPTY
 from penstock.core.format.records import (
+    NOTES_PREFIX,
     BlobRecord,
     CommitRecord,
     IndexEntry,
@@ -150,6 +151,8 @@ class Turn(Backend):
         return self.ask("read", name)
 
     def list(self, prefix, /):
+        if NOTES_PREFIX in prefix:
+            return ()  # no actor adds notes, and each listing would double the search
         return self.ask("list", prefix)
 
     def stat(self, name, /):
@@ -445,7 +448,7 @@ class Saver(Actor):
 
         surroundings = SimpleNamespace(
             before_write=lambda request, url: None,
-            before_commit=lambda request: None,
+            before_commit=lambda request, uid: None,
             after_commit=after_commit,
             when_failed=lambda error: None,
         )

@@ -257,7 +257,7 @@ def copied_in_the_end(link, record):
 def quiet():
     return SimpleNamespace(
         before_write=lambda *_: None,
-        before_commit=lambda _: None,
+        before_commit=lambda *_: None,
         after_commit=lambda *_: None,
         when_failed=lambda _: None,
     )

@@ -13,8 +13,9 @@ import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
 from penstock.core.format.commit_record import decode_commit
 from penstock.core.format.index import IndexReader
+from penstock.core.format.note import decode_note, encode_note
 from penstock.core.format.part import decode_head, decode_section, decode_shards
-from penstock.core.format.records import FORMAT_VERSION, commit_name
+from penstock.core.format.records import FORMAT_VERSION, NoteRecord, commit_name
 from penstock.core.format.zstd import decompress
 from penstock.core.tree.paths import path_hash
 
@@ -38,12 +39,12 @@ def undump(text):
 def example():
     blocks = BLOCK.findall(PAGE.read_text())
     found = dict(blocks)
-    assert len(found) == len(blocks) == 8
+    assert len(found) == len(blocks) == 9
     return {
         "commit": found["commit"].encode(),
         "part": base64.b64decode(found["part"]),
         **{name: undump(found[name]) for name in ("index", "raw", "enc")},
-        **{name: found[name].encode() for name in ("head", "shards", "section")},
+        **{name: found[name].encode() for name in ("head", "shards", "section", "note")},
     }
 
 
@@ -71,6 +72,13 @@ def test_the_records_of_the_example_are_what_the_page_shows(example, record):
         assert len(blob) == head.blobs[frame.blob].length, n
         stored = blob[frame.offset : frame.offset + frame.length]
         assert frame.checksums == (xxhash.xxh3_64_intdigest(stored),)
+
+
+def test_note_of_the_example_is_what_a_writer_writes(example):
+    origin = "0123456789abcdef" * 2
+    note = NoteRecord(origin, 1, "00112233445566ff", {"val_loss": 2.31})
+    assert decode_note(example["note"], note.name) == note
+    assert encode_note(note) == example["note"]
 
 
 def test_the_index_of_the_example_finds_every_path(example, record):

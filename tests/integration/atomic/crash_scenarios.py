@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock import Checkpointer, PenstockError
 from penstock.core.catalog.survey import survey_records
-from penstock.core.format.records import blob_uid, data_uid, parse_commit_name
+from penstock.core.format.records import blob_uid, data_uid, notes_origin, parse_commit_name
 from penstock.core.testing.faults import EFFECTS, CrashAt, FaultyBackend, SimulatedCrashError
 from penstock.core.testing.powercut import Disk, PowerCut
 
@@ -128,6 +128,7 @@ def three_steps(disk, **options):
     with opened(PowerCut(disk), **(options or BOTH)) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, step, mode="blocking")
+        ckpt.annotate(2, {"mark": 2})
 
 
 def three_links(disk):
@@ -387,6 +388,8 @@ def check_run(disk, ends):
         assert ckpt.steps() == [*found, SAVED]
         assert only_number(ckpt.load(SAVED)) == SAVED
         assert {step: number_stored(ckpt, step) for step in found} == found
+        marks = {number: ckpt.info(step).metadata.get("mark") for step, number in found.items()}
+        assert marks == {number: 2 if number == 2 else None for number in marks}
         check_no_garbage(PowerCut(disk), steps=len(found) + 1)
     return found
 
@@ -399,5 +402,7 @@ def check_no_garbage(backend, *, steps):
     names = [name for name in names if not name.startswith("tier/")]  # which places belong together
     # Of a deleted checkpoint from which others borrow only the blobs.
     needed = {n for n in names if data_uid(n) in survey.named or blob_uid(n) in survey.used}
+    origins = {record.origin for record in survey.records.values()}
+    needed |= {n for n in names if notes_origin(n) in origins}
     left = [n for n in names if parse_commit_name(n) is None and n not in needed]
     assert not left, f"garbage: {left}"

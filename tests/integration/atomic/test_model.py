@@ -42,6 +42,7 @@ modes = st.sampled_from(["blocking", "async", "lazy"])
 rules = st.sampled_from([RAW, ENCODED, BOTH, CHAINED, CHAINED])
 retentions = st.sampled_from([None, {"keep_last": 1}, {"keep_last": 2, "keep_every": 3}])
 picks = st.integers(0, 7)
+marks = st.integers(0, 3)
 # Seeds of what survives a power cut; None: only the process dies.
 powers = st.none() | st.integers(0, 1 << 30)
 
@@ -66,6 +67,7 @@ class Runs(RuleBasedStateMachine):
         self.disk = Disk() if empty else run_of_three_steps().copy()
         self.run = {} if empty else BEFORE
         self.number = len(self.run)
+        self.marks = {} if empty else {2: 2}  # by number, which no two saves have in common
         self.open()
 
     def open(self):
@@ -140,6 +142,13 @@ class Runs(RuleBasedStateMachine):
             assert not self.ckpt.prune(everything=True).refused
             check_no_garbage(PowerCut(self.disk), steps=len(self.run))
 
+    @rule(pick=picks, mark=marks)
+    def annotate(self, pick, mark):
+        if self.run:
+            step = self.pick(pick)
+            self.ckpt.annotate(step, {"mark": mark})
+            self.marks[self.run[step]] = mark
+
     def do(self, act, ends):
         act()
         self.settle()
@@ -200,6 +209,21 @@ class Runs(RuleBasedStateMachine):
     def die_in_prune(self, effect, power):
         self.disk.advance(2 * DAY_S)
         self.die_during(self.ckpt.prune, [self.run], effect, power)
+
+    @rule(pick=picks, mark=marks, effect=st.integers(1, 2), power=powers)
+    def die_in_annotate(self, pick, mark, effect, power):
+        if self.run:
+            step = self.pick(pick)
+            returned = []
+
+            def act():
+                self.ckpt.annotate(step, {"mark": mark})
+                returned.append(mark)
+
+            self.die_during(act, [self.run], effect, power)
+            found = self.ckpt.info(step).metadata.get("mark")
+            assert found in (returned or {self.marks.get(self.run[step]), mark})
+            self.marks[self.run[step]] = found
 
     def die_during(self, act, ends, effect, power):
         self.promised = 0
@@ -274,6 +298,8 @@ class Runs(RuleBasedStateMachine):
     def holds_what_it_should(self):
         assert self.ckpt.steps() == sorted(self.run)
         assert self.ckpt.latest() == max(self.run, default=None)
+        for step, number in self.run.items():
+            assert self.ckpt.info(step).metadata.get("mark") == self.marks.get(number)
 
     def teardown(self):
         if not hasattr(self, "ckpt"):

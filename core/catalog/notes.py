@@ -1,0 +1,219 @@
+"""Notes: metadata and tags that are added to a checkpoint after its commit.
+
+Notes are never changed, and have names of their own, so writers and copies need not agree: the
+notes on a checkpoint are all that any of its places has. They are no part of a checkpoint: without
+its commit record they mean nothing, and a damaged note damages nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.catalog.survey import is_listed, is_whole, places_of, unreadable
+from penstock.core.errors import BlobNotFoundError, CheckpointGoneError, ConfigError, DamagedError
+from penstock.core.format.note import MAX_NUMBER, decode_note, encode_note
+from penstock.core.format.records import (
+    NOTES_PREFIX,
+    NoteRecord,
+    note_number,
+    notes_origin,
+    notes_prefix,
+)
+from penstock.core.limits import MAX_NOTES, NOTE_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.types import BlobInfo
+
+log = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What the commit record of a checkpoint and all readable notes on it say together.
+
+    Attributes:
+        metadata: The user's metadata: of a key the latest value.
+        tags: The tags, ascending.
+        damaged: The reason, by name, why a note is unreadable.
+    """
+
+    metadata: dict[str, Any]
+    tags: tuple[str, ...] = ()
+    damaged: dict[str, DamagedError] = field(default_factory=dict)
+
+
+class NotesOfRun:
+    """The notes in some places, as one listing of each place shows them."""
+
+    def __init__(self, places: Iterable[Backend], prefix: str = NOTES_PREFIX) -> None:
+        """List all notes, or those whose names begin with `prefix`; reads none.
+
+        Raises:
+            StorageError: A place does not answer.
+        """
+        self._found: defaultdict[str, dict[str, list[Backend]]] = defaultdict(dict)
+        for place in places:
+            for info in place.list(prefix):
+                if origin := notes_origin(info.name):
+                    self._found[origin].setdefault(info.name, []).append(place)
+
+    @classmethod
+    def of(cls, backend: Backend, record: CommitRecord) -> NotesOfRun:
+        """List the notes on one checkpoint, in all places of a run."""
+        return cls(places_of(backend), notes_prefix(record.origin))
+
+    def names(self, record: CommitRecord) -> dict[str, list[Backend]]:
+        """Return the names of the notes on a checkpoint, in order, with the places that list them.
+
+        Names that no note has are among them.
+        """
+        return dict(sorted(self._found.get(record.origin, {}).items()))
+
+    def read(self, record: CommitRecord, *, warn: bool = True) -> Notes:
+        """Read all notes on a checkpoint, each from the first place that has it whole.
+
+        Args:
+            record: The commit record of the checkpoint.
+            warn: Whether to log what is unreadable.
+
+        Raises:
+            StorageError: A place does not answer.
+        """
+        metadata, tags, damaged = dict(record.metadata), dict[str, bool](), {}
+        for name, places in self.names(record).items():
+            try:
+                note = _read(name, places)
+            except DamagedError as error:
+                damaged[name] = error
+                if warn:
+                    log.warning("step %d goes on without a note: %s", record.step, str(error))
+                continue
+            if note is not None:
+                metadata |= note.metadata
+                tags |= note.tags
+        return Notes(metadata, tuple(sorted(tag for tag, has in tags.items() if has)), damaged)
+
+
+def write_note(
+    backend: Backend,
+    record: CommitRecord,
+    metadata: Mapping[str, Any],
+    tags: Mapping[str, bool],
+) -> str:
+    """Publish a note on a checkpoint in each place that has it, the fastest first.
+
+    In this order: a copy to the next place carries notes over after its commit, so it either finds
+    this note in the faster place, or this function finds its commit record in the slower one.
+
+    Returns:
+        The name of the note.
+
+    Raises:
+        ConfigError: The note would be too long, or there are too many notes on the checkpoint.
+        CheckpointGoneError: No place has the checkpoint any more.
+        StorageError: A place failed; it may lack the note, or have it.
+    """
+    names = NotesOfRun.of(backend, record).names(record)
+    if len(names) >= MAX_NOTES:
+        msg = f"step {record.step} has {len(names)} notes already: no more are added"
+        raise ConfigError(msg)
+    number = min(max(map(note_number, names), default=0) + 1, MAX_NUMBER)
+    note = NoteRecord(record.origin, number, secrets.token_hex(8), dict(metadata), dict(tags))
+    try:
+        data = encode_note(note)
+    except DamagedError as error:
+        msg = f"step {record.step}: no reader would accept this note: {error}"
+        raise ConfigError(msg) from error
+    having = [place for place in places_of(backend) if is_whole(place, record)]
+    for place in having:
+        place.publish(note.name, data)
+    if not having:
+        raise gone(record, backend)
+    return note.name
+
+
+def gone(record: CommitRecord, backend: Backend) -> CheckpointGoneError:
+    """Return the error for a checkpoint that is deleted while a note is added to it."""
+    msg = (
+        f"the checkpoint of step {record.step} on {backend.url} was, or is being, deleted or "
+        "overwritten while a note was added to it: nothing was added"
+    )
+    return CheckpointGoneError(msg)
+
+
+def carry_notes(
+    source: Backend, target: Backend, record: CommitRecord, *, origin: str | None = None
+) -> None:
+    """Publish the notes on a checkpoint at another place, as far as it lacks them.
+
+    Carries damaged notes as they are, so that readers there know as well that something is missing.
+
+    Args:
+        source: The place, or the run, that has the notes.
+        target: The place to carry them to.
+        record: The commit record of the checkpoint.
+        origin: The origin of the copy; None: the same.
+
+    Raises:
+        StorageError: A place failed.
+    """
+    own, to = notes_prefix(record.origin), notes_prefix(origin or record.origin)
+    there = {info.name for info in target.list(to)}
+    for name, places in NotesOfRun.of(source, record).names(record).items():
+        copied = to + name.removeprefix(own)
+        if copied in there:
+            continue
+        try:
+            note = _read(name, places)
+            if note is not None:
+                target.publish(copied, encode_note(replace(note, uid=origin or record.origin)))
+        except DamagedError as error:
+            log.warning("a damaged note is carried to %s: %s", target.url, str(error))
+            with suppress(DamagedError, BlobNotFoundError):  # too long, or no file
+                data = places[0].read_record(name, limit_bytes=NOTE_LIMIT_BYTES)
+                target.publish(copied, data)
+
+
+def delete_notes(backend: Backend, origins: Iterable[str]) -> None:
+    """Delete all notes on checkpoints of these origins, durably."""
+    for origin in origins:
+        if names := [info.name for info in backend.list(notes_prefix(origin))]:
+            backend.delete(names)
+
+
+def notes_by_origin(backend: Backend) -> dict[str, list[BlobInfo]]:
+    """List all notes in one place, by origin."""
+    found: dict[str, list[BlobInfo]] = defaultdict(list)
+    for info in backend.list(NOTES_PREFIX):
+        if origin := notes_origin(info.name):
+            found[origin].append(info)
+    return dict(found)
+
+
+def _read(name: str, places: Sequence[Backend]) -> NoteRecord | None:
+    """Read a note from the first place that has it whole; None: it was deleted meanwhile.
+
+    Raises:
+        DamagedError: It is damaged wherever it is.
+    """
+    damage: DamagedError | None = None
+    for place in places:
+        try:
+            return decode_note(place.read_record(name, limit_bytes=NOTE_LIMIT_BYTES), name)
+        except BlobNotFoundError:
+            if is_listed(place, name):
+                damage = damage or unreadable(place, name)
+        except DamagedError as error:
+            damage = damage or error
+    if damage is not None:
+        raise damage
+    return None

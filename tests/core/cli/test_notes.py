@@ -1,0 +1,114 @@
+"""`penstock annotate`, and what `ls`, `show`, `diff` and `copy` make of annotations."""
+
+import json
+
+import pytest
+import torch
+from tests.core.cli.command import caller
+
+import penstock
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path):
+    root = tmp_path / "run"
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        for step in (1, 2):
+            state = {"w": torch.full((500,), float(step))}
+            ckpt.save(state, step=step, mode="blocking", metadata={"loss": 2.5})
+    return root
+
+
+def metadata_of(root, step):
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        return ckpt.info(step).metadata
+
+
+def test_values_are_json_and_all_else_is_text(call, run):
+    done = call(
+        "annotate", run, 2, "loss=2.25", "by=ada", 'of={"a": [1]}', "eq=a=b", "no=", "t=true"
+    )
+    assert done.code == 0
+    expected = {"loss": 2.25, "by": "ada", "of": {"a": [1]}, "eq": "a=b", "no": "", "t": True}
+    assert metadata_of(run, 2) == expected
+    assert done.out == 'step 2: loss=2.25 by=ada of={"a": [1]} eq=a=b no= t=true\n'
+    done = call("annotate", run, 2, "by=bob", "--json")
+    assert done.json["metadata"] == expected | {"by": "bob"}
+    assert (done.json["step"], done.json["url"]) == (2, f"file://{run}")
+
+
+@pytest.mark.parametrize("words", [["2"], ["2", "loss"], ["2", "=1"], ["x", "a=1"]])
+def test_wrong_calls_exit_with_2_and_change_nothing(call, run, words):
+    assert call("annotate", run, *words).code == 2
+    assert not (run / "notes").exists()
+
+
+def test_step_that_is_not_there_is_an_error(call, run):
+    done = call("annotate", run, 7, "loss=1")
+    assert done.code == 1
+    assert "steps there: 1, 2" in done.err
+
+
+def test_ls_and_show_have_the_annotations(call, run):
+    call("annotate", run, 1, "loss=0.5", "note=good")
+    assert "loss=0.5 note=good" in call("ls", run).out
+    assert "note: good" in call("ls", run, "--metadata").out
+    both = {one["step"]: one for one in call("ls", run, "--json").json["checkpoints"]}
+    assert both[1]["metadata"] == {"loss": 0.5, "note": "good"}
+    assert both[2]["metadata"] == {"loss": 2.5}
+    assert both[1]["damaged_notes"] == []
+    assert "loss=0.5 note=good" in call("show", run, "--step", 1).out
+    shown = call("show", run, "--step", 1, "--json").json["checkpoint"]
+    assert shown["metadata"] == {"loss": 0.5, "note": "good"}
+    changes = call("diff", run, "--json").json["changes"]
+    found = {(one["path"], one["a"]) for one in changes if one["what"] == "metadata"}
+    assert found == {("loss", "0.5"), ("note", '"good"')}
+
+
+def test_damaged_annotation_hides_nothing_and_is_reported(call, run, caplog):
+    call("annotate", run, 1, "loss=0.5")
+    (note,) = (run / "notes").rglob("*.json")
+    note.write_bytes(b"torn")
+    for words in (["ls", run], ["show", run, "--step", 1]):
+        done = call(*words)
+        assert done.code == 0
+        assert note.name in caplog.text
+        caplog.clear()
+        assert "loss=2.5" in done.out
+    done = call("ls", run, "--json")
+    assert note.name in done.json["checkpoints"][0]["damaged_notes"][0]
+    done = call("verify", run, "--step", 1, "--quick")
+    assert done.code == 1
+    assert note.name in done.out
+
+
+@pytest.mark.parametrize("how", [[], ["--raw"], ["--codec", "zstd"]])
+def test_copies_have_the_annotations(call, run, tmp_path, how):
+    call("annotate", run, 1, "loss=0.5")
+    assert call("copy", run, tmp_path / "to", "--step", 1, *how).code == 0
+    assert metadata_of(tmp_path / "to", 1) == {"loss": 0.5}
+    (name,) = {path.name for path in (run / "notes").rglob("*.json")}
+    (copied,) = (tmp_path / "to" / "notes").rglob("*.json")
+    assert copied.name == name
+    assert json.loads(copied.read_text().partition("\n")[2])["uid"] == copied.parent.name
+
+
+def test_ls_lists_notes_once_for_all_checkpoints(call, run, monkeypatch):
+    from penstock.backends.posix import PosixBackend
+
+    for step in (1, 2):
+        call("annotate", run, step, "loss=0.5")
+    listed, plain = [], PosixBackend.list
+
+    def counting(self, prefix, /):
+        listed.append(prefix)
+        return plain(self, prefix)
+
+    monkeypatch.setattr(PosixBackend, "list", counting)
+    assert call("ls", run).out.count("loss=0.5") == 2
+    assert [prefix for prefix in listed if prefix.startswith("notes")] == ["notes/"]

@@ -1,0 +1,430 @@
+"""Metadata that is added after a save: what it overrides, where it goes, and what damages it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+from tests.integration.support import Run, checkpointer, memory
+from tests.integration.tiers.places import Places
+
+from penstock import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+    StorageError,
+)
+from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.concurrency.workers import Workers
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
+from penstock.core.format.commit_record import seal
+from penstock.core.limits import MAX_NOTES
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+
+DELTAS = {"rules": [{"match": "**", "codecs": ["delta", "zstd"]}]}
+DAY_S = 86400.0
+BASE = torch.randint(1 << 15, 1 << 16, (5000,), generator=torch.Generator().manual_seed(0)).float()
+
+
+def save(ckpt, *steps, **options):
+    for step in steps:
+        ckpt.save({"w": BASE + step}, step, mode="blocking", **options)
+    ckpt.wait()
+
+
+def noted(backend):
+    return [info.name for info in backend.list("notes/")]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.open() as ckpt:
+        save(ckpt, 1, 2, 3, metadata={"seed": 7, "loss": 9.0})
+    return run
+
+
+def test_later_annotations_override_earlier_keys(run):
+    with run.open() as ckpt:
+        ckpt.annotate(2, {"loss": 3.0, "by": "ada"})
+        ckpt.annotate(2, {"loss": 2.0})
+        assert ckpt.info(2).metadata == {"seed": 7, "loss": 2.0, "by": "ada"}
+        assert ckpt.info(1).metadata == {"seed": 7, "loss": 9.0}
+    with run.open() as ckpt:
+        assert ckpt.open(2).info.metadata == {"seed": 7, "loss": 2.0, "by": "ada"}
+        assert ckpt.verify(2).ok
+
+
+def test_whatever_json_holds_comes_back(run):
+    given = {"nan": float("nan"), "big": 10**400, "deep": [{"a": (1, None)}], "é\ud800": "\n"}
+    with run.open() as ckpt:
+        ckpt.annotate(1, given | {"loss": torch.tensor(0.5)})
+        found = ckpt.info(1).metadata
+    assert math.isnan(found.pop("nan"))
+    assert found == {
+        "seed": 7, "loss": 0.5, "big": 10**400, "deep": [{"a": [1, None]}], "é\ud800": "\n",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "metadata", [[], {1: 2}, {"x": object()}, {"x": "y" * (1 << 16)}, {"x": torch.ones(2)}]
+)
+def test_what_cannot_be_stored_is_refused_and_changes_nothing(run, metadata):
+    with run.open() as ckpt:
+        with pytest.raises(ConfigError):
+            ckpt.annotate(1, metadata)
+        assert ckpt.info(1).metadata == {"seed": 7, "loss": 9.0}
+    assert not (run.root / "notes").exists()
+
+
+def test_what_is_not_there_cannot_be_annotated(run):
+    with run.open() as ckpt:
+        with pytest.raises(CheckpointNotFoundError, match="steps there: 1, 2, 3"):
+            ckpt.annotate(4, {"loss": 1.0})
+        run.flip(run.commit(3), 200)
+        with pytest.raises(DamagedError):
+            ckpt.annotate(3, {"loss": 1.0})
+
+
+def test_annotation_of_the_save_in_flight_waits_for_its_commit(store, gate):
+    faulty = FaultyBackend(store)
+    with checkpointer(faulty) as ckpt:
+        fault = faulty.block("publish", gate, match="commits/")
+        handle = ckpt.save({"w": torch.ones(9)}, 1)
+        assert fault.reached.wait(60)
+        assert not handle.committed.done()
+        threading.Timer(0.3, gate.set).start()  # else: the step does not exist yet
+        ckpt.annotate(1, {"loss": 1.0})
+        assert ckpt.info(1).metadata == {"loss": 1.0}
+
+
+def test_overwrite_begins_without_annotations_and_leaves_none(run):
+    with run.open() as ckpt:
+        ckpt.annotate(3, {"loss": 1.0})
+        save(ckpt, 3, overwrite=True)
+        assert ckpt.info(3).metadata == {}
+        assert not noted(ckpt._backend)
+
+
+@pytest.mark.parametrize(
+    "delete",
+    [
+        lambda ckpt: ckpt.delete(2),
+        lambda ckpt: ckpt.rewind(1),
+        lambda ckpt: save(ckpt, 4),
+    ],
+    ids=["delete", "rewind", "retention"],
+)
+def test_notes_go_with_their_checkpoint_its_commit_record_first(run, delete):
+    with run.open() as ckpt:
+        ckpt.annotate(1, {"loss": 1.0})
+        ckpt.annotate(2, {"loss": 2.0})
+    with run.open() as ckpt:
+        faulty = FaultyBackend(ckpt._backend.inner)
+        with checkpointer(faulty, retention={"keep_last": 1}) as other:
+            if delete is not None:
+                delete(other)
+        calls = [names for call, names in faulty.calls if call == "delete"]
+        first = {
+            kind: n
+            for n, names in reversed([*enumerate(calls)])
+            for kind in {name.split("/")[0] for name in names}
+        }
+        assert first["commits"] < first["notes"]
+        left = ckpt.steps()
+        assert {info.name.split("/")[1] for info in ckpt._backend.list("notes/")} == {
+            ckpt.info(step).uid for step in left if step == 1
+        }
+
+
+def test_notes_stay_while_a_borrowed_checkpoint_is_only_deleted(tmp_path):
+    """Its blobs stay for the next one, its notes do not."""
+    run = Run(tmp_path / "run")
+    with run.open(**DELTAS) as ckpt:
+        save(ckpt, 1, 2)
+        assert ckpt.info(2).references
+        ckpt.annotate(1, {"loss": 1.0})
+        ckpt.delete(1)
+        assert not noted(ckpt._backend)
+        assert ckpt.verify(2).ok
+
+
+def test_compaction_keeps_annotations_old_and_late(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.open(**DELTAS) as ckpt:
+        save(ckpt, 1, 2, metadata={"seed": 7})
+        ckpt.annotate(2, {"loss": 1.0})
+        before = ckpt.info(2).uid
+        ckpt.compact([2])
+        assert ckpt.info(2).uid != before
+        assert ckpt.info(2).metadata == {"seed": 7, "loss": 1.0}
+        ckpt.annotate(2, {"loss": 0.5})
+        assert ckpt.info(2).metadata == {"seed": 7, "loss": 0.5}
+        ckpt.delete(2)
+        assert not noted(ckpt._backend)
+
+
+def test_two_that_annotate_at_once_both_count(run):
+    class Between(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            if name.startswith("notes/") and not done:
+                done.append(name)
+                with run.open() as other:
+                    other.annotate(1, {"theirs": 2})
+            super().publish(name, data, exclusive=exclusive)
+
+    done = []
+    with run.open() as plain, checkpointer(Between(plain._backend.inner)) as ckpt:
+        ckpt.annotate(1, {"mine": 1})
+        assert ckpt.info(1).metadata == {"seed": 7, "loss": 9.0, "mine": 1, "theirs": 2}
+
+
+def test_no_note_stays_on_a_checkpoint_that_is_deleted_meanwhile(run):
+    class Between(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            with run.open() as other:
+                other.delete(1)
+            super().publish(name, data, exclusive=exclusive)
+
+    with run.open() as plain, checkpointer(Between(plain._backend.inner)) as ckpt:
+        with pytest.raises(CheckpointGoneError, match="nothing was added"):
+            ckpt.annotate(1, {"loss": 1.0})
+        assert not noted(ckpt._backend)
+
+
+def test_notes_that_a_killed_deletion_left_go_with_prune_and_not_before(store):
+    backend = memory()
+    with checkpointer(backend) as ckpt:
+        save(ckpt, 1, 2)
+        ckpt.annotate(1, {"loss": 1.0})
+        ckpt.annotate(2, {"loss": 2.0})
+        backend.delete(["commits/00000001-0.json"])
+        kept = [info.name for info in backend.list(f"notes/{ckpt.info(2).uid}/")]
+        assert not ckpt.prune().uids  # too young
+    with checkpointer(backend, grace_s=1e-9) as ckpt:
+        assert len(ckpt.prune(dry_run=True).uids) == 1
+        assert len(noted(backend)) == 2
+        assert ckpt.prune().names == len(ckpt.prune().uids) + 5
+        assert noted(backend) == kept
+        assert ckpt.info(2).metadata == {"loss": 2.0}
+
+
+def test_orphaned_notes_stay_while_a_record_is_unreadable(run):
+    with run.open(grace_s=1e-9) as ckpt:
+        ckpt.annotate(1, {"loss": 1.0})
+        (name,) = noted(ckpt._backend)
+        run.remove(run.commit(1))
+        run.flip(run.commit(3), 200)
+        assert ckpt.prune().refused
+        assert noted(ckpt._backend) == [name]
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def annotated(run):
+    """Two notes on step 2; the name of the later one."""
+    with run.open() as ckpt:
+        ckpt.annotate(2, {"loss": 3.0, "by": "ada"})
+        ckpt.annotate(2, {"loss": 2.0})
+        return noted(ckpt._backend)[1]
+
+
+def forged(run, name):
+    """A whole note under a name that is not its own."""
+    earlier = min((run.root / name).parent.iterdir())
+    run.write(name, earlier.read_bytes())
+
+
+def of_another_kind(run, name):
+    run.write(name, seal({"uid": name.split("/")[1], "number": 2}))
+
+
+def folder(run, name):
+    run.remove(name)
+    (run.root / name).mkdir()
+    run.write(f"{name}/inside", b"")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run, name: run.flip(name, 150),
+        lambda run, name: run.truncate(name, 40),
+        lambda run, name: run.write(name, b""),
+        lambda run, name: run.write(name, b"x" * (1 << 20)),
+        forged,
+        of_another_kind,
+        folder,
+    ],
+    ids=["flipped", "cut", "empty", "long", "forged", "other-fields", "folder"],
+)
+def test_damaged_note_is_reported_and_hides_nothing_else(run, annotated, damage, caplog):
+    damage(run, annotated)
+    with run.open() as ckpt:
+        assert ckpt.info(2).metadata == {"seed": 7, "loss": 3.0, "by": "ada"}
+        assert "goes on without a note" in caplog.text
+        assert annotated in caplog.text
+        report = ckpt.verify(2)
+        assert [found.what.startswith(annotated) for found in report.damaged] == [True]
+        assert not report.ok
+        assert ckpt.verify(1).ok
+        assert ckpt.steps() == [1, 2, 3]
+        assert ckpt.load(2)["w"][0] == BASE[0] + 2
+        ckpt.annotate(2, {"loss": 1.0})
+        assert ckpt.info(2).metadata["loss"] == 1.0
+
+
+def test_foreign_name_among_the_notes_is_reported(run, annotated):
+    run.write(f"{annotated}.bak", b"")
+    with run.open() as ckpt:
+        assert ckpt.info(2).metadata["loss"] == 2.0
+        assert [found.what for found in ckpt.verify(2).damaged] == [f"{annotated}.bak"]
+
+
+def test_checkpoint_takes_only_so_many_notes(run):
+    with run.open() as ckpt:
+        ckpt.annotate(1, {"n": 0})
+        first = run.root / noted(ckpt._backend)[0]
+        for number in range(MAX_NOTES - 1):
+            (first.parent / f"{first.name}.{number}").touch()
+        with pytest.raises(ConfigError, match="1000 notes already"):
+            ckpt.annotate(1, {"n": 1})
+
+
+# -- copies and tiers ------------------------------------------------------------------------------
+
+
+def copied(source, target, step=1):
+    record = Catalog(source).record(step)
+    with closing(Workers(2)) as workers:
+        CheckpointCopy(source, target, record, workers=workers, grace_s=DAY_S).run()
+
+
+def notes_of(backend, step=1):
+    record = Catalog(backend).record(step)
+    return NotesOfRun.of(backend, record).read(record)
+
+
+def test_copy_has_the_notes_before_it_exists():
+    source, target = memory(), FaultyBackend(memory())
+    with checkpointer(source) as ckpt:
+        save(ckpt, 1)
+        ckpt.annotate(1, {"loss": 1.0})
+    copied(source, target)
+    published = [names[0].split("/")[0] for call, names in target.calls if call == "publish"]
+    assert published.index("notes") < published.index("commits")
+    assert notes_of(target).metadata == {"loss": 1.0}
+
+
+def test_note_that_is_added_during_a_copy_is_carried_over():
+    source, target = memory(), memory()
+    with checkpointer(source) as ckpt:
+        save(ckpt, 1)
+
+        class Between(WrapperBackend):
+            def publish(self, name, data, /, *, exclusive=False):
+                super().publish(name, data, exclusive=exclusive)
+                if name.startswith("commits/"):
+                    ckpt.annotate(1, {"loss": 1.0})
+
+        copied(source, Between(target))
+    assert notes_of(target).metadata == {"loss": 1.0}
+
+
+def test_second_copy_brings_what_was_added_since():
+    source, target = memory(), memory()
+    with checkpointer(source) as ckpt:
+        save(ckpt, 1)
+        copied(source, target)
+        ckpt.annotate(1, {"loss": 1.0})
+        copied(source, target)
+    assert notes_of(target).metadata == {"loss": 1.0}
+
+
+def test_damaged_note_is_copied_as_it_is(caplog):
+    source, target = memory(), memory()
+    with checkpointer(source) as ckpt:
+        save(ckpt, 1)
+        ckpt.annotate(1, {"loss": 1.0})
+        ckpt.annotate(1, {"by": "ada"})
+    name = noted(source)[0]
+    source.publish(name, b"torn")
+    copied(source, target)
+    assert notes_of(target).metadata == {"by": "ada"}
+    assert list(notes_of(target).damaged) == [name]
+
+
+def test_annotations_are_in_each_tier_that_has_the_checkpoint():
+    places = Places()
+    with places.open() as ckpt:
+        save(ckpt, 1)
+        ckpt._drains.settle(60)
+        ckpt.annotate(1, {"loss": 1.0})
+        assert ckpt.info(1).metadata == {"loss": 1.0}
+    for place in (places.fast, places.durable):
+        assert notes_of(place).metadata == {"loss": 1.0}
+
+
+def test_drain_carries_annotations_on():
+    places = Places()
+    with places.open(options={"drain_every": 0}) as ckpt:
+        save(ckpt, 1)
+        ckpt.annotate(1, {"loss": 1.0})
+    copied(places.fast, places.durable)
+    assert notes_of(places.durable).metadata == {"loss": 1.0}
+
+
+def test_annotation_that_missed_a_tier_is_carried_there_before_the_eviction():
+    places = Places()
+    with places.open() as ckpt:
+        save(ckpt, 1)
+    broken = FaultyBackend(places.other())
+    broken.fail("publish", match="notes/", error=StorageError("no answer"))
+    with places.open(durable=broken) as ckpt:
+        with pytest.raises(StorageError):
+            ckpt.annotate(1, {"loss": 1.0})
+        assert ckpt.info(1).metadata == {"loss": 1.0}
+        ckpt._drains.eviction.evict(0, Catalog(places.fast).record(1))
+        assert places.steps() == ([], [1])
+        assert ckpt.info(1).metadata == {"loss": 1.0}
+        assert not noted(places.fast)
+
+
+def test_note_that_is_damaged_in_one_tier_is_read_from_another():
+    places = Places()
+    with places.open() as ckpt:
+        save(ckpt, 1)
+        ckpt._drains.settle(60)
+        ckpt.annotate(1, {"loss": 1.0})
+        (name,) = noted(places.fast)
+        places.fast.publish(name, b"torn")
+        assert ckpt.info(1).metadata == {"loss": 1.0}
+        assert [found.what for found in ckpt.verify(1).damaged] == [name]
+        assert ckpt.verify(1, repair=True).ok
+        assert ckpt.verify(1).ok
+        assert ckpt.info(1).metadata == {"loss": 1.0}
+
+
+def test_damaged_note_does_not_hinder_the_repair_of_data():
+    places = Places()
+    with places.open() as ckpt:
+        save(ckpt, 1)
+        ckpt._drains.settle(60)
+        ckpt.annotate(1, {"loss": 1.0})
+        (name,) = noted(places.fast)
+        for place in (places.fast, places.durable):
+            place.publish(name, b"torn")
+        blob = next(i.name for i in places.fast.list("data/") if i.name.endswith(".raw"))
+        places.fast.publish(blob, bytes(places.fast.stat(blob).size_bytes))
+        assert {found.what for found in ckpt.verify(1).damaged} == {name, "w"}
+        ckpt.verify(1, repair=True)
+        assert {found.what for found in ckpt.verify(1).damaged} == {name}
+        assert ckpt.load(1)["w"][0] == BASE[0] + 1
