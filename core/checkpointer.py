@@ -357,6 +357,7 @@ class Checkpointer:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         device: str | None = None,
+        named_optimizers: bool = False,
         on_damage: str = "raise",
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Any:
@@ -369,6 +370,9 @@ class Checkpointer:
             include: Globs of paths to load; default: all. Only selected objects are read.
             exclude: Globs of paths to leave out.
             device: The device of the tensors; default: the CPU.
+            named_optimizers: Whether the state of an optimizer has the names of parameters, as
+                `set_optimizer_state_dict` of `torch.distributed.checkpoint` takes it; default: it
+                has numbers, as the optimizer's own `load_state_dict` takes it.
             on_damage: As for `restore`.
             on_progress: As for `restore`.
 
@@ -388,6 +392,7 @@ class Checkpointer:
             include=include,
             exclude=exclude,
             device=device,
+            named_optimizers=named_optimizers,
             on_damage=on_damage,
             on_progress=on_progress,
             called=called,

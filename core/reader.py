@@ -174,6 +174,7 @@ class Reader:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         device: str | None = None,
+        named_optimizers: bool = False,
         on_damage: str = "raise",
         on_progress: Callable[[Progress], None] | None = None,
         called: float | None = None,
@@ -184,7 +185,9 @@ class Reader:
             selection = Selection(include, exclude)
 
         def attempt(checkpoint: Opened) -> tuple[Any, RestoreReport]:
-            return build_new(checkpoint, selection=selection, device=device)
+            return build_new(
+                checkpoint, selection=selection, device=device, named_optimizers=named_optimizers
+            )
 
         ((tree, report), rescued), skipped = self._read(
             "load", step, on_damage, attempt, on_progress, round_

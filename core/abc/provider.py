@@ -230,12 +230,15 @@ class PlaceContext(ABC):
         allow_pickle: Whether stored pickles may be loaded.
         cast: Whether stored floats may be converted into those of the template (`restore` with
             `cast=True`). Core does it: a target keeps the dtype of its memory.
+        named_optimizers: Whether `rebuild` names the parameters of an optimizer, instead of
+            numbering them.
         rank: The number of this rank among those that restore together.
         world_size: How many there are.
     """
 
     allow_pickle: bool
     cast: bool = False
+    named_optimizers: bool = False
     rank: int = 0
     world_size: int = 1
 
@@ -302,6 +305,14 @@ class PlaceContext(ABC):
     @abstractmethod
     def selected(self, path: ObjectPath, /) -> bool:
         """Return whether `include` and `exclude` select an object at this path of the template."""
+
+    @abstractmethod
+    def whole(self, path: ObjectPath, /) -> PlaceContext:
+        """Return a context in which all that is stored at and below `path` is selected.
+
+        For a provider that has to know what the selection leaves out. What this context plans is
+        not part of the restore: objects are planned by the context that `place` was given.
+        """
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
@@ -375,6 +386,20 @@ class StateProvider(ABC):
     @abstractmethod
     def place(self, value: Any, path: ObjectPath, /, *, context: PlaceContext) -> Placement:
         """Plan the in-place restore of `value` from the stored objects at and below `path`."""
+
+    def place_dict(
+        self, value: dict[Any, Any], node: Node, /, *, context: PlaceContext
+    ) -> Placement | None:
+        """Plan the restore of what `rebuild` would build from `node` into a dict of the template.
+
+        The dict may have another shape than that of the stored objects, such as one by numbers.
+
+        Returns:
+            The plan; its `finish` returns `value`. None: each item of the dict is restored from
+            the object at its path.
+        """
+        del value, node, context
+        return None
 
     @abstractmethod
     def rebuild(

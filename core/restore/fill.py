@@ -26,6 +26,7 @@ from penstock.core.ranks.templates import RoundOverError
 from penstock.core.reporting.progress import Meter
 from penstock.core.restore.contents import Contents
 from penstock.core.suggest import LISTED
+from penstock.core.tree.select import Selection
 from penstock.core.tree.stored_tree import StoredTree
 from penstock.core.types import Kind, Region, regions_of_range
 from penstock.core.units import counted
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.core.pipeline.reader import Loader
     from penstock.core.plan.restore import FrameJob, Located
     from penstock.core.plugins.registry import Registry
-    from penstock.core.tree.select import Rename, Selection
+    from penstock.core.tree.select import Rename
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
@@ -235,6 +236,11 @@ def read_stored(
             sink = sinks[path] = BytesSink(item.record.spec.nbytes)
             requests.append(ObjectRequest(item, sink))
     fill(checkpoint, requests, tally)
+
+    def whole(path: ObjectPath) -> StoredTree:
+        subtree = Selection.subtree(path)
+        return read_stored(checkpoint, subtree, rename, narrow=rename.identity).tree
+
     tree = StoredTree(
         objects=[
             StoredObject(moved[r.path], r.kind, r.spec, r.role, r.form)
@@ -245,6 +251,7 @@ def read_stored(
         aliases=aliases,
         providers=contents.record.providers,
         plugins=contents.record.plugins,
+        whole=None if everything else whole,
     )
     return StoredSelection(tree, located, moved.values(), tally)
 

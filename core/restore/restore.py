@@ -228,7 +228,12 @@ def _placing(
 
 
 def build_new(
-    checkpoint: Opened, *, selection: Selection, device: str | None, at: ObjectPath = ()
+    checkpoint: Opened,
+    *,
+    selection: Selection,
+    device: str | None,
+    named_optimizers: bool = False,
+    at: ObjectPath = (),
 ) -> tuple[Any, RestoreReport]:
     """Build the selected part of `checkpoint` as new objects.
 
@@ -236,6 +241,7 @@ def build_new(
         checkpoint: The checkpoint.
         selection: Selects stored objects.
         device: The device of the tensors; None is the CPU.
+        named_optimizers: Whether state of optimizers is built by names instead of numbers.
         at: The path to build and return, instead of the whole tree.
 
     Returns:
@@ -247,7 +253,7 @@ def build_new(
     """
     began = time.monotonic()
     with collections_held:
-        plan = _plan_new(checkpoint, selection, device, at)
+        plan = _plan_new(checkpoint, selection, device, at, named_optimizers=named_optimizers)
     stored, placement = plan.stored, plan.placement
     if placement.problems or placement.missing:
         what = "hold everything that building the selection needs"
@@ -263,12 +269,18 @@ def build_new(
 
 
 def _plan_new(
-    checkpoint: Opened, selection: Selection, device: str | None, at: ObjectPath
+    checkpoint: Opened,
+    selection: Selection,
+    device: str | None,
+    at: ObjectPath,
+    *,
+    named_optimizers: bool,
 ) -> _Plan:
     """Plan the building of new objects; looks first only at the selected ones."""
 
     def plan(stored: StoredSelection) -> _Plan:
         placing = _placing(checkpoint, stored.tree, selection.selects)
+        placing.named_optimizers = named_optimizers
         return _Plan(stored, placing, placing.rebuild_tree(device=device, at=at))
 
     if selection.narrows:

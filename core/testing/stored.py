@@ -58,7 +58,8 @@ class Stored:
     ) -> Placement:  # fmt: skip
         """Plan a restore into `state`, and fill nothing."""
         selected = Selection(include, exclude).selects
-        placing = Placing(self.providers, self.tree, selected, allow_pickle=allow_pickle)
+        tree = replace(self.tree, whole=lambda _: self.tree)
+        placing = Placing(self.providers, tree, selected, allow_pickle=allow_pickle)
         return placing.place_tree(state)
 
     def restore(

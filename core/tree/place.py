@@ -20,6 +20,7 @@ import numpy as np
 from penstock.core.abc import Placement, StateObject, ranks_of
 from penstock.core.errors import (
     PenstockError,
+    PluginError,
     RestoreError,
     UnsupportedStateError,
 )
@@ -42,7 +43,7 @@ from penstock.core.types import show_path, with_article
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import MemoryKey, StateProvider, Target
+    from penstock.core.abc import MemoryKey, Node, StateProvider, Target
     from penstock.core.tree.containers import Providers
     from penstock.core.tree.patterns import SegmentTest
     from penstock.core.tree.stored_tree import StoredTree
@@ -138,15 +139,13 @@ class Placing(Rebuilding):
         if type(value) is PerRank:
             return self._place_per_rank(value, path)
         provider = self.scan.provider_for(type(value))
-        if provider is not None:
-            is_own = self._own and self._is_own(path)
-            on_change = None if is_own else provider.on_other_ranks(type(value))
-            if on_change is not None:
-                return self._place_by_nature(PerRank(value, on_change=on_change), path)
-            return self._place_by_provider(provider, value, path)
-        if self.scan.is_container(value, path):
-            return self._place_container(value, path)
-        return self._place_by_provider(self.scan.value_provider, value, path)
+        if provider is None:
+            return self._place_plain(value, path)
+        is_own = self._own and self._is_own(path)
+        on_change = None if is_own else provider.on_other_ranks(type(value))
+        if on_change is not None:
+            return self._place_by_nature(PerRank(value, on_change=on_change), path)
+        return self._place_by_provider(provider, value, path)
 
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
         """Return the names that modules of the template give to `tensor`, best first."""
@@ -199,6 +198,17 @@ class Placing(Rebuilding):
 
         placement.finish = assign
         return placement
+
+    def _place_plain(self, value: object, path: ObjectPath) -> Placement:
+        """Plan the restore into a container or a value, which no provider claims as an object."""
+        node = self.node(path)
+        if isinstance(value, dict) and node is not None and node.form not in CONTAINERS:
+            placed = self._place_dict(value, node)
+            if placed is not None:
+                return placed
+        if self.scan.is_container(value, path):
+            return self._place_container(value, path)
+        return self._place_by_provider(self.scan.value_provider, value, path)
 
     def _place_container(
         self, value: Any, path: ObjectPath, *, fixed: str | None = None
@@ -360,16 +370,33 @@ class Placing(Rebuilding):
             return True
         return False
 
+    def _place_dict(self, value: dict[Any, Any], node: Node) -> Placement | None:
+        """Plan the restore into a dict of what was stored as an object, if its provider can."""
+        try:
+            provider = self._provider_for_form(node)
+        except PluginError:  # the items of the dict need no provider of it
+            return None
+        placed = self._planned(provider, node.path, provider.place_dict, value, node)
+        return None if placed is None else self._checked(placed, provider, node.path)
+
     def _place_by_provider(
         self, provider: StateProvider, value: object, path: ObjectPath
     ) -> Placement:
         self._check_version(provider, path)
+        placed = self._planned(provider, path, provider.place, value, path)
+        return self._checked(placed, provider, path)
+
+    def _planned(
+        self, provider: StateProvider, path: ObjectPath, plan: Callable[..., Any], *args: object
+    ) -> Any:
         try:
-            placed = provider.place(value, path, context=self)
+            return plan(*args, context=self)
         except (PenstockError, RecursionError):
             raise
         except Exception as error:
             raise plugin_error(provider, path, "planning its restore", error) from error
+
+    def _checked(self, placed: Placement, provider: StateProvider, path: ObjectPath) -> Placement:
         check_placement(placed, provider, path, "planning its restore")
         name_in_errors(placed, provider, path)
         return placed

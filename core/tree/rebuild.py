@@ -72,6 +72,7 @@ class Rebuilding(PlaceContext):
         self._values = stored.values
         self._aliases = stored.aliases
         self._versions = stored.providers
+        self._read_whole = stored.whole
         self._shippers = stored.plugins
         self._chosen = {p: o for p, o in self._all.items() if selected(p)}
         self._children = PathTree([*self._chosen, *self._empty_nodes()])
@@ -163,6 +164,13 @@ class Rebuilding(PlaceContext):
     def provider_version(self, name: str, /) -> int | None:
         """Return the version of provider `name` that took part in the save; None if none did."""
         return self._versions.get(name)
+
+    def whole(self, path: ObjectPath, /) -> PlaceContext:
+        """Return a context in which all that is stored at and below `path` is selected."""
+        if self._read_whole is None:
+            return self
+        tree, allow_pickle = self._read_whole(path), self.allow_pickle
+        return type(self)(self._providers, tree, lambda _: True, allow_pickle=allow_pickle)
 
     def _rebuild_container(self, node: Node, device: str | None) -> Placement:
         path = node.path

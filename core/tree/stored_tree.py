@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Node, StoredObject
     from penstock.core.types import ObjectPath
@@ -23,6 +23,7 @@ class StoredTree:
         aliases: Path of a tied object -> path of the one whose bytes it shares.
         providers: Providers that took part in the save, with their versions.
         plugins: Third parties' among them (`"provider acme"`), with their distributions.
+        whole: Returns everything at and below a path, selected or not; None if all of it is here.
     """
 
     objects: Sequence[StoredObject]
@@ -31,6 +32,7 @@ class StoredTree:
     aliases: Mapping[ObjectPath, ObjectPath] = field(default_factory=dict)
     providers: Mapping[str, int] = field(default_factory=dict)
     plugins: Mapping[str, str] = field(default_factory=dict)
+    whole: Callable[[ObjectPath], StoredTree] | None = None
 
 
 class PathTree:

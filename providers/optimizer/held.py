@@ -23,18 +23,24 @@ class Held:
     """An optimizer as it is stored: as if one rank had all of it.
 
     Attributes:
-        value: The optimizer in the state tree.
+        value: The optimizer in the state tree, or a state dict of one.
         local: The optimizer that has the state on this rank: `value` itself, or the one that it
-            runs on its own parameters.
+            runs on its own parameters. Of a state dict, something with `state` and `defaults`.
         groups: The param groups, with the parameters of all ranks.
         owned: The ids of the parameters whose state is on this rank alone; None: of all of them,
             here and on every other rank that has them.
     """
 
-    value: torch.optim.Optimizer
-    local: torch.optim.Optimizer
+    value: Any
+    local: Any
     groups: list[dict[str, Any]]
     owned: frozenset[int] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The class of the optimizer that has the state, for messages."""
+        kind = type(self.local)
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether the state of `parameter` is on this rank."""

@@ -123,17 +123,22 @@ class Matcher:
         here = [len(group["params"]) for group in self._held.groups]
         node = self._context.node(self._path)
         there = None if node is None else node.meta.get("groups")
+        numbered = node is not None and bool(node.meta.get("numbered"))
         if here != there:
+            remedy = "" if numbered else ": put the modules into the tree"
             self._problem(
                 self._path,
                 f"has no parameter names, and the groups have {there} parameters in the "
-                f"checkpoint but {here} in the template: put the modules into the tree",
+                f"checkpoint but {here} in the template{remedy}",
             )
         self._result.notes["matched_by"] = "order"
+        shown = show_path(self._path)
         warnings.warn(
-            f"{show_path(self._path)}: the parameters of this optimizer have no names, so they "
-            "are matched by order; put the module that has them into the state tree, or the "
-            "tensors themselves if they are in no module",
+            f"{shown} is stored as a state dict by numbers, so parameters are matched by order"
+            if numbered
+            else f"{shown}: the parameters of this optimizer have no names, so they are matched "
+            "by order; put the module that has them into the state tree, or the tensors "
+            "themselves if they are in no module",
             stacklevel=2,
         )
 

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from penstock.providers.tensor.flat import flat_of
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class Member:
         return flat_of(self.parameter)
 
     @property
-    def shape(self) -> list[int]:
-        """Shape of the whole parameter."""
+    def shape(self) -> list[int] | None:
+        """Shape of the whole parameter; None if it is not known."""
         return list(self.parameter.shape if self.flat is None else self.flat.shape)
 
 
@@ -67,6 +69,20 @@ def members(
             found.append((parameter, index, position, tuple(dict.fromkeys(names))))
     uses = Counter(name for _, _, _, names in found for name in names)
     return [_member(*each, uses) for each in found]
+
+
+def shape_of_state(shapes: Sequence[tuple[int, ...]], elements: int) -> list[int] | None:
+    """Return the shape of the parameter whose state has tensors of `shapes`; None: it is not known.
+
+    Most optimizers keep state of the parameter's shape. Adafactor keeps rows and columns, and LBFGS
+    keeps vectors of the `elements` of all parameters with the first one.
+    """
+    most = max(map(len, shapes), default=0)
+    try:
+        shape = np.broadcast_shapes(*(one for one in shapes if len(one) == most))
+    except ValueError:
+        return None
+    return list(shape) if most and shape != (elements,) else None
 
 
 def _member(

@@ -30,7 +30,7 @@ from penstock.providers.tensor.provider import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.core.abc import Node, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
@@ -49,8 +49,14 @@ class Placer:
     """Plans the restore of one optimizer."""
 
     def __init__(
-        self, held: Held, named: list[Member], path: ObjectPath, context: PlaceContext
+        self,
+        held: Held,
+        named: list[Member],
+        path: ObjectPath,
+        context: PlaceContext,
+        twins: Callable[[ObjectPath], Sequence[ObjectPath]] = lambda _: (),
     ) -> None:
+        self._twins = twins
         self._held = held
         self._optimizer = held.local
         self._path = path
@@ -76,7 +82,7 @@ class Placer:
                     self._pass_over(node.path)
             elif node is None:
                 self._place_unknown(member)
-            elif node.meta.get("shape") != member.shape:
+            elif not _agree(node.meta.get("shape"), member.shape):
                 self._leave_misfit(member, node)
             else:
                 self._place_known(member, node)
@@ -95,6 +101,8 @@ class Placer:
         return self._held.value
 
     def _run_load_hooks(self) -> None:
+        if not isinstance(self._optimizer, torch.optim.Optimizer):  # a state dict
+            return
         try:
             _run_own_hooks(self._optimizer)
             for hook in self._held.hooks():
@@ -142,9 +150,8 @@ class Placer:
         A class of another name may be the same algorithm with more options or fewer. Two classes
         count as different algorithms only if each has options that the other has not.
         """
-        node, kind = self._context.node(self._path), type(self._optimizer)
-        mine = f"{kind.__module__}.{kind.__qualname__}"
-        theirs = mine if node is None else node.meta.get("class", mine)
+        node, mine = self._context.node(self._path), self._held.kind
+        theirs = mine if node is None else node.meta.get("class", "state dict")
         keys = {*self._context.children((*self._groups, "0"))} - _SCHEDULED
         options = {*self._optimizer.defaults}
         if theirs == mine or not keys or not (keys - options and options - keys):
@@ -310,10 +317,9 @@ class Placer:
     # Groups -------------------------------------------------------------------------------------
 
     def _place_groups(self, matches: dict[str, Node]) -> None:
-        chosen = self._context.children(self._groups)
-        if not chosen:
+        chosen, groups = self._context.children(self._groups), self._held.groups
+        if not chosen or not any(group.keys() - MEMBERSHIP for group in groups):
             return
-        groups = self._held.groups
         difference = self._difference_of_groups(matches)
         if difference is not None:
             self._result.differ(difference)
@@ -363,7 +369,19 @@ class Placer:
                 device = live.device
             elif group["params"] and group.get("capturable"):
                 device = group["params"][0].device
+            twins, stored = self._twins(here), self._context.stored(here)
+            if stored is not None and twins:
+                fits_live = same_kind(live, stored, device, self._context)
+                filled: Any = live if fits_live else empty_tensor(stored, device_name(device))
+                # Core checks that all have the same bytes, since their targets are one memory.
+                self._result.targets += [tensor_target(filled, twin) for twin in twins]
+                live = filled
             self._assign(self._place_item(live, here, device), group, key)
+
+
+def _agree(stored: object, here: list[int] | None) -> bool:
+    """Return whether two shapes of a parameter agree; a state dict may not have its shape."""
+    return stored is None or here is None or stored == here
 
 
 def _groups(count: int) -> str:

@@ -22,6 +22,8 @@ from penstock.providers.optimizer.match import FORM, MAX_PARAMETERS, MEMBERSHIP,
 from penstock.providers.optimizer.names import members
 from penstock.providers.optimizer.place import Placer
 from penstock.providers.optimizer.rebuild import Rebuilder
+from penstock.providers.optimizer.stored_dict import stored_dict
+from penstock.providers.optimizer.template_dict import template_dict
 from penstock.providers.rebuild import rebuild_dict
 from penstock.providers.tensor.memory import memory_key
 from penstock.providers.tensor.provider import is_sharded, plain_tensors
@@ -74,9 +76,8 @@ class OptimizerProvider(StateProvider):
         # First, since modules tell with the names how their parameters are cut.
         named = members(value.param_groups, context.parameter_names)
         held = held_of(value, path)
-        kind = type(held.local)
         meta = {
-            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "class": held.kind,
             "groups": _group_sizes(held, path),
         }
         yield Node(path, FORM, meta)
@@ -103,7 +104,20 @@ class OptimizerProvider(StateProvider):
         if is_wrapper(type(value), OPTIMIZERS):
             return place_wrapped(value, path, OPTIMIZERS, context=context)
         named = members(value.param_groups, context.parameter_names)  # first, as in `describe`
-        return Placer(held_of(value, path), named, path, context).place()
+        held = held_of(value, path)
+        stored = stored_dict(context, path, named, len(held.groups))
+        if stored is None:
+            return Placer(held, named, path, context).place()
+        return stored.settled(
+            Placer(held, stored.members, path, stored, twins=stored.twins).place()
+        )
+
+    def place_dict(
+        self, value: dict[Any, Any], node: Node, /, *, context: PlaceContext
+    ) -> Placement | None:
+        """Plan the restore into a state dict by the names or the numbers of parameters."""
+        template = template_dict(value, node, context) if node.form == FORM else None
+        return None if template is None else template.place(node, context)
 
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext

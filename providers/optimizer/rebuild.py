@@ -1,4 +1,7 @@
-"""The rebuilding of optimizer state: a dict that torch's `load_state_dict` takes."""
+"""The rebuilding of optimizer state: a dict that torch's `load_state_dict` takes.
+
+With names instead of numbers it is one that torch.distributed.checkpoint takes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.core.abc import Placement
-from penstock.core.types import collide
+from penstock.core.types import collide, show_path
 from penstock.providers.optimizer.match import (
     MAX_PARAMETERS,
     MEMBERSHIP,
@@ -25,7 +28,7 @@ Maker: TypeAlias = "Callable[[], object]"
 
 
 class Rebuilder:
-    """Plans the state dict of one optimizer, with parameters numbered in the order of groups."""
+    """Plans the state dict of one optimizer, with parameters in the order of groups."""
 
     def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
         counts = stored.meta.get("groups")
@@ -39,6 +42,9 @@ class Rebuilder:
         self._result = Placement()
         self._counts: list[int] = counts
         self._numbers = self._numbered()
+        self._named = context.named_optimizers
+        if self._named:
+            self._check_names()
 
     def rebuild(self) -> Placement:
         """Return the plan; its `finish` returns the dict.
@@ -91,6 +97,14 @@ class Rebuilder:
             raise malformed(self._path)
         return numbers
 
+    def _check_names(self) -> None:
+        nodes = self._context.nodes((*self._path, "state"))
+        if len(self._numbers) < sum(self._counts) or not all(n.meta.get("named") for n in nodes):
+            self._result.problems.append(
+                f"{show_path(self._path)} is stored without parameter names: load it without "
+                "named_optimizers=True, or exclude it"
+            )
+
     def _start(self, group: int) -> int:
         return sum(self._counts[:group])
 
@@ -102,8 +116,10 @@ class Rebuilder:
             if number is None:
                 raise malformed(here)
             make = self._maker(here)
-            if make is not None and self._context.children(here):
-                found.append((number, make))
+            # By names an empty state has an entry, without which torch.distributed.checkpoint
+            # refuses to load it.
+            if make is not None and (self._named or self._context.children(here)):
+                found.append((name if self._named else number, make))
         for key in self._context.children((*self._path, "shared")):
             make = self._maker((*self._path, "shared", key))
             if make is not None:
@@ -118,11 +134,17 @@ class Rebuilder:
             if at >= len(self._counts):
                 raise malformed(here)
             makers = {key: self._maker((*here, key)) for key in self._context.children(here)}
-            start = self._start(at)
-            numbers = list(range(start, start + self._counts[at]))
             options = {k: m for k, m in makers.items() if m is not None and k not in MEMBERSHIP}
-            found.append(options | {"params": _constant(numbers)})
+            found.append(options | {"params": _constant(self._params(at))})
         return found
+
+    def _params(self, group: int) -> list[int] | list[str]:
+        start = self._start(group)
+        numbers = range(start, start + self._counts[group])
+        if not self._named:
+            return list(numbers)
+        names = {number: path[-1] for path, number in self._numbers.items()}
+        return [names[number] for number in numbers if number in names]
 
     def _maker(self, path: ObjectPath) -> Maker | None:
         placed = self._context.rebuild(path, device=self._device)
