@@ -6,6 +6,7 @@ import base64
 import datetime as dt
 import enum
 import importlib.util
+import inspect
 import json
 import pathlib
 import re
@@ -13,6 +14,7 @@ import struct
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import lru_cache
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -21,7 +23,14 @@ import numpy as np
 from penstock.core.distributions import installed_only
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import collide, loaded_class, show_path, show_text
-from penstock.providers.values.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG
+from penstock.providers.values.tags import (
+    FACTORIES,
+    NAMESPACES,
+    NUMPY_KINDS,
+    PATHS,
+    TAG,
+    field_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +156,38 @@ def _decode_namedtuple(items: Any, data: dict[str, Any]) -> Any:
     return kind._make(_decode(items))
 
 
+def _decode_dataclass(items: Any, data: dict[str, Any]) -> Any:
+    """Build a dataclass of its fields, without a call of the class's own code."""
+    kind = _find(data["class"], object)
+    names, values = field_names(kind), _decode(items)
+    if names is None:
+        raise ValueError(str(kind))
+    if values.keys() != set(names):
+        stored, here = (show_text(", ".join(some) or "none") for some in (values, names))
+        msg = (
+            f"the dataclass {show_text(data['class'])} was stored with the fields {stored}, and "
+            f"has {here} here: load with the class as it was, or exclude it"
+        )
+        raise UnsupportedStateError(msg)
+    made = object.__new__(kind)
+    for name, value in values.items():
+        slot = inspect.getattr_static(kind, name, None)
+        if isinstance(slot, MemberDescriptorType):
+            slot.__set__(made, value)
+        else:
+            object.__getattribute__(made, "__dict__")[name] = value
+    return made
+
+
+def _decode_namespace(items: Any, data: dict[str, Any]) -> Any:
+    made = NAMESPACES[data["class"]]()
+    values = _decode(items)
+    if not all(type(key) is str for key in values):
+        raise TypeError(str(values))
+    vars(made).update(values)
+    return made
+
+
 def _decode_torch(name: str) -> Callable[[Any, dict[str, Any]], Any]:
     def decode(value: Any, data: dict[str, Any]) -> Any:
         del data
@@ -234,6 +275,8 @@ _TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "defaultdict": _decode_defaultdict,
     "deque": _decode_deque,
     "namedtuple": _decode_namedtuple,
+    "dataclass": _decode_dataclass,
+    "namespace": _decode_namespace,
     "enum": _decode_enum,
     "flag": _decode_flag,
     "numpy": _decode_numpy,

@@ -16,7 +16,15 @@ import numpy as np
 
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import collide, show_key, show_path, show_segment
-from penstock.providers.values.tags import FACTORIES, NUMPY_KINDS, PATHS, TAG, class_name
+from penstock.providers.values.tags import (
+    FACTORIES,
+    NAMESPACES,
+    NUMPY_KINDS,
+    PATHS,
+    TAG,
+    class_name,
+    field_names,
+)
 
 if TYPE_CHECKING:
     import pathlib
@@ -110,6 +118,9 @@ class _Encoder:
             if name is not None:
                 members = self._container(tuple(value), tuple)
                 return {TAG: "namedtuple", "class": name, "v": members["v"]}
+        names = field_names(kind)
+        if names is not None:
+            return self._dataclass(value, kind, names)
         if kind.__module__ == "torch":
             return self._torch(value, kind)
         shown = f"{kind.__module__}.{kind.__qualname__}"
@@ -117,6 +128,24 @@ class _Encoder:
             f"is a {shown}, which cannot be stored: save plain data of it, give its class "
             "state_dict and load_state_dict, or pass allow_pickle=True at both ends"
         )
+
+    def _dataclass(self, value: Any, kind: type, names: tuple[str, ...]) -> Any:
+        name = class_name(kind)
+        if name is None:
+            self.refuse(
+                f"is of the dataclass {kind.__qualname__}, which cannot be imported by name: "
+                "define it at the top level of a module"
+            )
+        items = {field: getattr(value, field) for field in names if hasattr(value, field)}
+        unset, more = set(names) - items.keys(), getattr(value, "__dict__", {}).keys() - names
+        if unset or more:
+            shown = ", ".join(sorted(map(str, unset | more)))
+            self.refuse(
+                f"is of the dataclass {name}, and {shown} would not come back: what is stored is "
+                "the fields, all of them and nothing else. Give the class state_dict and "
+                "load_state_dict, or pass allow_pickle=True at both ends"
+            )
+        return {TAG: "dataclass", "class": name, "v": self._container(items, dict)}
 
     def _enum(self, value: enum.Enum, kind: type) -> Any:
         name = class_name(kind)
@@ -142,7 +171,10 @@ class _Encoder:
             return {TAG: "torch.Size", "v": list(value)}
         if kind.__name__ in ("dtype", "device"):
             return {TAG: f"torch.{kind.__name__}", "v": str(value).removeprefix("torch.")}
-        return self.refuse(f"is a torch.{kind.__name__}, which cannot be stored as a value")
+        return self.refuse(
+            f"is a torch.{kind.__name__}, which cannot be stored as a value: tensors can be in "
+            "dicts, lists, tuples and named tuples"
+        )
 
 
 def _is_text(text: str) -> bool:
@@ -249,6 +281,14 @@ def _encode_pairs(encoder: _Encoder, value: dict[Any, Any]) -> Any:
     return {TAG: type(value).__name__, "v": encoder.pairs(value.items())}
 
 
+def _encode_namespace(encoder: _Encoder, value: Any) -> Any:
+    kind, members = type(value), vars(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not all(type(key) is str for key in members):
+        encoder.refuse(f"is a {name} with names that are not text, which cannot be stored")
+    return {TAG: "namespace", "class": name, "v": _encode_dict(encoder, members)}
+
+
 _Encode: TypeAlias = "Callable[[_Encoder, Any], Any]"
 
 _MEMBERS: dict[type, _Encode] = {
@@ -261,6 +301,7 @@ _MEMBERS: dict[type, _Encode] = {
     defaultdict: _encode_defaultdict,
     OrderedDict: _encode_pairs,
     Counter: _encode_pairs,
+    **dict.fromkeys(NAMESPACES.values(), _encode_namespace),
 }
 
 _HASHED = frozenset({dict, set, frozenset, defaultdict, OrderedDict, Counter})

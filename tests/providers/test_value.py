@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import datetime as dt
 import enum
 import json
@@ -46,7 +48,40 @@ class Flags(enum.Flag):
 
 
 Point = namedtuple("Point", "x y")
-for kind in (Phase, Flags, Point, Space, Space.Inner):
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    layers: list = dataclasses.field(default_factory=list)
+    made: str = dataclasses.field(default="", init=False)
+
+    def __post_init__(self):
+        self.made = "by __init__"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    inner: Config
+    phase: Phase
+    limit: int = 3
+
+
+class Hidden:
+    __slots__ = ("secret",)
+
+
+@dataclasses.dataclass
+class Slotted(Hidden):
+    count: int = 0
+
+
+@dataclasses.dataclass
+class Rows(dict):
+    count: int = 0
+
+
+for kind in (Phase, Flags, Point, Space, Space.Inner, Config, Frozen, Rows):
     kind.__module__ = HOME.__name__
     setattr(
         HOME, kind.__qualname__.split(".")[0], getattr(HOME, kind.__qualname__.split(".")[0], kind)
@@ -106,7 +141,10 @@ VALUES = [
     torch.Size([1, 2]), torch.bfloat16, torch.device("cuda", 1), torch.device("cpu"),
     pathlib.Path("/a/b"), pathlib.PurePosixPath("x"), pathlib.PureWindowsPath("c:\\x"),
     pathlib.Path("\udcff"), Phase.WARM, Phase.COLD, Space.Inner.ONE, Flags.A | Flags.B,
-    Flags(0), Point(1, [2]),
+    Flags(0), Point(1, [2]), Config(0.5, [(1, None)]), Frozen(Config(), Phase.WARM),
+    [Frozen(Config(math.inf), Phase.COLD, 2**70)], argparse.Namespace(),
+    argparse.Namespace(lr=0.5, **{"$": 2, "no name": [argparse.Namespace(a=(1,))]}),
+    types.SimpleNamespace(x={"y": b"z"}),
 ]  # fmt: skip
 
 
@@ -236,6 +274,12 @@ DAMAGED = [
     b'{"$":"enum","class":"builtins:dict","v":"A"}',
     b'{"$":"enum","class":"penstock_test_home:Phase","v":"HOT"}',
     b'{"$":"namedtuple","class":"builtins:tuple","v":[1]}',
+    b'{"$":"dataclass","class":"builtins:dict","v":{}}',
+    b'{"$":"dataclass","class":"penstock_test_home:Rows","v":{"count":1}}',
+    b'{"$":"dataclass","class":"penstock_test_home:Config","v":[1]}',
+    b'{"$":"namespace","class":"builtins:dict","v":{}}',
+    b'{"$":"namespace","class":"argparse.Namespace","v":{"$":"dict","v":[[1,2]]}}',
+    b'{"$":"namespace","class":"argparse.Namespace","v":3}',
     b'{"$":"namedtuple","class":"penstock_test_home:Point","v":[1]}',
     b"[" * 100_000, b'{"$":"tuple","v":' * 5000,
 ]  # fmt: skip
@@ -257,13 +301,76 @@ def test_mangled_bytes_decode_to_something_or_a_clear_error(noise, which, data):
             decode_value(bad, ("v",))
 
 
-@pytest.mark.parametrize("tag", ["enum", "flag", "namedtuple"])
+@pytest.mark.parametrize("tag", ["enum", "flag", "namedtuple", "dataclass"])
 def test_reading_never_imports_what_a_checkpoint_names(tag):
     assert "antigravity" not in sys.modules
     data = json.dumps({"$": tag, "class": "antigravity:X", "v": "A"}).encode()
     with pytest.raises(UnsupportedStateError, match="antigravity:X is not loaded: import"):
         decode_value(data, ("v",))
     assert "antigravity" not in sys.modules
+
+
+def test_a_dataclass_comes_back_by_its_fields_alone(save):
+    config = Config()
+    config.made = "later"
+    stored = save({"config": config})
+    assert {one.form for one in stored.tree.objects} == {"json"}
+    config.layers.append(1)
+    assert stored.load()["config"].made == "later"
+    state = {"config": None}
+    stored.restore(state)
+    assert same(state["config"], Config(0.1, [])) is False
+    assert (state["config"].layers, state["config"].made) == ([], "later")
+
+
+def test_a_dataclass_that_would_not_come_back_whole_is_refused(save):
+    config = Config()
+    config.cache = 1
+    with pytest.raises(UnsupportedStateError, match=r"c is of the dataclass .*Config, and cache "):
+        save({"c": config})
+    del config.cache, config.made, config.lr
+    vars(config).clear()
+    with pytest.raises(UnsupportedStateError, match="and layers would not come back"):
+        save({"c": config})
+    with pytest.raises(
+        UnsupportedStateError, match=r"c is a penstock_test_home\.Rows, which cannot"
+    ):
+        save({"c": Rows()})
+    with pytest.raises(UnsupportedStateError, match=r"c/layers is a torch\.Tensor, which cannot"):
+        save({"c": Config(layers=torch.ones(1))})
+    Slotted.__module__, HOME.Slotted = HOME.__name__, Slotted
+    with pytest.raises(UnsupportedStateError, match=r"Slotted, which cannot be stored"):
+        save({"c": Slotted()})
+    Local = dataclasses.make_dataclass("Local", ["a"])
+    with pytest.raises(UnsupportedStateError, match="cannot be imported by name: define it"):
+        save({"c": Local(1)})
+
+
+def test_a_dataclass_with_other_fields_now_is_an_error_that_names_them(save):
+    stored = save({"c": Config()})
+    fields = Config.__dataclass_fields__
+    gone = fields.pop("made")
+    try:
+        with pytest.raises(UnsupportedStateError, match="fields lr, layers, made, and has lr, lay"):
+            stored.load()
+    finally:
+        fields["made"] = gone
+
+
+def test_a_dataclass_with_a_state_dict_goes_through_it(save):
+    @dataclasses.dataclass
+    class Progress:
+        step: int = 0
+
+        def state_dict(self):
+            return {"s": self.step}
+
+        def load_state_dict(self, state):
+            self.step = state["s"] + 100
+
+    progress = Progress(1)
+    save({"p": progress}).restore({"p": progress})
+    assert progress.step == 101
 
 
 def test_values_are_frozen_when_described_and_fresh_when_read(save):
