@@ -71,18 +71,17 @@ def members(
     return [_member(*each, uses) for each in found]
 
 
-def shape_of_state(shapes: Sequence[tuple[int, ...]], elements: int) -> list[int] | None:
+def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
     """Return the shape of the parameter whose state has tensors of `shapes`; None: it is not known.
 
-    Most optimizers keep state of the parameter's shape. Adafactor keeps rows and columns, and LBFGS
-    keeps vectors of the `elements` of all parameters with the first one.
+    Most optimizers keep state of the parameter's shape. Adafactor keeps rows and columns.
     """
     most = max(map(len, shapes), default=0)
     try:
         shape = np.broadcast_shapes(*(one for one in shapes if len(one) == most))
     except ValueError:
         return None
-    return list(shape) if most and shape != (elements,) else None
+    return list(shape) if most else None
 
 
 def _member(

@@ -197,9 +197,11 @@ class StoredDict(PlaceContext):
         counts = [1 if isinstance(e, _Part) else leaves(self._whole, e) for e in items.values()]
         found = [self._whole.stored(e) for e in items.values() if not isinstance(e, _Part)]
         shapes = [one.spec.shape for one in found if one is not None and one.kind is Kind.TENSOR]
-        shape: Any = shape_of_state(shapes, self._elements)
-        if shape is None and shapes and not named:
+        shape: Any = shape_of_state(shapes)
+        if shape is None and any(shapes) and not named:
             shape = "unknown"  # so nothing shows that the order is the same
+        if shape == [self._elements]:  # LBFGS keeps vectors of all parameters with the first one
+            shape = None
         group, position = place
         meta = {"shape": shape, "group": group, "position": position, "named": named}
         self._nodes[path] = Node(path, PARAMETER_FORM, meta | {"objects": sum(counts)})
@@ -308,8 +310,9 @@ def _nested(whole: PlaceContext, top: Mapping[str, _Entry]) -> _Layout | None:
         if not isinstance(params, list) or not all(map(_is_name, params)):
             return None
         layout.numbered |= any(type(name) is int for name in params)
-        own = _value(whole, options.get("param_names")) or ()
-        layout.own_names |= {str(n): name for n, name in zip(params, own, strict=False)}
+        own = _value(whole, options.get("param_names"))
+        if isinstance(own, list) and all(type(name) is str for name in own):
+            layout.own_names |= {str(n): name for n, name in zip(params, own, strict=False)}
         layout.params.append([str(name) for name in params])
         membership = [options[key] for key in MEMBERSHIP if key in options]
         layout.known += [entry for entry in membership if isinstance(entry, tuple)]

@@ -100,6 +100,7 @@ class TemplateDict:
             for group, members in enumerate(names)
             for position, name in enumerate(members)
         }
+        self._comparable: set[str] = set()
         used: set[int] = set()
         self._stand_ins = {name: _stand_in(state.get(name, {}), used) for name in self._places}
         self._groups = [
@@ -120,7 +121,7 @@ class TemplateDict:
         ]
         placement = Placer(self._held(), members, node.path, context).place()
         if by_order:
-            placement.problems += self._unproved(node, stored, members)
+            placement.problems += self._unproved(node, stored)
             placement.notes["matched_by"] = "order"
             warnings.warn(
                 f"{show_path(node.path)} is a state dict by numbers in the template, so parameters "
@@ -144,9 +145,7 @@ class TemplateDict:
             name: there.get(place, f"{place[0]}.{place[1]}") for name, place in self._places.items()
         }
 
-    def _unproved(
-        self, node: Node, stored: Sequence[Node], members: Sequence[Member]
-    ) -> Iterable[str]:
+    def _unproved(self, node: Node, stored: Sequence[Node]) -> Iterable[str]:
         """Yield why the order of parameters may be another one, as sentences."""
         there, here = node.meta.get("groups"), [len(names) for names in self._names]
         places = {(n.meta.get("group"), n.meta.get("position")) for n in stored}
@@ -156,9 +155,8 @@ class TemplateDict:
                 f"have {there} parameters in the checkpoint but {here} in the template: restore "
                 "into the optimizer itself, beside its module"
             )
-        known = {member.name for member in members if member.shape is not None}
         for match in stored:
-            if match.meta.get("objects") and match.path[-1] not in known:
+            if match.meta.get("objects") and match.path[-1] not in self._comparable:
                 yield (
                     f"{show_path(match.path)} has no state in the template whose shape could be "
                     "compared: restore into the optimizer itself"
@@ -166,8 +164,13 @@ class TemplateDict:
 
     def _member(self, name: Any, text: str, elements: int, *, named: bool) -> Member:
         group, position = self._places[name]
-        tensors = [t for t in self._state.get(name, {}).values() if isinstance(t, torch.Tensor)]
-        shape = shape_of_state([tuple(tensor.shape) for tensor in tensors], elements)
+        items = self._state.get(name, {}).values()
+        shapes = [tuple(item.shape) for item in items if isinstance(item, torch.Tensor)]
+        shape = shape_of_state(shapes)
+        if shape is not None or (shapes and not any(shapes)):
+            self._comparable.add(text)
+        if shape == [elements]:  # LBFGS keeps vectors of all parameters with the first one
+            shape = None
         return _DictMember(
             self._stand_ins[name], group, position, text, named, (text,), state_shape=shape
         )

@@ -512,3 +512,79 @@ def test_state_in_one_value_may_be_left_out(ckpt, form):
     assert target.param_groups[0]["lr"] == torch.tensor(0.3)
     ckpt.restore(state, include="optimizer")
     assert target.state[other.up.weight] == {"count": 3}
+
+
+@by_order
+@pytest.mark.parametrize("exclude", [None, "optimizer/param_groups/**"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_dict_under_another_name_is_renamed(ckpt, form, exclude):
+    model, optimizer = make(0, groups=3)
+    ckpt.save({"optim": form(model, optimizer), "epoch": 1}, 1).result()
+    other, target = make(1, groups=3, lr=7.0)
+    state = {"model": other, "optimizer": target}
+    rename = {"optim": "optimizer"}
+    report = ckpt.restore(state, include="optimizer", exclude=exclude, rename=rename)
+    assert same(state_of(target)["state"], state_of(optimizer)["state"])
+    assert target.param_groups[0]["lr"] == (0.3 if exclude is None else 7.0)
+    assert report.unexpected == ()
+
+
+@by_order
+@pytest.mark.parametrize("form", FORMS)
+def test_other_parts_restore_without_the_state_dict(ckpt, form):
+    model, optimizer = make(0)
+    ckpt.save({"model": model, "optimizer": form(model, optimizer)}, 1).result()
+    other, target = make(1)
+    before = state_of(target)
+    report = ckpt.restore({"model": other, "optimizer": target}, include="model")
+    assert report.matched_by is None
+    assert same(state_of(target), before)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_two_optimizers_of_one_model_are_restored_each_in_its_form(ckpt):
+    model = Net()
+    one = torch.optim.AdamW(model.up.parameters())
+    two = torch.optim.SGD(model.norm.parameters(), lr=0.1, momentum=0.9)
+    model(torch.tensor([1])).backward()
+    one.step(), two.step()
+    ckpt.save({"model": model, "one": one, "two": named(model, two)}, 1).result()
+    torch.manual_seed(1)
+    other = Net()
+    first = torch.optim.AdamW(other.up.parameters())
+    second = torch.optim.SGD(other.norm.parameters(), lr=7.0, momentum=0.9)
+    report = ckpt.restore({"model": other, "one": first, "two": second})
+    assert report.matched_by == "name"
+    assert same(first.state_dict(), one.state_dict())
+    assert same(second.state_dict(), two.state_dict())
+
+
+@by_order
+@pytest.mark.parametrize("sizes", [[(4, 3), (4,)], [(5,)], [()]])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_vectors_of_all_parameters_and_small_ones_are_matched_by_order(ckpt, kind, sizes):
+    def make(seed, steps):
+        torch.manual_seed(seed)
+        parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
+        optimizer = kind(parameters, lr=0.1)
+
+        def loss():
+            optimizer.zero_grad()
+            value = sum(p.square().sum() for p in parameters)
+            value.backward()
+            return value
+
+        for _ in range(steps):
+            optimizer.step(loss)
+        return optimizer
+
+    optimizer = make(0, 2)
+    ckpt.save({"optimizer": optimizer.state_dict()}, 1).result()
+    for steps in (0, 1):
+        target = make(1, steps)
+        assert ckpt.restore({"optimizer": target}, 1).matched_by == "order"
+        assert same(target.state_dict(), optimizer.state_dict())
+    ckpt.save({"optimizer": optimizer}, 2).result()
+    template = make(1, 1).state_dict()
+    ckpt.restore({"optimizer": template}, 2)
+    assert same(template, optimizer.state_dict())
