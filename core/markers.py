@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Region, Replica, regions_of_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class Rng:
@@ -193,21 +193,20 @@ class Shards:
             )
             raise UnsupportedStateError(msg)
         for name, of in _TRAITS.items():
-            found = list(dict.fromkeys(map(of, pieces)))
-            if len(found) > 1:
-                msg = (
-                    f"penstock.Shards has pieces of {name} {found[0]} and {found[1]}: it takes one"
-                )
+            traits = list(dict.fromkeys(map(of, pieces)))
+            if len(traits) > 1:
+                one, other = traits[:2]
+                msg = f"penstock.Shards has pieces of {name} {one} and {other}: it takes one"
                 raise UnsupportedStateError(msg)
-        regions = [region for piece in pieces for region in piece.regions]
-        for one, other in combinations(regions, 2):
-            if _overlap(one, other):
-                msg = (
-                    f"penstock.Shards has two pieces with the same elements, from "
-                    f"{list(one.offsets)} of shape {list(one.sizes)} and from "
-                    f"{list(other.offsets)} of shape {list(other.sizes)}: give each element once"
-                )
-                raise UnsupportedStateError(msg)
+        pair = _overlap(region for piece in pieces for region in piece.regions)
+        if pair is not None:
+            one, other = pair
+            msg = (
+                f"penstock.Shards has two pieces with the same elements, from {list(one.offsets)} "
+                f"of shape {list(one.sizes)} and from {list(other.offsets)} of shape "
+                f"{list(other.sizes)}: give each element once"
+            )
+            raise UnsupportedStateError(msg)
         object.__setattr__(self, "pieces", pieces)
 
 
@@ -219,10 +218,17 @@ _TRAITS: Mapping[str, Callable[[Shard], object]] = {
 }
 
 
-def _overlap(one: Region, other: Region) -> bool:
-    """Return whether two rectangles have an element in common."""
-    bounds = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in bounds)
+def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
+    """Return two rectangles that have an element in common; None if no two have."""
+    ordered = sorted(regions, key=lambda region: region.offsets)
+    for number, one in enumerate(ordered):
+        for other in islice(ordered, number + 1, None):
+            bounds = list(zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
+            if all(max(a, b) < min(a + m, b + n) for a, m, b, n in bounds):
+                return one, other
+            if bounds and bounds[0][0] + bounds[0][1] <= bounds[0][2]:
+                break  # this one and all later ones begin behind it
+    return None
 
 
 def _check_rectangle(

@@ -276,7 +276,7 @@ class RankGroup:
                 self.coordination.post(_left_key(self.place.rank), str(left).encode())
 
     def _take_seats_of_lost(self) -> None:
-        """Have ranks that never came look for the next meeting of this name when they do come."""
+        """Take the seats of ranks that never came: they meet the others at the next meeting."""
         for rank in sorted(self.lost):
             self.coordination.decide(_seat_key(rank), _MISSED)
 
@@ -491,7 +491,7 @@ def group_of_job(
         group: A process group, or the numbers of ranks; None takes the default group.
         timeout_s: As in `RankGroup`.
         name: Where they meet; empty: at the n-th group of each process.
-        token: With a name: tells this user of it from all others, in this process too.
+        token: With a name: identifies the checkpointer that takes the seat, also if it asks again.
 
     Raises:
         ConfigError: This process is not in `group`, the store of the job cannot be used, or the
@@ -541,8 +541,8 @@ def _take_seat(coordination: Coordination, rank: int, token: bytes) -> int:
     """Return the number of the first meeting of a name in which the seat of this rank is free.
 
     Each rank has one seat in each meeting, which is taken once: by the rank when it comes, or by
-    those that have waited for it in vain. So a rank that has failed before it came meets the others
-    again at the next one, as does one that was started again: its seats of before are taken.
+    those that have waited for it in vain. So a rank that failed before it came meets the others at
+    the next meeting. So does a rank that was started again: its earlier seats are taken.
     """
     for first in itertools.count(0, _SEATS_AT_ONCE):
         numbers = range(first, first + _SEATS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its objects: shapes, dtypes and how they are stored, without data."""
+"""The specs of the objects of a checkpoint, from its manifest alone: shapes, dtypes, storage."""
 
 from __future__ import annotations
 

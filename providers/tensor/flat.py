@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.core.errors import UnsupportedStateError
-from penstock.core.markers import Shard
+from penstock.core.markers import Shard, Shards
 from penstock.core.types import show_path
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def is_piece(tensor: object) -> bool:
 
 
 def is_stored_as_tensor(item: object) -> bool:
-    """Return whether `item` is a tensor or a piece of one."""
-    return isinstance(item, torch.Tensor | Shard)
+    """Return whether `item` is a tensor, or a piece or several of one."""
+    return isinstance(item, torch.Tensor | Shard | Shards)
 
 
 def note_flat(parameter: torch.Tensor, flat: Flat | None) -> None:

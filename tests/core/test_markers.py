@@ -134,3 +134,14 @@ def test_pieces_that_do_not_go_together_are_refused(pieces, said):
     with pytest.raises(UnsupportedStateError) as caught:
         Shards(pieces)
     assert said in str(caught.value)
+
+
+def test_overlaps_are_found_among_all_pieces_whatever_their_order():
+    cells = [(row, column) for row in range(4) for column in range(3)]
+    made = {at: Shard(torch.zeros(2, 1), (9, 3), (2 * at[0], at[1])) for at in cells}
+    Shards(list(made.values())[::-1])
+    for at in cells:
+        twice = Shard(torch.zeros(1, 1), (9, 3), (2 * at[0] + 1, at[1]))
+        for pieces in ([*made.values(), twice], [twice, *made.values()]):
+            with pytest.raises(UnsupportedStateError, match="two pieces with the same elements"):
+                Shards(pieces)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its objects without reading data."""
+"""The specs of a checkpoint's objects, which need no data."""
 
 import subprocess
 import sys
@@ -63,7 +63,7 @@ def test_a_tied_object_names_the_one_that_has_its_bytes(store):
     assert (tied.shards, tied.bytes_stored) == ((), 0)
 
 
-def test_borrowed_bytes_are_told_apart(tmp_path):
+def test_borrowed_bytes_are_counted_separately(tmp_path):
     with Checkpointer(tmp_path, share=True) as ckpt:
         ckpt.save({"w": torch.ones(40000)}, 1, mode="blocking")
         ckpt.save({"w": torch.ones(40000)}, 2, mode="blocking")

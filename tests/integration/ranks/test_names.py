@@ -32,7 +32,9 @@ def saved(ckpt, step):
     half = penstock.Shard(torch.full((3, 2), step + rank / 2), (6, 2), (3 * rank, 0))
     return ckpt.save({"w": half}, step, mode="blocking").result().step
 
-def act(what, name, step):
+def act(number, what, name, step):
+    if what == "save late":  # once the other rank has done its part, and left
+        store.wait([f"done/{1 - rank}/{number}"], datetime.timedelta(seconds=250))
     if what == "fail":
         return "failed before it opened"
     if what == "save alone first":  # an unnamed one that the other rank never opens
@@ -48,7 +50,7 @@ def act(what, name, step):
 
 for number, action in enumerate(json.loads(sys.argv[6])):
     try:
-        print(json.dumps(act(*action[:3])), flush=True)
+        print(json.dumps(act(first + number, *action[:3])), flush=True)
     except (penstock.PenstockError, OSError) as error:
         print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
     store.set(f"done/{rank}/{first + number}", "1")
@@ -60,7 +62,7 @@ for number, action in enumerate(json.loads(sys.argv[6])):
 
 
 class Ranks:
-    """The processes of two ranks, which do one thing after the other, in step."""
+    """The processes of two ranks, which go through their actions in step."""
 
     def __init__(self, root):
         self.root = root
@@ -74,11 +76,11 @@ class Ranks:
         return process
 
     def run(self, *plans):
-        """What each rank has to say of each of its actions."""
-        return [told(process) for process in [self.start(n, *p) for n, p in enumerate(plans)]]
+        """Return the output of each action, by rank."""
+        return [output_of(process) for process in [self.start(n, *p) for n, p in enumerate(plans)]]
 
 
-def told(process):
+def output_of(process):
     out, _ = process.communicate(timeout=280)
     return [json.loads(line) for line in out.splitlines()]
 
@@ -127,9 +129,10 @@ def test_a_name_is_used_again_after_a_rank_failed_before_it_opened(ranks, absent
 
 @pytest.mark.process
 @pytest.mark.multirank
-def test_a_rank_that_fails_once_it_has_opened_is_known_at_once_and_the_name_is_used_again(ranks):
+@pytest.mark.parametrize("when", ["save", "save late"])
+def test_a_rank_that_fails_once_it_has_opened_is_known_and_the_name_is_used_again(ranks, when):
     first, second = ranks.run(
-        [("raise", "n", 1), ("save", "n", 2)], [("save", "n", 1), ("save", "n", 2)]
+        [("raise", "n", 1), ("save", "n", 2)], [(when, "n", 1), ("save", "n", 2)]
     )
     assert first[0] == "OSError: no memory"
     assert second[0].startswith("RankError")
@@ -142,11 +145,11 @@ def test_a_rank_that_fails_once_it_has_opened_is_known_at_once_and_the_name_is_u
 def test_a_rank_that_started_again_meets_the_others_under_the_same_name(ranks):
     first = ranks.start(0, ("save", "n", 1), ("save", "n", 2))
     before = ranks.start(1, ("save", "n", 1, "exit"))
-    assert told(before) == [1]
+    assert output_of(before) == [1]
     ranks.store.set("done/1/0", "1")
     again = ranks.start(1, ("save", "n", 2), first=1)
-    assert told(first) == [1, 2]
-    assert told(again) == [2]
+    assert output_of(first) == [1, 2]
+    assert output_of(again) == [2]
     assert stored(ranks, 2) == [2.0] * 3 + [2.5] * 3
 
 

@@ -343,3 +343,15 @@ def test_pieces_that_keep_moving_while_they_are_described_are_not_taken_for_othe
     state = {"w": shards, "mover": Mover(shards.pieces[1].tensor)}
     with checkpointer(memory()) as ckpt, pytest.raises(TornSnapshotError, match="w moved to other"):
         ckpt.save(state, 1, mode="blocking")
+
+
+@pytest.mark.gpu
+def test_pieces_on_a_device_are_captured_when_the_save_returns_and_filled_in_place():
+    pieces = [Shard(p.tensor.cuda(), SHAPE, p.offsets) for p in rows(whole(), (20, 40), (0, 20))]
+    with checkpointer(memory()) as ckpt:
+        handle = ckpt.save({"w": Shards(pieces)}, 1)
+        for piece in pieces:
+            piece.tensor.zero_()
+        handle.result(300)
+        ckpt.restore({"w": Shards(pieces)})
+    assert torch.equal(torch.cat([p.tensor.cpu() for p in reversed(pieces)]), whole())
