@@ -1,6 +1,8 @@
-"""Shows sizes and counts to people, in the same form in all messages."""
+"""Sizes, counts and durations as people read and write them, in the same form everywhere."""
 
 from __future__ import annotations
+
+import re
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -17,3 +19,22 @@ def size_text(size: float) -> str:
     while amount >= 1023.95 and unit < len(_UNITS) - 1:  # noqa: PLR2004
         amount, unit = amount / 1024, unit + 1
     return f"{round(size)} B" if unit == 0 else f"{amount:.1f} {_UNITS[unit]}"
+
+
+SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+"""The seconds of each unit of time; a number alone is seconds."""
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def seconds_of(text: str) -> float:
+    """Parse a time such as `90s`, `30min`, `24h` or `7d`, and return its seconds.
+
+    Raises:
+        ValueError: `text` is no such time.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or match[2] not in SECONDS:
+        msg = f"{text!r} is not a time such as 90s, 30min, 24h or 7d"
+        raise ValueError(msg)
+    return float(match[1]) * SECONDS[match[2]]

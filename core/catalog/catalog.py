@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.deletion import check_same, delete_records
-from penstock.core.catalog.notes import gone, write_note
+from penstock.core.catalog.notes import NotesOfRun, gone, write_note
 from penstock.core.catalog.prune import GRACE_S, PruneReport, prune
+from penstock.core.catalog.retention import worst_first, younger_than
 from penstock.core.catalog.survey import (
     has_data,
     is_listed,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.catalog.survey import Look
+    from penstock.core.config.model import Retention
     from penstock.core.errors import PenstockError
     from penstock.core.format.records import CommitRecord
 
@@ -86,6 +88,7 @@ class Catalog:
         self._failed = delete_failed
         self._look = look
         self.note_own = note_own
+        self._doomed: set[int] = set()  # steps that retention looks at for the last time
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -259,7 +262,7 @@ class Catalog:
         name = write_note(self._backend, record, metadata, tags)
         with suppress(CheckpointNotFoundError):
             # A deletion deletes the record first: either it sees the note, or this look sees that.
-            if self.record(step).origin == record.origin:
+            if step not in self._doomed and self.record(step).origin == record.origin:
                 return
         self._backend.delete([name])
         raise gone(record, self._backend)
@@ -331,45 +334,44 @@ class Catalog:
             self._delete(entries[number])
         return later
 
-    def apply_retention(
-        self,
-        *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        protect: Collection[int] = (),
-    ) -> list[int]:
-        """Delete the checkpoints that retention does not keep.
+    def apply_retention(self, rules: Retention, *, protect: Collection[int] = ()) -> list[int]:
+        """Delete the checkpoints that no rule of retention keeps.
 
         A checkpoint with a readable record counts only if it is whole as far as `look` tells: the
-        newest ones are checked until enough are found, and older ones are deleted unchecked.
-        Checkpoints with an unreadable record are neither counted nor deleted.
+        newest ones are checked until enough are found, and older ones are deleted unchecked; the
+        best ones likewise. Checkpoints with an unreadable record are neither counted nor deleted.
+        A checkpoint with a tag is not deleted, nor one with an unreadable note: it may have a tag,
+        or be the best.
 
         Args:
-            keep_last: The number of newest whole checkpoints to keep; None keeps all, unless
-                `keep_every` is given.
-            keep_every: Keep the steps that are multiples of this number.
+            rules: The rules.
             protect: The steps to keep in any case.
 
         Returns:
             The deleted steps, ascending. The newest whole step is never among them. Blobs that a
             kept checkpoint borrows of a deleted one stay.
         """
-        if keep_last is None and keep_every is None:
-            return []
         survey = survey_records(self._backend)
-        readable: dict[int, CommitRecord] = {}
-        for step, names in self.entries().items():
-            if names[-1] in survey.records:
-                readable[step] = survey.records[names[-1]]
+        named = {step: names[-1] for step, names in self.entries().items()}
+        readable = {s: survey.records[n] for s, n in named.items() if n in survey.records}
         steps = sorted(readable)
-        count = max(keep_last or 1, 1)
+        count = max(rules.keep_last or 1, 1)
         kept = {*protect}
-        if keep_every is not None:
-            kept |= {step for step in steps if step % keep_every == 0}
+        if rules.keep_every is not None:
+            kept |= {step for step in steps if step % rules.keep_every == 0}
+        if rules.keep_within is not None:
+            kept |= younger_than(rules.keep_within, {s: survey.times[named[s]] for s in steps})
         if kept.issuperset(steps[:-count]):
-            return []  # nothing would be deleted, so no manifest has to be read
+            return []  # nothing would be deleted, so no manifest and no note has to be read
         kept |= self._newest(readable, steps, count, self._is_whole)
         kept |= self._kept_for_tiers(readable, count)
+        listed = NotesOfRun(places_of(self._backend))
+        notes = {step: listed.read(record) for step, record in readable.items()}
+        kept |= {step for step, found in notes.items() if found.tags or found.damaged}
+        if rules.keep_best is not None and rules.best_metric and rules.best_mode:
+            metadata = {step: found.metadata for step, found in notes.items()}
+            ranked = worst_first(metadata, rules.best_metric, rules.best_mode)
+            kept |= self._newest(readable, ranked, rules.keep_best, self._is_whole)
         doomed = [step for step in steps if step not in kept]
         log.debug("retention: of %d readable checkpoints %d go", len(steps), len(doomed))
         gone = []
@@ -378,9 +380,26 @@ class Catalog:
             # With the uids of the survey: another saver may have replaced the step meanwhile.
             seen = {name: survey.records[name].uid for name in names if name in survey.records}
             doomed_names = [name for name in names if name in seen]
-            if self._delete(doomed_names, seen):
-                gone.append(step)
+            with self._deciding(step):
+                # Whatever was added since may speak for it: the next retention looks at that.
+                now = NotesOfRun.of(self._backend, readable[step]).names(readable[step])
+                added = now.keys() - listed.names(readable[step]).keys()
+                if not added and self._delete(doomed_names, seen):
+                    gone.append(step)
         return gone
+
+    @contextmanager
+    def _deciding(self, step: int) -> Iterator[None]:
+        """Refuse notes on a step meanwhile.
+
+        Retention looks at the notes after this began, `annotate` looks for this after it has
+        published: so no note is added with success, and then deleted unseen.
+        """
+        self._doomed.add(step)
+        try:
+            yield
+        finally:
+            self._doomed.discard(step)
 
     def _newest(
         self,
@@ -389,7 +408,7 @@ class Catalog:
         count: int,
         is_whole: Callable[[CommitRecord], bool],
     ) -> set[int]:
-        """Return the newest of `steps`, down to the one that completes `count` whole ones.
+        """Return the last of `steps`, from the one that completes `count` whole ones.
 
         Returns all steps if fewer are whole: then a damaged checkpoint may be the best there is.
         """

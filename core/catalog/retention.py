@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import time
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.prune import take_dead
 from penstock.core.catalog.survey import places_of
@@ -12,7 +14,7 @@ from penstock.core.reporting.events import DeleteEvent
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.catalog.catalog import Catalog
@@ -23,6 +25,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _MARGIN_BYTES = 4 << 20  # for part, index, records, and the gaps between frames
+
+
+def worst_first(metadata: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:
+    """Return the steps that have a metric, the best last, of equal ones the newest.
+
+    Leaves out steps whose metric is missing, no number, infinite or NaN.
+
+    Args:
+        metadata: The metadata of each step.
+        metric: The key of the metric.
+        mode: `min` or `max`, whichever is the best.
+    """
+    sign = {"min": -1, "max": 1}[mode]
+    values = {step: found.get(metric) for step, found in metadata.items()}
+    # By exact type: a bool is an int, and `isfinite` fails for large ones.
+    numbers = {
+        step: sign * value
+        for step, value in values.items()
+        if type(value) is int or (type(value) is float and isfinite(value))
+    }
+    return sorted(numbers, key=lambda step: (numbers[step], step))
+
+
+def younger_than(age_s: float, times: Mapping[int, float]) -> set[int]:
+    """Return the steps that are not older than the newest by more than `age_s` seconds.
+
+    Counts back from the newest checkpoint, not from now: after a pause of a week nothing is gone. A
+    time in the future, by a clock that was wrong, makes no checkpoint older.
+
+    Args:
+        age_s: The age in seconds.
+        times: When each step was published.
+    """
+    now_s = min(time.time(), max(times.values(), default=0.0))
+    return {step for step, published_s in times.items() if now_s - published_s <= age_s}
 
 
 def clean_up_after(
@@ -42,11 +79,7 @@ def clean_up_after(
         if overwrite:
             catalog.delete_older_generations(report.step)
         if retention is not None:
-            gone = catalog.apply_retention(
-                keep_last=retention.keep_last,
-                keep_every=retention.keep_every,
-                protect={report.step, *protect},
-            )
+            gone = catalog.apply_retention(retention, protect={report.step, *protect})
             if gone:
                 events.emit(DeleteEvent("deleted", tuple(gone), "retention"))
     except Exception as error:  # noqa: BLE001 - a task's boundary: recorded in the log
@@ -125,11 +158,7 @@ class Housekeeper:
         taken = take_dead(self._backend, own_uids=own_uids)
         gone: list[int] = []
         if self._retention is not None:
-            gone = self._catalog.apply_retention(
-                keep_last=self._retention.keep_last,
-                keep_every=self._retention.keep_every,
-                protect=protect,
-            )
+            gone = self._catalog.apply_retention(self._retention, protect=protect)
         if gone:
             self._events.emit(DeleteEvent("deleted", tuple(gone), "retention"))
         return bool(taken or gone)

@@ -67,12 +67,14 @@ class Survey:
         data: The blobs and records by uid, as listed before the intents were read.
         intents: The intents, by uid, of saves that no commit record names.
         unreadable: The reason, by name, why a record is unreadable; it may need any data.
+        times: When each commit record was published, by name, by the store's clock.
     """
 
     records: dict[str, CommitRecord] = field(default_factory=dict)
     data: dict[str, list[BlobInfo]] = field(default_factory=dict)
     intents: dict[str, IntentRecord] = field(default_factory=dict)
     unreadable: dict[str, DamagedError] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def named(self) -> set[str]:
@@ -311,6 +313,7 @@ def survey_records(backend: Backend) -> Survey:
         else:
             if record is not None:  # else it was deleted after the listing
                 survey.records[info.name] = record
+                survey.times[info.name] = info.modified_s
     return survey
 
 

@@ -51,12 +51,14 @@ def prune(
     that checkpoint may need anything, nor where there is none at all, since the run may have been
     copied data first: then the exit code is 1.
     """
-    from penstock.core.cli.commands.prune import PruneOptions, grace_seconds, run  # noqa: PLC0415
+    from penstock.core.cli.commands.prune import PruneOptions, run  # noqa: PLC0415
+    from penstock.core.units import seconds_of  # noqa: PLC0415
 
     try:
-        grace_s = grace_seconds(grace)
+        grace_s = seconds_of(grace)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        msg = f"--grace: {error}"
+        raise typer.BadParameter(msg) from None
     how = PruneOptions(grace_s, everything, dry_run, yes, as_json)
     if not run(url, how):
         raise typer.Exit(1)
@@ -82,7 +84,9 @@ def delete(
     yes: Yes = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Even if no whole checkpoint would be left."),
+        typer.Option(
+            "--force", help="Also pinned checkpoints, and even if no whole one would be left."
+        ),
     ] = False,
     tier: Annotated[
         str | None,

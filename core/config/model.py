@@ -44,6 +44,7 @@ from penstock.core.errors import ConfigError, SelectionError
 from penstock.core.limits import MAX_BLOCK_BYTES, MAX_CHUNK_BYTES, MAX_CODECS, MAX_LINKS
 from penstock.core.suggest import nearest
 from penstock.core.types import PAGE_BYTES
+from penstock.core.units import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,16 +213,59 @@ class Rule(_Model):
         return self._origin.place or "a rule"
 
 
+def _duration(value: object) -> object:
+    return seconds_of(value) if isinstance(value, str) else value
+
+
+Duration: TypeAlias = Annotated[
+    float,
+    BeforeValidator(_duration),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(s|min|h|d)?\s*$"},
+            ]
+        }
+    ),
+]
+"""Seconds, or text such as `"30min"` or `"7d"`."""
+
+
 class Retention(_Model):
-    """Which checkpoints to keep; a checkpoint that neither option names is deleted."""
+    """Which checkpoints to keep; a checkpoint that no option names is deleted.
+
+    Attributes:
+        keep_last: Keep the N newest.
+        keep_every: Keep the steps that are multiples of N.
+        keep_best: Keep the N best by `best_metric`; of equal ones the newer.
+        best_metric: The key of the metadata with the number to compare.
+        best_mode: Whether the lowest or the highest number is the best.
+        keep_within: Keep those that are not older than the newest by more than this time.
+    """
 
     keep_last: int | None = Field(default=None, ge=1)
     keep_every: int | None = Field(default=None, ge=1)
+    keep_best: int | None = Field(default=None, ge=1)
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] | None = None
+    keep_within: Annotated[Duration, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.keep_last is None and self.keep_every is None:
-            msg = "needs keep_last or keep_every; leave [retention] out to keep all"
+        rules = (self.keep_last, self.keep_every, self.keep_best, self.keep_within)
+        best = (self.keep_best, self.best_metric, self.best_mode)
+        if None in best and any(one is not None for one in best):
+            msg = (
+                "keep_best, best_metric and best_mode go together: keep_best = 3, "
+                'best_metric = "loss", best_mode = "min" (or "max")'
+            )
+            raise ValueError(msg)
+        if all(rule is None for rule in rules):
+            msg = (
+                "needs keep_last, keep_every, keep_best or keep_within; leave [retention] out to "
+                "keep all"
+            )
             raise ValueError(msg)
         return self
 
@@ -347,7 +391,7 @@ class CheckpointerOptions(TypedDict, total=False):
     """The options of `Checkpointer(...)`, as plain values; meanings as in `CheckpointerConfig`."""
 
     rules: Sequence[Rule | Mapping[str, Any]] | None
-    retention: Retention | Mapping[str, int] | None
+    retention: Retention | Mapping[str, int | float | str] | None
     deltas: Deltas | Mapping[str, int | str | None]
     staging_bytes: int | str | None
     mode: Mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -16,29 +15,13 @@ from penstock.core.cli.prompt import ask
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.inspector import Inspector
 from penstock.core.storage.open import open_backend
-from penstock.core.units import size_text
+from penstock.core.units import SECONDS, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.catalog.prune import PruneReport
-
-_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
-
-
-def grace_seconds(text: str) -> float:
-    """Parse a time such as `90s`, `30min`, `24h` or `2d`, and return its seconds.
-
-    Raises:
-        ValueError: `text` is no such time.
-    """
-    match = _TIME.fullmatch(text.strip())
-    if match is None or match[2] not in _SECONDS:
-        msg = f"--grace: {text!r} is not a time such as 90s, 30min, 24h or 2d"
-        raise ValueError(msg)
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +146,6 @@ def _counted(things: Sequence[str], word: str) -> str:
 def _time_text(seconds: float) -> str:
     for unit in ("d", "h", "min"):
         # One day stays `24 h`, as the option and its documentation write the default.
-        if seconds >= _SECONDS[unit] * (2 if unit == "d" else 1) and not seconds % _SECONDS[unit]:
-            return f"{seconds / _SECONDS[unit]:g} {unit}"
+        if seconds >= SECONDS[unit] * (2 if unit == "d" else 1) and not seconds % SECONDS[unit]:
+            return f"{seconds / SECONDS[unit]:g} {unit}"
     return f"{seconds:g} s"

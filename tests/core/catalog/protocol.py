@@ -34,6 +34,7 @@ from penstock.core.catalog.survey import is_whole
 from penstock.core.concurrency.latch import Latch
 from penstock.core.concurrency.timing import Clock, Timing
 from penstock.core.concurrency.watchdog import Watchdog
+from penstock.core.config.model import Retention
 from penstock.core.copy import blob_sites
 from penstock.core.copy import lease as leases
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -421,7 +422,7 @@ class Saver(Actor):
 
     def run(self, turn):
         catalog = Catalog(turn)
-        retention = self.keep_last and SimpleNamespace(keep_last=self.keep_last, keep_every=None)
+        retention = self.keep_last and Retention(keep_last=self.keep_last)
         base, borrowed = None, ()
         try:
             generation = claim_generation(

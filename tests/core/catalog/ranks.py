@@ -29,6 +29,7 @@ from penstock.core.catalog.commit_table import Commit, Event, State
 from penstock.core.catalog.publisher import Publisher
 from penstock.core.catalog.retention import clean_up_after
 from penstock.core.catalog.survey import is_whole, read_commit
+from penstock.core.config.model import Retention
 from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointNotFoundError,
@@ -385,7 +386,7 @@ class _Engine:
 
     def _clean_up_older(self):
         actor = self._actor
-        retention = actor.keep_last and SimpleNamespace(keep_last=actor.keep_last, keep_every=None)
+        retention = actor.keep_last and Retention(keep_last=actor.keep_last)
         clean_up_after(
             SimpleNamespace(step=actor.step),
             Catalog(self._turn),

@@ -26,6 +26,7 @@ from penstock.core.catalog.survey import (
     survey_records,
     uids_named,
 )
+from penstock.core.config.model import Retention
 from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointGoneError,
@@ -354,7 +355,7 @@ def test_borrowed_blobs_go_with_the_last_checkpoint_that_borrows_them(store, cat
             commit(store, 5)
             catalog.rewind(5)
         case "retention":
-            assert catalog.apply_retention(keep_last=1) == [30]
+            assert catalog.apply_retention(Retention(keep_last=1)) == [30]
         case "overwrite":
             commit(store, 30, generation=1)
             catalog.delete_older_generations(30)
@@ -524,7 +525,7 @@ def test_a_crash_at_any_moment_leaves_no_record_without_its_data(operation):
                 "delete": lambda c: c.delete(20),
                 "rewind": lambda c: c.rewind(10),
                 "overwrite": lambda c: c.delete_older_generations(20),
-                "retention": lambda c: c.apply_retention(keep_last=1),
+                "retention": lambda c: c.apply_retention(Retention(keep_last=1)),
                 "prune": lambda c: c.prune(),
             }[operation](catalog)
             finished = True
@@ -549,8 +550,8 @@ def test_a_crash_at_any_moment_leaves_no_record_without_its_data(operation):
 # -- retention ----------------------------------------------------------------------------------
 
 
-def retained(catalog, steps, **options):
-    deleted = catalog.apply_retention(**options)
+def retained(catalog, steps, *, protect=(), **rules):
+    deleted = catalog.apply_retention(Retention(**rules), protect=protect)
     assert sorted({*deleted, *catalog.steps()}) == steps
     return catalog.steps()
 
@@ -558,7 +559,6 @@ def retained(catalog, steps, **options):
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ({}, [0, 10, 15, 20, 30]),
         ({"keep_last": 2}, [20, 30]),
         ({"keep_last": 1, "keep_every": 20}, [0, 20, 30]),
         ({"keep_every": 15}, [0, 15, 30]),
@@ -587,12 +587,12 @@ def test_retention_counts_only_checkpoints_that_have_their_data(store, catalog):
     uids = {step: commit(store, step) for step in range(1, 8)}
     for step in (2, 5, 6):
         store.delete([part_name(uids[step], 0)])
-    assert catalog.apply_retention(keep_last=2) == [1, 2, 3]
+    assert catalog.apply_retention(Retention(keep_last=2)) == [1, 2, 3]
     assert catalog.steps() == [4, 5, 6, 7]
     for step in (4, 7):
         store.delete([blob_name(uids[step], 0, 0, "raw")])
     commit(store, 8)
-    assert catalog.apply_retention(keep_last=2) == []
+    assert catalog.apply_retention(Retention(keep_last=2)) == []
 
 
 def test_retention_drops_a_step_whose_blobs_a_kept_one_borrows(store, catalog):
@@ -903,7 +903,7 @@ class Run(RuleBasedStateMachine):
                 catalog.prune()
             elif kind == "retention":
                 allowed = set(steps[:-1])
-                catalog.apply_retention(keep_last=1)
+                catalog.apply_retention(Retention(keep_last=1))
             elif steps:
                 step = data.draw(st.sampled_from(steps))
                 if kind == "delete":

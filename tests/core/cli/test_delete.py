@@ -11,7 +11,6 @@ from tests.core.cli.command import caller, tree_of
 
 import penstock
 from penstock.backends.posix import PosixBackend
-from penstock.core.cli.commands.prune import grace_seconds
 from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import (
     BlobRecord,
@@ -23,6 +22,7 @@ from penstock.core.format.records import (
     index_name,
     part_name,
 )
+from penstock.core.units import seconds_of
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_delete_refuses_the_last_step_that_has_its_data(call, run):
     [("0", 0), ("90", 90), ("90s", 90), ("1.5min", 90), ("24h", 86400), (" 2 d ", 172800)],
 )
 def test_grace_is_a_number_with_a_unit(text, seconds):
-    assert grace_seconds(text) == seconds
+    assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "h", "-1h", "1w", "1 h 30 min", "1e3", "nan"])

@@ -174,7 +174,25 @@ def test_one_pattern_needs_no_list():
             {"chunk_bytes": "1 MB"},
             'chunk_bytes: Input should be a multiple of 4096: "1 MiB" is one, "1 MB" is not',
         ),
-        ({"retention": {}}, "retention: needs keep_last or keep_every"),
+        ({"retention": {}}, "retention: needs keep_last, keep_every, keep_best or keep_within"),
+        (
+            {"retention": {"keep_best": 2}},
+            "retention: keep_best, best_metric and best_mode go together",
+        ),
+        (
+            {"retention": {"keep_last": 2, "best_metric": "loss"}},
+            "retention: keep_best, best_metric and best_mode go together",
+        ),
+        (
+            {"retention": {"keep_best": 1, "best_metric": "loss", "best_mode": "low"}},
+            "retention.best_mode",
+        ),
+        (
+            {"retention": {"keep_within": "a week"}},
+            "retention.keep_within: 'a week' is not a time such as 90s",
+        ),
+        ({"retention": {"keep_within": "0s"}}, "retention.keep_within"),
+        ({"retention": {"keep_within": float("nan")}}, "retention.keep_within"),
         ({"retention": {"keep_last": 0}}, "retention.keep_last: Input should be greater than"),
         ({"backend": {"path": "x"}}, "backend.type: Field required"),
         ({"backend": 7}, "backend: Input should be a path, a URL, a table with `type`, or an open"),

@@ -40,7 +40,10 @@ LEFT_ALONE = -2
 
 modes = st.sampled_from(["blocking", "async", "lazy"])
 rules = st.sampled_from([RAW, ENCODED, BOTH, CHAINED, CHAINED])
-retentions = st.sampled_from([None, {"keep_last": 1}, {"keep_last": 2, "keep_every": 3}])
+BEST = {"keep_best": 2, "best_metric": "mark", "best_mode": "max"}
+retentions = st.sampled_from(
+    [None, {"keep_last": 1}, {"keep_last": 2, "keep_every": 3}, BEST, {"keep_last": 2, **BEST}]
+)
 picks = st.integers(0, 7)
 marks = st.integers(0, 3)
 # Seeds of what survives a power cut; None: only the process dies.
@@ -111,8 +114,11 @@ class Runs(RuleBasedStateMachine):
         if keep is None:
             return []
         steps = sorted(run)
-        kept = protected | set(steps[-keep["keep_last"] :])
+        kept = protected | set(steps[-keep.get("keep_last", 1) :])
         every = keep.get("keep_every")
+        if "keep_best" in keep:
+            marked = [s for s in steps if self.marks.get(run[s]) is not None]
+            kept |= {*sorted(marked, key=lambda s: (self.marks[run[s]], s))[-keep["keep_best"] :]}
         return [s for s in steps if s not in kept and not (every and s % every == 0)]
 
     # -- actions that come to their end ---------------------------------------------------------

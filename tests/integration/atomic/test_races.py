@@ -11,6 +11,7 @@ from tests.integration.support import checkpointer, make_state, memory, same
 from penstock import CommitUnknownError, DamagedError, LostRaceError, StorageError
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.config.model import Retention
 from penstock.core.testing.wrapper import WrapperBackend
 
 
@@ -112,7 +113,7 @@ def test_retention_spares_a_step_that_was_saved_again_since_it_looked():
 
     # Between its look at all records, and at what it keeps, and the deletion of the first.
     backend = Between(store, "list", "commits/", once_more, after=True, number=3)
-    assert Catalog(backend).apply_retention(keep_last=1) == []
+    assert Catalog(backend).apply_retention(Retention(keep_last=1)) == []
     assert backend.action is None
     with checkpointer(store) as ckpt:
         assert same(ckpt.load(1), make_state(10))

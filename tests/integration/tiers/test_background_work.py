@@ -12,6 +12,7 @@ from tests.integration.tiers.places import Places
 from penstock import CheckpointGoneError, NotDrainedError, PenstockError, StorageError
 from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.config.model import Retention
 from penstock.core.errors import UnsyncedError
 from penstock.core.storage.open import open_backend
 from penstock.core.testing.faults import Fault, FaultyBackend
@@ -55,7 +56,7 @@ def test_retention_spares_what_is_to_be_copied_next(places):
             mark(places.fast, alone.info(step).uid, step)
     config = TieredConfig(fast="memory://", durable="memory://")
     both = TieredBackend(config, fast=places.fast, durable=places.durable)
-    assert Catalog(both).apply_retention(keep_last=1) == []
+    assert Catalog(both).apply_retention(Retention(keep_last=1)) == []
     with places.open(retention={"keep_last": 1}) as ckpt:
         ckpt.save(make_state(4), 4).result(300)
     assert places.steps() == ([4], [4])

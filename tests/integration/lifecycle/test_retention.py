@@ -1,0 +1,254 @@
+"""Retention by a metric and by age: what stays, what goes, and what no rule may delete."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from tests.integration.support import Run, checkpointer, memory
+from tests.integration.tiers.places import Places
+
+from penstock import Checkpointer, CheckpointGoneError, StorageError
+from penstock.core.config.model import load_config
+from penstock.core.testing.faults import FaultyBackend
+from penstock.core.testing.wrapper import WrapperBackend
+
+BEST = {"keep_best": 2, "best_metric": "loss", "best_mode": "min"}
+DAY_S = 86400.0
+
+
+def save(ckpt, losses, **options):
+    """Step N with the N-th of these losses; None: it has no metadata."""
+    first = (ckpt.latest() or 0) + 1
+    for step, loss in enumerate(losses, first):
+        metadata = None if loss is None else {"loss": loss}
+        state = {"w": torch.full((100,), float(step))}
+        ckpt.save(state, step, mode="blocking", metadata=metadata, **options)
+        ckpt.wait()
+
+
+def left(losses, backend=None, **retention):
+    """The steps that stay where the first run kept all, and the next save applies the rules."""
+    backend = backend or memory()
+    with checkpointer(backend) as ckpt:
+        save(ckpt, losses)
+    with checkpointer(backend, retention=retention) as ckpt:
+        save(ckpt, [None])
+        return ckpt.steps()
+
+
+@pytest.mark.parametrize(
+    ("losses", "retention", "kept"),
+    [
+        ([3.0, 1.0, 2.0, 4.0], BEST, [2, 3, 5]),
+        ([3.0, 1.0, 2.0, 4.0], {**BEST, "best_mode": "max"}, [1, 4, 5]),
+        ([1.0, 1.0, 1.0, 2.0], BEST, [2, 3, 5]),  # of equal ones the newer
+        ([1.0, 1.0, 1.0, 0.5], {**BEST, "best_mode": "max"}, [2, 3, 5]),
+        ([1, 2.5, 0, 10**400], BEST, [1, 3, 5]),
+        ([1, 2.5, 0, 10**400], {**BEST, "best_mode": "max"}, [2, 4, 5]),
+        ([3.0, 1.0, 2.0, 4.0], {**BEST, "best_metric": "accuracy"}, [5]),
+        ([3.0, 1.0, 2.0, 4.0], {**BEST, "keep_last": 2}, [2, 3, 4, 5]),
+        ([3.0, 1.0, 2.0, 4.0], {**BEST, "keep_every": 4}, [2, 3, 4, 5]),
+        ([3.0, 1.0, 2.0, 4.0], {**BEST, "keep_best": 9}, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_best_checkpoints_stay_and_the_newest(losses, retention, kept):
+    assert left(losses, **retention) == kept
+
+
+@pytest.mark.parametrize(
+    "bad", [None, float("nan"), float("inf"), float("-inf"), "0", True, [0.0], {"x": 1}]
+)
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_no_finite_number_never_wins(bad, mode):
+    assert left([1.0, bad, 2.0, bad], **{**BEST, "best_mode": mode}) == [1, 3, 5]
+
+
+def test_metric_that_is_added_later_counts():
+    backend = memory()
+    with checkpointer(backend, retention={**BEST, "keep_last": 2}) as ckpt:
+        for loss in (3.0, 1.0, 2.0, 4.0, 5.0):
+            save(ckpt, [9.0])
+            ckpt.annotate(ckpt.latest(), {"loss": loss})
+        assert ckpt.steps() == [2, 3, 4, 5]
+        ckpt.annotate(4, {"loss": 0.5})
+        save(ckpt, [9.0, 9.0])
+        assert ckpt.steps() == [2, 4, 6, 7]
+
+
+def test_overdue_retention_by_metric_runs_before_the_first_save():
+    backend = memory()
+    with checkpointer(backend) as ckpt:
+        save(ckpt, [3.0, 1.0, 2.0, 4.0])
+    faulty = FaultyBackend(backend)
+    with checkpointer(faulty, retention=BEST) as ckpt:
+        assert ckpt.steps() == [1, 2, 3, 4]
+        faulty.fail("create", error=StorageError("no room"))
+        with pytest.raises(StorageError):
+            save(ckpt, [None])
+        assert ckpt.steps() == [2, 3, 4]
+
+
+def test_best_checkpoint_that_has_lost_data_does_not_count():
+    backend = memory()
+    with checkpointer(backend) as ckpt:
+        save(ckpt, [3.0, 1.0, 2.0, 4.0])
+        uid = ckpt.info(2).uid
+    backend.delete([info.name for info in backend.list(f"data/{uid}/blobs/")])
+    with checkpointer(backend, retention=BEST) as ckpt:
+        save(ckpt, [None])
+        assert ckpt.steps() == [1, 2, 3, 5]  # the two best that are whole, and what is better
+
+
+def test_checkpoint_with_a_damaged_note_is_never_deleted(caplog):
+    for retention in (BEST, {"keep_last": 1}):
+        backend = memory()
+        with checkpointer(backend) as ckpt:
+            save(ckpt, [3.0, 1.0, 2.0, 4.0])
+            ckpt.annotate(1, {"loss": 0.0})
+        (note,) = backend.list("notes/")
+        backend.publish(note.name, b"torn")
+        with checkpointer(backend, retention=retention) as ckpt:
+            save(ckpt, [None])
+            assert ckpt.steps() == ([1, 2, 3, 5] if retention is BEST else [1, 5])
+        assert "goes on without a note" in caplog.text
+
+
+def test_best_checkpoint_lends_to_nothing_that_is_lost():
+    """A step that others need goes, its data stays."""
+    rules = [{"match": "**", "codecs": ["delta", "zstd"]}]
+    retention = {"keep_best": 1, "best_metric": "loss", "best_mode": "min"}
+    grown = torch.randint(1 << 15, 1 << 16, (5000,)).float()
+    with checkpointer(memory(), rules=rules, retention=retention) as ckpt:
+        for step, loss in enumerate([3.0, 2.0, 1.0, 4.0, 5.0], 1):
+            ckpt.save({"w": grown + step}, step, mode="blocking", metadata={"loss": loss})
+            ckpt.wait()
+        assert ckpt.steps() == [3, 5]
+        assert ckpt.info(3).references
+        for step in (3, 5):
+            assert torch.equal(ckpt.load(step)["w"], grown + step)
+            assert ckpt.verify(step).ok
+
+
+def test_best_checkpoint_stays_in_tiers_wherever_its_metric_is():
+    places = Places()
+    with places.open() as ckpt:
+        save(ckpt, [3.0, 3.0, 3.0, 3.0])
+        ckpt._drains.settle(60)
+        ckpt.annotate(2, {"loss": 1.0})
+    with places.open(retention={**BEST, "keep_best": 1}) as ckpt:
+        save(ckpt, [None, None])
+        ckpt._drains.settle(60)
+        ckpt.wait()
+        assert 2 in ckpt.steps()
+        assert 1 not in ckpt.steps()
+    assert all(2 in steps for steps in places.steps())
+
+
+# -- by age ----------------------------------------------------------------------------------------
+
+
+def aged(root, *days):
+    """Steps 1, 2, ... so many days old."""
+    run = Run(root)
+    with run.open() as ckpt:
+        save(ckpt, [float(step) for step in range(1, len(days) + 1)])
+    for step, age in enumerate(days, 1):
+        then = time.time() - age * DAY_S
+        os.utime(run.root / run.commit(step), (then, then))
+    return run
+
+
+@pytest.mark.parametrize("within", ["7d", "168h", 7 * DAY_S])
+def test_checkpoints_within_the_time_stay(tmp_path, within):
+    run = aged(tmp_path / "run", 9, 7.1, 6.9, 1)
+    with run.open(retention={"keep_within": within}) as ckpt:
+        save(ckpt, [None])
+        assert ckpt.steps() == [3, 4, 5]
+
+
+def test_age_is_counted_back_from_the_newest_checkpoint(tmp_path):
+    """So a run that rested for a month loses nothing before it goes on."""
+    run = aged(tmp_path / "run", 39, 36, 31, 30)
+    with run.open(retention={"keep_within": "7d"}) as ckpt:
+        assert ckpt._catalog.apply_retention(ckpt._config.retention) == [1]
+        assert ckpt.steps() == [2, 3, 4]
+
+
+def test_time_in_the_future_makes_nothing_older(tmp_path):
+    run = aged(tmp_path / "run", 3, 2, 1, -400)
+    with run.open(retention={"keep_within": "7d"}) as ckpt:
+        save(ckpt, [None])
+        assert ckpt.steps() == [1, 2, 3, 4, 5]
+
+
+def test_age_and_metric_and_number_keep_together(tmp_path):
+    run = aged(tmp_path / "run", 30, 20, 10, 3)
+    with run.open(retention={**BEST, "keep_best": 1, "keep_within": "5d"}) as ckpt:
+        save(ckpt, [None])
+        assert ckpt.steps() == [1, 4, 5]
+
+
+def test_rules_come_from_a_file_as_well(tmp_path):
+    (tmp_path / "p.toml").write_text(
+        f"""
+        backend = "posix://{tmp_path}/run"
+        [retention]
+        keep_best = 2
+        best_metric = "loss"
+        best_mode = "min"
+        keep_within = "30min"
+        """
+    )
+    config = load_config(tmp_path / "p.toml")
+    assert config.retention is not None
+    assert config.retention.keep_within == 1800
+    with Checkpointer.from_config(tmp_path / "p.toml") as ckpt:
+        save(ckpt, [3.0, 1.0, 2.0])
+        assert ckpt.steps() == [1, 2, 3]
+
+
+# -- notes that come meanwhile ---------------------------------------------------------------------
+
+
+def test_note_that_comes_while_retention_decides_saves_the_step_or_is_refused():
+    """Step 1 becomes the best while retention, on another thread, is about to delete it."""
+    backend, said = memory(), []
+
+    class Between(WrapperBackend):
+        def list(self, prefix, /):
+            found = super().list(prefix)
+            if prefix.startswith("notes/") and prefix != "notes/" and not said:
+                said.append(prefix)
+                with pytest.raises(CheckpointGoneError, match="being, deleted"):
+                    ckpt.annotate(1, {"loss": 0.0})
+            return found
+
+    with checkpointer(backend) as plain:
+        save(plain, [3.0, 1.0, 2.0])
+    with checkpointer(Between(backend), retention=BEST) as ckpt:
+        save(ckpt, [None])
+        assert said
+        assert ckpt.steps() == [2, 3, 4]
+    assert not backend.list("notes/")
+
+
+def test_note_that_came_after_retention_looked_spares_the_step():
+    backend, said = memory(), []
+
+    class Between(WrapperBackend):
+        def list(self, prefix, /):
+            found = super().list(prefix)
+            if prefix == "notes/" and not said:
+                said.append(prefix)
+                ckpt.annotate(1, {"loss": 0.0})
+            return found
+
+    with checkpointer(backend) as plain:
+        save(plain, [3.0, 1.0, 2.0])
+    with checkpointer(Between(backend), retention=BEST) as ckpt:
+        save(ckpt, [None])
+        assert 1 in ckpt.steps()
+        assert ckpt.info(1).metadata == {"loss": 0.0}
