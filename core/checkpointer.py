@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from penstock.core.abc import Backend
+from penstock.core.catalog.notes import check_tag
 from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import CheckpointerConfig, load_config
 from penstock.core.copy.compact import Compactor, CompactReport
@@ -470,6 +471,34 @@ class Checkpointer:
             StorageError: A place failed, and may lack the metadata: call it again.
         """
         self._note(step, check_metadata(metadata), {})
+
+    def pin(self, step: int, tag: str) -> None:
+        """Give a checkpoint a tag: retention deletes no checkpoint that has one.
+
+        `delete`, `rewind` and an overwrite still do. As for `annotate` any rank may call it.
+
+        Args:
+            step: The step.
+            tag: 1 to 64 of `A-Z a-z 0-9 . _ -`. A checkpoint may have several.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or it is being deleted.
+            ConfigError: `tag` is no tag.
+            PenstockError: As for `annotate`.
+        """
+        self._note(step, {}, {check_tag(tag): True})
+
+    def unpin(self, step: int, tag: str) -> None:
+        """Take a tag from a checkpoint, whether or not it has it.
+
+        Args:
+            step: The step.
+            tag: The tag.
+
+        Raises:
+            PenstockError: As for `pin`.
+        """
+        self._note(step, {}, {check_tag(tag): False})
 
     def delete(self, step: int) -> None:
         """Delete one checkpoint: its record first, durably, then its data."""

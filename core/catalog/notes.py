@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.survey import is_listed, is_whole, places_of, unreadable
 from penstock.core.errors import BlobNotFoundError, CheckpointGoneError, ConfigError, DamagedError
-from penstock.core.format.note import MAX_NUMBER, decode_note, encode_note
+from penstock.core.format.note import MAX_NUMBER, decode_note, encode_note, is_tag
 from penstock.core.format.records import (
     NOTES_PREFIX,
     NoteRecord,
@@ -25,6 +25,7 @@ from penstock.core.format.records import (
     notes_prefix,
 )
 from penstock.core.limits import MAX_NOTES, NOTE_LIMIT_BYTES
+from penstock.core.types import show_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -101,6 +102,18 @@ class NotesOfRun:
                 metadata |= note.metadata
                 tags |= note.tags
         return Notes(metadata, tuple(sorted(tag for tag, has in tags.items() if has)), damaged)
+
+
+def check_tag(tag: object) -> str:
+    """Return a tag as it is stored.
+
+    Raises:
+        ConfigError: It is no tag.
+    """
+    if not is_tag(tag):
+        msg = f"{show_value(tag)} is no tag: use 1 to 64 of A-Z a-z 0-9 . _ -"
+        raise ConfigError(msg)
+    return str(tag)
 
 
 def write_note(

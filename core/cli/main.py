@@ -19,7 +19,7 @@ from penstock.core.errors import PenstockError
 
 # The order in `--help`: what looks comes first, what deletes or rewrites comes last.
 _ORDER = ["ls", "show", "verify", "diff", "copy", "drain", "doctor", "plugins", "schema"]
-_ORDER += ["annotate", "prune", "delete", "compact"]
+_ORDER += ["annotate", "pin", "unpin", "prune", "delete", "compact"]
 app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))
 
 

@@ -1,4 +1,4 @@
-"""The arguments and help of the commands that add to a checkpoint: `annotate`.
+"""The arguments and help of the commands that add to a checkpoint: `annotate`, `pin` and `unpin`.
 
 A command's own module is imported when it runs, so that `penstock --help` loads none of them.
 """
@@ -11,6 +11,7 @@ import typer
 
 from penstock.core.cli.app import Json, Url, app, step_of
 
+_Tag = Annotated[str, typer.Argument(metavar="TAG", help="Letters, digits, and any of . _ -")]
 _Step = Annotated[int, typer.Argument(metavar="STEP", parser=step_of, help="Which checkpoint.")]
 
 
@@ -43,3 +44,37 @@ def annotate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     run(url, step, metadata, {}, as_json=as_json)
+
+
+@app.command(
+    "pin",
+    short_help="Give a checkpoint a tag; retention spares it.",
+    epilog="""\b
+Examples:
+  penstock pin runs/gpt 100 best
+  penstock pin runs/gpt 300 paper-v2
+""",
+)
+def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
+    """Give a checkpoint a tag: retention deletes no checkpoint that has one.
+
+    `penstock delete` does so with --force alone. `penstock ls` shows the tags.
+    """
+    from penstock.core.cli.commands.annotate import run  # noqa: PLC0415
+
+    run(url, step, {}, {tag: True}, as_json=as_json)
+
+
+@app.command(
+    "unpin",
+    short_help="Take a tag from a checkpoint.",
+    epilog="""\b
+Example:
+  penstock unpin runs/gpt 100 best
+""",
+)
+def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
+    """Take a tag from a checkpoint, whether or not it has it."""
+    from penstock.core.cli.commands.annotate import run  # noqa: PLC0415
+
+    run(url, step, {}, {tag: False}, as_json=as_json)

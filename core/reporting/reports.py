@@ -379,7 +379,7 @@ class CopyFound:
 class CheckpointInfo:
     """The facts on a checkpoint that its commit record holds, and the notes that were added.
 
-    `metadata` is that of the save, and that of later annotations.
+    `metadata` is that of the save, and that of later annotations; `tags` are those that it has now.
     """
 
     step: int
@@ -395,6 +395,7 @@ class CheckpointInfo:
     codecs: Mapping[str, int] = field(default_factory=dict)
     providers: Mapping[str, int] = field(default_factory=dict)
     plugins: Mapping[str, str] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
 
 
 class Outcome(Future[T]):

@@ -126,6 +126,7 @@ class Checkpoint:
             codecs=record.codecs,
             providers=record.providers,
             plugins=record.plugins,
+            tags=notes.tags,
         )
 
     def keys(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `penstock annotate` command."""
+"""The commands `penstock annotate`, `pin` and `unpin`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.catalog.notes import NotesOfRun, check_tag
 from penstock.core.cli.output.render import metadata_text, print_json, print_line
 from penstock.core.save.prepare import check_metadata
 from penstock.core.storage.open import open_backend
@@ -44,12 +44,21 @@ def run(
         PenstockError: As for `Catalog.annotate`.
     """
     checked = check_metadata(metadata)
+    for tag in tags:
+        check_tag(tag)
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend)
         catalog.annotate(step, checked, tags)
         record = catalog.record(step)
         notes = NotesOfRun.of(backend, record).read(record)
     if as_json:
-        print_json({"url": backend.url, "step": step, "metadata": notes.metadata})
+        found = {"metadata": notes.metadata, "tags": list(notes.tags)}
+        print_json({"url": backend.url, "step": step, **found})
+    elif tags:
+        print_line(
+            f"step {step} is pinned: {' '.join(notes.tags)}"
+            if notes.tags
+            else f"step {step} is not pinned"
+        )
     else:
         print_line(f"step {step}: {metadata_text(notes.metadata)}")

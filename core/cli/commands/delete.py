@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import check_same
-from penstock.core.catalog.survey import survey_records, survey_run, uids_named
+from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
 from penstock.core.cli.commands.ls import free_by_compacting
 from penstock.core.cli.output.render import print_json, print_line, print_wrapped, visible
 from penstock.core.cli.prompt import ask
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, DamagedError
 from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.inspector import Inspector
@@ -50,7 +51,7 @@ class DeleteOptions:
     Attributes:
         dry_run: Print what would be deleted, and change nothing.
         yes: Do not ask.
-        force: Delete even if no whole checkpoint would be left.
+        force: Delete also pinned checkpoints, and even if no whole checkpoint would be left.
         tier: Delete from this tier alone; None deletes from all.
         as_json: Print one JSON document.
     """
@@ -67,7 +68,8 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
 
     Raises:
         CheckpointNotFoundError: One of the steps does not exist; nothing was deleted.
-        ConfigError: No whole checkpoint would be left, and `force` is not given; or two tiers
+        ConfigError: No whole checkpoint would be left, or one of the steps is pinned, and `force`
+            is not given; or two tiers
             have different checkpoints at one of the steps.
     """
     chosen = sorted(set(steps))
@@ -81,6 +83,8 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
         doomed = [_deleted_step(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
+        if not how.force:
+            _check_pins(backend, catalog, chosen)
         if how.tier is None:
             check_same(whole.tiers, chosen)
         others_have = (_has_whole(other, look) for other in elsewhere)
@@ -120,6 +124,24 @@ def run(url: str, steps: Iterable[int], how: DeleteOptions) -> None:
         else:
             _print(doomed, left, freed, dry_run=how.dry_run)
             _print_kept(doomed, freed, borrowers, url)
+
+
+def _check_pins(backend: Backend, catalog: Catalog, chosen: Collection[int]) -> None:
+    """Refuse to delete a pinned checkpoint, or one with a note that may be a pin.
+
+    Raises:
+        ConfigError: One of the steps is pinned, or may be; nothing was deleted.
+    """
+    listed = NotesOfRun(places_of(backend))
+    for step, record in catalog.records(chosen):
+        if isinstance(record, DamagedError):
+            continue
+        notes = listed.read(record, warn=False)
+        if notes.tags or notes.damaged:
+            why = f"is pinned ({' '.join(notes.tags)})" if notes.tags else "may be pinned"
+            damage = "".join(f": {error}" for error in notes.damaged.values())
+            msg = f"step {step} {why}{damage}; pass --force to delete it all the same"
+            raise ConfigError(msg)
 
 
 def _tier(backend: Backend, name: str) -> Backend:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _RUNS_SHOWN = 20
 _TIERS = Column("TIERS", keep=6)
+_TAGS = Column("TAGS", keep=4)
 _BASE = Column("BASE", right=True, keep=8)
 _NEEDS = Column("NEEDS", right=True, keep=3)
 _COLUMNS = (
@@ -197,6 +198,9 @@ def _print_table(listed: Sequence[Listed], *, tiered: bool) -> None:
     now_s = time.time()
     columns = list(_COLUMNS)
     rows = [_as_row(one, now_s) for one in listed]
+    if any(one.notes and one.notes.tags for one in listed):
+        tags = [visible(" ".join(one.notes.tags)) if one.notes else "" for one in listed]
+        _insert(columns, rows, _TAGS, tags, behind="STATE")
     if tiered:
         _insert(columns, rows, _TIERS, [_tiers_text(one) for one in listed], behind="STATE")
     if lenders:  # a run without chains is shown without their columns
@@ -323,6 +327,7 @@ def record_json(record: CommitRecord, notes: Notes) -> dict[str, Any]:
         "references": list(record.references),
         "bytes_borrowed": record.bytes_borrowed,
         "metadata": notes.metadata,
+        "tags": list(notes.tags),
         "damaged_notes": [str(error) for error in notes.damaged.values()],
         "penstock": record.penstock,
         "engine": record.engine,

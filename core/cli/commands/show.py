@@ -199,6 +199,8 @@ def _print(
     )
     if notes.metadata:
         print_line(metadata_text(notes.metadata))
+    if notes.tags:
+        print_line(f"pinned: {' '.join(notes.tags)}")
     if chain[1:]:
         print_chain(chain, None if record.base is None else record.base.age)
     print_line("")

@@ -112,3 +112,59 @@ def test_ls_lists_notes_once_for_all_checkpoints(call, run, monkeypatch):
     monkeypatch.setattr(PosixBackend, "list", counting)
     assert call("ls", run).out.count("loss=0.5") == 2
     assert [prefix for prefix in listed if prefix.startswith("notes")] == ["notes/"]
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+
+def steps(root):
+    with penstock.Checkpointer(f"posix://{root}") as ckpt:
+        return ckpt.steps()
+
+
+def test_pins_are_shown_and_taken_off(call, run):
+    assert "TAGS" not in call("ls", run).out
+    assert call("pin", run, 1, "best").out == "step 1 is pinned: best\n"
+    assert call("pin", run, 1, "v1", "--json").json["tags"] == ["best", "v1"]
+    lines = call("ls", run).out.splitlines()
+    assert "TAGS" in lines[0]
+    assert "best v1" in lines[1]
+    assert [one["tags"] for one in call("ls", run, "--json").json["checkpoints"]] == [
+        ["best", "v1"],
+        [],
+    ]
+    assert "pinned: best v1" in call("show", run, "--step", 1).out
+    assert call("unpin", run, 1, "v1").out == "step 1 is pinned: best\n"
+    assert call("unpin", run, 1, "best").out == "step 1 is not pinned\n"
+    assert "TAGS" not in call("ls", run).out
+
+
+def test_what_is_no_tag_is_an_error(call, run):
+    done = call("pin", run, 1, "a b")
+    assert done.code == 1
+    assert "is no tag" in done.err
+    assert not (run / "notes").exists()
+
+
+def test_delete_of_a_pinned_step_needs_force(call, run):
+    call("pin", run, 1, "best")
+    for words in (["1"], ["1", "2"], ["1", "--dry-run"]):
+        done = call("delete", run, *words, "--yes")
+        assert done.code == 1
+        assert "step 1 is pinned (best); pass --force" in done.err
+    assert steps(run) == [1, 2]
+    assert call("delete", run, "1", "--yes", "--force").code == 0
+    assert steps(run) == [2]
+    assert not [*(run / "notes").rglob("*.json")]
+
+
+def test_delete_of_a_step_with_a_damaged_note_needs_force(call, run):
+    call("pin", run, 1, "best")
+    (note,) = (run / "notes").rglob("*.json")
+    note.write_bytes(b"torn")
+    done = call("delete", run, "1", "--yes")
+    assert done.code == 1
+    assert "step 1 may be pinned" in done.err
+    assert steps(run) == [1, 2]
+    assert call("delete", run, "1", "--yes", "--force").code == 0
+    assert steps(run) == [2]

@@ -10,7 +10,7 @@ import torch
 from tests.integration.support import Run, checkpointer, memory
 from tests.integration.tiers.places import Places
 
-from penstock import Checkpointer, CheckpointGoneError, StorageError
+from penstock import Checkpointer, CheckpointGoneError, ConfigError, StorageError
 from penstock.core.config.model import load_config
 from penstock.core.testing.faults import FaultyBackend
 from penstock.core.testing.wrapper import WrapperBackend
@@ -145,6 +145,68 @@ def test_best_checkpoint_stays_in_tiers_wherever_its_metric_is():
         assert 2 in ckpt.steps()
         assert 1 not in ckpt.steps()
     assert all(2 in steps for steps in places.steps())
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+
+def test_retention_deletes_no_pinned_checkpoint():
+    backend = memory()
+    with checkpointer(backend, retention={"keep_last": 1}) as ckpt:
+        save(ckpt, [None])
+        ckpt.pin(1, "paper-v1")
+        ckpt.pin(1, "best")
+        save(ckpt, [None, None])
+        assert ckpt.steps() == [1, 3]
+        assert ckpt.info(1).tags == ("best", "paper-v1")
+        assert ckpt.info(1).metadata == ckpt.info(3).metadata == {}
+        assert ckpt.info(3).tags == ()
+        ckpt.unpin(1, "best")
+        ckpt.unpin(1, "never-was")
+        save(ckpt, [None])
+        assert ckpt.steps() == [1, 4]
+        ckpt.unpin(1, "paper-v1")
+        assert ckpt.info(1).tags == ()
+        save(ckpt, [None])
+        assert ckpt.steps() == [5]
+
+
+def test_overdue_retention_spares_pins_and_tiers_know_of_them():
+    places = Places()
+    with places.open() as ckpt:
+        save(ckpt, [None, None, None])
+        ckpt._drains.settle(60)
+        ckpt.pin(1, "best")
+    with places.open(retention={"keep_last": 1}) as ckpt:
+        save(ckpt, [None, None])
+        ckpt._drains.settle(60)
+        ckpt.wait()
+        assert 1 in ckpt.steps()
+        assert 2 not in ckpt.steps()
+    assert all(1 in steps for steps in places.steps())
+
+
+@pytest.mark.parametrize(
+    "delete", [lambda ckpt: ckpt.delete(2), lambda ckpt: ckpt.rewind(1)], ids=["delete", "rewind"]
+)
+def test_pinned_checkpoint_can_be_deleted_by_name(delete):
+    backend = memory()
+    with checkpointer(backend) as ckpt:
+        save(ckpt, [None, None])
+        ckpt.pin(2, "best")
+        delete(ckpt)
+        assert ckpt.steps() == [1]
+        assert not backend.list("notes/")
+
+
+@pytest.mark.parametrize("tag", ["", "a b", "x" * 65, "é", None, 7])
+def test_what_is_no_tag_is_refused(tag):
+    with checkpointer(memory()) as ckpt:
+        save(ckpt, [None])
+        for call in (ckpt.pin, ckpt.unpin):
+            with pytest.raises(ConfigError, match="is no tag"):
+                call(1, tag)
+        assert ckpt.info(1).tags == ()
 
 
 # -- by age ----------------------------------------------------------------------------------------
