@@ -231,6 +231,42 @@ def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Streamed:
+    """A tensor whose bytes a save gets from a function, piece by piece, instead of from memory.
+
+    For state that is in a file: the save takes its staging memory, not memory for the tensor. It is
+    stored as a tensor, and can be saved only: a restore needs a tensor in its place.
+
+    Attributes:
+        dtype: The name of a torch dtype, such as `"bfloat16"`.
+        shape: The shape of the tensor.
+        read: Called as `read(start, out)` to fill all of `out`, a writable memoryview of bytes,
+            with the tensor's row-major bytes from byte `start` on. Both are whole elements. It may
+            be called on another thread, and what it raises fails the save.
+
+    Raises:
+        UnsupportedStateError: `shape` has something other than whole numbers of at least 0.
+    """
+
+    dtype: str
+    shape: Sequence[int]
+    read: Callable[[int, memoryview], object]
+
+    def __post_init__(self) -> None:
+        """Take any sequence of integers, and refuse anything else."""
+        try:
+            shape = tuple(map(operator.index, self.shape))
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            msg = (
+                f"penstock.Streamed has shape={self.shape!r}: it must be whole numbers, at least 0"
+            )
+            raise UnsupportedStateError(msg)
+        object.__setattr__(self, "shape", shape)
+
+
 def _check_rectangle(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:

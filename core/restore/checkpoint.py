@@ -30,6 +30,7 @@ from penstock.core.restore.fill import (
     as_region,
     bytes_of,
     gone,
+    read_range,
     read_region,
 )
 from penstock.core.restore.restore import build_leaf, build_new
@@ -38,7 +39,7 @@ from penstock.core.restore.specs import Specs
 from penstock.core.suggest import nearest
 from penstock.core.tree.paths import parse_path, show_path
 from penstock.core.tree.select import Selection
-from penstock.core.types import Kind, Region, TensorSpec
+from penstock.core.types import Kind, Region, TensorSpec, flat_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import LendingSave, Progress
     from penstock.core.restore.rounding import Rounding
     from penstock.core.restore.specs import ObjectSpec
-    from penstock.core.types import BlobInfo
+    from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
 
@@ -196,6 +197,59 @@ class Checkpoint:
             msg = f"{path} is a plain value, which has no regions: read it without one"
             raise SelectionError(msg)
         return self._read_region(located, as_region(region, located.record.spec.shape, path))
+
+    def load(
+        self,
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        device: str | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Any:
+        """Return the tree of this checkpoint, or a part of it; see `Checkpointer.load`.
+
+        Raises:
+            DamagedError: Stored bytes are not those that were written; names the paths.
+            SelectionError: A pattern matches nothing.
+        """
+        selection = Selection(include, exclude)
+        with metered(on_progress, "the load") as meter:
+            opened = replace(self.opened, meter=meter)
+            return build_new(opened, selection=selection, device=device)[0]
+
+    def read_into(self, path: str, out: Buffer, *, start: int = 0) -> None:
+        """Read the bytes of a tensor from byte `start` on, and fill `out` with them.
+
+        Needs no torch, and no memory beside `out` for what is stored without a codec. The bytes are
+        those of the elements, row by row.
+
+        Args:
+            path: Shown path of a tensor.
+            out: Writable memory, of whole elements.
+            start: The first byte to read, where an element begins.
+
+        Raises:
+            KeyError: No object at `path`.
+            SelectionError: A plain value is at `path`, or the bytes are not whole elements of the
+                tensor.
+            DamagedError: Stored bytes are not those that were written; `out` is undefined.
+        """
+        located = self._locate(path)
+        if located is None:
+            raise self._nothing_at(path)
+        view, spec = flat_view(out), located.record.spec
+        if located.record.kind is Kind.VALUE:
+            msg = f"{path} is a plain value, which has no elements: read it with `read`"
+            raise SelectionError(msg)
+        whole = start % spec.itemsize == view.nbytes % spec.itemsize == 0
+        if not whole or not 0 <= start <= start + view.nbytes <= spec.nbytes:
+            msg = (
+                f"bytes {start} to {start + view.nbytes} of {path} are not whole elements: it has "
+                f"{spec.nbytes} bytes, {spec.itemsize} for each element"
+            )
+            raise SelectionError(msg)
+        if view.nbytes:
+            read_range(self.opened, located, start, view)
 
     def verify(
         self, *, deep: bool = True, on_progress: Callable[[Progress], None] | None = None

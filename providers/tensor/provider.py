@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider, Target
 from penstock.core.errors import FormatError, UnsupportedStateError
-from penstock.core.markers import Shard, Shards
+from penstock.core.markers import Shard, Shards, Streamed
 from penstock.core.types import Kind, Region, Replica, Role, TensorSpec, show_path
 from penstock.providers.tensor.by_hand import (
     describe_shard,
@@ -44,6 +44,7 @@ from penstock.providers.tensor.parts import (
     rebuild_parts,
 )
 from penstock.providers.tensor.sharding import is_cut_like, last_cut_of, local_shard
+from penstock.providers.tensor.streamed import describe_streamed, refuse_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -75,18 +76,25 @@ class TensorProvider(StateProvider):
         self._empty = WeakKeyDictionary()
 
     def claims(self, kind: type, /) -> int | None:
-        if kind in _KNOWN or kind in (Shard, Shards) or is_megatron(kind):
+        if kind in _KNOWN or kind in {Shard, Shards, Streamed} or is_megatron(kind):
             return EXACT
         return SUBCLASS if issubclass(kind, torch.Tensor) else None
 
     def describe(
-        self, value: torch.Tensor | Shard | Shards, path: ObjectPath, /, *, context: DescribeContext
+        self,
+        value: torch.Tensor | Shard | Shards | Streamed,
+        path: ObjectPath,
+        /,
+        *,
+        context: DescribeContext,
     ) -> Iterable[StateObject | Node]:
         kind = type(value)
         if kind in _KNOWN:
             # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long
             role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
             return (self._plain(value, path, role, context),)  # type: ignore[arg-type]  # see `kind`
+        if isinstance(value, Streamed):
+            return (describe_streamed(value, path),)
         if isinstance(value, Shard) or is_megatron(kind):
             return self._piece(value, path, context)
         if isinstance(value, Shards):
@@ -100,7 +108,7 @@ class TensorProvider(StateProvider):
 
     def describe_all(
         self,
-        values: Sequence[torch.Tensor | Shard | Shards],
+        values: Sequence[torch.Tensor | Shard | Shards | Streamed],
         paths: Sequence[ObjectPath],
         /,
         *,
@@ -140,8 +148,15 @@ class TensorProvider(StateProvider):
         return found
 
     def place(
-        self, value: torch.Tensor | Shard | Shards, path: ObjectPath, /, *, context: PlaceContext
+        self,
+        value: torch.Tensor | Shard | Shards | Streamed,
+        path: ObjectPath,
+        /,
+        *,
+        context: PlaceContext,
     ) -> Placement:
+        if isinstance(value, Streamed):
+            refuse_place(path)
         if isinstance(value, Shard):
             return place_shard(value, path, context=context)
         if isinstance(value, Shards):
@@ -165,7 +180,7 @@ class TensorProvider(StateProvider):
         return Placement([tensor_target(tensor, stored.path)], finish=lambda: tensor)
 
     def parameters(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        if isinstance(value, Shard | Shards) or is_megatron(type(value)):
+        if isinstance(value, Shard | Shards | Streamed) or is_megatron(type(value)):
             return ()  # state of it would be local, too, and nothing says how it was cut
         return [("", value)] if value.requires_grad and value.is_leaf else ()
 

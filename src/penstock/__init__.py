@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         UnsyncedError,
         WrongPlaceError,
     )
-    from penstock.core.markers import Grads, PerRank, Rng, Shard, Shards
+    from penstock.core.markers import Grads, PerRank, Rng, Shard, Shards, Streamed
     from penstock.core.reporting.events import (
         DeleteEvent,
         PruneEvent,
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     )
     from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.restore.specs import ObjectSpec
+    from penstock.core.tree.select import Rename, Selection
     from penstock.core.types import Region
 
 __version__ = "0.1.0.dev0"
@@ -118,6 +119,7 @@ __all__ = [
     "PruneEvent",
     "RankError",
     "Region",
+    "Rename",
     "RestoreError",
     "RestoreEvent",
     "RestoreMismatchError",
@@ -130,6 +132,7 @@ __all__ = [
     "SaveReport",
     "SaveSkippedError",
     "SaverClosedError",
+    "Selection",
     "SelectionError",
     "Shard",
     "Shards",
@@ -137,6 +140,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StorageTimeoutError",
+    "Streamed",
     "TornSnapshotError",
     "UnsupportedStateError",
     "UnsyncedError",
@@ -159,12 +163,15 @@ _HOME = {
     "ProgressBar": "penstock.core.reporting.progress_bar",
     "PruneEvent": "penstock.core.reporting.events",
     "Region": "penstock.core.types",
+    "Rename": "penstock.core.tree.select",
     "RestoreEvent": "penstock.core.reporting.events",
     "RestoreReport": "penstock.core.reporting.reports",
     "PerRank": "penstock.core.markers",
     "Rng": "penstock.core.markers",
+    "Selection": "penstock.core.tree.select",
     "Shard": "penstock.core.markers",
     "Shards": "penstock.core.markers",
+    "Streamed": "penstock.core.markers",
     "SaveEvent": "penstock.core.reporting.events",
     "SaveHandle": "penstock.core.reporting.reports",
     "SaveReport": "penstock.core.reporting.reports",

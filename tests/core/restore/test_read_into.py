@@ -1,0 +1,92 @@
+"""`Checkpoint.read_into`, which needs no torch, and `Checkpoint.load`."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import penstock
+
+LARGE = torch.arange(6_000_000, dtype=torch.float32).reshape(1000, -1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    state = {
+        "raw": LARGE,
+        "zstd": LARGE,
+        "column": LARGE.t(),
+        "half": torch.arange(5, dtype=torch.bfloat16),
+        "array": np.arange(4),
+        "tied": [torch.ones(3)] * 2,
+        "empty": torch.empty(0),
+        "epoch": 3,
+    }
+    with penstock.Checkpointer(root, rules=[{"match": "zstd", "codecs": ["zstd"]}]) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+    return root
+
+
+def expected(view, path):
+    value = view[path]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("path", ["raw", "zstd", "column", "half", "array", "tied/1", "empty"])
+def test_all_bytes_and_some_bytes_are_those_of_the_tensor(run, path):
+    with penstock.Checkpointer(run) as ckpt:
+        view = ckpt.open()
+        whole = expected(view, path)
+        out = bytearray(len(whole))
+        view.read_into(path, out)
+        assert out == whole
+        start, stop = len(whole) // 16 * 8, len(whole) // 16 * 15 // 8 * 8
+        piece = bytearray(stop - start)
+        view.read_into(path, piece, start=start)
+        assert piece == whole[start:stop]
+
+
+@pytest.mark.parametrize(("start", "length"), [(1, 4), (0, 3), (-4, 4), (8, 4), (4, 8), (0, 16)])
+def test_bytes_that_are_not_whole_elements_are_refused(tmp_path, start, length):
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save({"t": torch.ones(2)}, 1, mode="blocking")
+        with pytest.raises(penstock.SelectionError, match="not whole elements"):
+            ckpt.open().read_into("t", bytearray(length), start=start)
+
+
+def test_values_and_unknown_paths_are_refused(run):
+    with penstock.Checkpointer(run) as ckpt:
+        with pytest.raises(penstock.SelectionError, match="plain value"):
+            ckpt.open().read_into("epoch", bytearray(1))
+        with pytest.raises(KeyError, match="has no 'rw'"):
+            ckpt.open().read_into("rw", bytearray(1))
+
+
+@pytest.mark.process
+def test_it_needs_no_torch(run):
+    program = (
+        "import sys, penstock\n"
+        "out = bytearray(8)\n"
+        "with penstock.Checkpointer(sys.argv[1]) as ckpt:\n"
+        "    ckpt.open().read_into('half', out, start=2)\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(out.hex())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program, run], check=True, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == "803f004040408040"
+
+
+def test_load_takes_what_is_selected_and_reports_progress(run):
+    seen = []
+    with penstock.Checkpointer(run) as ckpt:
+        tree = ckpt.open().load(include="raw", on_progress=seen.append)
+    assert tree.keys() == {"raw"}
+    assert torch.equal(tree["raw"], LARGE)
+    assert seen[-1].bytes_done == seen[-1].bytes_total >= LARGE.nbytes
