@@ -46,6 +46,7 @@ def main() -> None:
             ["verify", run],
             ["verify", run, "--all"],
             ["copy", run, f"{run}/copy"],
+            ["export", run, f"{run}/hf", "--to", "safetensors", "--include", "weight"],
             ["copy", run, f"{run}/encoded", "--include", "weight", "--codec", "zstd"],
             ["diff", run, f"{run}/copy", "--norms"],
             ["prune", run],

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from penstock.core.cli import (
     deletion_commands,  # noqa: F401 - importing it declares its commands
+    file_commands,  # noqa: F401 - likewise
     inspection_commands,  # noqa: F401 - likewise
     note_commands,  # noqa: F401 - likewise
     transfer_commands,  # noqa: F401 - likewise
@@ -18,7 +19,8 @@ from penstock.core.cli.output.render import visible, visible_lines
 from penstock.core.errors import PenstockError
 
 # The order in `--help`: what looks comes first, what deletes or rewrites comes last.
-_ORDER = ["ls", "show", "verify", "diff", "copy", "drain", "doctor", "plugins", "schema"]
+_ORDER = ["ls", "show", "verify", "diff", "copy", "export", "import", "drain"]
+_ORDER += ["doctor", "plugins", "schema"]
 _ORDER += ["annotate", "pin", "unpin", "prune", "delete", "compact"]
 app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))
 

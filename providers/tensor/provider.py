@@ -93,9 +93,7 @@ class TensorProvider(StateProvider):
             # `isinstance` with Parameter looks up an attribute of a plain tensor: ten times as long
             role = Role.OTHER if kind is torch.Tensor else Role.PARAMETER
             return (self._plain(value, path, role, context),)  # type: ignore[arg-type]  # see `kind`
-        if isinstance(value, Streamed):
-            return (describe_streamed(value, path),)
-        if isinstance(value, Shard) or is_megatron(kind):
+        if isinstance(value, Shard | Streamed) or is_megatron(kind):
             return self._piece(value, path, context)
         if isinstance(value, Shards):
             return (describe_shards(value, path, context=context),)
@@ -222,7 +220,9 @@ class TensorProvider(StateProvider):
     def _piece(
         self, value: Any, path: ObjectPath, context: DescribeContext
     ) -> tuple[StateObject | Node, ...]:
-        """Describe a piece that says itself where it stands in the whole tensor."""
+        """Describe what stands for a tensor, or for a piece of one."""
+        if isinstance(value, Streamed):
+            return (describe_streamed(value, path),)
         if isinstance(value, Shard):
             entry = describe_shard(value, path, context=context)
             if is_piece(value.tensor):  # else one empty tensor may stand for several

@@ -82,6 +82,9 @@ if TYPE_CHECKING:
     from penstock.core.restore.specs import ObjectSpec
     from penstock.core.tree.select import Rename, Selection
     from penstock.core.types import Region
+    from penstock.integrations.files.exporter import export_checkpoint
+    from penstock.integrations.files.importer import import_checkpoint
+    from penstock.integrations.files.options import ExportReport
 
 __version__ = "0.1.0.dev0"
 
@@ -105,6 +108,7 @@ __all__ = [
     "CoordinationError",
     "DamagedError",
     "DeleteEvent",
+    "ExportReport",
     "FenceTimeoutError",
     "FormatError",
     "Grads",
@@ -147,6 +151,8 @@ __all__ = [
     "VerifyEvent",
     "VerifyReport",
     "WrongPlaceError",
+    "export_checkpoint",
+    "import_checkpoint",
 ]
 
 _HOME = {
@@ -157,6 +163,7 @@ _HOME = {
     "Checkpointer": "penstock.core.checkpointer",
     "CheckpointerConfig": "penstock.core.config.model",
     "DeleteEvent": "penstock.core.reporting.events",
+    "ExportReport": "penstock.integrations.files.options",
     "Grads": "penstock.core.markers",
     "ObjectSpec": "penstock.core.restore.specs",
     "Progress": "penstock.core.reporting.reports",
@@ -177,6 +184,8 @@ _HOME = {
     "SaveReport": "penstock.core.reporting.reports",
     "VerifyEvent": "penstock.core.reporting.events",
     "VerifyReport": "penstock.core.reporting.reports",
+    "export_checkpoint": "penstock.integrations.files.exporter",
+    "import_checkpoint": "penstock.integrations.files.importer",
 }
 """Where each public name lives; the others are errors."""
 

@@ -1,0 +1,1 @@
+"""Checkpoints in the files of other tools: export to them, import from them."""

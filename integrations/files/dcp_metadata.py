@@ -1,0 +1,292 @@
+"""Reads the `.metadata` of a `torch.distributed.checkpoint` folder, a pickle, without its code.
+
+The pickle names a dozen classes. Here an inert class stands for each of them, which keeps what it
+is given and does nothing. Every other name is refused, so nothing that a crafted file names is
+imported or called. Reads what torch 2.6 to 2.15 have written, and Megatron, which has classes of
+its own for two of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from penstock import FormatError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+T = TypeVar("T")
+
+_MAX_CELLS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlob:
+    """Bytes of a file that `torch.save` has written."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A rectangle of a tensor, and where its elements are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blob: StoredBlob
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor, whose chunks cover each element once."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+Entry = StoredTensor | StoredBlob
+
+
+def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
+    """Return the name, path and place of each object; a number in a path is a place in a list.
+
+    Raises:
+        FormatError: The metadata is damaged, or does not cover a tensor.
+        UnsupportedStateError: It names classes that are not those of DCP, or its files were
+            transformed; names them.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():
+        msg = (
+            f"{folder} has no .metadata, but one for each rank, as of a save with "
+            "use_collectives=False: load it with torch.distributed.checkpoint, and save it again"
+        )
+        raise UnsupportedStateError(msg)
+    with path.open("rb") as file:
+        reader = _MetadataReader(path, file)
+        return reader.entries(folder)
+
+
+class _Inert:
+    """Stands for an instance of a class of DCP: keeps its state, and does nothing."""
+
+    __slots__ = ("arguments", "state")
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: object = {}
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class _InertTensor(_Inert):
+    __slots__ = ()
+
+
+class _InertBytes(_Inert):
+    __slots__ = ()
+
+
+class _Size(tuple[object, ...]):
+    __slots__ = ()
+
+
+class _DtypeName(str):
+    __slots__ = ()
+
+
+_DCP = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ALLOWED: dict[tuple[str, str], type] = {
+    **{
+        (f"{_DCP}.metadata", name): _Inert
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (f"{_DCP}.metadata", "TensorStorageMetadata"): _InertTensor,
+    (f"{_DCP}.metadata", "BytesStorageMetadata"): _InertBytes,
+    (f"{_DCP}.filesystem", "_StorageInfo"): _Inert,
+    (_MEGATRON, "MCoreMetadata"): _Inert,
+    (_MEGATRON, "MCoreSavePlan"): _Inert,
+    ("torch", "Size"): _Size,
+    ("torch.serialization", "_get_layout"): _Inert,
+    ("pathlib", "PosixPath"): _Inert,
+    ("pathlib._local", "PosixPath"): _Inert,  # as Python 3.13 has it
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return _DtypeName(name)
+        found = _ALLOWED.get((module, name))
+        if found is None:
+            # No UnpicklingError, which stands for damage.
+            msg = f"names {module}.{name}, which is not of torch.distributed.checkpoint"
+            raise _RefusedError(msg)
+        return found
+
+
+class _RefusedError(Exception):
+    pass
+
+
+class _MetadataReader:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        try:
+            self._metadata = self._state(_Unpickler(file).load())
+        except _RefusedError as error:
+            msg = f"{path} {error}: it was not opened, and nothing of it was run"
+            raise UnsupportedStateError(msg) from None
+        except FormatError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a damaged pickle raises nearly anything
+            self._refuse(f"is no metadata of a checkpoint: {error}")
+
+    def entries(self, folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
+        """Return all objects."""
+        blobs = self._blobs(folder)
+        paths = self._metadata.get("planner_data")
+        names = self._typed(self._metadata.get("state_dict_metadata"), dict)
+        found: list[tuple[str, tuple[str | int, ...], Entry]] = []
+        for name, record in names.items():
+            self._typed(name, str)
+            path: Any = (name,)
+            if isinstance(paths, dict):
+                path = self._typed(paths.get(name), tuple)
+            if not path or not all(type(part) in {str, int} for part in path):
+                self._refuse(f"has no path for {name!r}")
+            if isinstance(record, _InertTensor):
+                found.append((name, path, self._tensor(name, record, blobs)))
+            elif isinstance(record, _InertBytes) and (name, None) in blobs:
+                found.append((name, path, blobs[name, None]))
+            else:
+                self._refuse(f"does not say where {name!r} is")
+        return found
+
+    def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
+        """Return the place of each chunk, by the name of the object and the offsets in it."""
+        blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob] = {}
+        for key, value in self._typed(self._metadata.get("storage_data"), dict).items():
+            index, info = self._state(key), self._state(value)
+            name = self._typed(index.get("fqn"), str)
+            offsets = index.get("offset")
+            transforms = info.get("transform_descriptors")
+            if transforms:
+                msg = (
+                    f"{self._path}: {name!r} was transformed by {transforms!r} when it was saved, "
+                    "which Penstock does not undo: load it with torch.distributed.checkpoint, and "
+                    "save it again without"
+                )
+                raise UnsupportedStateError(msg)
+            file = PurePosixPath(self._typed(info.get("relative_path"), str))
+            if file.is_absolute() or ".." in file.parts or not file.name:
+                self._refuse(f"has {name!r} in {str(file)!r}, which is not in the folder")
+            offset, length = self._numbers((info.get("offset"), info.get("length")))
+            at = None if offsets is None else self._numbers(offsets)
+            blobs[name, at] = StoredBlob(folder / file, offset, length)
+        return blobs
+
+    def _tensor(
+        self,
+        name: str,
+        record: _Inert,
+        blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob],
+    ) -> StoredTensor:
+        state = self._state(record)
+        properties = self._typed(state.get("properties"), _Inert)
+        # Torch 2.15 has a sixth field; the dtype is the first one in each version.
+        fields = self._typed(properties.state, tuple)
+        dtype = self._typed(fields[0] if len(fields) in {5, 6} else None, _DtypeName)
+        shape = self._numbers(state.get("size"))
+        chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], StoredChunk] = {}
+        for one in self._typed(state.get("chunks"), list):
+            chunk = self._state(one)
+            offsets, sizes = self._numbers(chunk.get("offsets")), self._numbers(chunk.get("sizes"))
+            blob = blobs.get((name, offsets))
+            if blob is None:
+                self._refuse(f"does not say where {name!r} at {offsets} is")
+            chunks[offsets, sizes] = StoredChunk(offsets, sizes, blob)
+        tensor = StoredTensor(name, str(dtype), shape, tuple(chunks.values()))
+        self._check_cover(tensor)
+        return tensor
+
+    def _check_cover(self, tensor: StoredTensor) -> None:
+        """Check that each element is in one chunk, on the grid that all bounds of chunks make."""
+        if 0 in tensor.shape:
+            return
+        for chunk in tensor.chunks:
+            ends = (
+                zip(chunk.offsets, chunk.sizes, strict=True)
+                if len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
+                else None
+            )
+            if ends is None or any(
+                o + n > whole for (o, n), whole in zip(ends, tensor.shape, strict=True)
+            ):
+                self._refuse(f"has a chunk of {tensor.name!r} that does not lie in it")
+        bounds = [
+            sorted(
+                {
+                    0,
+                    whole,
+                    *(
+                        edge
+                        for c in tensor.chunks
+                        for edge in (c.offsets[d], c.offsets[d] + c.sizes[d])
+                    ),
+                }
+            )
+            for d, whole in enumerate(tensor.shape)
+        ]
+        cells = [len(edges) - 1 for edges in bounds]
+        if np.prod(cells, dtype=float) > _MAX_CELLS:
+            self._refuse(f"cuts {tensor.name!r} into too many pieces")
+        places = [{edge: n for n, edge in enumerate(edges)} for edges in bounds]
+        count = np.zeros(cells, np.int32)
+        for chunk in tensor.chunks:
+            index = tuple(
+                slice(places[d][o], places[d][o + n])
+                for d, (o, n) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True))
+            )
+            count[index] += 1
+        if not (count == 1).all():
+            wrong = "no chunk for a part" if (count == 0).any() else "overlapping chunks"
+            self._refuse(f"has {wrong} of {tensor.name!r}")
+
+    def _state(self, record: object) -> dict[str, Any]:
+        return self._typed(self._typed(record, _Inert).state, dict)
+
+    def _numbers(self, value: object) -> tuple[int, ...]:
+        # A size is `torch.Size` of one tuple.
+        numbers = value if isinstance(value, tuple) else ()
+        if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in numbers):
+            self._refuse(f"has {str(value)[:80]!r} where numbers belong")
+        return tuple(numbers)
+
+    def _typed(self, value: object, kind: type[T]) -> T:
+        if not isinstance(value, kind):
+            self._refuse(f"has a {type(value).__name__} where a {kind.__name__} belongs")
+        return value
+
+    def _refuse(self, reason: str) -> NoReturn:
+        msg = f"{self._path} {reason}"
+        raise FormatError(msg, [str(self._path)])

@@ -1,0 +1,114 @@
+"""Imports files of other tools as a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock import ConfigError, Rename, Selection, StorageError
+from penstock.integrations.files.runs import open_run
+from penstock.integrations.files.trees import loaded, moved
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping
+
+    from penstock import Checkpointer, Progress, SaveReport
+
+FORMATS = ("safetensors", "torch", "dcp")
+
+
+def import_checkpoint(  # noqa: PLR0913 - options, each by name
+    source: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Checkpointer,
+    *,
+    step: int = 0,
+    format: str = "auto",  # noqa: A002 - the word of the command line
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SaveReport:
+    """Save what is in files of another tool as a checkpoint of a run, by one ordinary save.
+
+    No code that is in a file runs. An import that fails leaves the run as it was.
+
+    Args:
+        source: The file or folder, on this machine: safetensors, a file of `torch.save`, or a
+            folder of `torch.distributed.checkpoint`.
+        run: The run to save to, which is made if needed.
+        step: The step to save as.
+        format: `"safetensors"`, `"torch"`, `"dcp"`; `"auto"` looks at the files.
+        include: Globs of paths to import; default: everything.
+        exclude: Globs of paths to leave out.
+        rename: Prefix of a path in the files -> prefix in the run, or a function of shown paths, as
+            for `Checkpointer.restore`. Safetensors, and a file with nothing but tensors, are below
+            `model`.
+        overwrite: Whether to replace the run's checkpoint of that step.
+        on_progress: As for `Checkpointer.save`.
+
+    Raises:
+        ConfigError: An option is wrong, or `source` is in no known format.
+        FormatError: A file is damaged, or does not fit the others; names it.
+        UnsupportedStateError: A file holds something that cannot be imported without running code.
+        SelectionError: A pattern matches nothing, or two objects would get one path.
+        StepExistsError: The run has that step, or a later one.
+        StorageError: A file cannot be read, or the run cannot be written.
+    """
+    path = Path(source)
+    kind = _format_of(path) if format == "auto" else format
+    if kind not in FORMATS:
+        msg = f"format={format!r} is no format to import: give one of {', '.join(FORMATS)}"
+        raise ConfigError(msg)
+    try:
+        tree = moved(_read(path, kind), Selection(include, exclude), Rename(rename))
+        with open_run(run) as ckpt:
+            metadata = {"imported_from": path.name, "imported_format": kind}
+            handle = ckpt.save(
+                loaded(tree),
+                step,
+                mode="blocking",
+                metadata=metadata,
+                overwrite=overwrite,
+                on_progress=on_progress,
+            )
+            return handle.result()
+    except OSError as error:
+        msg = f"{error.filename or path} cannot be read: {error.strerror or error}"
+        raise StorageError(msg) from error
+
+
+def _format_of(path: Path) -> str:
+    if path.is_dir():
+        if any(path.glob("*.metadata")):
+            return "dcp"
+        if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+            return "safetensors"
+    elif path.is_file():
+        with path.open("rb") as file:
+            begin = file.read(9)
+        if begin[:2] == b"PK" or begin[:1] == b"\x80":
+            return "torch"
+        if path.suffix == ".safetensors" or begin[8:] == b"{":
+            return "safetensors"
+    else:
+        msg = f"{path} does not exist, so nothing can be imported from it"
+        raise ConfigError(msg)
+    msg = f"{path} is in no known format: name it, as one of {', '.join(FORMATS)} (--format)"
+    raise ConfigError(msg)
+
+
+def _read(path: Path, kind: str) -> dict[str, Any]:
+    # Imported here: only the format that is wanted.
+    if kind == "safetensors":
+        from penstock.integrations.files.safetensors import read_tensors  # noqa: PLC0415
+
+        return {"model": read_tensors(path)}
+    if kind == "torch":
+        from penstock.integrations.files.torch_import import read_file  # noqa: PLC0415
+
+        return read_file(path)
+    from penstock.integrations.files.dcp_import import read_folder  # noqa: PLC0415
+
+    return read_folder(path)

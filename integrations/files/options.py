@@ -1,0 +1,82 @@
+"""The options of an export, its report, and what both formats and calls share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from penstock import Progress
+
+log = logging.getLogger("penstock")
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtypes that a cast converts, and converts to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """The result of an export.
+
+    Attributes:
+        step: The step that was exported.
+        out: The file or folder.
+        files: The names of the files in it, copied ones included.
+        tensors: The number of tensors that were written.
+        bytes_written: The bytes of these tensors.
+        tied: The names of tied tensors that were left out, each with the name that has its values.
+    """
+
+    step: int
+    out: str
+    files: tuple[str, ...]
+    tensors: int
+    bytes_written: int
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """The options of an export; see `export_checkpoint`."""
+
+    out: Path
+    include: str | Iterable[str] | None
+    exclude: str | Iterable[str] | None
+    rename: Mapping[str, str] | Callable[[str], str] | None
+    cast: str | None
+    shard_bytes: int
+    keep_tied: bool
+    config_from: Path | None
+    overwrite: bool
+    progress: Callable[[Progress], None]
+
+    @property
+    def is_file(self) -> bool:
+        """Whether safetensors go to one file."""
+        return self.out.suffix == ".safetensors"
+
+
+def is_cast(dtype: str, shape: Sequence[int]) -> bool:
+    """Return whether a cast converts tensors of that kind: floats, but no single numbers.
+
+    A number that an optimizer counts its steps with would be rounded.
+    """
+    return dtype in FLOATS and len(shape) > 0
+
+
+def guarded(on_progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
+    """Return a function that calls `on_progress`, and logs what that raises."""
+
+    def report(progress: Progress) -> None:
+        if on_progress is None:
+            return
+        try:
+            on_progress(progress)
+        except Exception:
+            log.exception("on_progress failed")
+
+    return report

@@ -1,0 +1,124 @@
+"""The place of an export: it appears whole and durable, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from penstock import ConfigError, StorageError, StorageFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_EXPORTED = (".safetensors", ".safetensors.index.json", ".distcp", ".metadata")
+"""Endings of the files that make a folder an earlier export."""
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Endings of the files beside the weights of a model."""
+
+
+@contextmanager
+def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
+    """Yield a new path beside `out` to write to; make it durable, and move it to `out`, at the end.
+
+    A crash leaves either nothing at `out`, or what was there before, or the whole export; beside it
+    may be left a path whose name begins with a dot and has `.partial-` in it. An exception leaves
+    nothing.
+
+    Args:
+        out: The place of the export.
+        is_folder: Whether it is a folder or one file.
+        overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
+
+    Raises:
+        ConfigError: Something is at `out` that is not to be replaced.
+        StorageError: The place cannot be written; nothing was changed.
+    """
+    _check_free(out, is_folder=is_folder, overwrite=overwrite)
+    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(8)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if is_folder:
+            partial.mkdir()
+        yield partial
+        for path in sorted(partial.rglob("*")) if is_folder else ():
+            _sync(path)
+        _sync(partial)
+        _check_free(out, is_folder=is_folder, overwrite=overwrite)
+        _move(partial, out, overwrite=overwrite)
+        _sync(out.parent)
+    except OSError as error:
+        kind = StorageFullError if error.errno in {errno.ENOSPC, errno.EDQUOT} else StorageError
+        msg = f"the export to {out} failed: {error.strerror or error}; nothing is there"
+        raise kind(msg) from error
+    finally:
+        if is_folder:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                partial.unlink()
+
+
+def _check_free(out: Path, *, is_folder: bool, overwrite: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        msg = f"{out} exists: export to another place, or replace it with overwrite (--overwrite)"
+        raise ConfigError(msg)
+    if out.is_symlink() or out.is_dir() != is_folder:
+        msg = f"{out} is no {'folder' if is_folder else 'file'}, so it is not replaced; remove it"
+        raise ConfigError(msg)
+    if not is_folder:
+        return
+    names = [path.name for path in out.iterdir()]
+    others = sorted(name for name in names if not name.endswith((*_EXPORTED, *COPIED)))
+    if others or not any(name.endswith(_EXPORTED) for name in names):
+        has = f"it has {', '.join(others[:3])}" if others else "it has no weights"
+        msg = f"{out} is not an earlier export ({has}), so it is not replaced; remove it yourself"
+        raise ConfigError(msg)
+
+
+def _move(partial: Path, out: Path, *, overwrite: bool) -> None:
+    if not partial.is_dir():
+        if overwrite:
+            partial.replace(out)
+            return
+        try:
+            os.link(partial, out)  # unlike a rename, it never replaces what came meanwhile
+        except FileExistsError:
+            raise
+        except OSError:  # a filesystem without links
+            partial.rename(out)
+        return
+    if not os.path.lexists(out):
+        partial.rename(out)  # refused by the system if a folder with files came meanwhile
+        return
+    _exchange(partial, out)  # then `published` deletes the old one
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange two folders at once, which `os` has no call for: two renames could be cut in half.
+
+    Raises:
+        OSError: The filesystem cannot do that; both are as they were.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        reason = f"{os.strerror(code)}: a folder cannot be replaced here, so remove {other} first"
+        raise OSError(code, reason)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

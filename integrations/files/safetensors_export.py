@@ -1,0 +1,190 @@
+"""Writes safetensors from a checkpoint, piece by piece, as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
+from penstock.integrations.files.options import ExportReport, is_cast
+from penstock.integrations.files.output import COPIED, published
+from penstock.integrations.files.safetensors import DTYPES, INDEX, NAMES, SINGLE, encode_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from penstock import Checkpoint
+    from penstock.integrations.files.options import ExportOptions
+
+_BUFFER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportedTensor:
+    name: str
+    path: str  # shown, in the checkpoint
+    stored: str  # dtype in the checkpoint
+    stored_nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[NAMES[self.dtype]][1]
+
+
+def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
+    """Write the selected tensors of a checkpoint; see `export_checkpoint`."""
+    tensors, tied = _chosen(view, options)
+    shards = [tensors] if options.is_file else _shards(tensors, options.shard_bytes)
+    total = sum(tensor.nbytes for tensor in tensors)
+    writer = _TensorFiles(view, options.progress, total)
+    with published(
+        options.out, is_folder=not options.is_file, overwrite=options.overwrite
+    ) as partial:
+        if options.is_file:
+            writer.write(partial, tensors)
+            files = [options.out.name]
+        else:
+            files = _write_folder(partial, shards, writer, total)
+            files += _copy_companions(options.config_from, partial)
+    options.progress(Progress(total, total, "done"))
+    return ExportReport(view.step, str(options.out), tuple(files), len(tensors), total, tied)
+
+
+def _write_folder(
+    folder: Path, shards: Sequence[Sequence[_ExportedTensor]], writer: _TensorFiles, total: int
+) -> list[str]:
+    count = len(shards)
+    if count == 1:
+        writer.write(folder / SINGLE, shards[0])
+        return [SINGLE]
+    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    weight_map: dict[str, str] = {}
+    for name, shard in zip(names, shards, strict=True):
+        writer.write(folder / name, shard)
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [*names, INDEX]
+
+
+def _copy_companions(source: Path | None, folder: Path) -> list[str]:
+    copied = []
+    for path in [] if source is None else sorted(source.iterdir()):
+        is_index = path.name.endswith(".index.json")
+        if path.name.endswith(COPIED) and not is_index and path.is_file():
+            shutil.copyfile(path, folder / path.name)
+            copied.append(path.name)
+    return copied
+
+
+def _chosen(
+    view: Checkpoint, options: ExportOptions
+) -> tuple[list[_ExportedTensor], dict[str, str]]:
+    """Return the tensors to write, and the tied names that are left out, each with its owner."""
+    records = dict(zip(view.keys(), view.objects(), strict=True))
+    paths = [record.path for record in records.values()]
+    include = options.include
+    if include is None and any(path[0] == "model" for path in paths):
+        include = "model/**"
+    selection = Selection(include, options.exclude)
+    selection.check_used(paths)
+    chosen = {shown: r for shown, r in records.items() if selection.selects(r.path)}
+    if not chosen:
+        msg = f"nothing of step {view.step} is selected"
+        raise SelectionError(msg)
+    values = [shown for shown, record in chosen.items() if record.kind == "value"]
+    if values:
+        msg = (
+            f"safetensors hold tensors only, but {', '.join(values[:5])} "
+            f"({len(values)} in all) are plain values: leave them out by exclude (--exclude)"
+        )
+        raise UnsupportedStateError(msg)
+    names = _names(Rename(options.rename).apply(record.path for record in chosen.values()))
+    first: dict[tuple[str, ...], str] = {}  # path of the stored bytes -> their first name
+    tied: dict[str, str] = {}
+    tensors = []
+    for shown, record in chosen.items():
+        name, spec = names[record.path], record.spec
+        owner = first.setdefault(record.same_as or record.path, name)
+        if owner != name and not options.keep_tied:
+            tied[name] = owner
+            continue
+        dtype = options.cast if options.cast and is_cast(spec.dtype, spec.shape) else spec.dtype
+        if dtype not in NAMES:
+            msg = f"{shown} is of dtype {dtype}, which safetensors cannot hold: leave it out"
+            raise UnsupportedStateError(msg)
+        nbytes = spec.nbytes // spec.itemsize * DTYPES[NAMES[dtype]][1]
+        tensors.append(
+            _ExportedTensor(name, shown, spec.dtype, spec.nbytes, dtype, spec.shape, nbytes)
+        )
+    return tensors, tied
+
+
+def _names(moved: dict[tuple[str, ...], tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Return the name of each tensor: its path with dots, without a top that all have."""
+    tops = {path[:1] for path in moved.values()}
+    skip = 1 if len(tops) == 1 and all(len(path) > 1 for path in moved.values()) else 0
+    names: dict[tuple[str, ...], str] = {}
+    taken: dict[str, tuple[str, ...]] = {"__metadata__": ()}  # the format has it for itself
+    for old, new in moved.items():
+        name = names[old] = ".".join(new[skip:])
+        other = taken.setdefault(name, old)
+        if other != old:
+            both = f"{'/'.join(other)!r} and {'/'.join(old)!r}" if other else repr("/".join(old))
+            msg = f"{both} would be {name!r} in the file: give it another name by rename"
+            raise SelectionError(msg)
+    return names
+
+
+def _shards(tensors: Sequence[_ExportedTensor], most_bytes: int) -> list[list[_ExportedTensor]]:
+    shards: list[list[_ExportedTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > most_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return shards
+
+
+class _TensorFiles:
+    """Writes files one after the other, and reports the bytes of all of them."""
+
+    def __init__(self, view: Checkpoint, progress: Callable[[Progress], None], total: int) -> None:
+        self._view = view
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+
+    def write(self, path: Path, tensors: Sequence[_ExportedTensor]) -> None:
+        # The widest elements first: each tensor is aligned then, as mapped files need it.
+        ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
+        header = encode_header((t.name, t.dtype, t.shape, t.nbytes) for t in ordered)
+        with path.open("xb") as file:
+            file.write(header)
+            for tensor in ordered:
+                for start in range(0, tensor.stored_nbytes, _BUFFER_BYTES):
+                    piece = self._buffer[: min(_BUFFER_BYTES, tensor.stored_nbytes - start)]
+                    self._view.read_into(tensor.path, piece, start=start)
+                    data = piece if tensor.dtype == tensor.stored else _cast(piece, tensor)
+                    self._done += file.write(data)
+                self._progress(Progress(self._done, self._total, "write"))
+
+
+def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:
+    # Only a cast needs torch.
+    import torch  # noqa: PLC0415
+
+    from penstock.integrations.files.tree_export import checked_cast  # noqa: PLC0415
+
+    values = torch.frombuffer(piece, dtype=getattr(torch, tensor.stored))
+    converted = checked_cast(values, getattr(torch, tensor.dtype), tensor.path)
+    return converted.view(torch.uint8).numpy().data

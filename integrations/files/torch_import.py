@@ -1,0 +1,74 @@
+"""Reads files of `torch.save`; their bytes stay in the file until they are saved."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock import FormatError, UnsupportedStateError
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return what a file holds, its tensors mapped from the file.
+
+    A state dict, which has nothing but tensors, is put below `model`.
+
+    Raises:
+        FormatError: The file is damaged, was written before torch 1.6, or holds no dict.
+        UnsupportedStateError: It needs classes that `weights_only` does not allow; names them.
+    """
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            msg = (
+                f"{path} is not in the zip format that torch has used since 1.6, so it cannot be "
+                "read piece by piece. Write it again: "
+                "`torch.save(torch.load(old, weights_only=True), new)`"
+            )
+            raise FormatError(msg, [str(path)])
+    found = load_safely(path, str(path), mmap=True)
+    if not isinstance(found, dict) or not found or not all(type(key) is str for key in found):
+        msg = f"{path} holds a {type(found).__name__}, not a dict with names: nothing to import"
+        raise FormatError(msg, [str(path)])
+    if all(isinstance(value, torch.Tensor) for value in found.values()):
+        return {"model": found}
+    return found
+
+
+def load_safely(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> object:
+    """Load what `torch.save` has written, and run no code of it.
+
+    Args:
+        source: The file.
+        name: What the file is, for errors.
+        mmap: Whether tensors are mapped from the file.
+
+    Raises:
+        FormatError: It is damaged.
+        UnsupportedStateError: It needs classes that `weights_only` does not allow; names them.
+    """
+    try:
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        if not isinstance(source, Path):
+            source.seek(0)
+        if not refused:
+            return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, ValueError, EOFError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # of the file itself; a seek to before its start is that of a torn one
+        # torch's own text advises `weights_only=False`.
+        reason = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else "bad pickle"
+        msg = f"{name} is damaged, or was not written by torch.save: {reason}"
+        raise FormatError(msg, [name]) from error
+    msg = (
+        f"{name} holds objects of {', '.join(sorted(refused))}, which torch does not load without "
+        "running code, so nothing was loaded: leave them out of the file, or, if you trust it, "
+        "call torch.serialization.add_safe_globals with these classes, and import_checkpoint"
+    )
+    raise UnsupportedStateError(msg)

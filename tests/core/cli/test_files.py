@@ -1,0 +1,114 @@
+"""`penstock export` and `penstock import`: what they print, and how they end."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.core.cli.command import caller
+from tests.core.cli.test_page import documented, keys
+
+import penstock
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path):
+    weight = torch.arange(6.0)
+    state = {"model": {"wte": weight, "head": weight, "b": torch.ones(2)}, "epoch": 1}
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(state, 7, mode="blocking")
+        ckpt.save({"model": {"wte": weight + 1}}, 9, mode="blocking")
+    return tmp_path / "run"
+
+
+def test_export_takes_all_options(call, run, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    done = call(
+        "export", run, tmp_path / "o", "--to", "safetensors", "--step", "7", "--include", "model",
+        "--exclude", "model/b", "--rename", "model/wte=model/embed", "--cast", "bfloat16",
+        "--shard-bytes", "1KiB", "--config-from", source,
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        f"step 7 is exported to {tmp_path}/o: 1 tensor, 12 B in 2 files",
+        "head is tied to embed, and left out (--keep-tied)",
+    ]
+    found = load_file(tmp_path / "o" / "model.safetensors")
+    assert found.keys() == {"embed"}
+    assert torch.equal(found["embed"], torch.arange(6).bfloat16())
+
+
+def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):
+    out = tmp_path / "o.safetensors"
+    assert "step 9, the latest, is exported" in call("export", run, out, "--to", "safetensors").out
+    again = call("export", run, out, "--to", "safetensors")
+    assert again.code == 1
+    assert again.err == (
+        f"penstock: {out} exists: export to another place, or replace it with overwrite "
+        "(--overwrite)\n"
+    )
+    done = call(
+        "export", run, out, "--to", "safetensors", "--overwrite", "--step", "7", "--keep-tied"
+    )
+    assert done.code == 0
+    assert load_file(out).keys() == {"wte", "head", "b"}
+
+
+def test_json_is_as_documented(call, run, tmp_path):
+    done = call("export", run, tmp_path / "o", "--to", "safetensors", "--step", "7", "--json")
+    free = {key for key in keys(done.json) if not key.startswith(".tied")}
+    assert free == {key for key in keys(documented("export")) if not key.startswith(".tied")}
+    assert done.json["tied"] == {"head": "wte"}
+    done = call("import", tmp_path / "o", tmp_path / "new", "--json")
+    assert keys(done.json) == keys(documented("import"))
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+def test_what_is_exported_can_be_imported(call, run, tmp_path, to):
+    out, back = tmp_path / "o", tmp_path / "back"
+    assert call("export", run, out, "--to", to, "--step", "7", "--include", "model").code == 0
+    options = ["--format", to, "--step", "3", "--exclude", "**/b", "--rename", "model/wte=net/w"]
+    done = call("import", out, back, *options)
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"{out} is step 3 of {back}: ")
+    with penstock.Checkpointer(back) as ckpt:
+        assert torch.equal(ckpt.load(3)["net"]["w"], torch.arange(6.0))
+    assert call("import", out, back, *options).code == 1
+    assert call("import", out, back, *options, "--overwrite", "--include", "model/wte").code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "RUN", "o"],
+        ["export", "RUN", "o", "--to", "torch", "--rename", "a"],
+        ["export", "RUN", "o", "--to", "torch", "--rename", "a=b", "--rename", "a=c"],
+        ["export", "RUN", "o", "--to", "torch", "--shard-bytes", "many"],
+        ["export", "RUN", "o", "--to", "torch", "--shard-bytes", "0"],
+        ["export", "RUN", "o", "--to", "torch", "--step", "x"],
+        ["import", "o", "RUN", "--step", "latest"],
+        ["import", "o"],
+    ],
+)
+def test_wrong_calls_exit_with_2(call, run, words):
+    assert call(*(run if word == "RUN" else word for word in words)).code == 2
+
+
+def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
+    done = call("export", tmp_path / "none", tmp_path / "o", "--to", "torch")
+    assert done.code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_cannot_control_the_terminal(call, tmp_path):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        weight = torch.ones(2)
+        ckpt.save({"model": {"a": weight, "\x1b[31mb": weight}}, 1, mode="blocking")
+    done = call("export", tmp_path / "run", tmp_path / "o", "--to", "safetensors")
+    assert "\x1b" not in done.out
+    assert r"\x1b[31mb is tied to a" in done.out

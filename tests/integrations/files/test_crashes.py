@@ -1,0 +1,136 @@
+"""An export that is killed, and the memory that both ways take."""
+
+import json
+import random
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import interpreters
+from tests.integrations.files.conftest import assert_same, names_in
+
+import penstock
+
+pytestmark = pytest.mark.process
+
+# Kills itself at the n-th step that it takes in files; prints how many there were otherwise.
+EXPORT = """
+import os, signal, sys, penstock
+run, out, to, last = *sys.argv[1:4], int(sys.argv[4])
+count = 0
+def audit(event, arguments):
+    global count
+    if event in {"open", "os.rename", "os.mkdir", "os.link", "os.remove", "os.rmdir"} or (
+        event == "ctypes.call_function" or event == "ctypes.dlsym"
+    ):
+        count += 1
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+options = {"shard_bytes": 25_000} if to == "safetensors" else {}
+ckpt = penstock.Checkpointer(run)
+view = ckpt.open()
+sys.addaudithook(audit)
+penstock.export_checkpoint(view, out, to=to, overwrite=True, **options)
+print(count)
+"""
+
+
+def export(run, out, to, last):
+    return interpreters.run("-c", EXPORT, str(run), str(out), to, str(last))
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "before"),
+    [
+        ("safetensors", "hf", False),
+        ("safetensors", "hf", True),
+        ("safetensors", "one.safetensors", False),
+        ("torch", "o.pt", True),
+        ("dcp", "d", True),
+    ],
+)
+def test_out_is_whole_or_as_it_was_after_a_kill_at_any_step(tmp_path, run, to, name, before):
+    random.seed(f"{to}{name}{before}")
+    whole = tmp_path / name
+    done = export(run, whole, to, 0)
+    assert done.returncode == 0, done.stderr
+    steps = int(done.stdout)
+    assert steps > 5
+    late = range(max(1, steps - 4), steps + 1)  # the renames are among these
+    kinds = set()
+    for last in sorted({*random.sample(range(1, steps + 1), 2), *late}):
+        out = tmp_path / f"{last}" / name
+        if before:
+            with penstock.Checkpointer(f"memory://{out}") as ckpt:
+                ckpt.save({"model": {"old": torch.ones(3)}}, 1, mode="blocking")
+                penstock.export_checkpoint(ckpt, out, to=to)
+        else:
+            out.parent.mkdir()
+        old = snapshot(out)
+        done = export(run, out, to, last)
+        assert done.returncode in {0, -signal.SIGKILL}, done.stderr
+        is_old = snapshot(out) == old
+        kinds.add(is_old)
+        if not is_old:
+            assert_whole(out, to, whole)
+    assert export(run, out, to, 0).returncode == 0  # the same command works after a kill
+    assert_whole(out, to, whole)
+    assert kinds == {True, False}
+
+
+def snapshot(out):
+    if out.is_dir():
+        return {path.name: path.read_bytes() for path in out.iterdir()}
+    return out.read_bytes() if out.exists() else None
+
+
+def assert_whole(out, to, whole):
+    if to == "safetensors":
+        assert snapshot(out) == snapshot(whole)
+    elif to == "torch":
+        found, wanted = (torch.load(p, weights_only=True) for p in (out, whole))
+        assert_same(found["model"], wanted["model"])
+    else:
+        assert names_in(out) == names_in(whole)
+        assert penstock.import_checkpoint(out, f"memory://{out}", overwrite=True).objects > 5
+
+
+MEASURE = """
+import json, re, sys, penstock
+def memory(name):
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")
+small, large = json.loads(sys.argv[1])
+def work(source, target):
+    WORK
+work(*small)
+reset()
+before = memory("VmRSS")
+work(*large)
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("way", ["export", "import"])
+def test_memory_does_not_grow_with_the_model(tmp_path, way):
+    for name, count in (("small", 1), ("large", 20)):
+        state = {f"layers.{n}.weight": torch.randn(4096, 1024) for n in range(count)}
+        with penstock.Checkpointer(tmp_path / name) as ckpt:
+            ckpt.save({"model": state}, 1, mode="blocking")
+            if way == "import":
+                penstock.export_checkpoint(ckpt, tmp_path / f"{name}-hf", to="safetensors")
+    if way == "export":
+        work = "penstock.export_checkpoint(source, target, to='safetensors')"
+        places = [[str(tmp_path / n), str(tmp_path / f"{n}-hf")] for n in ("small", "large")]
+    else:
+        work = "penstock.import_checkpoint(source, target)"
+        places = [[str(tmp_path / f"{n}-hf"), str(tmp_path / f"{n}-b")] for n in ("small", "large")]
+    done = interpreters.run("-c", MEASURE.replace("WORK", work), json.dumps(places))
+    assert done.returncode == 0, done.stderr
+    extra = int(done.stdout)
+    assert extra <= 128 << 20  # of 320 MiB
+    if way == "export":
+        found = load_file(tmp_path / "large-hf" / "model.safetensors")
+        assert_same({name: found[name] for name in state}, state)

@@ -1,0 +1,151 @@
+"""Files of `torch.save` out and in; nothing in them is run."""
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from tests.integrations.files.conftest import assert_same, names_in
+
+import penstock
+
+
+class Touch:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_whole_tree_is_what_weights_only_loads(tmp_path, run, model):
+    seen = []
+    report = penstock.export_checkpoint(run, tmp_path / "o.pt", to="torch", on_progress=seen.append)
+    found = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert found.keys() == {"model", "optimizer", "epoch"}
+    assert_same(found["model"], model)
+    assert found["model"]["lm_head.weight"].data_ptr() == (
+        found["model"]["layers.0.weight"].data_ptr()
+    )
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "params": ["layers.0.weight"]}]
+    assert report.files == ("o.pt",)
+    assert seen[-1].phase == "done"
+    assert names_in(tmp_path) == ["o.pt"]
+
+
+def test_one_state_dict_is_not_wrapped_and_comes_back_below_model(tmp_path, run, model):
+    penstock.export_checkpoint(
+        run, tmp_path / "o.pt", to="torch", include="model", rename={"model/scale": "model/s"}
+    )
+    found = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert torch.equal(found.pop("s"), model["scale"])
+    assert_same(found, {n: t for n, t in model.items() if n != "scale"})
+    penstock.import_checkpoint(tmp_path / "o.pt", tmp_path / "back")
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        assert torch.equal(ckpt.load()["model"]["s"], model["scale"])
+
+
+def test_cast_keeps_ties_and_counts_of_steps(tmp_path, run, model):
+    penstock.export_checkpoint(run, tmp_path / "o.pt", to="torch", cast="bfloat16")
+    found = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert found["optimizer"]["state"]["layers.0.weight"]["step"] == 1001
+    assert found["optimizer"]["state"]["layers.0.weight"]["m"].dtype == torch.bfloat16
+    assert found["model"]["layers.0.weight"] is not None
+    assert found["model"]["lm_head.weight"].data_ptr() == (
+        found["model"]["layers.0.weight"].data_ptr()
+    )
+    assert torch.equal(found["model"]["turned"], model["turned"].bfloat16())
+
+
+def test_values_that_weights_only_refuses_are_listed_and_nothing_is_written(tmp_path):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(1), "array": np.arange(3)}, 1, mode="blocking")
+        with pytest.raises(penstock.UnsupportedStateError, match=r"numpy.*_reconstruct"):
+            penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch")
+        assert names_in(tmp_path) == ["run"]
+        penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch", exclude="array")
+        with pytest.raises(penstock.ConfigError, match="exists"):
+            penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch", exclude="array")
+        penstock.export_checkpoint(
+            ckpt, tmp_path / "o.pt", to="torch", exclude="array", overwrite=True
+        )
+    assert torch.load(tmp_path / "o.pt", weights_only=True)["w"] == 1
+
+
+def test_tree_with_ties_and_values_becomes_a_checkpoint(tmp_path, model):
+    tree = {"state_dict": OrderedDict(model), "epoch": 3, "lr": [0.1, {"x": torch.ones(2)}]}
+    torch.save(tree, tmp_path / "x.ckpt")
+    penstock.import_checkpoint(
+        tmp_path / "x.ckpt", tmp_path / "run", step=9, rename={"state_dict": "model"}
+    )
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        found = ckpt.load(9)
+        same_as = {"/".join(o.path): o.same_as for o in ckpt.open().objects()}
+    assert_same(found["model"], model)
+    assert (found["epoch"], found["lr"][0], found["lr"][1]["x"].tolist()) == (3, 0.1, [1, 1])
+    assert same_as["model/lm_head.weight"] == ("model", "layers.0.weight")
+
+
+def test_numbered_state_of_an_optimizer_keeps_its_numbers(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict(), "epoch": 1}, tmp_path / "x.pt")
+    penstock.import_checkpoint(tmp_path / "x.pt", tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        found = ckpt.load()["optimizer"]
+    assert found["state"].keys() == {0, 1}
+    again = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+    again.load_state_dict(found)
+    assert torch.equal(
+        again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+
+
+def test_code_in_a_file_is_refused_by_name_and_does_not_run(tmp_path, refused):
+    touched = tmp_path / "touched"
+    torch.save({"w": torch.ones(2), "evil": Touch(touched)}, tmp_path / "x.pt")
+    with refused(penstock.UnsupportedStateError, "posix.mkdir") as root:
+        penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
+    assert not touched.exists()
+    torch.load(tmp_path / "x.pt", weights_only=False)
+    assert touched.exists()  # it would have
+
+
+def test_legacy_files_are_refused_with_advice_and_do_not_run(tmp_path, refused):
+    touched = tmp_path / "touched"
+    for number, content in enumerate(({"w": torch.ones(2)}, Touch(touched))):
+        path = tmp_path / f"{number}.pt"
+        torch.save(content, path, _use_new_zipfile_serialization=False)
+        with refused(penstock.FormatError, r"Write it again: `torch.save") as root:
+            penstock.import_checkpoint(path, root, step=2)
+    assert not touched.exists()
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"a": 1}))
+    with refused(penstock.FormatError, "zip format") as root:
+        penstock.import_checkpoint(tmp_path / "plain.pkl", root, step=2)
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], {}, {1: torch.ones(1)}])
+def test_what_is_no_dict_with_names_is_refused(tmp_path, refused, content):
+    torch.save(content, tmp_path / "x.pt")
+    with refused(penstock.FormatError, "not a dict with names") as root:
+        penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
+
+
+def test_damaged_files_are_refused(tmp_path, refused):
+    torch.save({"w": torch.ones(50_000)}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    for broken in (data[:-200], data[:5000], b"PK" + bytes(500)):
+        (tmp_path / "x.pt").write_bytes(broken)
+        with refused(penstock.FormatError, "is damaged, or was not written") as root:
+            penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02}q\x00.")
+    with refused(penstock.FormatError, "x.pt") as root:
+        penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
