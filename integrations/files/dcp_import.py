@@ -40,7 +40,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             msg = f"{folder} has {name!r} where another object is"
             raise FormatError(msg, [name])
         if isinstance(entry, StoredTensor):
-            inner[path[-1]] = Streamed(entry.dtype, entry.shape, _ChunkReader(entry).read)
+            inner[path[-1]] = Streamed(entry.dtype, entry.shape, ChunkReader(entry).read)
         else:
             inner[path[-1]] = Unread(partial(_load, entry, name))
     return {str(key): _with_lists(value) for key, value in tree.items()}
@@ -59,13 +59,14 @@ def _with_lists(tree: Any) -> Any:
     return {str(key): value for key, value in made.items()}
 
 
-class _ChunkReader:
+class ChunkReader:
     """Reads the bytes of a tensor; keeps the chunks that the next bytes need as well."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
         self._shape = tensor.shape or (1,)
-        self._held: dict[StoredChunk, NDArray[np.uint8]] = {}
+        self.held: dict[StoredChunk, NDArray[np.uint8]] = {}
+        """The chunks of which later bytes are needed."""
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of the tensor from byte `start` on."""
@@ -78,15 +79,15 @@ class _ChunkReader:
             low, high = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
             if low >= high or 0 in sizes:
                 continue
-            values = self._held.get(chunk)
+            values = self.held.get(chunk)
             if values is None:
-                values = self._held[chunk] = self._load(chunk, sizes)
+                values = self.held[chunk] = self._load(chunk, sizes)
             inner = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
             rows[(slice(low - first, high - first), *inner)] = values[
                 low - offsets[0] : high - offsets[0]
             ]
-            if high == offsets[0] + sizes[0]:
-                del self._held[chunk]
+            if start + out.nbytes >= (offsets[0] + sizes[0]) * row_bytes:
+                del self.held[chunk]
         flat = rows.reshape(-1)
         skip = start - first * row_bytes
         out[:] = flat[skip : skip + out.nbytes].data

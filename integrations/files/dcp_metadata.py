@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,11 @@ class StoredChunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     blob: StoredBlob
+
+    def bounds(self, dimension: int) -> tuple[int, int]:
+        """Return where it starts and ends in one dimension."""
+        start = self.offsets[dimension]
+        return start, start + self.sizes[dimension]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +85,14 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
 class _Inert:
     """Stands for an instance of a class of DCP: keeps its state, and does nothing."""
 
-    __slots__ = ("arguments", "state")
+    __slots__ = ("state",)
+    state: object
 
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
-        self.state: object = {}
+    def __new__(cls, *arguments: object) -> Self:
+        del arguments
+        made = super().__new__(cls)
+        made.state = {}
+        return made
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -100,6 +108,10 @@ class _InertBytes(_Inert):
 
 class _Size(tuple[object, ...]):
     __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        # Without it a pickle could set attributes of this class.
+        raise pickle.UnpicklingError
 
 
 class _DtypeName(str):
@@ -148,13 +160,19 @@ class _RefusedError(Exception):
     pass
 
 
+def _lies_within(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        return False
+    return all(chunk.bounds(d)[1] <= whole for d, whole in enumerate(shape))
+
+
 class _MetadataReader:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
         try:
             self._metadata = self._state(_Unpickler(file).load())
         except _RefusedError as error:
-            msg = f"{path} {error}: it was not opened, and nothing of it was run"
+            msg = f"{path} {error}, so it was refused, and nothing of it was run"
             raise UnsupportedStateError(msg) from None
         except FormatError:
             raise
@@ -192,9 +210,9 @@ class _MetadataReader:
             transforms = info.get("transform_descriptors")
             if transforms:
                 msg = (
-                    f"{self._path}: {name!r} was transformed by {transforms!r} when it was saved, "
-                    "which Penstock does not undo: load it with torch.distributed.checkpoint, and "
-                    "save it again without"
+                    f"{self._path}: {name!r} was transformed by {str(transforms)[:80]} when it was "
+                    "saved, which Penstock does not undo: load it with "
+                    "torch.distributed.checkpoint, and save it again without"
                 )
                 raise UnsupportedStateError(msg)
             file = PurePosixPath(self._typed(info.get("relative_path"), str))
@@ -233,41 +251,21 @@ class _MetadataReader:
         """Check that each element is in one chunk, on the grid that all bounds of chunks make."""
         if 0 in tensor.shape:
             return
-        for chunk in tensor.chunks:
-            ends = (
-                zip(chunk.offsets, chunk.sizes, strict=True)
-                if len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
-                else None
-            )
-            if ends is None or any(
-                o + n > whole for (o, n), whole in zip(ends, tensor.shape, strict=True)
-            ):
-                self._refuse(f"has a chunk of {tensor.name!r} that does not lie in it")
+        chunks, shape = tensor.chunks, tensor.shape
+        if not all(_lies_within(chunk, shape) for chunk in chunks):
+            self._refuse(f"has a chunk of {tensor.name!r} that does not lie in it")
         bounds = [
-            sorted(
-                {
-                    0,
-                    whole,
-                    *(
-                        edge
-                        for c in tensor.chunks
-                        for edge in (c.offsets[d], c.offsets[d] + c.sizes[d])
-                    ),
-                }
-            )
-            for d, whole in enumerate(tensor.shape)
+            sorted({0, whole, *(edge for chunk in chunks for edge in chunk.bounds(d))})
+            for d, whole in enumerate(shape)
         ]
         cells = [len(edges) - 1 for edges in bounds]
         if np.prod(cells, dtype=float) > _MAX_CELLS:
             self._refuse(f"cuts {tensor.name!r} into too many pieces")
         places = [{edge: n for n, edge in enumerate(edges)} for edges in bounds]
         count = np.zeros(cells, np.int32)
-        for chunk in tensor.chunks:
-            index = tuple(
-                slice(places[d][o], places[d][o + n])
-                for d, (o, n) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True))
-            )
-            count[index] += 1
+        for chunk in chunks:
+            edges = [chunk.bounds(d) for d in range(len(shape))]
+            count[tuple(slice(at[a], at[b]) for at, (a, b) in zip(places, edges, strict=True))] += 1
         if not (count == 1).all():
             wrong = "no chunk for a part" if (count == 0).any() else "overlapping chunks"
             self._refuse(f"has {wrong} of {tensor.name!r}")
@@ -276,10 +274,9 @@ class _MetadataReader:
         return self._typed(self._typed(record, _Inert).state, dict)
 
     def _numbers(self, value: object) -> tuple[int, ...]:
-        # A size is `torch.Size` of one tuple.
-        numbers = value if isinstance(value, tuple) else ()
-        if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in numbers):
-            self._refuse(f"has {str(value)[:80]!r} where numbers belong")
+        numbers = self._typed(value, tuple)
+        if not all(type(n) is int and n >= 0 for n in numbers):
+            self._refuse("has something else where numbers of at least 0 belong")
         return tuple(numbers)
 
     def _typed(self, value: object, kind: type[T]) -> T:

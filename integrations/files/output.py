@@ -56,7 +56,7 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
         _sync(out.parent)
     except OSError as error:
         kind = StorageFullError if error.errno in {errno.ENOSPC, errno.EDQUOT} else StorageError
-        msg = f"the export to {out} failed: {error.strerror or error}; nothing is there"
+        msg = f"the export to {out} failed: {error.strerror or error}"
         raise kind(msg) from error
     finally:
         if is_folder:

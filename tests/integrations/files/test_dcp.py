@@ -1,5 +1,6 @@
 """Folders of `torch.distributed.checkpoint` out and in; nothing in their pickles is run."""
 
+import contextlib
 import io
 import pickle
 import pickletools
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint import metadata as of_dcp
 
 import penstock
+from penstock.integrations.files.dcp_import import ChunkReader
+from penstock.integrations.files.dcp_metadata import StoredBlob, StoredChunk, StoredTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -136,6 +139,40 @@ def test_tensors_that_four_ranks_have_cut_come_back_whole(tmp_path):
         assert torch.equal(found["model"][name], torch.load(f"{tmp_path}/d-{name}.pt")), name
 
 
+def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
+    pieces = [torch.arange(n * 12.0, n * 12 + 12).reshape(4, 3) for n in range(3)]
+    for n, piece in enumerate(pieces):
+        torch.save(piece, tmp_path / f"{n}.pt")
+    files = [tmp_path / f"{n}.pt" for n in range(3)]
+    blobs = [StoredBlob(file, 0, file.stat().st_size) for file in files]
+    chunks = tuple(StoredChunk((4 * n, 0), (4, 3), blob) for n, blob in enumerate(blobs))
+    reader = ChunkReader(StoredTensor("w", "float32", (12, 3), chunks))
+    whole = torch.cat(pieces).numpy().tobytes()
+    found = bytearray(len(whole))
+    opened = []
+    with opening(opened):
+        for start in range(0, len(whole), 20):  # ranges end within rows, and within chunks
+            reader.read(start, memoryview(found)[start : start + 20])
+            assert len(reader.held) <= 1
+    assert found == whole
+    assert [path for path in opened if path.endswith(".pt")] == [str(b.file) for b in blobs]
+    assert not reader.held
+
+
+@contextlib.contextmanager
+def opening(names):
+    """Note each file that is opened; an audit hook stays, so it is told when to end."""
+    active = [True]
+
+    def audit(event, arguments):
+        if active and event == "open":
+            names.append(str(arguments[0]))
+
+    sys.addaudithook(audit)
+    yield
+    active.clear()
+
+
 def test_what_is_not_selected_is_not_read(tmp_path, model):
     state = {"model": model, "evil": Touch(tmp_path / "touched")}
     save(state, tmp_path / "d")
@@ -193,6 +230,21 @@ def test_only_the_classes_of_dcp_are_taken(tmp_path, refused, names):
     (folder / ".metadata").write_bytes(program)
     with refused(penstock.UnsupportedStateError, f"names {module}.{name}, which") as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_a_pickle_cannot_change_what_stands_for_the_classes(tmp_path, refused):
+    """The state of an object may be put onto a class itself, whose attributes it would set."""
+    of_metadata = "torch.distributed.checkpoint.metadata"
+    good = save({"w": torch.ones(2)}, tmp_path / "good")
+    folder = save({"w": torch.ones(2)}, tmp_path / "d")
+    for module, name in (("torch", "Size"), (of_metadata, "Metadata"), ("torch", "float32")):
+        program = pickle.PROTO + b"\x04c" + f"{module}\n{name}\n".encode()
+        state = (None, {"__iter__": 1, "__setstate__": 2, "state": 3})
+        program += pickle.dumps(state, 4)[2:-1] + pickle.BUILD + pickle.STOP
+        (folder / ".metadata").write_bytes(program)
+        with refused(penstock.FormatError, "is no metadata") as root:
+            penstock.import_checkpoint(folder, root, step=2)
+        penstock.import_checkpoint(good, f"memory://{tmp_path}/{name}")
 
 
 five_fields = of_dcp.TensorProperties.__getstate__
@@ -311,7 +363,7 @@ BREAKS = {
     "leaves": (lambda m: info_of(m, relative_path="../w"), "not in the folder"),
     "absolute": (lambda m: info_of(m, relative_path="/etc/passwd"), "not in the folder"),
     "no name": (lambda m: info_of(m, relative_path=""), "not in the folder"),
-    "offset": (lambda m: info_of(m, offset=-1), "where numbers belong"),
+    "offset": (lambda m: info_of(m, offset=-1), "where numbers of at least 0 belong"),
     "far": (lambda m: info_of(m, offset=1 << 40), "'w' in .* is damaged"),
     "long": (lambda m: info_of(m, length=3), "'w' in .* is damaged"),
     "no dict": (lambda m: setattr(m, "storage_data", [1]), "a list where a dict belongs"),

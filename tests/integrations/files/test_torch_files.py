@@ -53,7 +53,7 @@ def test_one_state_dict_is_not_wrapped_and_comes_back_below_model(tmp_path, run,
 def test_cast_keeps_ties_and_counts_of_steps(tmp_path, run, model):
     penstock.export_checkpoint(run, tmp_path / "o.pt", to="torch", cast="bfloat16")
     found = torch.load(tmp_path / "o.pt", weights_only=True)
-    assert found["optimizer"]["state"]["layers.0.weight"]["step"] == 1001
+    assert found["optimizer"]["state"]["layers.0.weight"]["step"].item() == 1001
     assert found["optimizer"]["state"]["layers.0.weight"]["m"].dtype == torch.bfloat16
     assert found["model"]["layers.0.weight"] is not None
     assert found["model"]["lm_head.weight"].data_ptr() == (
