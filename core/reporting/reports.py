@@ -152,7 +152,8 @@ class Progress:
             `phase` is `plan` or `read`.
         phase: For a save `capture`, `write`, `commit`, with tiers `drain`; then `durable`, `failed`
             or `skipped`. For a restore or load `plan`, `read`, `place`; for a verification
-            `manifest`, `read`, with `repair` also `repair`; then `done` or `failed`.
+            `manifest`, `read`, with `repair` also `repair`; for an export `write`, after those of a
+            load if it takes a whole tree; then `done` or `failed`.
     """
 
     bytes_done: int

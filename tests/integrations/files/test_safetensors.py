@@ -245,6 +245,28 @@ def test_an_error_of_on_progress_ends_nothing(tmp_path, run, caplog):
     assert "on_progress failed" in caplog.text
 
 
+@pytest.mark.filterwarnings("default")
+def test_from_pretrained_reads_the_folder(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    config.save_pretrained(tmp_path / "config")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"model": model}, 1, mode="blocking")
+        penstock.export_checkpoint(
+            ckpt, tmp_path / "o", to="safetensors", shard_bytes=20_000,
+            config_from=tmp_path / "config",
+        )  # fmt: skip
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "o")
+    assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
+
+
+def test_a_run_that_does_not_exist_is_not_made(tmp_path):
+    with pytest.raises(penstock.CheckpointNotFoundError):
+        penstock.export_checkpoint(tmp_path / "none", tmp_path / "o", to="safetensors")
+    assert names_in(tmp_path) == []
+
+
 # -- in -------------------------------------------------------------------------------------------
 
 
