@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import Difference
 from penstock.core.errors import FormatError
 from penstock.core.types import show_path
 
@@ -85,8 +84,6 @@ class Matcher:
         chosen = [self._node(name) for name in self._context.children(self._state)]
         stored = [node for node in chosen if node is not None]
         nameless = [member for member in members if not member.named]
-        if chosen and not stored:
-            self._leave_state_dict()
         if not stored:
             return
         if any(member.named and member.name in matches for member in members):
@@ -108,16 +105,6 @@ class Matcher:
                 "is stored without parameter names, but the template has names: restore it "
                 "without its module in the tree, to match by order",
             )
-
-    def _leave_state_dict(self) -> None:
-        self.hopeless = True
-        stored, here, shown = "a state dict", "an optimizer", show_path(self._path)
-        sentence = (
-            f"{shown} is stored as {stored}, in which parameters have numbers instead of names, "
-            f"but is {here} in the template"
-        )
-        advice = f"pass what load(include={shown!r}) returns for it to its load_state_dict"
-        self._result.differ(Difference(self._path, stored, here, (sentence,), advice=advice))
 
     def _by_order(self) -> None:
         here = [len(group["params"]) for group in self._held.groups]

@@ -380,29 +380,6 @@ def test_a_missing_name_of_a_tensor_that_is_restored_by_another_name_is_said(ckp
     assert torch.equal(template["model"]["head"], torch.ones(4, 3))
 
 
-def test_a_state_dict_stored_for_an_optimizer_is_one_mismatch_that_says_the_way(ckpt):
-    def trained():
-        model = torch.nn.Linear(3, 2)
-        model(torch.ones(3)).sum().backward()
-        optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained()
-    ckpt.save({"model": model, "optimizer": optimizer.state_dict()}, step=2, mode="blocking")
-    model, other = trained()
-    template = {"model": model, "optimizer": other}
-    found = message(RestoreMismatchError, lambda: ckpt.restore(template))
-    assert "in 1 place; nothing was changed" in found
-    assert "optimizer is stored as a state dict, in which parameters have numbers" in found
-    assert "load(include='optimizer')" in found
-    other.load_state_dict(ckpt.load(include="optimizer")["optimizer"])
-    for (_, mine), (_, theirs) in zip(other.state.items(), optimizer.state.items(), strict=True):
-        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
-    report = ckpt.restore(template, strict=False)
-    assert [found.path for found in report.mismatched] == ["optimizer"]
-
-
 @pytest.mark.parametrize("place", ["a\0b", "posix://a%00b", {"type": "posix", "path": "a\0b"}])
 def test_a_path_with_a_nul_is_an_error_of_ours(place):
     assert "path: String should match" in message(ConfigError, lambda: open_backend(place))
