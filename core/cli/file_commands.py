@@ -38,7 +38,7 @@ _Rename = Annotated[
 Examples:
   penstock export runs/gpt gpt-hf --to safetensors \\
     --config-from gpt2 --cast bfloat16
-  penstock export runs/gpt gpt.pt --to torch --include model
+  penstock export runs/gpt gpt.pt --to torch
   penstock export runs/gpt gpt-dcp --to dcp
 """,
 )
@@ -109,7 +109,7 @@ def export(  # noqa: PLR0913 - its options
     epilog="""\b
 Examples:
   penstock import gpt2/ runs/gpt
-  penstock import old.pt runs/gpt --rename state_dict=model
+  penstock import old.pt runs/gpt --rename sd=model
   penstock import dcp/step-900 runs/gpt --step 900
 """,
 )

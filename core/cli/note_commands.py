@@ -21,7 +21,7 @@ _Step = Annotated[int, typer.Argument(metavar="STEP", parser=step_of, help="Whic
     epilog="""\b
 Examples:
   penstock annotate runs/gpt 100 val_loss=2.31
-  penstock annotate runs/gpt 100 by=ada 'eval={"mmlu": 0.61}'
+  penstock annotate runs/gpt 100 'eval={"mmlu": 0.61}'
 """,
 )
 def annotate(

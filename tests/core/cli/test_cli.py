@@ -892,7 +892,7 @@ def test_completion_knows_the_commands(environment):
         check=False,
         timeout=100,
     )
-    assert sorted(done.stdout.split()) == ["plugins", "prune"]
+    assert sorted(done.stdout.split()) == ["pin", "plugins", "prune"]
 
 
 def test_show_completion_prints_a_script(penstock, monkeypatch):

@@ -15,6 +15,7 @@ from tests.integration.atomic.crash_scenarios import (
     check_run,
     job,
     mortal,
+    opened,
     without,
 )
 from tests.integration.ranks.saving import Job
@@ -124,6 +125,8 @@ def stored():
     for step in (1, 2, 3):
         results = Save("", [], step=step, number=step).run([PowerCut(disk)] * WORLD)
         assert {report.ranks for report in results} == {WORLD}
+    with opened(PowerCut(disk)) as ckpt:
+        ckpt.annotate(2, {"mark": 2})
     blobs = {blob.name.rpartition("/")[2] for blob in PowerCut(disk).list("data/")}
     assert blobs >= {"00000-0.raw", "00001-0.enc"}  # of 30 KB, rank 0 writes the first half
     return disk
