@@ -245,10 +245,12 @@ def _held_s(call: Callable[[], None]) -> float:
     thread = threading.Thread(target=run)
     longest_s, last_s = 0.0, time.monotonic()
     thread.start()
-    while not over.is_set():
-        time.sleep(0.0005)
+    is_over = False
+    while not is_over:
+        is_over = over.is_set()  # before the clock: `call` may be over before this thread runs
         now_s = time.monotonic()
         longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        time.sleep(0.0005)
     thread.join()
     if failure:
         raise failure[0]
