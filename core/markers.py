@@ -227,7 +227,7 @@ def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
             if all(max(a, b) < min(a + m, b + n) for a, m, b, n in bounds):
                 return one, other
             if bounds and bounds[0][0] + bounds[0][1] <= bounds[0][2]:
-                break  # this one and all later ones begin behind it
+                break  # this one and all later ones begin after it
     return None
 
 

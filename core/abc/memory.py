@@ -130,7 +130,7 @@ class ByteSource(ABC):
         return read
 
     def pieces(self) -> Sequence[ByteSource]:
-        """Return the sources whose bytes these are, one behind the other; itself, if it has memory.
+        """Return the sources whose bytes these are, one after the other; itself, if it has memory.
 
         A source of several has neither an `address` nor a `memory`.
         """

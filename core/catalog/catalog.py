@@ -338,8 +338,8 @@ class Catalog:
         """Delete the checkpoints that no rule of retention keeps.
 
         A checkpoint with a readable record counts only if it is whole as far as `look` tells: the
-        newest ones are checked until enough are found, and older ones are deleted unchecked; the
-        best ones likewise. Checkpoints with an unreadable record are neither counted nor deleted.
+        newest ones are checked until enough are found, and older ones are deleted unchecked; so
+        are the best ones. Checkpoints with an unreadable record are neither counted nor deleted.
         A checkpoint with a tag is not deleted, nor one with an unreadable note: it may have a tag,
         or be the best.
 

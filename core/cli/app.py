@@ -84,6 +84,25 @@ def whole_number(text: str, what: str, least: int) -> int:
     return int(text)
 
 
+def size_of(text: str, option: str) -> int:
+    """Parse a size such as `200MiB`, the value of `option`, and return its bytes.
+
+    Raises:
+        typer.BadParameter: `text` is no size above zero.
+    """
+    from penstock.core.config.model import parse_size  # noqa: PLC0415
+
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        msg = f"{option}: {text!r} is {error}"
+        raise typer.BadParameter(msg) from None
+    if not isinstance(size, int) or size <= 0:
+        msg = f"{option}: {text!r} is no size above zero"
+        raise typer.BadParameter(msg)
+    return size
+
+
 def step_of(text: str) -> int:
     """Parse the number of a step.
 
@@ -116,6 +135,18 @@ Step = Annotated[
         parser=step_or_latest,
         help="Which checkpoint.",
         show_default="latest",
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include", metavar="PATTERN", help="Only objects that match this pattern; repeatable."
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

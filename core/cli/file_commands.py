@@ -9,20 +9,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Json, Step, Url, app, step_of
+from penstock.core.cli.app import Exclude, Include, Json, Step, Url, app, size_of, step_of
 
-_Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include", metavar="PATTERN", help="Only objects that match this pattern; repeatable."
-    ),
-]
-_Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
-    ),
-]
 _Rename = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,8 +40,8 @@ def export(  # noqa: PLR0913 - its options
         str, typer.Option("--to", metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")
     ],
     step: Step = None,
-    include: _Include = None,
-    exclude: _Exclude = None,
+    include: Include = None,
+    exclude: Exclude = None,
     rename: _Rename = None,
     cast: Annotated[
         str | None, typer.Option("--cast", metavar="DTYPE", help="Convert floats to this dtype.")
@@ -84,7 +72,7 @@ def export(  # noqa: PLR0913 - its options
     .safetensors, of what is below `model` unless --include names something else. Every checksum is
     compared on the way, and OUT appears when it is whole and durable, not before.
     """
-    from penstock.core.cli.commands.files import pairs, run_export, size_bytes  # noqa: PLC0415
+    from penstock.core.cli.commands.files import pairs, run_export  # noqa: PLC0415
 
     run_export(
         url,
@@ -95,7 +83,7 @@ def export(  # noqa: PLR0913 - its options
         exclude=exclude or None,
         rename=pairs(rename),
         cast=cast,
-        shard_bytes=size_bytes(shard_bytes),
+        shard_bytes=size_of(shard_bytes, "--shard-bytes"),
         keep_tied=keep_tied,
         config_from=config_from,
         overwrite=overwrite,
@@ -139,8 +127,8 @@ def import_(  # noqa: PLR0913 - its options
         str,
         typer.Option("--format", metavar="FORMAT", help="`safetensors`, `torch`, `dcp` or `auto`."),
     ] = "auto",
-    include: _Include = None,
-    exclude: _Exclude = None,
+    include: Include = None,
+    exclude: Exclude = None,
     rename: _Rename = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the checkpoint at that step.")

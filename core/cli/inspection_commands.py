@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Json, Step, Url, app, whole_number
+from penstock.core.cli.app import Exclude, Include, Json, Step, Url, app, whole_number
 
 
 def _depth(text: str) -> int:
@@ -64,18 +64,8 @@ def show(
     url: Url,
     *,
     step: Step = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--include", metavar="PATTERN", help="Only objects that match this pattern; repeatable."
-        ),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
-        ),
-    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
     stats: Annotated[
         bool,
         typer.Option(

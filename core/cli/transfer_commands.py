@@ -9,20 +9,17 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Json, Url, app, backend_of, exits, step_or_latest
-
-_Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include", metavar="PATTERN", help="Only objects that match this pattern; repeatable."
-    ),
-]
-_Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude", metavar="PATTERN", help="No objects that match this pattern; repeatable."
-    ),
-]
+from penstock.core.cli.app import (
+    Exclude,
+    Include,
+    Json,
+    Url,
+    app,
+    backend_of,
+    exits,
+    size_of,
+    step_or_latest,
+)
 
 
 def _seconds(text: str) -> float:
@@ -68,8 +65,8 @@ def copy(  # noqa: PLR0913 - its options
     step: Annotated[
         str, typer.Option("--step", metavar="STEP", help="A step, `latest`, or `all`.")
     ] = "latest",
-    include: _Include = None,
-    exclude: _Exclude = None,
+    include: Include = None,
+    exclude: Exclude = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,7 +112,7 @@ def copy(  # noqa: PLR0913 - its options
     compared on the way, and the checkpoint appears at the target when it is whole and durable
     there, not before. When a copy was interrupted the same command goes on.
     """
-    from penstock.core.cli.commands.copy import CopyOptions, rate_bytes, run, wanted_rules  # noqa: PLC0415
+    from penstock.core.cli.commands.copy import CopyOptions, run, wanted_rules  # noqa: PLC0415
 
     if step not in {"latest", "all"} and not (step.isascii() and step.isdecimal()):
         msg = (
@@ -131,7 +128,7 @@ def copy(  # noqa: PLR0913 - its options
         rules=wanted_rules(codec, rules, raw=raw),
         rules_from=rules or "--codec",
         overwrite=overwrite,
-        bytes_per_s=None if rate is None else rate_bytes(rate),
+        bytes_per_s=None if rate is None else float(size_of(rate, "--rate")),
         trust_sealed=trust,
         flatten=flatten,
     )
@@ -185,8 +182,8 @@ def diff(
             show_default="latest",
         ),
     ] = None,
-    include: _Include = None,
-    exclude: _Exclude = None,
+    include: Include = None,
+    exclude: Exclude = None,
     norms: Annotated[
         bool,
         typer.Option("--norms", help="Read tensors that differ, and say how far they are apart."),

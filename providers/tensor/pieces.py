@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class PiecesSource(ByteSource):
-    """The bytes of some sources of one device, one behind the other."""
+    """The bytes of some sources of one device, one after the other."""
 
     __slots__ = ("_pieces", "address", "device", "memory", "nbytes")
 

@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
 from penstock.core.cli.output.render import print_json, print_line, visible
 from penstock.core.cli.output.runs_on_disk import same_place
 from penstock.core.concurrency.workers import Workers
-from penstock.core.config.model import load_config, parse_size
+from penstock.core.config.model import load_config
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.reencode import Reencoding, copy_objects
 from penstock.core.errors import (
@@ -162,23 +160,6 @@ def _check_codec(name: str) -> None:
     except ConfigError as error:
         msg = f"--codec {name}: {error}\nThey can be given in a file: --rules FILE."
         raise ConfigError(msg) from error
-
-
-def rate_bytes(text: str) -> float:
-    """Parse a size such as `200MiB`, and return its bytes.
-
-    Raises:
-        typer.BadParameter: `text` is no size above zero.
-    """
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        msg = f"--rate: {text!r} is {error}"
-        raise typer.BadParameter(msg) from None
-    if not isinstance(size, int) or size <= 0:
-        msg = f"--rate: {text!r} is no size above zero"
-        raise typer.BadParameter(msg)
-    return float(size)
 
 
 def run(source_url: str, target_url: str, step: str, how: CopyOptions, *, as_json: bool) -> bool:

@@ -11,7 +11,6 @@ import typer
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.output.render import print_json, print_line, visible
-from penstock.core.config.model import parse_size
 from penstock.core.reporting.progress_bar import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -35,23 +34,6 @@ def pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
             raise typer.BadParameter(msg)
         found[old] = new
     return found or None
-
-
-def size_bytes(text: str) -> int:
-    """Parse a size such as `5GB`, and return its bytes.
-
-    Raises:
-        typer.BadParameter: `text` is no size above zero.
-    """
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        msg = f"--shard-bytes: {text!r} is {error}"
-        raise typer.BadParameter(msg) from None
-    if not isinstance(size, int) or size <= 0:
-        msg = f"--shard-bytes: {text!r} is no size above zero"
-        raise typer.BadParameter(msg)
-    return size
 
 
 def run_export(url: str, out: str, step: int | None, *, as_json: bool, **options: Any) -> None:
