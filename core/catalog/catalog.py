@@ -366,7 +366,9 @@ class Catalog:
         kept |= self._newest(readable, steps, count, self._is_whole)
         kept |= self._kept_for_tiers(readable, count)
         listed = NotesOfRun(places_of(self._backend))
-        notes = {step: listed.read(record) for step, record in readable.items()}
+        # The best may be any of them. Else the notes on steps that stay are not read at each save.
+        in_doubt = readable.keys() if rules.keep_best is not None else readable.keys() - kept
+        notes = {step: listed.read(readable[step]) for step in sorted(in_doubt)}
         kept |= {step for step, found in notes.items() if found.tags or found.damaged}
         if rules.keep_best is not None and rules.best_metric and rules.best_mode:
             metadata = {step: found.metadata for step, found in notes.items()}
