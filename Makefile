@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+HOSTS := .venv-hosts
+HOSTS_READY := $(HOSTS)/.ready
 # Four workers for two cores: the suite waits for disks, servers and killed processes as well. A
 # worker keeps to neighbouring tests, which share what is costly to set up, and helps out at the end.
 WORKERS := -n 4 --dist worksteal
 PYTEST_ARGS ?= $(WORKERS) -m "not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo imports test test-fast test-all check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
+.PHONY: help demo imports test test-fast test-all test-hosts check bench bench-codecs docs clean format lint types layers names picture torch-free wheel
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +43,24 @@ test-fast: $(READY) ## run in a minute the tests that start no process and never
 
 test-all: $(READY) ## run all tests
 	@$(BIN)/python -m pytest $(WORKERS)
+
+# The trainers that Penstock works with, in an environment on top of .venv: some of them change what
+# others do as soon as they are installed. The packages that torchtitan itself needs exclude each
+# other, so it comes without them.
+$(HOSTS_READY): $(READY)
+	@test -x $(HOSTS)/bin/python || $(BIN)/python -m venv --without-pip $(HOSTS)
+	@echo "Setting up $(HOSTS) (once; the trainers take two minutes) ..."
+	@$(HOSTS)/bin/python -c "import sysconfig; \
+	    base, own = (f'{sysconfig.get_path(\"purelib\")}'.replace('$(HOSTS)', v) for v in ('$(VENV)', '$(HOSTS)')); \
+	    open(own + '/base.pth', 'w').write(f'import site; site.addsitedir({base!r})\n')"
+	@DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install -qq --disable-pip-version-check \
+	    -c constraints.txt --no-build-isolation -e '.[hosts]'
+	@$(HOSTS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	    --no-deps torchtitan spmd-types
+	@touch $@
+
+test-hosts: $(HOSTS_READY) ## test the adapters against the trainers themselves (installs them once)
+	@$(HOSTS)/bin/python -m pytest -n 2 --dist worksteal tests/integrations/hosts
 
 check: lint types layers names picture torch-free docs wheel ## everything that must hold besides the tests
 
