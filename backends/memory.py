@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from penstock.core.abc import Backend, BlobWriter, PluginConfig, check_blob_name
+from penstock.core.abc import Backend, BlobWriter, PluginConfig, check_blob_name, copy_bytes
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
@@ -36,7 +36,7 @@ class MemoryConfig(PluginConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Blob:
-    data: bytes | bytearray
+    data: bytes | memoryview
     modified_s: float
 
 
@@ -84,13 +84,12 @@ class MemoryBackend(Backend):
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """Create a blob as the contract says."""
-        del size_hint
         self._check(name)
         with self._store.lock:
             if name in self._store.blobs or name in self._store.unsealed:
                 msg = f"cannot create {name} on {self.url}: the name is taken"
                 raise BlobExistsError(msg)
-            writer = _MemoryWriter(self._store, name, self.url)
+            writer = _MemoryWriter(self._store, name, self.url, size_hint or 0)
             self._store.unsealed[name] = writer
         return writer
 
@@ -106,7 +105,7 @@ class MemoryBackend(Backend):
                     f"{self.url}: it has {len(data)}"
                 )
                 raise BlobTruncatedError(msg)
-            target[:] = memoryview(data)[request.offset : stop]
+            copy_bytes(target, memoryview(data)[request.offset : stop])
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Read a record as the contract says; one version even while the record is replaced."""
@@ -170,11 +169,11 @@ class MemoryBackend(Backend):
 
 
 class _MemoryWriter(BlobWriter):
-    def __init__(self, store: _Store, name: str, url: str) -> None:
+    def __init__(self, store: _Store, name: str, url: str, size: int) -> None:
         self._store = store
         self._name = name
         self._url = url
-        self._data = bytearray()
+        self._data = _zeros(size)
         self._open = True
         self._lock = threading.Lock()  # guards `_data` and `_open`
 
@@ -186,17 +185,16 @@ class _MemoryWriter(BlobWriter):
                 at = request.offset
                 for buffer in request.buffers:
                     source = flat_view(buffer)
-                    self._data[at : at + source.nbytes] = source
+                    copy_bytes(self._data[at:], source)
                     at += source.nbytes
 
     def seal(self, length: int, /) -> None:
         with self._lock:
             self._check_open("seal")
             self._grow(length)
-            del self._data[length:]
             with self._store.lock:
                 self._check_name()
-                self._store.blobs[self._name] = _Blob(self._data, time.time())
+                self._store.blobs[self._name] = _Blob(self._data[:length], time.time())
                 del self._store.unsealed[self._name]
             self._open = False
 
@@ -205,14 +203,15 @@ class _MemoryWriter(BlobWriter):
             if not self._open:
                 return
             self._open = False
-            self._data = bytearray()
+            self._data = _zeros(0)
             with self._store.lock:
                 if self._store.unsealed.get(self._name) is self:
                     del self._store.unsealed[self._name]
 
     def _grow(self, length: int) -> None:
         if len(self._data) < length:
-            self._data.extend(bytes(length - len(self._data)))
+            written, self._data = self._data, _zeros(max(length, 2 * len(self._data)))
+            copy_bytes(self._data, written)
 
     def _check_name(self) -> None:
         """Raise if the blob was deleted meanwhile: its name may be another blob's now."""
@@ -224,3 +223,10 @@ class _MemoryWriter(BlobWriter):
         if not self._open:
             msg = f"cannot {what} {self._name} on {self._url}: it is sealed or aborted already"
             raise StorageError(msg)
+
+
+def _zeros(size: int) -> memoryview:
+    """Return memory that takes no pages before it is written; a bytearray is cleared by hand."""
+    import numpy as np  # noqa: PLC0415 - as in `copy_bytes`
+
+    return np.zeros(size, np.uint8).data

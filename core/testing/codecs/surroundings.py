@@ -129,11 +129,11 @@ def check_gil_is_released(codec: Codec) -> None:
     ):
         # Several tries: on a busy machine this thread may be scheduled only after the work.
         with finding(f"{what} in another thread"):
-            released = any(_lets_others_run(work) for _ in range(20))
+            released = any(lets_others_run(work) for _ in range(20))
         assert released, f"{what} held the GIL from beginning to end of {len(chunk)} bytes"
 
 
-def _lets_others_run(work: Callable[[], object]) -> bool:
+def lets_others_run(work: Callable[[], object]) -> bool:
     """Return whether this thread ran while `work` ran in another one."""
     state = "before"
     failure: BaseException | None = None

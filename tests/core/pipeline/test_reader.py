@@ -73,6 +73,10 @@ class Store:
     def corrupt(self, name, offset):
         self.backend._store.blobs[name].data[offset] ^= 0x40
 
+    def cut(self, name, length):
+        blobs = self.backend._store.blobs
+        blobs[name] = replace(blobs[name], data=blobs[name].data[:length])
+
     def raw(self, length, *, name="raw", offset=64):
         """`(frame job without uses, its bytes)`."""
         data = self._chance.randbytes(length)
@@ -283,7 +287,7 @@ def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
         if name == "whole":
             expected = data
     store.backend.delete(["gone"])
-    del store.backend._store.blobs["cut"].data[8000:]
+    store.cut("cut", 8000)
     stats = loader.run(jobs)
     assert {name for name, _, _ in stats.damaged} == {"gone", "cut"}
     assert stats.missing_blob
@@ -292,7 +296,7 @@ def test_missing_and_cut_blobs_are_damage_of_their_frames_only(store, loader):
 
 def test_a_blob_that_is_only_cut_is_not_missing(store, loader):
     job, _ = store.raw(9000)
-    del store.backend._store.blobs["raw"].data[100:]
+    store.cut("raw", 100)
     stats = loader.run([using(job, ChunkUse(None, 0, 0, 9000))])
     assert stats.damaged
     assert not stats.missing_blob

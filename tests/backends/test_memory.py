@@ -1,0 +1,34 @@
+"""The backend `memory`: what its conformance suite does not ask of every backend."""
+
+from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.testing.codecs.surroundings import lets_others_run
+from penstock.core.types import ReadRequest, WriteRequest
+
+TRIES = 20  # on a busy machine the other thread may be scheduled only after the copy
+
+
+def test_training_runs_while_a_blob_is_written_and_read():
+    backend = MemoryBackend(MemoryConfig())
+    data = memoryview(bytes(16 << 20))
+    target = memoryview(bytearray(data.nbytes))
+    writer = backend.create("blob", size_hint=data.nbytes)
+    assert any(
+        lets_others_run(lambda: writer.write([WriteRequest(0, (data,))])) for _ in range(TRIES)
+    )
+    writer.seal(data.nbytes)
+    assert any(
+        lets_others_run(lambda: backend.read([ReadRequest("blob", 0, target)]))
+        for _ in range(TRIES)
+    )
+
+
+def test_blob_outgrows_its_size_hint():
+    backend = MemoryBackend(MemoryConfig())
+    writer = backend.create("blob", size_hint=10)
+    for at in range(0, 1000, 100):
+        writer.write([WriteRequest(at, (memoryview(bytes([at // 100]) * 100),))])
+    writer.seal(990)
+    assert (
+        backend.read_record("blob", limit_bytes=990)
+        == b"".join(bytes([number]) * 100 for number in range(10))[:990]
+    )
