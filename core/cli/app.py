@@ -39,16 +39,20 @@ app = typer.Typer(
 )
 
 
+def is_configuration(url: str) -> bool:
+    """Return whether `url` names a configuration file."""
+    # A folder whose name ends in `.json` is a run, so the name alone does not decide.
+    named = url.endswith((".toml", ".yaml", ".yml", ".json"))
+    return named and "://" not in url and not Path(url).is_dir()
+
+
 def backend_of(url: str) -> str:
     """Return the backend that `url` names: of a configuration file, the backend it describes.
 
     Raises:
         ConfigError: The configuration file cannot be read, or is wrong.
     """
-    # A folder whose name ends in `.json` is a run, so the name alone does not decide.
-    if "://" in url or Path(url).is_dir():
-        return url
-    if not url.endswith((".toml", ".yaml", ".yml", ".json")):
+    if not is_configuration(url):
         return url
     from penstock.core.config.model import load_config  # noqa: PLC0415
     from penstock.core.plugins.registry import default_registry  # noqa: PLC0415
@@ -60,14 +64,10 @@ def backend_of(url: str) -> str:
     return cast("str", config.backend)
 
 
-Url = Annotated[
-    str,
-    typer.Argument(
-        metavar="URL",
-        help="Root of the run: a path, a URL such as posix://, or a configuration file.",
-        callback=backend_of,
-    ),
-]
+_URL_HELP = "Root of the run: a path, a URL such as posix://, or a configuration file."
+Url = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP, callback=backend_of)]
+AsGiven = Annotated[str, typer.Argument(metavar="URL", help=_URL_HELP)]
+"""As `Url`, for a command that needs the configuration file itself: it calls `backend_of`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 

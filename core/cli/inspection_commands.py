@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.cli.app import Exclude, Include, Json, Step, Url, app, whole_number
+from penstock.core.cli.app import (
+    AsGiven,
+    Exclude,
+    Include,
+    Json,
+    Step,
+    Url,
+    app,
+    backend_of,
+    is_configuration,
+    whole_number,
+)
 
 
 def _depth(text: str) -> int:
@@ -56,12 +67,13 @@ Examples:
   penstock show runs/gpt --depth 1
   penstock show runs/gpt --step 300
   penstock show runs/gpt --include 'model/*.bias'
+  penstock show runs/gpt --by codec
   penstock show runs/gpt --include model --stats |
     grep -v ' 0 *0$'
 """,
 )
-def show(
-    url: Url,
+def show(  # noqa: PLR0913 - its options
+    url: AsGiven,
     *,
     step: Step = None,
     include: Include = None,
@@ -84,6 +96,14 @@ def show(
         int | None,
         typer.Option("--depth", metavar="N", parser=_depth, help="Fold the tree below N levels."),
     ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by",
+            metavar="WHAT",
+            help="Sums instead of objects: by `codec`, `rule`, `role` or `dtype`.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the objects of one checkpoint: type, shape, bytes, ratio, codecs, role.
@@ -94,13 +114,23 @@ def show(
     STORED is what an object takes without the gaps between objects, RATIO is BYTES over STORED;
     `penstock ls` counts the gaps, too. BORROWED is what it needs of the blobs of other checkpoints.
     """
-    from penstock.core.cli.commands.show import ShowOptions, run  # noqa: PLC0415
+    from penstock.core.cli.commands.show import GROUPINGS, ShowOptions, run  # noqa: PLC0415
 
     if depth is not None and (tree is False or as_json):
         msg = "--depth folds the tree; leave out --flat and --json"
         raise typer.BadParameter(msg)
-    how = ShowOptions(tree=tree, depth=depth, stats=stats, as_json=as_json)
-    run(url, step=step, include=include, exclude=exclude, how=how)
+    if by is not None:
+        if by not in GROUPINGS:
+            msg = f"--by: {by!r} is none of {', '.join(GROUPINGS)}"
+            raise typer.BadParameter(msg)
+        if tree is not None or depth is not None or stats:
+            msg = "--by prints no objects; leave out --tree, --flat, --depth and --stats"
+            raise typer.BadParameter(msg)
+        if by == "rule" and not is_configuration(url):
+            msg = "--by rule: a checkpoint stores no rules; give their configuration file as URL"
+            raise typer.BadParameter(msg)
+    how = ShowOptions(tree=tree, depth=depth, stats=stats, as_json=as_json, by=by, rules=url)
+    run(backend_of(url), step=step, include=include, exclude=exclude, how=how)
 
 
 @app.command(

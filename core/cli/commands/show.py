@@ -23,6 +23,7 @@ from penstock.core.cli.output.render import (
     visible,
 )
 from penstock.core.cli.output.stats import Stats, tensor_stats
+from penstock.core.cli.output.sums import Sum, print_sums, sums_of
 from penstock.core.cli.output.tree import Branch, grown, rows_of
 from penstock.core.plan.choice import class_of
 from penstock.core.restore.checkpoint import Checkpoint
@@ -35,7 +36,7 @@ from penstock.core.types import Kind, show_segment
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.core.catalog.notes import Notes
     from penstock.core.cli.output.chain import Link
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from penstock.core.restore.contents import Contents
     from penstock.core.types import WorstErrors
 
+GROUPINGS = ("codec", "rule", "role", "dtype")
+"""The values of `--by`."""
+
+_CODECS_OF_A_CONTAINER = 2  # a container names so many; more would take the width of the table
 _COLUMNS = (
     Column("PATH", flexible=True),
     Column("TYPE", keep=9),
@@ -79,12 +84,16 @@ class ShowOptions:
         depth: The levels of the tree to print; None prints all.
         stats: Whether to read tensors and print statistics of their values.
         as_json: Whether to print one JSON document.
+        by: What to group the objects by, one of `GROUPINGS`; None prints each object.
+        rules: For `by="rule"`, the configuration file with the rules.
     """
 
     tree: bool | None = None
     depth: int | None = None
     stats: bool = False
     as_json: bool = False
+    by: str | None = None
+    rules: str = ""
 
     @property
     def as_tree(self) -> bool:
@@ -123,6 +132,13 @@ class Shown:
         """The raw bytes; 0 for a tied object, whose bytes are stored at another path."""
         return 0 if self.record.same_as is not None else self.record.spec.nbytes
 
+    @property
+    def elsewhere(self) -> str:
+        """`tied` or `derived` if all bytes are stored with another object; empty if not."""
+        if self.record.same_as is not None:
+            return "tied"
+        return "" if self.record.derived is None else "derived"
+
 
 def run(
     url: str,
@@ -132,12 +148,14 @@ def run(
     exclude: Sequence[str] | None,
     how: ShowOptions,
 ) -> None:
-    """Print the selected objects of one checkpoint, in tree order.
+    """Print the selected objects of one checkpoint in tree order, or sums over groups of them.
 
     Raises:
-        PenstockError: The checkpoint does not exist or is damaged, or a pattern matches nothing.
+        PenstockError: The checkpoint does not exist or is damaged, a pattern matches nothing, or
+            the configuration with the rules cannot be read.
     """
     selection = Selection(include or None, exclude or None)
+    group_of = None if how.by is None else _grouping(how.by, how.rules)
     with closing(open_backend(url, must_exist=True, light=not how.stats)) as backend:
         if step is None:
             step = Catalog(backend).require_latest()
@@ -157,20 +175,51 @@ def run(
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
     record = contents.record
+    sums = [] if group_of is None else sums_of(_as_sum(one, group_of(one)) for one in shown)
     if how.as_json:
-        head = {"step": record.step, **record_json(record, notes)}
-        objects = [_as_json(one, how) for one in shown]
-        print_json(
-            {
-                "checkpoint": head,
-                "chain": [link.as_json() for link in chain],
-                "choices": [asdict(choice) for choice in choices],
-                "objects": objects,
-            }
-        )
+        found: dict[str, Any] = {
+            "checkpoint": {"step": record.step, **record_json(record, notes)},
+            "chain": [link.as_json() for link in chain],
+            "choices": [asdict(choice) for choice in choices],
+        }
+        if how.by is None:
+            found["objects"] = [_as_json(one, how) for one in shown]
+        else:
+            found |= {"by": how.by, "groups": [asdict(one) for one in sums]}
+        print_json(found)
+        return
+    _print_head(record, notes, chain)
+    if how.by is None:
+        _print_objects(shown, how)
     else:
-        _print(record, notes, chain, shown, how)
-        _print_choices(choices)
+        print_sums(how.by.upper(), sums)
+    _print_sum(record, shown)
+    _print_rounding(shown)
+    _print_choices(choices)
+
+
+def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
+    """Return the function that names the group of an object."""
+    if by == "codec":
+        return lambda one: one.elsewhere or "+".join(one.codecs) or "raw"
+    if by == "role":
+        return lambda one: one.record.role.value
+    if by == "dtype":
+        return lambda one: (
+            one.record.spec.dtype if one.record.kind is Kind.TENSOR else one.record.form
+        )
+    from penstock.core.config.model import load_config  # noqa: PLC0415 - `show` is quick without
+
+    selections = [
+        (Selection(rule.match), ", ".join(rule.match)) for rule in load_config(rules).rules
+    ]
+    return lambda one: next(
+        (name for selection, name in selections if selection.selects(one.record.path)), "no rule"
+    )
+
+
+def _as_sum(one: Shown, group: str) -> Sum:
+    return Sum(group, 1, one.nbytes, one.bytes_stored, one.bytes_borrowed)
 
 
 def describe(located: Located, contents: Contents) -> Shown:
@@ -185,13 +234,7 @@ def describe(located: Located, contents: Contents) -> Shown:
     )
 
 
-def _print(
-    record: CommitRecord,
-    notes: Notes,
-    chain: Sequence[Link],
-    shown: list[Shown],
-    how: ShowOptions,
-) -> None:
+def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> None:
     print_line(
         f"step {record.step}, generation {record.generation}, of {record.created}, "
         f"written by penstock {visible(record.penstock)} through {visible(record.engine)}"
@@ -204,6 +247,9 @@ def _print(
     if chain[1:]:
         print_chain(chain, None if record.base is None else record.base.age)
     print_line("")
+
+
+def _print_objects(shown: list[Shown], how: ShowOptions) -> None:
     columns = [
         *_COLUMNS,
         _BORROWED,
@@ -234,8 +280,6 @@ def _print(
             for row in rows:
                 del row[at]
     print_table(columns, rows)
-    _print_sum(record, shown)
-    _print_rounding(shown)
 
 
 def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
@@ -274,6 +318,8 @@ def _print_choices(choices: Sequence[ChoiceRecord]) -> None:
 
 
 def _codecs_text(one: Shown) -> str:
+    if one.elsewhere:
+        return "-"
     lossy, unknown = set(one.rounding.lossy), set(one.rounding.unknown)
     marks = ["(lossy)" if c in lossy else "(?)" if c in unknown else "" for c in one.codecs]
     named = (name + mark for name, mark in zip(one.codecs, marks, strict=True))
@@ -304,12 +350,20 @@ def _branch_row(branch: Branch[Shown], level: int, how: ShowOptions) -> list[str
         size_text(raw),
         size_text(stored),
         ratio_text(raw, stored),
-        "",
+        _codecs_of_all(below),
         "",
         size_text(sum(s.bytes_borrowed for s in below)),
         str(max(s.links for s in below)),
         *([""] * len(_STATS_COLUMNS) if how.stats else []),
     ]
+
+
+def _codecs_of_all(below: Sequence[Shown]) -> str:
+    """Return the codecs of a container's objects, those of most bytes first."""
+    sums = sums_of(_as_sum(one, _codecs_text(one)) for one in below if not one.elsewhere)
+    names = [one.group for one in sums]
+    more = len(names) - _CODECS_OF_A_CONTAINER
+    return ", ".join([*names[:_CODECS_OF_A_CONTAINER], *([f"+{more}"] if more > 0 else [])])
 
 
 def _as_row(one: Shown, name: str, how: ShowOptions) -> list[str]:

@@ -709,7 +709,7 @@ def test_show_lists_the_objects_of_the_newest_step_in_tree_order(penstock, saved
         "model/weight", "float32", "50x60", "11.7 KiB", "11.7 KiB", "1.00x", "raw", "other",
     ]  # fmt: skip
     assert rows[1] == [
-        "model/tied = model/weight", "float32", "50x60", "0 B", "0 B", "-", "raw", "other",
+        "model/tied = model/weight", "float32", "50x60", "0 B", "0 B", "-", "-", "other",
     ]  # fmt: skip
     assert rows[2][:4] == ["model/half", "bfloat16", "7", "14 B"]
     assert (rows[3][0], rows[3][6]) == ("zeros/a", "lz4+zstd")

@@ -107,6 +107,63 @@ def test_tree_holds_every_item_once_under_its_path(paths):
             assert (row.level, row.segment) == (len(row.item) - 1, row.item[-1])
 
 
+# -- sums by codec, rule, role, dtype --------------------------------------------------------------
+
+
+def test_containers_name_the_codecs_below_them(call, saved):
+    lines = call("show", saved, "--tree", "--include", "model").out.splitlines()[4:-2]
+    codecs = {line.split()[0]: re.split(r" {2,}", line.strip())[-1] for line in lines[:2]}
+    assert codecs == {"model/": "zstd, raw", "block/": "zstd"}
+    tied = next(line for line in lines if "tied = " in line)
+    assert "raw" not in tied  # its bytes are another object's
+
+
+def groups(call, run, by):
+    found = call("show", run, "--by", by, "--json").json
+    assert (found["by"], "objects" in found) == (by, False)
+    return {one["group"]: one for one in found["groups"]}
+
+
+def test_sums_by_each_grouping_add_up_to_the_checkpoint(call, saved, tmp_path):
+    config = tmp_path / "penstock.toml"
+    config.write_text(
+        f'backend = "posix://{saved}"\n[[rules]]\n'
+        'match = ["model/block", "x/**"]\ncodecs = "zstd"\n'
+    )
+    objects = call("show", saved, "--json").json["objects"]
+    for by, names in (
+        ("codec", {"zstd", "raw", "tied"}),
+        ("role", {"other"}),
+        ("dtype", {one["dtype"] if one["kind"] == "tensor" else one["form"] for one in objects}),
+        ("rule", {"model/block, x/**", "no rule"}),
+    ):
+        found = groups(call, config if by == "rule" else saved, by)
+        assert found.keys() == names
+        for figure in ("bytes_raw", "bytes_stored"):
+            wanted = sum(one[figure] for one in objects)
+            assert sum(one[figure] for one in found.values()) == wanted
+        assert sum(one["objects"] for one in found.values()) == len(objects)
+    block = [one for one in objects if one["path"].startswith("model/block")]
+    ours = found["model/block, x/**"]
+    assert ours["objects"] == 2
+    assert ours["bytes_stored"] == sum(one["bytes_stored"] for one in block)
+
+
+def test_sums_are_a_table_with_a_total(call, saved):
+    lines = call("show", saved, "--by", "codec", "--include", "model").out.splitlines()
+    table, total = lines[3:-2], lines[-1]
+    assert table[0].split() == ["CODEC", "OBJECTS", "BYTES", "STORED", "RATIO"]
+    assert [line.split()[:2] for line in table[1:]] == [["zstd", "2"], ["raw", "1"], ["tied", "1"]]
+    assert total.startswith("4 of 15 objects, 58.6 KiB, ")
+
+
+@pytest.mark.parametrize("words", [["x"], ["rule"], ["codec", "--tree"], ["codec", "--stats"]])
+def test_wrong_groupings_exit_with_2(call, saved, words):
+    done = call("show", saved, "--by", *words)
+    assert done.code == 2
+    assert "--by" in done.err
+
+
 # -- stats --------------------------------------------------------------------------------------
 
 
