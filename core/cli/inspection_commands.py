@@ -27,12 +27,17 @@ def _depth(text: str) -> int:
     return whole_number(text, "depth", 1)
 
 
+def _last(text: str) -> int:
+    return whole_number(text, "number of checkpoints", 1)
+
+
 @app.command(
     "ls",
     short_help="List the checkpoints of a run.",
     epilog="""\b
 Examples:
   penstock ls runs/gpt
+  penstock ls runs/gpt --last 5 --metrics loss,eval.mmlu
   penstock ls runs/gpt --metadata
   penstock ls runs/gpt --json |
     jq '.checkpoints[] | select(.state == "ok") | .step'
@@ -44,9 +49,22 @@ def ls(
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Print all of each checkpoint's metadata.")
     ] = False,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            "--metrics",
+            metavar="KEY,...",
+            help="Columns for these keys of metadata, `a.b` for one inside another.",
+            show_default="up to three that most checkpoints have",
+        ),
+    ] = "",
+    last: Annotated[
+        int | None,
+        typer.Option("--last", metavar="N", parser=_last, help="Only the N newest steps."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, generation, age, sizes, ratio, state.
+    """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
 
     The state is `ok`, or `damaged` where the commit record cannot be read; what a checkpoint
     holds is looked at by `penstock verify`. Reads one small record for each checkpoint.
@@ -54,9 +72,10 @@ def ls(
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED; `penstock show` counts what the objects themselves take.
     """
-    from penstock.core.cli.commands.ls import run  # noqa: PLC0415
+    from penstock.core.cli.commands.ls import ListOptions, run  # noqa: PLC0415
 
-    run(url, metadata=metadata, as_json=as_json)
+    wanted = tuple(filter(None, metrics.split(",")))
+    run(url, ListOptions(metadata, wanted, last, as_json))
 
 
 @app.command(

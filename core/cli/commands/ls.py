@@ -15,6 +15,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.chains import borrowed_bytes, find_lenders, lent_by_deleted
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import find_unrecorded
+from penstock.core.cli.output.metrics import check_metrics, metric_text, usual_metrics
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -58,8 +59,26 @@ _COLUMNS = (
     Column("STORED", right=True, keep=6),
     Column("RATIO", right=True, keep=2),
     Column("STATE"),
-    Column("METADATA", keep=3, flexible=True),
 )
+_METADATA = Column("METADATA", keep=3, flexible=True)
+_KEEP_USUAL, _KEEP_WANTED = 6, 9  # of columns of metrics; those that the user names stay longest
+
+
+@dataclass(frozen=True, slots=True)
+class ListOptions:
+    """The options of the output.
+
+    Attributes:
+        metadata: Whether to print all metadata of each checkpoint, not only what fits a line.
+        metrics: The keys of metadata that have a column; empty: the usual ones.
+        last: How many of the newest steps to print; None prints all.
+        as_json: Whether to print one JSON document.
+    """
+
+    metadata: bool = False
+    metrics: tuple[str, ...] = ()
+    last: int | None = None
+    as_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +102,28 @@ class Listed:
     notes: Notes | None = None
 
 
-def run(url: str, *, metadata: bool, as_json: bool) -> None:
+def run(url: str, how: ListOptions) -> None:
     """Print the checkpoints of a run, ascending by step.
 
-    Args:
-        url: The URL of the run.
-        metadata: Whether to print all metadata of each checkpoint, not only what fits a line.
-        as_json: Whether to print one JSON document.
-
     Raises:
-        PenstockError: The run cannot be read; of a run in tiers, no tier can be read.
+        PenstockError: The run cannot be read; of a run in tiers, no tier can be read. Or no
+            checkpoint has a metric that has to have a column.
     """
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
         tiered, silent = bool(backend.tiers), dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
         answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
         notes = NotesOfRun(answering if tiered else [backend])
-        listed = [
+        shown = [
             replace(one, notes=None if one.record is None else notes.read(one.record))
-            for one in listed
+            for one in listed[-how.last if how.last else 0 :]
         ]
         waiting = _unrecorded(answering if tiered else [backend], listed)
         kept = kept_for_borrowers(backend, [one.record for one in listed if one.record is not None])
-        if as_json:
+        check_metrics(how.metrics, [one.notes.metadata for one in shown if one.notes])
+        if how.as_json:
             found: dict[str, Any] = {"url": backend.url}
-            found["checkpoints"] = [_as_json(one, tiered=tiered) for one in listed]
+            found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
             found["unrecorded"] = waiting
             found["kept"] = [one.as_json() for one in kept]
             print_json({**found, "silent": silent} if tiered else found)
@@ -120,14 +136,15 @@ def run(url: str, *, metadata: bool, as_json: bool) -> None:
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
-    _print_table(listed, tiered=tiered)
-    for one in listed:
+    lenders = _lenders(listed)
+    _print_table(shown, lenders, how, tiered=tiered)
+    for one in shown:
         if one.error:
             print_line(f"step {one.step}: {visible(one.error)}", style="red")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
-    if metadata:
-        for one in listed:
+    if how.metadata:
+        for one in shown:
             _print_metadata(one)
 
 
@@ -192,12 +209,33 @@ def free_by_compacting(url: str) -> str:
     )
 
 
-def _print_table(listed: Sequence[Listed], *, tiered: bool) -> None:
+def _lenders(listed: Sequence[Listed]) -> Mapping[str, LendingSave]:
     records = [one.record for one in listed if one.record is not None]
-    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
+    return find_lenders(records, {r.base.uid for r in records if r.base is not None})
+
+
+def _print_table(
+    listed: Sequence[Listed],
+    lenders: Mapping[str, LendingSave],
+    how: ListOptions,
+    *,
+    tiered: bool,
+) -> None:
     now_s = time.time()
-    columns = list(_COLUMNS)
-    rows = [_as_row(one, now_s) for one in listed]
+    noted = [one.notes.metadata for one in listed if one.notes]
+    metrics = how.metrics or usual_metrics(noted)
+    keep = _KEEP_WANTED if how.metrics else _KEEP_USUAL
+    columns = [
+        *_COLUMNS,
+        *(Column(visible(name), right=True, keep=keep) for name in metrics),
+        _METADATA,
+    ]
+    rows = [_as_row(one, metrics, now_s) for one in listed]
+    # Beside metrics that the user has named, the rest of the metadata was not asked for.
+    if how.metrics or (metrics and not any(row[-1] for row in rows)):
+        del columns[-1]
+        for row in rows:
+            del row[-1]
     if any(one.notes and one.notes.tags for one in listed):
         tags = [visible(" ".join(one.notes.tags)) if one.notes else "" for one in listed]
         _insert(columns, rows, _TAGS, tags, behind="STATE")
@@ -370,10 +408,10 @@ def _needs_text(one: Listed) -> str:
     return "-" if record is None else size_text(record.bytes_needed)
 
 
-def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
+def _as_row(one: Listed, metrics: Sequence[str], now_s: float) -> list[str | Cell]:
     record, notes = one.record, one.notes
     if record is None or notes is None:
-        return [str(one.step), *["-"] * 6, state_cell("damaged"), ""]
+        return [str(one.step), *["-"] * 6, state_cell("damaged"), *["-" for _ in metrics], ""]
     created_s = datetime.fromisoformat(record.created).timestamp()
     return [
         str(record.step),
@@ -384,5 +422,6 @@ def _as_row(one: Listed, now_s: float) -> list[str | Cell]:
         size_text(record.bytes_stored),
         ratio_text(record.bytes_raw, record.bytes_stored),
         state_cell("ok"),
-        metadata_text(notes.metadata),
+        *(metric_text(notes.metadata, name) for name in metrics),
+        metadata_text({k: v for k, v in notes.metadata.items() if k not in metrics}),
     ]

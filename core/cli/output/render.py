@@ -205,12 +205,15 @@ def age_text(seconds: float) -> str:
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
     """Format user metadata on one line: `loss=2.1 lr=0.1`."""
-    parts = []
-    for key, value in metadata.items():
-        short = float(f"{value:.6g}") if isinstance(value, float) else value
-        text = value if isinstance(value, str) else json.dumps(short, ensure_ascii=False)
-        parts.append(f"{key}={text}")
-    return visible(" ".join(parts))
+    return visible(" ".join(f"{key}={value_text(value)}" for key, value in metadata.items()))
+
+
+def value_text(value: Any) -> str:
+    """Format one value of user metadata: a float with six digits, text as it is."""
+    if isinstance(value, str):
+        return value
+    short = float(f"{value:.6g}") if isinstance(value, float) else value
+    return json.dumps(short, ensure_ascii=False)
 
 
 def state_cell(state: str) -> Cell:

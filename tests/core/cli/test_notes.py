@@ -7,6 +7,8 @@ import torch
 from tests.core.cli.command import caller
 
 import penstock
+from penstock.core.cli.commands import ls
+from penstock.core.cli.output.render import Column, fitting
 
 
 @pytest.fixture
@@ -54,9 +56,23 @@ def test_step_that_is_not_there_is_an_error(call, run):
     assert "steps there: 1, 2" in done.err
 
 
+def cells(listing):
+    """The last cells of each row, from the state on."""
+    return [
+        line.split()[line.split().index(state) :]
+        for line in listing.out.splitlines()
+        for state in ("STATE", "ok")
+        if state in line.split()
+    ]
+
+
 def test_ls_and_show_have_the_annotations(call, run):
     call("annotate", run, 1, "loss=0.5", "note=good")
-    assert "loss=0.5 note=good" in call("ls", run).out
+    assert cells(call("ls", run)) == [
+        ["STATE", "loss", "METADATA"],
+        ["ok", "0.5", "note=good"],
+        ["ok", "2.5"],
+    ]
     assert "note: good" in call("ls", run, "--metadata").out
     both = {one["step"]: one for one in call("ls", run, "--json").json["checkpoints"]}
     assert both[1]["metadata"] == {"loss": 0.5, "note": "good"}
@@ -168,3 +184,56 @@ def test_delete_of_a_step_with_a_damaged_note_needs_force(call, run):
     assert steps(run) == [1, 2]
     assert call("delete", run, "1", "--yes", "--force").code == 0
     assert steps(run) == [2]
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def annotate_both(call, root, **metadata):
+    for step in (1, 2):
+        pairs = [f"{key}={json.dumps(value[step - 1])}" for key, value in metadata.items()]
+        assert call("annotate", root, step, *pairs).code == 0
+
+
+def test_ls_has_columns_for_the_numbers_that_most_checkpoints_have(call, run):
+    annotate_both(
+        call, run, seed=[7, 7], loss=[0.5, 0.123456789], lr=[1, 2], done=[True, False],
+        acc=[0.1, 0.2], a_key_that_is_too_long=[1, 2],
+    )  # fmt: skip
+    call("annotate", run, 2, "late=1")
+    header, first, second = cells(call("ls", run))
+    assert header == ["STATE", "loss", "lr", "acc", "METADATA"]  # the seed never changes
+    assert first[:4] == ["ok", "0.5", "1", "0.1"]
+    assert second[:4] == ["ok", "0.123457", "2", "0.2"]
+    assert second[4:] == ["seed=7", "done=false", "a_key_that_is_too_long=2", "late=1"]
+
+
+def test_metrics_are_chosen_by_name_and_may_be_inside_another(call, run):
+    annotate_both(call, run, eval=[{"mmlu": 0.61}, {"mmlu": 0.72, "x.y": 1}], loss=[1, 2])
+    listing = call("ls", run, "--metrics", "eval.mmlu,loss,eval.x.y")
+    assert cells(listing) == [
+        ["STATE", "eval.mmlu", "loss", "eval.x.y"],
+        ["ok", "0.61", "1", "-"],
+        ["ok", "0.72", "2", "1"],
+    ]
+    done = call("ls", run, "--metrics", "lsos")
+    assert done.code == 1
+    assert "has 'lsos' in its metadata; did you mean loss?" in done.err
+
+
+def test_last_lists_the_newest_steps_alone(call, run):
+    assert [one["step"] for one in call("ls", run, "--last", 1, "--json").json["checkpoints"]] == [
+        2
+    ]
+    assert len(call("ls", run, "--last", 1).out.splitlines()) == 2
+    assert len(call("ls", run, "--last", 5).out.splitlines()) == 3
+    assert call("ls", run, "--last", 0).code == 2
+
+
+def test_metrics_fit_a_terminal_of_80_cells():
+    metrics = [Column(name, right=True, keep=ls._KEEP_USUAL) for name in ("loss", "val_loss", "lr")]
+    columns = [*ls._COLUMNS, *metrics, ls._METADATA]
+    row = ["120000", "0", "21 min", "1444", "12.4 GiB", "10.0 GiB", "1.24x", "ok"]
+    row += ["2.30982", "2.41207", "0.0003", "tokens=123456789"]
+    shown = [columns[n].title for n in fitting(columns, [row], 80)]
+    assert {"STEP", "AGE", "STORED", "STATE", "loss", "val_loss", "lr"} <= {*shown}
