@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 from penstock.core.cli.output.render import visible, visible_lines
 
@@ -30,7 +32,29 @@ Every command takes --json. Exit codes: 0 all is well, 1 something failed or
 is damaged, 2 the command was called wrongly.
 """
 
+
+class _ByTask(TyperGroup):
+    """Lists commands under the tasks that they are for; typer does so only with rich's boxes."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        del ctx
+        width = max(map(len, self.commands))
+        for task, commands in groupby(self.commands.values(), _task_of):
+            with formatter.section(task):
+                formatter.write_dl(
+                    [
+                        (f"{one.name:{width}}", one.get_short_help_str(formatter.width - width - 6))
+                        for one in commands
+                    ]
+                )
+
+
+def _task_of(command: Any) -> str:
+    return str(command.rich_help_panel)
+
+
 app = typer.Typer(
+    cls=_ByTask,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,

@@ -18,11 +18,20 @@ from penstock.core.cli.app import app, debugging, exits, log_visibly
 from penstock.core.cli.output.render import visible, visible_lines
 from penstock.core.errors import PenstockError
 
-# The order in `--help`: what looks comes first, what deletes or rewrites comes last.
-_ORDER = ["ls", "show", "verify", "diff", "copy", "export", "import", "drain"]
-_ORDER += ["doctor", "plugins", "schema"]
-_ORDER += ["annotate", "pin", "unpin", "prune", "delete", "compact"]
-app.registered_commands.sort(key=lambda command: _ORDER.index(command.name or ""))
+_TASKS = {
+    "Look": ["ls", "show", "diff"],
+    "Move": ["copy", "export", "import", "drain"],
+    "Keep": ["annotate", "pin", "unpin"],
+    "Check and repair": ["verify", "doctor"],
+    "Set up": ["plugins", "schema"],
+    "Delete": ["prune", "delete", "compact"],
+}
+"""The order in `--help`: that of a user's tasks. What deletes or rewrites comes last."""
+
+_PLACES = {name: (task, n) for task, names in _TASKS.items() for n, name in enumerate(names)}
+for _command in app.registered_commands:
+    _command.rich_help_panel = _PLACES[_command.name or ""][0]
+app.registered_commands.sort(key=lambda command: [*_PLACES].index(command.name or ""))
 
 
 def main() -> None:

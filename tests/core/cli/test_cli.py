@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -976,7 +977,12 @@ def test_commands_that_only_look_import_neither_torch_nor_numpy(penstock, run_fo
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-def test_help_lists_what_only_looks_before_what_deletes():
+def test_help_lists_commands_by_task_what_deletes_last(penstock):
+    text = penstock("--help").stdout
+    tasks = re.findall(r"^([A-Z][a-z ]+):\n((?:  [a-z]+ .*\n)+)", text, re.MULTILINE)
+    found = {task: re.findall(r"^  ([a-z]+) ", rows, re.MULTILINE) for task, rows in tasks}
+    assert [*found] == ["Look", "Move", "Keep", "Check and repair", "Set up", "Delete"]
+    assert found["Look"][0] == "ls"
+    assert found["Delete"] == ["prune", "delete", "compact"]
     names = [command.name for command in app.registered_commands]
-    assert names[:5] == ["ls", "show", "verify", "diff", "copy"]
-    assert names[-3:] == ["prune", "delete", "compact"]
+    assert [*itertools.chain(*found.values())] == names
