@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.concurrency.latch import Latch
 from penstock.core.errors import SaveSkippedError
+from penstock.core.reporting.html_table import HtmlTable
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class SaveTotals:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SaveReport:
+class SaveReport(HtmlTable):
     """The report of a durable save.
 
     Attributes:
@@ -126,7 +127,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckReport:
+class CheckReport(HtmlTable):
     """The report of `check`, which plans a save and writes nothing.
 
     Attributes:
@@ -192,7 +193,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RestoreReport:
+class RestoreReport(HtmlTable):
     """The report of a restore. Paths are shown paths of the template.
 
     Attributes:
@@ -307,7 +308,7 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport:
+class VerifyReport(HtmlTable):
     """The report of `verify`.
 
     Attributes:
@@ -377,7 +378,7 @@ class CopyFound:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointInfo:
+class CheckpointInfo(HtmlTable):
     """The facts on a checkpoint that its commit record holds, and the notes that were added.
 
     `metadata` is that of the save, and that of later annotations; `tags` are those that it has now.

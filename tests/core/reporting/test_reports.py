@@ -6,11 +6,13 @@ import dataclasses
 import pickle
 import threading
 from concurrent.futures import CancelledError, Future, wait
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from penstock.core.errors import SaveError
 from penstock.core.reporting.reports import (
+    CheckpointInfo,
     Damage,
     Outcome,
     Progress,
@@ -179,3 +181,43 @@ def test_reports_show_their_main_figures_in_one_short_line():
     assert repr(verified) == (
         "<VerifyReport step=1 NOT OK: 1 object, 4.0 KiB read in 0.123 s, 1 damaged>"
     )
+
+
+# -- tables in notebooks --------------------------------------------------------------------------
+
+EVIL = "<script>alert(1)</script>&"
+
+
+def rows_of(report):
+    table = ET.fromstring(report._repr_html_())
+    assert {one.tag for one in table.iter()} <= {"table", "caption", "tr", "th", "td"}
+    return {row.find("th").text: row.find("td").text for row in table.iter("tr")}
+
+
+def test_a_notebook_shows_a_table_of_the_figures():
+    rows = rows_of(dataclasses.replace(REPORT, bytes_raw=3 << 20, tiers=("fast", "durable")))
+    assert rows["step"] == "4"
+    assert rows["bytes_raw"] == "3.0 MiB"
+    assert rows["exclusive"] == "yes"
+    assert rows["seconds"] == "total 1 s"
+    assert rows["tiers"] == "2: fast, durable"
+    assert "codecs" not in rows  # there was no choice
+
+
+def test_a_notebook_shows_stored_names_as_text():
+    damage = (Damage(EVIL, f"of {EVIL}"),)
+    verified = VerifyReport(4, ok=False, damaged=damage, objects=2, frames=1, bytes_read=9,
+                            deep=True, seconds=0.5)  # fmt: skip
+    assert rows_of(verified)["damaged"] == f"1: what {EVIL}, detail of {EVIL}"
+    restored = RestoreReport(
+        step=4, restored=(EVIL, *map(str, range(99))), missing=(), unexpected=(),
+        values={EVIL: EVIL}, matched_by=None, bytes_needed=1, bytes_read=1, bytes_metadata=1,
+        engine="posix", direct_io=False, seconds={"total": 0.5}, rescued=((EVIL, "fast"),),
+    )  # fmt: skip
+    rows = rows_of(restored)
+    assert rows["restored"].startswith(f"100: {EVIL}, 0, 1")
+    assert len(rows["restored"]) < 300
+    assert rows["values"] == "1 value"
+    assert rows["rescued"] == f"1: {EVIL} from fast"
+    info = CheckpointInfo(4, 0, "0" * 32, "now", 1, 1, 1, 1, metadata={EVIL: EVIL})
+    assert rows_of(info)["metadata"] == f"{EVIL} {EVIL}"
