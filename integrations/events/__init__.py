@@ -1,0 +1,23 @@
+"""Sinks for events: logs, Prometheus, OpenTelemetry, TensorBoard and Weights & Biases.
+
+`Sinks` is given to a checkpointer as `on_event`, and passes events on to each sink on a thread of
+its own. A sink imports its host when it is made; hosts of other sinks are never imported.
+"""
+
+from penstock.integrations.events.open_telemetry import OpenTelemetrySink
+from penstock.integrations.events.prometheus_file import PrometheusSink
+from penstock.integrations.events.sinks import Sink, Sinks
+from penstock.integrations.events.tensor_board import TensorBoardSink
+from penstock.integrations.events.texts import JsonLinesSink, LogSink
+from penstock.integrations.events.weights_and_biases import WandbSink
+
+__all__ = [
+    "JsonLinesSink",
+    "LogSink",
+    "OpenTelemetrySink",
+    "PrometheusSink",
+    "Sink",
+    "Sinks",
+    "TensorBoardSink",
+    "WandbSink",
+]
