@@ -153,6 +153,42 @@ def show(  # noqa: PLR0913 - its options
 
 
 @app.command(
+    "report",
+    short_help="Write a page with charts on a run.",
+    epilog="""\b
+Examples:
+  penstock report runs/gpt gpt.html
+  penstock report runs/gpt gpt.html --overwrite \\
+    --events events.jsonl
+""",
+)
+def report(
+    url: Url,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The HTML file to write.")],
+    *,
+    step: Step = None,
+    events: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--events",
+            metavar="FILE",
+            help="Events of saves, from a JsonLinesSink: times, blocked ones too; repeatable.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write one page with charts on a run: sizes by path and by step, times, gaps, chains, tiers.
+
+    The page needs no network and no server. Reads the records of the run, and the manifest of one
+    checkpoint. Needs plotly: pip install 'penstock[report]'.
+    """
+    from penstock.core.cli.report.report import run  # noqa: PLC0415
+
+    run(url, out, step=step, events=events or [], overwrite=overwrite, as_json=as_json)
+
+
+@app.command(
     "verify",
     short_help="Compare every checksum.",
     epilog="""\b

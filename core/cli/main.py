@@ -19,7 +19,7 @@ from penstock.core.cli.output.render import visible, visible_lines
 from penstock.core.errors import PenstockError
 
 _TASKS = {
-    "Look": ["ls", "show", "diff"],
+    "Look": ["ls", "show", "diff", "report"],
     "Move": ["copy", "export", "import", "drain"],
     "Keep": ["annotate", "pin", "unpin"],
     "Check and repair": ["verify", "doctor"],

@@ -28,7 +28,7 @@ class LogSink(Sink):
 
 
 class JsonLinesSink(Sink):
-    """Appends each event to a file as one line of JSON."""
+    """Appends each event to a file as one line of JSON; `penstock report --events` reads it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Choose the file; its folder is made if needed.
