@@ -1,7 +1,7 @@
 """Sinks for events: logs, Prometheus, OpenTelemetry, TensorBoard and Weights & Biases.
 
-`Sinks` is given to a checkpointer as `on_event`, and passes events on to each sink on a thread of
-its own. A sink imports its host when it is made; hosts of other sinks are never imported.
+`Sinks` is given to a checkpointer as `on_event`, and passes events on to each sink on its own
+thread. A sink imports its host when it is made; hosts of other sinks are never imported.
 """
 
 from penstock.integrations.events.open_telemetry import OpenTelemetrySink

@@ -1,4 +1,4 @@
-"""Passes events on to sinks, each with a bounded queue and a thread of its own."""
+"""Passes events on to sinks, each with its own bounded queue and thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sink(ABC):
 
 
 class Sinks:
-    """Passes events on to sinks, each on a thread of its own; for `on_event` of a checkpointer.
+    """Passes events on to sinks, each on its own thread; for `on_event` of a checkpointer.
 
     A sink that is slow, hangs or raises holds up neither a save nor training, nor another sink: its
     events wait in a queue, and those that find the queue full are dropped, counted, and warned of

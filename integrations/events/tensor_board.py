@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink(Sink):
-    """Writes scalars `penstock/...` by step, into event files of its own.
+    """Writes scalars `penstock/...` by step, into its own event files.
 
     The writer of the training loop is left alone: it may be in use on another thread.
     """

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import ConfigError
 from penstock.integrations.events.sinks import Sink
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ class JsonLinesSink(Sink):
         """Choose the file; its folder is made if needed.
 
         Raises:
-            OSError: The file cannot be opened.
+            ConfigError: The file cannot be opened.
         """
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - see `close`
+        file = Path(path)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            msg = f"JsonLinesSink: {file} cannot be opened: {error.strerror or error}"
+            raise ConfigError(msg) from error
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Append an event; the line is in the file when this returns, not necessarily on disk."""

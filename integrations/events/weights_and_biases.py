@@ -17,7 +17,7 @@ class WandbSink(Sink):
     """Logs `penstock/...` to a run of Weights & Biases, over the step metric `penstock/step`.
 
     A save becomes durable when training is some steps further, and W&B drops what is logged for an
-    earlier step of its own counter. So figures have a step metric of their own. They are logged
+    earlier step of its own counter. So figures have their own step metric. They are logged
     without a commit: they go into the row that the training loop commits next, and never advance
     the counter that the loop's own `log(..., step=...)` refers to.
     """

@@ -39,13 +39,13 @@ def usual_metrics(metadata: Sequence[Metadata]) -> list[str]:
 
 
 def check_metrics(wanted: Sequence[str], metadata: Sequence[Metadata]) -> None:
-    """Refuse a metric that none of the checkpoints has.
+    """Refuse a metric that none of the checkpoints has; a run without checkpoints has no metrics.
 
     Raises:
         ConfigError: One is in no metadata.
     """
     for name in wanted:
-        if all(metric_of(one, name) is None for one in metadata):
+        if metadata and all(metric_of(one, name) is None for one in metadata):
             keys = sorted({key for one in metadata for key in one})
             msg = f"no checkpoint shown has {show_value(name)} in its metadata{nearest(name, keys)}"
             raise ConfigError(msg)

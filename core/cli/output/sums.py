@@ -28,8 +28,8 @@ class Sum:
         group: The name of the group.
         objects: The number of objects, tied ones included.
         bytes_raw: Their bytes; tied tensors count once.
-        bytes_stored: What they take in the blobs of the checkpoint itself.
-        bytes_borrowed: What they need of the blobs of other saves.
+        bytes_stored: Their bytes in the blobs of the checkpoint itself.
+        bytes_borrowed: The bytes that they need from blobs of other saves.
     """
 
     group: str

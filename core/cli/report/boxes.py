@@ -28,8 +28,8 @@ class Box:
         name: The last segment of its path, as shown.
         objects: The number of objects in it.
         bytes_raw: Their bytes.
-        bytes_stored: What they take in the blobs of the checkpoint itself.
-        bytes_borrowed: What they need of the blobs of other saves.
+        bytes_stored: Their bytes in the blobs of the checkpoint itself.
+        bytes_borrowed: The bytes that they need from blobs of other saves.
     """
 
     id: str

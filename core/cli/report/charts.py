@@ -74,7 +74,7 @@ def sizes(facts: RunFacts) -> Chart:
     steps = [str(record.step) for record in records]
     figures = [
         (_bars, "stored", [record.bytes_stored for record in records], _BLUE),
-        (_bars, "borrowed of others", [record.bytes_borrowed for record in records], _OCHRE),
+        (_bars, "borrowed from others", [record.bytes_borrowed for record in records], _OCHRE),
         (_line, "state in memory", [record.bytes_raw for record in records], _GREY),
     ]
     figures = [figure for figure in figures if any(figure[2])]
@@ -90,21 +90,21 @@ def sizes(facts: RunFacts) -> Chart:
 
 
 def save_times(facts: RunFacts) -> Chart:
-    """Return the seconds of each save: from events, or as far as the records tell."""
+    """Return the seconds of each save: from events, or, without any, what the records show."""
     records = facts.records
-    told = [record for record in records if record.uid in facts.times]
-    untold = [r for r in records if r.uid not in facts.times and r.uid in facts.commit_s]
-    steps = [str(record.step) for record in told]
-    times = [facts.times[record.uid] for record in told]
+    reported = [record for record in records if record.uid in facts.times]
+    unreported = [r for r in records if r.uid not in facts.times and r.uid in facts.commit_s]
+    steps = [str(record.step) for record in reported]
+    times = [facts.times[record.uid] for record in reported]
     blocked = [one.blocked_s for one in times]
     background = [max(0.0, one.total_s - one.blocked_s) for one in times]
-    writing = [facts.commit_s[record.uid] for record in untold]
+    writing = [facts.commit_s[record.uid] for record in unreported]
     traces = []
-    if told:
+    if reported:
         traces.append(_bars("training blocked", steps, blocked, _RED))
         traces.append(_bars("in the background", steps, background, _BLUE))
-    if untold:
-        only = [str(record.step) for record in untold]
+    if unreported:
+        only = [str(record.step) for record in unreported]
         traces.append(_bars("begin of writing to commit", only, writing, _GREY))
     for trace in traces:
         trace["hovertemplate"] = "step %{x}: %{y:.3g} s"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """How long a save took, as its event says.
+    """How long a save took, from its event.
 
     Attributes:
         blocked_s: How long training stood still.
@@ -50,8 +50,9 @@ class RunFacts:
         silent: The reason, by name, why a tier does not answer.
         step: The step of the checkpoint whose objects are shown.
         objects: Its objects, in tree order.
-        commit_s: By uid, the time from the record with which a save begins to write to its commit.
-        times: By uid, what events say.
+        commit_s: By uid, of saves without an event, the time from the record with which a save
+            begins to write to its commit.
+        times: By uid, the times in events.
         unread: How many lines of the files of events are no events.
     """
 
@@ -95,7 +96,8 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
         number = Catalog(backend).require_latest() if step is None else step
         contents = Checkpoint.open(backend, number).contents
         objects = tuple(describe(one, contents) for one in contents.objects())
-        commit_s = _commit_seconds(answering or places_of(backend), listed)
+        without = [one for one in listed if one.record and one.record.uid not in times]
+        commit_s = _commit_seconds(answering or places_of(backend), without)
         tiers = tuple(tier.name for tier in backend.tiers)
         return RunFacts(
             backend.url, tuple(listed), tiers, silent, number, objects, commit_s, times, unread

@@ -128,7 +128,7 @@ def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
     yield f"Sizes by path, step {facts.step}", text, size_map(boxes)
     text = (
         "Stored is what the checkpoint's own blobs take, alignment gaps included; borrowed is what "
-        "it needs of the blobs of other checkpoints."
+        "it needs from blobs of other checkpoints."
     )
     yield "Sizes over steps", text, sizes(facts)
     yield "Times of saves", _about_times(facts), save_times(facts)
@@ -143,17 +143,17 @@ def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
 
 def _about_times(facts: RunFacts) -> str:
     records = facts.records
-    told = sum(record.uid in facts.times for record in records)
+    reported = sum(record.uid in facts.times for record in records)
     text = (
         f"How long training was blocked, and the save went on in the background, is known from "
-        f"events for {told} of {counted(len(records), 'checkpoint')}. "
-        if told
+        f"events for {reported} of {counted(len(records), 'checkpoint')}. "
+        if reported
         else "How long saves blocked training is not stored with a checkpoint: give a file of "
         "events (JsonLinesSink) by --events to see it. "
     )
-    if told < len(records):
+    if reported < len(records):
         text += (
-            "Grey bars are what the run itself tells: the time from the record with which a save "
+            "Gray bars show what the run itself has: the time from the record with which a save "
             "begins to write to its commit, in whole seconds, without blocked time before and "
             "copies to slower tiers after. Copied checkpoints have none. "
         )

@@ -221,6 +221,11 @@ def test_metrics_are_chosen_by_name_and_may_be_inside_another(call, run):
     assert "has 'lsos' in its metadata; did you mean loss?" in done.err
 
 
+def test_metrics_of_a_run_without_checkpoints_are_no_error(call, tmp_path):
+    done = call("ls", tmp_path, "--metrics", "loss")
+    assert (done.code, done.out[:14]) == (0, "no checkpoints")
+
+
 def test_last_lists_the_newest_steps_alone(call, run):
     assert [one["step"] for one in call("ls", run, "--last", 1, "--json").json["checkpoints"]] == [
         2

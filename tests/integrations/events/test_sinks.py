@@ -120,15 +120,16 @@ def test_events_are_passed_on_by_rank_0_alone():
 def test_forked_child_passes_nothing_on_and_does_not_wait():
     go = threading.Event()
     kept = Kept(go)
-    sinks = Sinks(kept)
+    sinks = Sinks(kept, capacity=1)
     sinks(penstock.SaveEvent("started", 1))
     kept.entered.wait()
     child = os.fork()
     if child == 0:
-        sinks(penstock.SaveEvent("started", 2))
+        for step in range(2, 5):
+            sinks(penstock.SaveEvent("started", step))
         sinks.close()
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        os._exit(sum(sinks.dropped))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     go.set()
     sinks.close()
     assert [event["step"] for event in kept.events] == [1]
@@ -150,6 +151,12 @@ def test_end_of_the_process_passes_on_what_is_queued(tmp_path):
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(penstock.ConfigError, match=r"Sinks: capacity="):
         Sinks(**options)
+
+
+def test_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(penstock.ConfigError, match="file/x cannot be opened: "):
+        JsonLinesSink(tmp_path / "file" / "x")
 
 
 def test_log_and_file_have_a_line_of_json_for_each_event(tmp_path, caplog):
