@@ -60,7 +60,8 @@ $(HOSTS_READY): $(READY)
 	@touch $@
 
 test-hosts: $(HOSTS_READY) ## test the adapters against the trainers themselves (installs them once)
-	@$(HOSTS)/bin/python -m pytest -n 2 --dist worksteal tests/integrations/hosts
+	@$(HOSTS)/bin/python -m pytest -n 2 --dist worksteal tests/integrations/hosts \
+	    tests/integrations/events tests/core/cli/test_report.py
 
 check: lint types layers names picture torch-free docs wheel ## everything that must hold besides the tests
 

@@ -17,7 +17,7 @@ from penstock.core.cli.report.boxes import boxes_of
 from penstock.core.cli.report.gather import gather, read_events
 from penstock.integrations.events import JsonLinesSink, Sinks
 
-NEEDED = "needs plotly, which `pip install .[report]` brings"
+NEEDED = "needs plotly, which `make test-hosts` brings"
 EVIL = "</script><script>document.title='pwned'</script><img src=x><a href='http://a.test'>b</a>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
