@@ -1,0 +1,434 @@
+"""Checkpoints of DeepSpeed in Penstock: one save of all ranks, instead of a file for each object.
+
+DeepSpeed finds what to load by the names of files. So each of its files has a stub of that name,
+and `penstock.json` beside the stubs says which checkpoint they stand for.
+"""
+
+# Pyright takes the name `deepspeed` for this module.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed import comm as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from penstock import (
+    Checkpointer,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+    FormatError,
+    PenstockError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
+
+log = logging.getLogger(__name__)
+
+_PLACE = "penstock.json"
+_STUB = "This file of DeepSpeed is kept by Penstock.\n"
+_TAG = "deepspeed_tag"  # in the metadata of each checkpoint
+_LAST = "deepspeed-latest"  # a tag of Penstock's: retention spares the checkpoint
+_CLASS = "deepspeed_class"
+_CLASSES: dict[str, type] = {
+    kind.__name__: kind for kind in (DynamicLossScaler, LossScaler, fragment_address)
+}
+_engines = count()  # alike on all ranks, so that their checkpointers meet
+
+
+def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockEngine:
+    """Let an engine of DeepSpeed save to, and load from, a run of Penstock.
+
+    All ranks call it alike, right after `deepspeed.initialize`.
+
+    Args:
+        engine: What `deepspeed.initialize` has returned first.
+        url: The run, a path or URL; default: the folder `penstock` in `save_dir`.
+        options: Options of `penstock.Checkpointer`. With `allow_pickle=True`, files that DeepSpeed
+            itself has written are loaded too: they are pickles.
+
+    Returns:
+        The checkpoint engine, which is that of `engine` from now on.
+
+    Raises:
+        ConfigError: An option is wrong, or `engine` is set up so that files of a checkpoint
+            would go past Penstock; nothing was changed.
+    """
+    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
+        name = type(engine.checkpoint_engine).__name__
+        msg = f"the engine has a {name} already: call `use` once, and configure no writer of files"
+        raise ConfigError(msg)
+    if engine.use_node_local_storage():
+        msg = "with use_node_local_storage no rank sees the files of all: take it out of the config"
+        raise ConfigError(msg)
+    if engine.zero_nvme_offload_optimizer():
+        msg = "DeepSpeed copies an optimizer that is offloaded to NVMe itself, past Penstock"
+        raise ConfigError(msg)
+    adapter = PenstockEngine(engine.checkpoint_engine, url=url, **options)
+    engine.checkpoint_engine = adapter
+    return adapter
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The checkpoint of a tag.
+
+    Attributes:
+        run: The run; in `penstock.json`, a path is relative to its folder.
+        step: The step.
+        uid: The save that was the newest of the step when this was written.
+        tag: The tag, as the metadata of the checkpoint has it.
+    """
+
+    run: str
+    step: int
+    uid: str
+    tag: str
+
+    @classmethod
+    def read(cls, folder: Path) -> _Place | None:
+        """Return the checkpoint that the stubs in a folder stand for; None if it says nothing.
+
+        Raises:
+            FormatError: The record is damaged.
+        """
+        file = folder / _PLACE
+        try:
+            place = cls(**json.loads(file.read_bytes()))
+            return replace(place, run=_absolute(place.run, folder))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            msg = (
+                f"{file} is damaged; the checkpoint that it names is not. Copy the line that "
+                "begins with { from a .pt file beside it into it"
+            )
+            raise FormatError(msg, [str(file)]) from error
+
+    def line(self, folder: Path) -> str:
+        """Return the record as it is stored in a folder."""
+        run = self.run if "://" in self.run else os.path.relpath(self.run, folder.resolve())
+        return json.dumps({**asdict(self), "run": run}) + "\n"
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save between `create` and `commit`.
+
+    Attributes:
+        tag: The tag.
+        folder: The folder of the tag.
+        run: The run that takes the save.
+        label: What names the tag in the run.
+        tree: What DeepSpeed would put into files, by their names.
+        joint: Whether all ranks save a checkpoint; else rank 0 saves weights alone.
+    """
+
+    tag: str
+    folder: Path
+    run: str
+    label: str
+    tree: dict[str, Any] = field(default_factory=dict)
+    joint: bool = False
+
+
+class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
+    """A `CheckpointEngine` of DeepSpeed; `use` installs it.
+
+    The step of a checkpoint is N for the tag `global_stepN`, and DeepSpeed's count of steps for
+    any other tag; where another tag has that step, the next one that is free.
+    """
+
+    def __init__(
+        self, own: CheckpointEngine, *, url: str | Path | None = None, **options: Any
+    ) -> None:
+        """Create the checkpoint engine.
+
+        Args:
+            own: DeepSpeed's engine, for weights that are saved alone, and files it has written.
+            url: As for `use`.
+            options: As for `use`.
+
+        Raises:
+            ConfigError: An option is wrong.
+        """
+        super().__init__()
+        self._reading: dict[str, Any] = {**options, "ranks": "alone"}
+        Checkpointer("memory://", **self._reading).close()  # a wrong option fails now
+        self.name = type(self).__name__
+        self._own = own
+        self._url = url and _absolute(os.fspath(url))
+        self._options = options
+        self._meeting = f"deepspeed/{next(_engines)}"
+        self._open: tuple[str, Checkpointer] | None = None
+        self._pending: _Pending | None = None
+        self._loaded: tuple[Path, Any] | None = None
+        self._last: _Place | None = None
+        self._warned = False
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Begin a save; DeepSpeed calls it on all ranks."""
+        self._loaded = None
+        folder = Path(info.save_dir, info.tag)
+        run = self._url or _absolute("penstock", Path(info.save_dir))
+        label = info.tag if self._url is None else str(folder.resolve())
+        self._pending = _Pending(info.tag, folder, run, label)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - its own
+        """Create a folder."""
+        super().makedirs(path, exist_ok=exist_ok)
+        # All ranks create the folder of a tag for a checkpoint, and none does for weights alone.
+        if self._pending is not None and Path(path) == self._pending.folder:
+            self._pending.joint = True
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep what DeepSpeed would put into the file `path` until `commit`.
+
+        Weights that are saved alone, for other programs, are written at once, as a file.
+        """
+        file = Path(path)
+        if self._pending is None or file.parent != self._pending.folder:
+            self._own.save(state_dict, path)
+        else:
+            self._pending.tree[file.name] = _with_optimizer(state_dict, _plain)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Save what all ranks have kept as one checkpoint; durable when it returns.
+
+        Raises:
+            PenstockError: The save failed on this rank or another one; the files of the tag lead
+                to what they led to before.
+        """
+        del info  # that of `create`
+        pending, self._pending = self._pending, None
+        if pending is None or not pending.joint:
+            return True
+        self._warn()
+        ckpt = self._checkpointer(pending.run)
+        step = _of_rank_0(lambda: self._choose_step(ckpt, pending))
+        metadata = {_TAG: pending.label}
+        report = ckpt.save(
+            pending.tree, step, mode="blocking", overwrite=True, metadata=metadata
+        ).result()
+        place = _Place(pending.run, step, report.uid, pending.label)
+        if dist.get_rank() == 0:
+            self._lead(pending.folder, place, ckpt)
+        for name in pending.tree:
+            _write(pending.folder / name, _stub_text(name, place, pending.folder))
+        dist.barrier()  # DeepSpeed's `latest` may lead here from now on
+        self._last = place
+        return True
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return what the file `path` stands for, on the CPU.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file, or its checkpoint was deleted.
+            ConfigError: DeepSpeed itself has written it, and `allow_pickle` is not set.
+            DamagedError: `penstock.json`, the file, or what is stored is damaged.
+        """
+        file = Path(path)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded[0] == file:
+            return loaded[1]
+        place = _Place.read(file.parent)
+        if not _is_stub(file, place, allow_pickle=bool(self._options.get("allow_pickle"))):
+            return self._own.load(path, map_location)
+        if place is None:
+            msg = f"{file.parent / _PLACE} is missing: copy the line of {file} that begins with {{"
+            raise FormatError(msg, [str(file)])
+        with Checkpointer(place.run, **self._reading) as ckpt:
+            checkpoint = ckpt.open(place.step)
+            if checkpoint.info.metadata.get(_TAG) != place.tag:
+                msg = f"step {place.step} of {place.run} is no longer the checkpoint of {file}"
+                raise CheckpointNotFoundError(msg)
+            state = _with_optimizer(checkpoint[file.name], _live)
+        self._last = place
+        if file.name.endswith("model_states.pt"):  # DeepSpeed loads it twice, at first for a look
+            self._loaded = file, state
+        return state
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False: a view of a larger tensor need not be cloned before it is saved."""
+        return False
+
+    def cleanup(self) -> None:
+        """Close the run."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def _checkpointer(self, run: str) -> Checkpointer:
+        if self._open is None or self._open[0] != run:
+            self.cleanup()
+            self._open = run, Checkpointer(run, name=self._meeting, **self._options)
+        return self._open[1]
+
+    def _choose_step(self, ckpt: Checkpointer, pending: _Pending) -> int:
+        if self._options.get("retention"):
+            self._spare_last(ckpt, pending.run)
+        if numbered := re.fullmatch(r"global_step(\d+)", pending.tag):
+            step = int(numbered[1])
+        else:
+            step = next(s["global_steps"] for s in pending.tree.values() if "global_steps" in s)
+        taken = set(ckpt.steps())
+        while step in taken and ckpt.info(step).metadata.get(_TAG) != pending.label:
+            step += 1
+        return step
+
+    def _spare_last(self, ckpt: Checkpointer, run: str) -> None:
+        """Pin what `latest` leads to: retention runs before DeepSpeed has written another one."""
+        last = self._last.step if self._last and self._last.run == run else None
+        for step in ckpt.steps():
+            with suppress(DamagedError, CheckpointNotFoundError):
+                if (_LAST in ckpt.info(step).tags) != (step == last):
+                    (ckpt.pin if step == last else ckpt.unpin)(step, _LAST)
+
+    def _lead(self, folder: Path, place: _Place, ckpt: Checkpointer) -> None:
+        """Lead a tag to a checkpoint, and delete the one before, as overwritten files would be."""
+        before = None
+        with suppress(FormatError):
+            before = _Place.read(folder)
+        # One record for the stubs of all ranks: a kill at any moment leaves one checkpoint.
+        _write(folder / _PLACE, place.line(folder))
+        if before is None or before.run != place.run or before.step == place.step:
+            return
+        try:
+            info = ckpt.info(before.step)
+            if info.metadata.get(_TAG) == place.tag and not set(info.tags) - {_LAST}:
+                ckpt.delete(before.step)
+        except CheckpointNotFoundError:
+            pass
+        except PenstockError as error:  # other ranks are waiting
+            log.warning("step %d, once of tag %s, stays: %s", before.step, place.tag, str(error))
+
+    def _warn(self) -> None:
+        if not self._warned and dist.get_rank() == 0:
+            log.warning(
+                "DeepSpeed stores neither random numbers nor the place in the data, and no "
+                "gradients between two steps of the optimizer: for an exact resume, save between "
+                "steps, and give the rest to save_checkpoint(client_state=) (said once)"
+            )
+        self._warned = True
+
+
+def _absolute(run: str, folder: Path | None = None) -> str:
+    return run if "://" in run else str(Path(folder or "", run).resolve())
+
+
+def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
+    """Return whether a checkpoint has what a file stands for; else DeepSpeed has written the file.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        ConfigError: DeepSpeed has written it, and `allow_pickle` is not set.
+        FormatError: It may be of the one or the other.
+    """
+    if not file.exists():
+        if place is None:
+            msg = f"there is no {file}"
+            raise CheckpointNotFoundError(msg)
+        return True  # killed before all stubs of a tag that was saved again were written
+    with file.open("rb") as opened:
+        if opened.read(len(_STUB)) == _STUB.encode():
+            return True
+    if place is not None:
+        msg = (
+            f"{file} is not of Penstock, and {_PLACE} is beside it. If DeepSpeed has saved this "
+            f"tag later than Penstock, delete {_PLACE}. Else the file is damaged, and nothing "
+            "else: delete it, and copy another .pt file of this folder to its name"
+        )
+        raise FormatError(msg, [str(file)])
+    if not allow_pickle:
+        msg = (
+            f"{file} is not of Penstock. If DeepSpeed has written it, it is a pickle, which can "
+            "run code: to load it all the same, give `use` allow_pickle=True"
+        )
+        raise ConfigError(msg)
+    return False
+
+
+def _of_rank_0(choose: Callable[[], int]) -> int:
+    """Return what rank 0 chooses, or raise its error, on all ranks."""
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [choose()]
+        except PenstockError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], PenstockError):
+        raise answer[0]
+    return int(answer[0])
+
+
+def _stub_text(name: str, place: _Place, folder: Path) -> str:
+    return (
+        f"{_STUB}{place.line(folder)}"
+        "To write what it stands for as a file that torch.load reads:\n"
+        f"    penstock export {place.run} OUT.pt --to torch --step {place.step} --include {name}\n"
+    )
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a file durably; a crash leaves what was there, or this."""
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    partial.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _with_optimizer(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a state with the part changed that only DeepSpeed writes."""
+    if "optimizer_state_dict" not in state:
+        return state
+    return {**state, "optimizer_state_dict": change(state["optimizer_state_dict"])}
+
+
+def _plain(value: Any) -> Any:
+    """Return DeepSpeed's own state with its few classes as data: read without it, and no pickle."""
+    if type(value) in _CLASSES.values():
+        return {_CLASS: type(value).__name__, **vars(value)}
+    if isinstance(value, ZeroStageEnum):
+        return int(value)
+    if type(value) in {dict, OrderedDict}:
+        return type(value)((key, _plain(item)) for key, item in value.items())
+    return [_plain(item) for item in value] if type(value) is list else value
+
+
+def _live(value: Any) -> Any:
+    """Return what `_plain` was given; the stage of ZeRO as a number, which is equal to it."""
+    if type(value) is list:
+        return [_live(item) for item in value]
+    if type(value) not in {dict, OrderedDict}:
+        return value
+    if _CLASS not in value:
+        return type(value)((key, _live(item)) for key, item in value.items())
+    made: Any = object.__new__(_CLASSES[value.pop(_CLASS)])
+    vars(made).update(value)
+    return made
