@@ -7,6 +7,8 @@ from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.types import Kind, show_path, with_article
@@ -18,8 +20,6 @@ from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrap
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from collections.abc import Set as AbstractSet
-
-    import torch
 
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
@@ -271,7 +271,16 @@ def _spare_random_state(value: Any) -> None:
 def _iterator_that_draws_nothing(loader: Any) -> object:
     del loader._get_iterator  # noqa: SLF001 - that of the class remains, and draws
     with unchanged_random_state():
-        return loader._get_iterator()  # noqa: SLF001
+        made: object = loader._get_iterator()  # noqa: SLF001
+    own = loader.generator
+    if (
+        own is not None
+        and own is getattr(loader.sampler, "generator", None)
+        and not loader.num_workers
+    ):
+        # torchdata leaves it where the order of samples was drawn; the saved one drew a seed after.
+        torch.empty((), dtype=torch.int64).random_(generator=own)
+    return made
 
 
 def _is_plain_loader(kind: type) -> bool:

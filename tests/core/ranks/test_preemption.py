@@ -76,7 +76,7 @@ def test_rank_that_is_asked_when_another_has_ended_its_loop_goes_on_to_the_end(s
 
 
 def test_ranks_that_do_not_agree_in_time_go_on(stops, caplog):
-    other = stops(1, limit_s=0.1)  # rank 0 never comes
+    other = stops(1, limit_s=0.1)  # short: rank 0 never comes
     other.ask("SIGTERM")
     holds(other)
     assert not other.is_past(0)

@@ -155,15 +155,19 @@ def test_loader_of_torchdata_resumes_exactly_from_any_place_of_an_epoch(at):
         own = DistributedSampler(range(8), num_replicas=1, rank=0)
         shuffled = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
         by_epoch = StatefulDataLoader(range(8), batch_size=2, sampler=own)
-        return {"rng": penstock.Rng(), "loader": shuffled, "by_epoch": by_epoch, "epoch": 0}
+        generator = torch.Generator().manual_seed(seed)
+        drawn = StatefulDataLoader(range(8), batch_size=2, shuffle=True, generator=generator)
+        loaders = {"shuffled": shuffled, "by_epoch": by_epoch, "drawn": drawn}
+        return {"rng": penstock.Rng(), **loaders, "epoch": 0}
 
     def train(state, save=lambda _: None):
         seen = []
         for epoch in range(state["epoch"], 3):
             state["epoch"] = epoch
             state["by_epoch"].sampler.set_epoch(epoch)  # after the restore
-            for one, two in zip(state["loader"], state["by_epoch"], strict=True):
-                seen.append((one.tolist(), two.tolist(), torch.rand(1).item()))
+            loaders = (state[name] for name in ("shuffled", "by_epoch", "drawn"))
+            for batches in zip(*loaders, strict=True):
+                seen.append(([batch.tolist() for batch in batches], torch.rand(1).item()))
                 save(len(seen))
             state["epoch"] = epoch + 1
             save(len(seen) + 1)
