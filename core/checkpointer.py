@@ -16,6 +16,8 @@ from penstock.core.concurrency.workers import Workers
 from penstock.core.config.model import CheckpointerConfig, load_config
 from penstock.core.copy.compact import Compactor, CompactReport
 from penstock.core.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
     ConfigError,
     PenstockError,
     SaverClosedError,
@@ -350,6 +352,30 @@ class Checkpointer:
         )
         self._saver.restored_from = report.step
         return report
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Restore the newest checkpoint into `state` if there is one; return the next step.
+
+        It is made for `for step in range(ckpt.resume(state), steps)`, a loop that saves as `step`.
+        The ranks of a job all call it alike; all of them restore the same checkpoint, or all begin.
+
+        Args:
+            state: The template, as for `restore`. Without a checkpoint it stays as it is.
+
+        Returns:
+            The step after the restored one; 0 if there is no checkpoint.
+
+        Raises:
+            PenstockError: As for `restore`: a checkpoint that cannot be restored is not passed
+                over.
+        """
+        try:
+            return self.restore(state).step + 1
+        except CheckpointGoneError:
+            raise  # there was one
+        except CheckpointNotFoundError:
+            log.info("no checkpoint under %s: training begins", self._backend.url)
+            return 0
 
     def load(
         self,

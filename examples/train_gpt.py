@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -106,7 +107,6 @@ def build(steps: int, seed: int = 1) -> dict[str, object]:
         "schedule": schedule,
         "loader": SourceLoader(seed),
         "rng": penstock.Rng(),
-        "step": 0,
     }
 
 
@@ -115,24 +115,24 @@ def train(run: str, steps: int, save_every: int) -> None:
     state = build(steps)
     model, optimizer = state["model"], state["optimizer"]
     with penstock.Checkpointer(run, mode="lazy") as ckpt:
-        if ckpt.latest() is not None:
-            report = ckpt.restore(state)
-            tell(event="resumed", step=report.step, seconds=report.seconds["total"])
+        began = time.monotonic()
+        first = ckpt.resume(state) or 1  # steps count from 1 here
+        if first > 1:
+            tell(event="resumed", step=first - 1, seconds=time.monotonic() - began)
         tell(event="ready", parameters=sum(p.numel() for p in model.parameters()))
-        while state["step"] < steps:
+        for step in range(first, steps + 1):
             tokens, targets = next(state["loader"])
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()  # Penstock's fence: a capture that is under way ends before this
             optimizer.zero_grad()
             state["schedule"].step()
-            state["step"] += 1
-            tell(event="step", step=state["step"], loss=loss.item().hex())
-            if state["step"] % save_every == 0:
-                tell(event="save", step=state["step"])
-                ckpt.save(state, step=state["step"], metadata={"loss": loss.item()})
+            tell(event="step", step=step, loss=loss.item().hex())
+            if step % save_every == 0:
+                tell(event="save", step=step)
+                ckpt.save(state, step, metadata={"loss": loss.item()})
         ckpt.wait()
-    tell(event="done", step=state["step"])
+    tell(event="done", step=steps)
 
 
 def tell(**fact: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,6 +93,19 @@ class RngProvider(StateProvider):
         """Plan a dict of the states by name, on the CPU, where generators take them."""
         del device
         return rebuild_dict(stored.path, device=None, context=context)
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Put the global random state back to what it was before the block."""
+    rng = Rng()
+    states = _states(rng, ())
+    setters = _setters(rng)
+    try:
+        yield
+    finally:
+        for name, state in states.items():
+            setters[name](state)
 
 
 def _class(value: Any) -> str:

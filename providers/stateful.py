@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from penstock.core.abc import Node, Placement, StateObject, StateProvider
 from penstock.core.errors import RestoreError, UnsupportedStateError
 from penstock.core.types import Kind, show_path, with_article
 from penstock.providers.rebuild import leaves, rebuild_dict
+from penstock.providers.rng import unchanged_random_state
 from penstock.providers.tensor.provider import is_sharded, new_like
 from penstock.providers.wrappers import LOADERS, is_wrapper, place_wrapped, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from collections.abc import Set as AbstractSet
-
-    import torch
 
     from penstock.core.abc import DescribeContext, PlaceContext, StoredObject
     from penstock.core.types import ObjectPath
@@ -127,6 +129,7 @@ class StatefulProvider(StateProvider):
 
         def finish() -> object:
             value.load_state_dict(make())
+            _spare_random_state(value)
             return value
 
         result.finish = finish
@@ -252,9 +255,40 @@ def _reads_data(kind: type) -> bool:
     return any(base is not None and issubclass(kind, base) for base in bases)
 
 
+def _spare_random_state(value: Any) -> None:
+    """Let the next iterator of a loader of torchdata leave the global random state as it is.
+
+    That iterator continues the one that was saved, whose draws came before the save: drawn again,
+    they would change all later random numbers. It cannot be made here, since the `set_epoch` of a
+    sampler comes between the restore and the iterator.
+    """
+    loader = getattr(value, "base_dataloader", value)  # of accelerate
+    stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+    if stateful is not None and isinstance(loader, stateful):
+        loader._get_iterator = partial(_iterator_that_draws_nothing, loader)  # noqa: SLF001
+
+
+def _iterator_that_draws_nothing(loader: Any) -> object:
+    del loader._get_iterator  # noqa: SLF001 - that of the class remains, and draws
+    with unchanged_random_state():
+        made: object = loader._get_iterator()  # noqa: SLF001
+    own = loader.generator
+    if (
+        own is not None
+        and own is getattr(loader.sampler, "generator", None)
+        and not loader.num_workers
+    ):
+        # torchdata leaves it where the order of samples was drawn; the saved one drew a seed after.
+        torch.empty((), dtype=torch.int64).random_(generator=own)
+    return made
+
+
 def _is_plain_loader(kind: type) -> bool:
-    loader = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
-    return loader is not None and issubclass(kind, loader)
+    """Return whether `kind` is a loader of torch, or an iterator over one."""
+    module: Any = sys.modules.get("torch.utils.data.dataloader")
+    if module is None:
+        return False
+    return issubclass(kind, (module.DataLoader, module._BaseDataLoaderIter))  # noqa: SLF001
 
 
 def _is_optimizer(value: object) -> bool:
@@ -277,7 +311,8 @@ def _refuse_loader(value: object, path: ObjectPath) -> None:
     if callable(getattr(type(value), "load_state_dict", None)):
         return
     msg = (
-        f"{show_path(path)} is a {type(value).__name__}, which cannot say where it stands: use "
-        "torchdata.stateful_dataloader.StatefulDataLoader in its place"
+        f"{show_path(path)} is a {type(value).__name__}, which cannot say where it stands: put a "
+        "torchdata.stateful_dataloader.StatefulDataLoader in its place, the loader itself and no "
+        "iterator over it"
     )
     raise UnsupportedStateError(msg)

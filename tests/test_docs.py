@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import textwrap
 import tomllib
 from contextlib import suppress
@@ -82,7 +83,51 @@ def test_the_program_for_several_ranks_goes_on_with_any_number_of_them(tmp_path)
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", done.stdout)))
-    assert lasts == [["3 1024", "3 24"], ["6 1048", "6 48"], ["9 72"] * 3]
+    assert lasts == [["2 1024", "2 24"], ["5 1048", "5 48"], ["8 72"] * 3]
+
+
+README_PROGRAM = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")  # of torchdata
+import torch
+torch.set_num_threads(1)
+seed, kill_at = map(int, sys.argv[1:])
+torch.manual_seed(seed)
+dataset = torch.randn(96 * 32, 4, generator=torch.Generator().manual_seed(0))
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+
+def train_one_step(batch):
+    if step == kill_at:
+        ckpt.wait()  # so that it is known which checkpoint is the newest
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    print(step, loss.item().hex(), flush=True)
+
+"""
+
+
+@pytest.mark.process
+def test_the_loop_of_the_readme_goes_on_exactly_after_a_kill_in_an_epoch(tmp_path):
+    pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
+    code = BLOCK.findall((DOCS.parent / "README.md").read_text(encoding="utf-8"))[0][0]
+
+    def train(run, seed, kill_at):
+        program = README_PROGRAM + code.replace("runs/gpt", str(tmp_path / run))
+        done = interpreters.run("-c", program, seed, kill_at)
+        assert done.returncode == (-signal.SIGKILL if kill_at < 288 else 0), done.stderr
+        return done.stdout.splitlines()
+
+    expected = train("whole", 0, 288)
+    assert [line.split()[0] for line in expected] == [str(step) for step in range(288)]
+    assert train("killed", 0, 150) == expected[:150]  # in the second of three epochs of 96 batches
+    assert train("killed", 1, 250) == expected[101:250]
+    assert train("killed", 2, 288) == expected[201:]
 
 
 class _KilledError(Exception):

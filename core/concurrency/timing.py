@@ -102,6 +102,9 @@ class Timing:
     """Opening a run waits this long for the store to say whether it can be written; then the run
     opens without a warning."""
 
+    preemption_poll_s: float = 1.0
+    """A rank asks the store of the job this often whether another rank was told to leave."""
+
     last_progress_s: float = 5.0
     """A blocking save waits this long for its last `on_progress` call; then it returns."""
 

@@ -13,6 +13,7 @@ __all__ = ["FAST", "ShiftedClock", "current_timing", "timing_in_force"]
 
 FAST = Timing(
     poll_s=0.02,
+    preemption_poll_s=0.02,
     request_retry_first_s=0.01,
     request_retry_most_s=0.05,
     tier_full_poll_s=0.01,

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         WrongPlaceError,
     )
     from penstock.core.markers import Grads, PerRank, Rng, Shard, Shards, Streamed
+    from penstock.core.ranks.preemption import Preemption
     from penstock.core.reporting.events import (
         DeleteEvent,
         PruneEvent,
@@ -118,6 +119,7 @@ __all__ = [
     "PenstockError",
     "PerRank",
     "PluginError",
+    "Preemption",
     "Progress",
     "ProgressBar",
     "PruneEvent",
@@ -166,6 +168,7 @@ _HOME = {
     "ExportReport": "penstock.integrations.files.options",
     "Grads": "penstock.core.markers",
     "ObjectSpec": "penstock.core.restore.specs",
+    "Preemption": "penstock.core.ranks.preemption",
     "Progress": "penstock.core.reporting.reports",
     "ProgressBar": "penstock.core.reporting.progress_bar",
     "PruneEvent": "penstock.core.reporting.events",

@@ -333,18 +333,8 @@ class StatefulLoader(Job):
     def __init__(self, seed):
         super().__init__(seed)
         from torchdata.stateful_dataloader import StatefulDataLoader
-        from torchdata.stateful_dataloader.sampler import RandomSampler
 
-        # Two generators: the loader draws from its own one whenever iteration begins, which
-        # happens once more in a run that was resumed.
-        order = torch.Generator().manual_seed(seed)
-        self.own = StatefulDataLoader(
-            self.loader.data,
-            batch_size=4,
-            sampler=RandomSampler(self.loader.data, generator=order),
-            num_workers=0,
-            generator=torch.Generator(),
-        )
+        self.own = StatefulDataLoader(self.loader.data, batch_size=4, shuffle=True)
         self.batches = None
         self.loader.next = self.next_batch
         self.state["loader"] = self.own

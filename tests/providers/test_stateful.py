@@ -187,10 +187,11 @@ def test_what_is_lacking_or_of_another_kind_is_told(save):
 
 def test_a_plain_data_loader_is_refused_naming_the_stateful_one(save):
     loader = torch.utils.data.DataLoader([1, 2, 3])
-    with pytest.raises(
-        UnsupportedStateError, match=r"data/train is a DataLoader.*StatefulDataLoader"
-    ):
-        save({"data": {"train": loader}})
+    for value in (loader, iter(loader)):
+        with pytest.raises(
+            UnsupportedStateError, match=r"data/train is a \w*DataLoader.*StatefulDataLoader"
+        ):
+            save({"data": {"train": value}})
 
 
 class ResumableLoader(torch.utils.data.DataLoader):

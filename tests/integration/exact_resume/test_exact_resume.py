@@ -144,54 +144,62 @@ def test_a_compiled_model_and_a_plain_one_share_checkpoints():
 
 @needs_torchdata
 @torchdata_warns
-def test_a_save_before_the_first_batch_resumes_exactly_wherever_rng_stands():
+@pytest.mark.parametrize("at", [0, 3, 4, 5])
+def test_loader_of_torchdata_resumes_exactly_from_any_place_of_an_epoch(at):
+    """From before the first batch, between two, after the last one and after the loop."""
+    from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def make(seed):
         torch.manual_seed(seed)
-        loader = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
-        return {"rng": penstock.Rng(), "loader": loader}
+        own = DistributedSampler(range(8), num_replicas=1, rank=0)
+        shuffled = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
+        by_epoch = StatefulDataLoader(range(8), batch_size=2, sampler=own)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = StatefulDataLoader(range(8), batch_size=2, shuffle=True, generator=generator)
+        loaders = {"shuffled": shuffled, "by_epoch": by_epoch, "drawn": drawn}
+        return {"rng": penstock.Rng(), **loaders, "epoch": 0}
 
-    def go_on(state, before_batches=lambda: None):
-        batches = iter(state["loader"])
-        before_batches()
-        return [batch.tolist() for batch in batches], torch.rand(3).tolist()
-
-    with penstock.Checkpointer(memory()) as ckpt:
-        state = make(0)
-        # Asked for its state, the loader makes an iterator, which draws.
-        ckpt.save(state, 1, mode="blocking")
-        expected = go_on(state)
-        fresh = make(5)
-        ckpt.restore(fresh, exclude="rng/**")
-        assert go_on(fresh, lambda: ckpt.restore(fresh, include="rng/**")) == expected
-
-
-@needs_torchdata
-@torchdata_warns
-def test_a_save_in_the_loop_after_the_last_batch_resumes_exactly():
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    def make(seed):
-        torch.manual_seed(seed)
-        loader = StatefulDataLoader(range(8), batch_size=2, shuffle=True)
-        return {"rng": penstock.Rng(), "loader": loader}
-
-    def seen(batches):
-        return [(batch.tolist(), torch.rand(1).item()) for batch in batches]
+    def train(state, save=lambda _: None):
+        seen = []
+        for epoch in range(state["epoch"], 3):
+            state["epoch"] = epoch
+            state["by_epoch"].sampler.set_epoch(epoch)  # after the restore
+            loaders = (state[name] for name in ("shuffled", "by_epoch", "drawn"))
+            for batches in zip(*loaders, strict=True):
+                seen.append(([batch.tolist() for batch in batches], torch.rand(1).item()))
+                save(len(seen))
+            state["epoch"] = epoch + 1
+            save(len(seen) + 1)
+        return seen
 
     with penstock.Checkpointer(memory()) as ckpt:
-        state = make(0)
-        for number, _ in enumerate(state["loader"]):
-            if number == 3:
+
+        def save(place):
+            if place == at and ckpt.latest() is None:
                 ckpt.save(state, 1, mode="blocking")
-        expected = seen(state["loader"])
+
+        state = make(0)
+        save(0)  # asked for its state, the loader makes an iterator, which draws
+        expected = train(state, save)
         fresh = make(5)
-        ckpt.restore(fresh, exclude="rng/**")
-        rest = iter(fresh["loader"])
-        ckpt.restore(fresh, include="rng/**")
-        assert seen(rest) == []
-        assert seen(fresh["loader"]) == expected
+        assert ckpt.resume(fresh) == 2
+        assert train(fresh) == expected[min(at, 4) :]
+
+
+def test_resume_restores_the_newest_checkpoint_or_begins():
+    state = {"w": torch.zeros(3), "epoch": 0}
+    with penstock.Checkpointer(memory()) as ckpt:
+        assert ckpt.resume(state) == 0
+        for step in range(ckpt.resume(state), 3):
+            state["w"] += 1
+            ckpt.save(state, step, mode="blocking")
+        fresh = {"w": torch.zeros(3), "epoch": -1}
+        assert ckpt.resume(fresh) == 3
+        assert fresh["epoch"] == 0
+        assert fresh["w"].tolist() == [3, 3, 3]
+        with pytest.raises(penstock.RestoreMismatchError):
+            ckpt.resume({"other": torch.zeros(3)})  # never from scratch beside a checkpoint
 
 
 def test_a_fallback_to_an_older_checkpoint_leaves_random_state_as_stored(tmp_path):
