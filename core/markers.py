@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -229,6 +229,42 @@ def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
             if bounds and bounds[0][0] + bounds[0][1] <= bounds[0][2]:
                 break  # this one and all later ones begin after it
     return None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Leaves:
+    """Some leaves of a subtree, each an object of its own; other ranks may have the others.
+
+    For state that is cut into leaves, of which each rank has some. Without it a dict or list of
+    plain values is one value, which a rank has as a whole. It is stored as the dicts and lists that
+    the leaves are in, and can be saved only: a restore needs these in its place.
+
+    Attributes:
+        items: The leaves of this rank by path, a tuple: a string is the key of a dict, a number the
+            index in a list.
+        lengths: The lengths of the lists, by path, the same on all ranks.
+
+    Raises:
+        UnsupportedStateError: A path is no such tuple, or leads through a list without a length.
+    """
+
+    items: Mapping[tuple[str | int, ...], Any]
+    lengths: Mapping[tuple[str | int, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse paths that lead nowhere."""
+        for path in self.items:
+            if type(path) is not tuple or not {str, int}.issuperset(map(type, path)):
+                msg = f"penstock.Leaves has the path {path!r}: it takes tuples of keys and numbers"
+                raise UnsupportedStateError(msg)
+            for depth, key in enumerate(path):
+                if type(key) is int and not 0 <= key < self.lengths.get(path[:depth], 0):
+                    msg = (
+                        f"penstock.Leaves has the path {path!r}, and lengths= of the list "
+                        f"{path[:depth]!r} is {self.lengths.get(path[:depth])}: give the length "
+                        "that it has with the leaves of all ranks"
+                    )
+                    raise UnsupportedStateError(msg)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

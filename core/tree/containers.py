@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict, defaultdict
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.limits import MAX_KEY_DIGITS
-from penstock.core.markers import PerRank
+from penstock.core.markers import Leaves, PerRank
 from penstock.core.types import (
     FACTORIES,
     collide,
@@ -175,6 +176,10 @@ class Scan:
             return True
         if kind is PerRank:
             self._visit(value.value, path)
+            return True
+        if kind is Leaves:
+            for keys, leaf in value.items.items():
+                self._visit(leaf, (*path, *map(str, keys)))
             return True
         return None if isinstance(value, dict | list | tuple) else False
 
@@ -387,7 +392,8 @@ def assemble(node: Node, items: dict[str, Any]) -> object:
         for key, value in by_key:
             result[key] = value
         return result
-    by_index = dict(by_key)
+    # Sorted: ranks that have some of the items each may have stored them in any order.
+    by_index: dict[Any, Any] = dict(sorted(by_key, key=itemgetter(0)))
     length = node.meta.get("length")
     if list(by_index) != list(range(len(by_index))) or len(by_index) != length:
         return by_index  # only some items are selected

@@ -19,7 +19,7 @@ from penstock.core.errors import (
 )
 from penstock.core.foreign import said, shipped_by
 from penstock.core.limits import MAX_PATH_CHARS, MAX_SAVED_SEGMENTS
-from penstock.core.markers import PerRank
+from penstock.core.markers import Leaves, PerRank
 from penstock.core.tree.checks import BrokenEntryError, check_path, check_spec, checked_entries
 from penstock.core.tree.containers import (
     CONTAINERS,
@@ -315,6 +315,8 @@ class _Describing(DescribeContext):
     def _entries(self, value: Any, path: ObjectPath) -> Iterable[StateObject | Node]:
         if type(value) is PerRank:
             return self._per_rank(value, path)
+        if type(value) is Leaves:
+            return self._leaves(value, path)
         provider = self._scan.provider_for(type(value))
         if provider is None:
             if self._scan.is_container(value, path):
@@ -361,6 +363,18 @@ class _Describing(DescribeContext):
                 replica = Replica(place=shown)
         described = self._entries(value.value, (*path, str(index)))
         yield from described if self.world_size == 1 else _with_owner(described, replica)
+
+    def _leaves(self, value: Leaves, path: ObjectPath) -> Iterator[StateObject | Node]:
+        lists: set[tuple[str | int, ...]] = set()
+        for keys, leaf in value.items.items():
+            # Beside a leaf of this rank, so that whoever reads the leaf reads the node as well.
+            for depth, key in enumerate(keys):
+                above = keys[:depth]
+                if type(key) is int and above not in lists:
+                    lists.add(above)
+                    meta = {"length": value.lengths[above]}
+                    yield Node((*path, *map(str, above)), "list", meta)
+            yield from self._entries(leaf, (*path, *map(str, keys)))
 
     def _described(
         self, provider: StateProvider, value: Any, path: ObjectPath

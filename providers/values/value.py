@@ -17,9 +17,11 @@ from penstock.core.abc import (
     StateObject,
     StateProvider,
     copy_bytes,
+    ranks_of,
 )
 from penstock.core.errors import FormatError, UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path, with_article
+from penstock.providers.rebuild import leaves
 from penstock.providers.values.decode import decode_value
 from penstock.providers.values.encode import encode_value
 
@@ -116,6 +118,11 @@ class ValueProvider(StateProvider):
         if context.children(path):
             node = context.node(path)
             form = "dict" if node is None else node.form
+            # Ranks may have stored its leaves one by one, each rank some of them.
+            is_alike = form == here and ranks_of(node) is None
+            built = context.rebuild(path) if is_alike else Placement()
+            if len(built.values) == leaves(context.whole(path), path):
+                return built
             problem = (
                 f"{shown} is stored as {with_article(form)} of objects, but is a plain {here} in "
                 "the template"

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         UnsyncedError,
         WrongPlaceError,
     )
-    from penstock.core.markers import Grads, PerRank, Rng, Shard, Shards, Streamed
+    from penstock.core.markers import Grads, Leaves, PerRank, Rng, Shard, Shards, Streamed
     from penstock.core.ranks.preemption import Preemption
     from penstock.core.reporting.events import (
         DeleteEvent,
@@ -113,6 +113,7 @@ __all__ = [
     "FenceTimeoutError",
     "FormatError",
     "Grads",
+    "Leaves",
     "LostRaceError",
     "NotDrainedError",
     "ObjectSpec",
@@ -167,6 +168,7 @@ _HOME = {
     "DeleteEvent": "penstock.core.reporting.events",
     "ExportReport": "penstock.integrations.files.options",
     "Grads": "penstock.core.markers",
+    "Leaves": "penstock.core.markers",
     "ObjectSpec": "penstock.core.restore.specs",
     "Preemption": "penstock.core.ranks.preemption",
     "Progress": "penstock.core.reporting.reports",
