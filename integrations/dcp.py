@@ -1,0 +1,320 @@
+"""Storage for `torch.distributed.checkpoint` (DCP): what it saves is a checkpoint of Penstock.
+
+```python
+dcp.save(state, checkpoint_id="runs/gpt/step-100", storage_writer=penstock.dcp.Writer())
+dcp.load(state, checkpoint_id="runs/gpt/step-100", storage_reader=penstock.dcp.Reader())
+```
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from penstock import Checkpointer, ConfigError, Leaves, Region, Shard, Shards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+    from torch.distributed.checkpoint.planner import (
+        LoadPlan,
+        LoadPlanner,
+        SavePlan,
+        SavePlanner,
+        WriteItem,
+    )
+
+    from penstock import Checkpoint
+
+__all__ = ["Reader", "Writer", "run_and_step"]
+
+_Path = tuple[str | int, ...]
+
+_STEP = re.compile(r"(?i:(?:global_?)?step|iter|iteration|checkpoint|ckpt)?[-_=]?(\d{1,18})")
+"""Names of folders that say a step. Any other is that of a run, such as `llama3`."""
+
+_OF_FILES = frozenset(
+    {
+        "single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead",
+        "cache_staged_state_dict", "serialization_format", "_extensions", "_extension_registry",
+    }
+)  # fmt: skip
+"""Options of DCP's own storage that are about its files: a program need not change them."""
+
+
+def run_and_step(url: str) -> tuple[str, int | None]:
+    """Return the run that a URL names, and the step if its last part says one."""
+    place, mark, query = url.partition("?")
+    root, slash, name = place.rstrip("/").rpartition("/")
+    found = _STEP.fullmatch(name)
+    if found is None:
+        return url, None
+    return f"{root or slash or '.'}{mark}{query}", int(found[1])
+
+
+class _Storage:
+    """What `Writer` and `Reader` have in common: where the checkpoint is, and with what options."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+        *,
+        group: Any = None,
+        **options: Any,
+    ) -> None:
+        url = options.pop("path", url)
+        self.checkpoint_id: str | os.PathLike[str] | None = url
+        self._step = step
+        self._options: dict[str, Any] = {name: options[name] for name in options.keys() - _OF_FILES}
+        # As numbers, which the process of an asynchronous save can be sent.
+        is_group = group is not None and not hasattr(group, "__iter__")
+        self._group = dist.get_process_group_ranks(group) if is_group else group
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the place of the next save or load; None: the same as before."""
+        if checkpoint_id is not None:
+            self.checkpoint_id, self._step = checkpoint_id, None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True: a place that cannot be used is an error of Penstock that says why."""
+        del checkpoint_id
+        return True
+
+    def _place(self) -> tuple[str, int | None]:
+        """Return the run, and the step in it if there is one.
+
+        Raises:
+            ConfigError: There is no place.
+        """
+        if self.checkpoint_id is None:
+            msg = (
+                f"penstock.dcp.{type(self).__name__} has no place: give it a URL, or give dcp a "
+                "checkpoint_id, such as 'runs/gpt/step-100'"
+            )
+            raise ConfigError(msg)
+        url = os.fspath(self.checkpoint_id)
+        return (url, self._step) if self._step is not None else run_and_step(url)
+
+
+class Writer(_Storage, StorageWriter):
+    """Saves for `dcp.save` and `dcp.async_save`; each call makes one checkpoint of Penstock.
+
+    The last part of the URL, or of the `checkpoint_id`, may say the step: `runs/gpt/step-100` and
+    `runs/gpt/100` are step 100 of the run `runs/gpt`. Without a step it is step 0 of a run that
+    has no later one. A step that exists is replaced, as DCP does it.
+
+    Args:
+        url: The run, or the run and a step; default: the `checkpoint_id` of each call.
+        step: The step, if `url` is the run alone.
+        group: The process group that dcp gets as well, or the numbers of its ranks; default: all.
+        overwrite: Whether a checkpoint of the same step is replaced.
+        options: Those of `Checkpointer`, such as `rules` and `retention`; `allow_pickle=True`
+            stores objects that need it.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+        *,
+        group: Any = None,
+        overwrite: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(url, step, group=group, **options)
+        self._overwrite = overwrite
+        self._collective = True
+        self._alone = False
+
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+        """Begin a save."""
+        del args
+        self._place()  # an error here is one of all ranks
+        self._collective = kwargs.get("use_collectives", True)
+        self._alone = False
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Say which rank this is. With cached plans it comes back in later saves."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return replace(plan, storage_data=rank)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Find out who takes part, which DCP does not say.
+
+        Raises:
+            ConfigError: Other ranks than those of `group`.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        count = world if self._group is None else len(self._group)
+        # `no_dist`, or a group of one rank. Without collectives each rank is told its own plan,
+        # and all of them save.
+        self._alone = len(plans) == 1 and (self._collective or world == 1)
+        if self._collective and not self._alone and len(plans) != count:
+            ranks = [plan.storage_data for plan in plans]
+            msg = (
+                f"ranks {ranks} save, and penstock.dcp.Writer was made for {count} ranks: give it "
+                "the process group that dcp.save gets, as group="
+            )
+            raise ConfigError(msg)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save together with the other ranks; the checkpoint is durable on return."""
+        root, step = self._place()
+        ranks: dict[str, Any] = {"group": self._group, "name": f"dcp/{root}/{step}"}
+        if self._alone:
+            ranks = {"ranks": "alone"}
+        # Opened first: so the others learn at once of an error of the planner.
+        with Checkpointer(root, **(ranks | self._options)) as ckpt:
+            # What has no step must not hide behind later ones.
+            overwrite = self._overwrite and (step is not None or ckpt.latest() in {None, 0})
+            tree = _tree(plan, planner)
+            ckpt.save(tree, step or 0, mode="blocking", overwrite=overwrite).result()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing: the ranks have committed the checkpoint together."""
+
+
+class Reader(_Storage, StorageReader):
+    """Loads for `dcp.load` what a `Writer` or a `Checkpointer` has saved, on any number of ranks.
+
+    A rank reads what it needs. Without a step it is the newest one.
+
+    Args:
+        url: As for `Writer`.
+        step: As for `Writer`.
+        group: Not needed: each rank reads for itself.
+        options: Those of `Checkpointer`.
+    """
+
+    _opened: ExitStack
+    _view: Checkpoint
+    _paths: Mapping[str, _Path]
+    _values: Mapping[str, object]
+
+    def read_metadata(self) -> Metadata:
+        """Return what is stored, as DCP would name it."""
+        root, step = self._place()
+        options: dict[str, Any] = {**self._options, "ranks": "alone"}
+        with ExitStack() as stack:
+            ckpt = stack.enter_context(Checkpointer(root, **options))
+            self._view = ckpt.open("latest" if step is None else step)
+            tree = ckpt.load(self._view.step, device="meta", named_optimizers=True)
+            self._opened = stack.pop_all()
+        flat, self._paths = flatten_state_dict(tree)
+        self._values = {n: leaf for n, leaf in flat.items() if not isinstance(leaf, torch.Tensor)}
+        found = {name: _described(leaf) for name, leaf in flat.items()}
+        return Metadata(found, planner_data=self._paths)
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `read_metadata` has opened the checkpoint."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of the plan, and hand over its values."""
+        with self._opened:
+            for item in plan.items:
+                name = item.storage_index.fqn
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._dumped(name))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                region = Region(tuple(item.storage_offsets), tuple(item.lengths))
+                if region.numel:
+                    target.copy_(self._view.read(_shown(self._paths[name]), region))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _dumped(self, name: str) -> io.BytesIO:
+        value = self._values[name]
+        if isinstance(value, tuple):  # of tensors, perhaps, which were not read
+            with suppress(KeyError):  # it is a part of a value
+                value = self._view[_shown(self._paths[name])]
+        data = io.BytesIO()
+        torch.save(value, data)
+        data.seek(0)
+        return data
+
+
+def _described(leaf: object) -> STORAGE_TYPES:
+    if not isinstance(leaf, torch.Tensor):
+        return BytesStorageMetadata()
+    # One chunk, however many are stored: a rank then reads each of its pieces in one go.
+    whole = ChunkStorageMetadata(torch.Size([0] * leaf.dim()), leaf.size())
+    return TensorStorageMetadata(TensorProperties(dtype=leaf.dtype), leaf.size(), [whole])
+
+
+def _shown(path: _Path) -> str:
+    """Return a path as Penstock shows it."""
+    return "/".join(str(k).replace("%", "%25").replace("/", "%2F") or "%00" for k in path)
+
+
+def _tree(plan: SavePlan, planner: SavePlanner) -> dict[str, Leaves]:
+    """Return what the plan gives this rank to save, nested as the state that dcp was given."""
+    paths: Mapping[str, _Path] = plan.planner_data or {}
+    lengths: dict[_Path, int] = {}
+    for path in paths.values():
+        for depth, key in enumerate(path):
+            if isinstance(key, int):
+                lengths[path[:depth]] = max(key + 1, lengths.get(path[:depth], 0))
+    pieces: dict[_Path, list[Any]] = {}
+    for item in plan.items:
+        path = paths.get(item.index.fqn, (item.index.fqn,))
+        pieces.setdefault(path, []).append(_resolved(item, planner))
+    tree: dict[str, dict[_Path, Any]] = {}
+    for path, found in pieces.items():
+        leaf = found[0] if len(found) == 1 else Shards(found)
+        tree.setdefault(str(path[0]), {})[path[1:]] = leaf
+    return {
+        key: Leaves(items, {path[1:]: n for path, n in lengths.items() if path[0] == key})
+        for key, items in tree.items()
+    }
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> object:
+    """Return what a planner has for an item: a tensor, a piece of one, or a value."""
+    data: Any = planner.resolve_data(item)
+    if item.type is WriteItemType.BYTE_IO:
+        data.seek(0)
+        # The planner has pickled an object of this process a moment ago. What needs a pickle in the
+        # checkpoint is for Penstock to refuse, or to take with `allow_pickle=True`.
+        return torch.load(data, weights_only=False)
+    told = item.tensor_data
+    if told is None or item.type is WriteItemType.TENSOR:
+        return data.detach()
+    return Shard(data.detach(), told.size, told.chunk.offsets)
