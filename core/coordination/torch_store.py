@@ -69,7 +69,7 @@ def job_prefix(ranks: Sequence[int] = (), name: str = "") -> str:
 
 
 class TorchCoordination(Coordination):
-    """Values are keys of a c10d store (TCPStore, HashStore, or a PrefixStore of one).
+    """Values are keys of a c10d store (TCPStore, HashStore, FileStore, or a PrefixStore of one).
 
     Without torchrun the server of a TCPStore lives in the process of rank 0. So that process has to
     outlast the last decision: rank 0 closes last, once it has posted the result and the others
@@ -98,13 +98,10 @@ class TorchCoordination(Coordination):
         try:
             self._store = distributed.PrefixStore(prefix, original.clone())
             self._below = distributed.PrefixStore
-            able = self._store.has_extended_api()
+            self._reads_many = self._store.has_extended_api()
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             msg = f"a {type(original).__name__} cannot be cloned ({error}): use a TCPStore"
             raise ConfigError(msg) from error
-        if not able:
-            msg = f"a {type(original).__name__} cannot read many keys at once: use a TCPStore"
-            raise ConfigError(msg)
         self._network_error: type[Exception] = distributed.DistNetworkError
         self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
         self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
@@ -178,6 +175,8 @@ class TorchCoordination(Coordination):
         self._store.check([key])
 
     def _read(self, keys: list[str]) -> list[bytes | None]:
+        if not self._reads_many:  # a FileStore
+            return [bytes(self._store.get(k)) if self._store.check([k]) else None for k in keys]
         # `multi_get` waits for keys that are missing, and `check` tells only whether all are there.
         # Appending nothing makes a missing key empty, atomically, and never harms a value.
         for key in set(keys) - self._touched:

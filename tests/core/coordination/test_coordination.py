@@ -44,7 +44,7 @@ def on_store(store):
     return lambda job, rank: TorchCoordination(store, prefix=f"{number}/{job}")
 
 
-@pytest.fixture(params=["memory", "records in memory", "records in files", "tcp", "hash"])
+@pytest.fixture(params=["memory", "records in memory", "records in files", "tcp", "hash", "file"])
 def open_member(request, tmp_path):
     if request.param == "memory":
         yield on_boards()
@@ -56,6 +56,8 @@ def open_member(request, tmp_path):
         with_files.close()
     elif request.param == "tcp":
         yield on_store(request.getfixturevalue("tcp_store"))
+    elif request.param == "file":
+        yield on_store(dist.FileStore(str(tmp_path / "store"), 1))
     else:
         yield on_store(dist.HashStore())
 
@@ -228,9 +230,9 @@ def test_a_store_that_is_slow_is_heard_again_after_a_call_that_took_too_long(tcp
             assert answers == [b"value"]
 
 
-def test_a_store_that_cannot_read_many_keys_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="use a TCPStore"):
-        TorchCoordination(dist.FileStore(str(tmp_path / "store"), 1), prefix="job")
+def test_a_store_that_cannot_be_cloned_is_refused():
+    with pytest.raises(ConfigError, match=r"a Store cannot be cloned .*: use a TCPStore"):
+        TorchCoordination(dist.Store(), prefix="job")
 
 
 def test_without_a_group_or_a_store_it_is_refused():
