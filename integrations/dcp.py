@@ -29,7 +29,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock import Checkpointer, ConfigError, Leaves, Region, Shard, Shards
+from penstock import (
+    Checkpointer,
+    ConfigError,
+    Leaves,
+    Region,
+    Shard,
+    Shards,
+    StepExistsError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,11 +88,13 @@ class _Storage:
         step: int | None = None,
         *,
         group: Any = None,
+        overwrite: bool = True,
         **options: Any,
     ) -> None:
         url = options.pop("path", url)
         self.checkpoint_id: str | os.PathLike[str] | None = url
         self._step = step
+        self._overwrite = overwrite
         self._options: dict[str, Any] = {name: options[name] for name in options.keys() - _OF_FILES}
         # As numbers, which the process of an asynchronous save can be sent.
         is_group = group is not None and not hasattr(group, "__iter__")
@@ -133,19 +143,8 @@ class Writer(_Storage, StorageWriter):
             stores objects that need it.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str] | None = None,
-        step: int | None = None,
-        *,
-        group: Any = None,
-        overwrite: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(url, step, group=group, **options)
-        self._overwrite = overwrite
-        self._collective = True
-        self._alone = False
+    _collective = True
+    _alone = False
 
     def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
         """Begin a save."""
@@ -190,7 +189,11 @@ class Writer(_Storage, StorageWriter):
             # What has no step must not hide behind later ones.
             overwrite = self._overwrite and (step is not None or ckpt.latest() in {None, 0})
             tree = _tree(plan, planner)
-            ckpt.save(tree, step or 0, mode="blocking", overwrite=overwrite).result()
+            try:
+                ckpt.save(tree, step or 0, mode="blocking", overwrite=overwrite).result()
+            except StepExistsError as error:
+                msg = f"Checkpoint already exists: {error}"  # as DCP's own storage says it
+                raise StepExistsError(msg) from error
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
