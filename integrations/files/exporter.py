@@ -40,15 +40,15 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
     """Write a checkpoint, or a part of it, as files of another tool.
 
     `out` appears when it is whole and durable, not before. Every checksum is compared on the way.
+    Tensors are written piece by piece, so memory does not grow with the model.
 
     Args:
         source: The run, or a checkpoint that `Checkpointer.open` returned; `step` is not looked at
             then.
         out: The file or folder to write, on this machine.
         to: `"safetensors"`: a folder as Hugging Face has it, or one file where `out` ends in
-            `.safetensors`; takes little memory, whatever the size of the model. `"torch"`: one file
-            of `torch.save`. `"dcp"`: a folder of `torch.distributed.checkpoint`. The latter two
-            take memory for all that is exported.
+            `.safetensors`. `"torch"`: one file of `torch.save`. `"dcp"`: a folder of
+            `torch.distributed.checkpoint`.
         step: A step, or `"latest"`.
         include: Globs of paths to export; default: everything, but for safetensors `model` if the
             checkpoint has it.

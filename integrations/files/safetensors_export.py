@@ -185,6 +185,5 @@ def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:
 
     from penstock.integrations.files.tree_export import checked_cast  # noqa: PLC0415
 
-    values = torch.frombuffer(piece, dtype=getattr(torch, tensor.stored))
-    converted = checked_cast(values, getattr(torch, tensor.dtype), tensor.path)
+    converted = checked_cast(piece, tensor.stored, tensor.dtype, tensor.path)
     return converted.view(torch.uint8).numpy().data

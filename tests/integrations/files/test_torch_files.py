@@ -38,6 +38,36 @@ def test_whole_tree_is_what_weights_only_loads(tmp_path, run, model):
     assert names_in(tmp_path) == ["o.pt"]
 
 
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_file_can_be_mapped_and_is_a_sound_archive(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        "large": torch.randn(3, 2_000_000),  # more than one piece
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "float8": torch.randn(5).to(torch.float8_e4m3fn),
+        "uint16": torch.arange(5).to(torch.uint16),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"x": tensors, "y": {"large": tensors["large"]}}, 1, mode="blocking")
+        seen = []
+        penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch", on_progress=seen.append)
+    assert seen[-2].bytes_done == seen[-1].bytes_total == sum(t.nbytes for t in tensors.values())
+    with zipfile.ZipFile(tmp_path / "o.pt") as archive:
+        assert archive.testzip() is None  # the checksums, which torch itself does not compare
+    mapped = torch.load(tmp_path / "o.pt", mmap=True, weights_only=True)
+    for name, tensor in tensors.items():
+        found = mapped["x"][name]
+        assert found.data_ptr() % 64 == 0, name
+        assert torch.equal(bits(found), bits(tensor)), name
+        assert found.dtype == tensor.dtype
+    assert mapped["y"]["large"].data_ptr() == mapped["x"]["large"].data_ptr()
+
+
 def test_one_state_dict_is_not_wrapped_and_comes_back_below_model(tmp_path, run, model):
     penstock.export_checkpoint(
         run, tmp_path / "o.pt", to="torch", include="model", rename={"model/scale": "model/s"}
