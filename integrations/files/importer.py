@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import ConfigError, Rename, Selection, StorageError
+from penstock.integrations.files import hugging_face, safetensors
 from penstock.integrations.files.runs import open_run
 from penstock.integrations.files.trees import loaded, moved
 
@@ -83,8 +84,9 @@ def _format_of(path: Path) -> str:
     if path.is_dir():
         if any(path.glob("*.metadata")):
             return "dcp"
-        if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
-            return "safetensors"
+        suffix = hugging_face.suffix_of(path)
+        if suffix is not None:
+            return "safetensors" if suffix == hugging_face.SUFFIX else "torch"
     elif path.is_file():
         with path.open("rb") as file:
             begin = file.read(9)
@@ -102,10 +104,12 @@ def _format_of(path: Path) -> str:
 def _read(path: Path, kind: str) -> dict[str, Any]:
     # Imported here: only the format that is wanted.
     if kind == "safetensors":
-        from penstock.integrations.files.safetensors import read_tensors  # noqa: PLC0415
-
-        return {"model": read_tensors(path)}
+        if path.is_dir():
+            return hugging_face.read_folder(path, hugging_face.SUFFIX)
+        return {"model": safetensors.read_tensors(path)}
     if kind == "torch":
+        if path.is_dir():
+            return hugging_face.read_folder(path, hugging_face.OLD_SUFFIX)
         from penstock.integrations.files.torch_import import read_file  # noqa: PLC0415
 
         return read_file(path)

@@ -1,5 +1,6 @@
 """Safetensors out and in: real files, of Penstock and of the library."""
 
+import copy
 import json
 import os
 import struct
@@ -246,19 +247,47 @@ def test_an_error_of_on_progress_ends_nothing(tmp_path, run, caplog):
 
 
 @pytest.mark.filterwarnings("default")
-def test_from_pretrained_reads_the_folder(tmp_path):
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_from_pretrained_reads_the_folder(tmp_path, tied, shards):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    config.save_pretrained(tmp_path / "config")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=tied
+    )
+    model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "original")
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save({"model": model}, 1, mode="blocking")
-        penstock.export_checkpoint(
-            ckpt, tmp_path / "o", to="safetensors", shard_bytes=20_000,
-            config_from=tmp_path / "config",
+        report = penstock.export_checkpoint(
+            ckpt, tmp_path / "o", to="safetensors", config_from=tmp_path / "original",
+            shard_bytes=6_000 if shards == 3 else 10**9,
         )  # fmt: skip
-    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "o")
+    weights = [name for name in report.files if name.endswith(".safetensors")]
+    assert len(weights) >= shards
+    assert bool(report.tied) == tied
+    found, info = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "o", output_loading_info=True, dtype="auto"
+    )
+    assert not any(info.values())
     assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
+
+
+@pytest.mark.filterwarnings("default")
+def test_adapter_goes_out_to_peft_and_comes_back(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+    config = peft.LoraConfig(r=2, target_modules=["0", "1"], init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    model.save_pretrained(tmp_path / "original")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"model": trained}, 1, mode="blocking")
+        penstock.export_checkpoint(
+            ckpt, tmp_path / "o", to="safetensors", config_from=tmp_path / "original"
+        )
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "o")
+    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
 
 
 def test_a_run_that_does_not_exist_is_not_made(tmp_path):
@@ -294,6 +323,35 @@ def test_shards_come_back_bit_by_bit_and_restore_into_a_module(tmp_path):
     with penstock.Checkpointer(tmp_path / "back") as ckpt:
         ckpt.restore({"model": other})
     assert_same(other.state_dict(), module.state_dict())
+
+
+LORA = {"base_model.model.q.lora_A.weight": torch.ones(2, 3)}
+
+
+def adapter_of_peft(folder):
+    folder.mkdir()
+    save_file(LORA, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    return folder
+
+
+def test_adapter_has_its_configuration_and_goes_out_with_one_only(tmp_path, refused):
+    source = adapter_of_peft(tmp_path / "adapter")
+    penstock.import_checkpoint(source, tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        found = ckpt.load()
+        assert found["adapter_config"] == {"peft_type": "LORA", "r": 2}
+        assert_same(found["model"], LORA)
+        live = {"base_model.model.q.lora_A.default.weight": torch.ones(2, 3)}
+        ckpt.save({"model": live}, 1, mode="blocking")
+        penstock.export_checkpoint(
+            ckpt, tmp_path / "o", to="safetensors", config_from=source, shard_bytes=1
+        )
+    assert names_in(tmp_path / "o") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert_same(load_file(tmp_path / "o" / "adapter_model.safetensors"), LORA)
+    (source / "adapter_config.json").unlink()
+    with refused(penstock.FormatError, "no adapter_config.json") as root:
+        penstock.import_checkpoint(source, root, step=2)
 
 
 def test_include_exclude_and_rename_are_those_of_restore(tmp_path, run):

@@ -1,5 +1,6 @@
 """Files of `torch.save` out and in; nothing in them is run."""
 
+import json
 import os
 import pickle
 import zipfile
@@ -119,6 +120,32 @@ def test_tree_with_ties_and_values_becomes_a_checkpoint(tmp_path, model):
     assert_same(found["model"], model)
     assert (found["epoch"], found["lr"][0], found["lr"][1]["x"].tolist()) == (3, 0.1, [1, 1])
     assert same_as["model/lm_head.weight"] == ("model", "layers.0.weight")
+
+
+def test_old_folders_of_hugging_face_are_read_with_and_without_index(tmp_path, model, refused):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    torch.save(model, folder / "pytorch_model.bin")
+    penstock.import_checkpoint(folder, tmp_path / "single")
+    (folder / "pytorch_model.bin").unlink()
+    names, weight_map = [*model], {}
+    for number, part in enumerate((names[:4], names[4:])):
+        file = f"pytorch_model-0000{number + 1}-of-00002.bin"
+        torch.save({name: model[name].clone() for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    penstock.import_checkpoint(folder, tmp_path / "shards")
+    for run in ("single", "shards"):
+        with penstock.Checkpointer(tmp_path / run) as ckpt:
+            assert_same(ckpt.load()["model"], model)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../x.bin")}))
+    with refused(penstock.FormatError, "no name of a file") as root:
+        penstock.import_checkpoint(folder, root, step=2)
+    torch.save({"w": torch.ones(1), "epoch": 3}, folder / "x.bin")
+    index.write_text(json.dumps({"weight_map": {"w": "x.bin"}}))
+    with refused(penstock.FormatError, "holds epoch, not tensors only") as root:
+        penstock.import_checkpoint(folder, root, step=2)
 
 
 def test_numbered_state_of_an_optimizer_keeps_its_numbers(tmp_path):
