@@ -165,6 +165,65 @@ def test_numbered_state_of_an_optimizer_keeps_its_numbers(tmp_path):
     )
 
 
+def trained(groups=lambda model: model.parameters()):
+    """A model with a buffer and tied weights, and its optimizer after a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    )
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(groups(model))
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("source", ["state_dict", "file", "run", "list"])
+def test_numbers_of_an_optimizer_get_the_names_of_a_model(tmp_path, source):
+    model, optimizer = trained()
+    tree = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save(tree, tmp_path / "x.ckpt")
+    names = [name for name, _ in model.named_parameters()]
+    if source == "file":
+        torch.save(tree.pop("state_dict"), tmp_path / "file")
+    if source == "run":
+        with penstock.Checkpointer(tmp_path / "run") as ckpt:
+            ckpt.save({"model": model}, 1, mode="blocking")
+    (tmp_path / "list.json").write_text(json.dumps(names))
+    place = {"state_dict": source, "list": tmp_path / "list.json"}.get(source, tmp_path / source)
+    penstock.import_checkpoint(tmp_path / "x.ckpt", tmp_path / "back", names_from=place)
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        (found,) = ckpt.load()["optimizer_states"]
+    assert found["param_groups"][0]["params"] == [*found["state"]] == names
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_numbers_that_could_be_several_parameters_are_refused(tmp_path, refused):
+    def groups(model):
+        return [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+
+    cases = {
+        "has 2 groups": trained(groups),
+        "do not fit": trained(lambda model: [*model.parameters()][::-1]),
+        # The second could be any vector of four.
+        "fit in several ways": trained(lambda model: [model[0].weight, model[0].bias]),
+    }
+    for match, (model, optimizer) in cases.items():
+        tree = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(tree, tmp_path / "x.pt")
+        with refused(penstock.PenstockError, match) as root:
+            penstock.import_checkpoint(tmp_path / "x.pt", root, step=2, names_from="state_dict")
+    (tmp_path / "n.json").write_text('["a"]')
+    for source, match in (
+        ("n.json", "has 1 names, but the optimizer 2"), ("nothing", "is no path of a model")
+    ):  # fmt: skip
+        with refused(penstock.PenstockError, match) as root:
+            penstock.import_checkpoint(
+                tmp_path / "x.pt", root, step=2, names_from=tmp_path / source
+            )
+
+
 def test_code_in_a_file_is_refused_by_name_and_does_not_run(tmp_path, refused):
     touched = tmp_path / "touched"
     torch.save({"w": torch.ones(2), "evil": Touch(touched)}, tmp_path / "x.pt")
