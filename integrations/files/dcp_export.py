@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
-from penstock import Streamed
+from penstock import PenstockError, StorageError, Streamed
 from penstock.integrations.files.options import ExportReport
 from penstock.integrations.files.output import published
 from penstock.integrations.files.tree_export import (
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
     import io
     from collections.abc import Iterator, Sequence
 
-    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
 
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
+
+
+_FILE_BYTES = 64 << 20
 
 
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
@@ -48,16 +53,30 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", UserWarning)  # it says that this is one process
-        writer = FileSystemWriter(partial)
+        # Without reading ahead, as it would where there is CUDA.
+        writer = _BatchWriter(partial, per_thread_copy_ahead=0)
         try:
             save(stand_ins, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # of reading or writing a chunk, by rank
-            cause, _ = error.failures[0]
-            raise cause from error
+        except CheckpointException as error:
+            raise _cause(error) from error
         files = tuple(sorted(path.name for path in partial.iterdir()))
     written.end()
     count = len(planner.tensors)
     return ExportReport(view.step, str(options.out), files, count, written.total, {})
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """Return why reading or writing a chunk failed, by which DCP raises an error of its own.
+
+    Closing its file after a failed write fails as well, and hides why.
+    """
+    failed, _ = error.failures[0]
+    found: BaseException | None = failed
+    while found is not None:
+        if isinstance(found, OSError | PenstockError) or not isinstance(found, Exception):
+            return found
+        found = found.__context__
+    return StorageError(f"torch.distributed.checkpoint failed to write the files: {failed}")
 
 
 class _StreamPlanner(DefaultSavePlanner):
@@ -122,6 +141,38 @@ class _StreamPlanner(DefaultSavePlanner):
             part = TensorWriteData(ChunkStorageMetadata(offset, size), data.properties, data.size)
             index = MetadataIndex(item.index.fqn, offset)
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=part)
+
+
+class _BatchWriter(FileSystemWriter):
+    """Writes many files: DCP keeps the tensors of a file in memory until all of it is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the chunks of a plan, some to each file."""
+        results: list[WriteResult] = []
+        for number, items in enumerate(_batches(plan.items)):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            part = replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(part, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    batch: list[WriteItem] = []
+    filled = 0
+    for item in items:
+        size = 0
+        if item.tensor_data is not None:
+            chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
+            size = math.prod(chunk.sizes) * properties.dtype.itemsize
+        if batch and filled + size > _FILE_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
+    if batch:
+        yield batch
 
 
 def _rectangles(

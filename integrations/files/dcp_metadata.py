@@ -71,6 +71,9 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
             transformed; names them.
     """
     path = folder / ".metadata"
+    if not any(folder.glob("*.metadata")):
+        msg = f"{folder} has no .metadata: it is no folder of DCP, or was not saved to its end"
+        raise FormatError(msg, [str(folder)])
     if not path.is_file():
         msg = (
             f"{folder} has no .metadata, but one for each rank, as of a save with "

@@ -32,7 +32,7 @@ def suffix_of(folder: Path) -> str | None:
     for suffix in (SUFFIX, OLD_SUFFIX):
         if _single(folder, suffix) is not None or _index(folder, suffix).is_file():
             return suffix
-    return SUFFIX if any(folder.glob(f"*{SUFFIX}")) else None
+    return SUFFIX if _files(folder, SUFFIX) else None
 
 
 def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
     if index.is_file():
         return {"model": _read_shards(index, read)}
     single = _single(folder, suffix)
-    files = [single] if single is not None else sorted(folder.glob(f"*{suffix}"))
+    files = [single] if single is not None else _files(folder, suffix)
     if len(files) != 1:
         found = f"{len(files)} files, and no {index.name}" if files else f"no *{suffix}"
         raise wrong(folder, f"has {found}: give one file, or a folder with that index")
@@ -59,6 +59,11 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
             raise wrong(folder, f"has an adapter, but no {ADAPTER_CONFIG}: is the download whole?")
         tree["adapter_config"] = _read_json(config)
     return tree
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    # A pipe would be waited for.
+    return sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
 
 
 def _index(folder: Path, suffix: str) -> Path:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import ConfigError, Rename, Selection, StorageError
+from penstock import ConfigError, Rename, Selection, StorageError, UnsupportedStateError
 from penstock.integrations.files import hugging_face, safetensors
 from penstock.integrations.files.optimizer_names import named
 from penstock.integrations.files.runs import open_run
@@ -85,6 +85,9 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
                 on_progress=on_progress,
             )
             return handle.result()
+    except RecursionError as error:
+        msg = f"{path} holds a tree that is nested too deeply, or within itself, to be imported"
+        raise UnsupportedStateError(msg) from error
     except OSError as error:
         msg = f"{error.filename or path} cannot be read: {error.strerror or error}"
         raise StorageError(msg) from error

@@ -110,6 +110,8 @@ def _read_header(path: Path) -> list[_StoredTensor]:
             raise wrong(path, "is no safetensors file, or is cut short: its header is not there")
         header = parse_object(path, file.read(length))
     header.pop("__metadata__", None)
+    if not header:
+        raise wrong(path, "has no tensors")
     begin = 8 + length
     tensors = [
         _checked(path, name, fields, begin, _identity(stat)) for name, fields in header.items()

@@ -406,6 +406,7 @@ def f32(start, stop, shape=None):
 BAD = {
     "empty": (b"", "header is not there"),
     "short": (b"\x10", "header is not there"),
+    "no tensors": (header({}, data=0), "has no tensors"),
     "header cut short": (header({"a": f32(0, 8)}, length=10_000), "header is not there"),
     "huge header": (header({"a": f32(0, 8)}, length=1 << 62), "header is not there"),
     "no json": (header(None, text=b"{nonsense"), "no JSON"),
@@ -479,6 +480,12 @@ def test_several_files_without_an_index_are_refused(tmp_path, refused):
         penstock.import_checkpoint(folder, root, step=2)
 
 
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path, refused):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with refused(penstock.FormatError, r"no \*\.safetensors") as root:
+        penstock.import_checkpoint(tmp_path, root, step=2, format="safetensors")
+
+
 def test_links_into_a_cache_are_followed(tmp_path):
     (tmp_path / "blobs").mkdir()
     save_file({"x": torch.ones(2)}, tmp_path / "blobs" / "abc")
@@ -521,3 +528,5 @@ def test_what_does_not_exist_or_has_no_known_format_is_refused(tmp_path, refused
         penstock.import_checkpoint(tmp_path / "text", root, step=2, format="gguf")
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(tmp_path / "nothing", root, step=2, format="safetensors")
+    with refused(penstock.FormatError, "no folder of DCP") as root:
+        penstock.import_checkpoint(tmp_path / "folder", root, step=2, format="dcp")

@@ -254,6 +254,14 @@ def test_what_is_no_dict_with_names_is_refused(tmp_path, refused, content):
         penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
 
 
+def test_a_tree_within_itself_is_refused(tmp_path, refused):
+    tree = {"w": torch.ones(1)}
+    tree["inner"] = tree
+    torch.save(tree, tmp_path / "x.pt")
+    with refused(penstock.UnsupportedStateError, "nested too deeply") as root:
+        penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
+
+
 def test_damaged_files_are_refused(tmp_path, refused):
     torch.save({"w": torch.ones(50_000)}, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
