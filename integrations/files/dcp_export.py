@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.integrations.files.options import ExportOptions
 
 
-_FILE_BYTES = 64 << 20
+_FILE_BYTES = 32 << 20
 
 
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:

@@ -120,6 +120,8 @@ class _Reader:
                 "(--rename module=model)"
             )
             raise UnsupportedStateError(msg)
+        if not models:
+            self._refuse("has no file of the model: is the checkpoint whole?")
         return models, states
 
     def _by_rank(self, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
@@ -131,10 +133,10 @@ class _Reader:
             if rank in found:
                 self._refuse(f"has rank {rank} twice, in {match[0]}")
             found[rank] = self._folder / match[0]
-        missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
-        if found and missing:
+        missing = [rank for rank in range(len(found)) if rank not in found]
+        if missing:
             self._refuse(f"lacks a file of rank {missing[0]}: is the checkpoint whole?")
-        return [found[rank] for rank in sorted(found)]
+        return [found[rank] for rank in range(len(found))]
 
     def _check_degrees(self) -> None:
         degrees = self._first.get("checkpoint_parallel_dimensions") or {}

@@ -81,6 +81,12 @@ def test_a_rank_that_is_missing_is_a_clear_error(folder, refused):
     file_of(folder, "optim", 0).unlink()
     with refused(penstock.FormatError, "lacks a file of rank 0") as root:
         penstock.import_checkpoint(folder, root, step=2)
+    for path in (folder / "t1").glob("*model_states.pt"):
+        path.unlink()
+    path = file_of(folder, "optim")
+    path.rename(path.with_name(path.name.replace("_1_", "_0_")))
+    with refused(penstock.FormatError, r"no file of the model|rank 1") as root:
+        penstock.import_checkpoint(folder, root, step=2)
 
 
 @pytest.mark.parametrize(
