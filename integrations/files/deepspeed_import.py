@@ -200,31 +200,25 @@ class _Reader:
         flat = [self._typed(state, key, list) for state in self._states]
         if any(len(tensors) != len(self._groups) for tensors in flat):
             self._refuse("has another number of flat tensors than of groups of parameters")
-        weights: dict[str, Any] = {}
+        own = self._frozen() if self._is_cut else {}
         for number, group in enumerate(self._groups):
             of_ranks = [tensors[number] for tensors in flat]
-            weights |= {one.name: self._joined(one, of_ranks, "weights") for one in group}
-        frozen = self._frozen() if self._is_cut else {}
+            own |= {one.name: self._joined(one, of_ranks, "weights") for one in group}
+        module = self._typed(self._first, "module", dict)
+        shared = self._first.get("shared_params") or {}
         found: dict[str, Any] = {}
-        for name, value in self._typed(self._first, "module", dict).items():
-            kept = weights.get(name, frozen.get(name))
-            if kept is None and name not in (self._first.get("shared_params") or {}):
-                kept = value
-                is_empty = isinstance(value, torch.Tensor) and not value.numel()
-                if self._is_cut and is_empty and name not in self._first["buffer_names"]:
-                    self._refuse(f"has no values of {name!r}")
-            found[name] = kept
-        found = {**found, **{name: weights[name] for name in weights if name not in found}}
-        for name, owner in (self._first.get("shared_params") or {}).items():
-            found[name] = found.get(owner)
-        if None in found.values():
-            lost = next(name for name, value in found.items() if value is None)
-            self._refuse(f"has no values of {lost!r}")
+        for name in dict.fromkeys([*module, *own]):
+            owner = shared.get(name, name)
+            value = found[name] = own.get(owner, module.get(owner))
+            # A parameter of ZeRO-3 leaves an empty tensor in the module.
+            is_empty = isinstance(value, torch.Tensor) and not value.numel() and self._is_cut
+            if value is None or (is_empty and owner not in self._first["buffer_names"]):
+                self._refuse(f"has no values of {name!r}")
         return found
 
-    def _frozen(self) -> dict[str, Streamed]:
+    def _frozen(self) -> dict[str, Any]:
         """Return the weights of ZeRO-3 that are not trained."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, sizes in (self._first.get("frozen_param_shapes") or {}).items():
             shape = self._shape(name, sizes)
             _, ranges = self._even_ranges(math.prod(shape), 0)
@@ -310,16 +304,16 @@ def _read_joined(pieces: Sequence[memoryview], start: int, out: memoryview) -> N
         at += piece.nbytes
 
 
-class _Inert:
+class _StandIn:
     """Stands for an instance of a class of DeepSpeed: keeps its attributes, and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
         del arguments
 
 
-def _stand_in(path: str) -> type[_Inert]:
+def _stand_in(path: str) -> type[_StandIn]:
     module, _, name = path.rpartition(".")
-    return type(name, (_Inert,), {"__module__": module})
+    return type(name, (_StandIn,), {"__module__": module})
 
 
 _STAND_INS: list[Any] = [

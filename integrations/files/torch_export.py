@@ -64,7 +64,7 @@ class _Storage:
     numel: int
 
 
-class _Record(NamedTuple):
+class _TensorRecord(NamedTuple):
     tensor: Streamed
     nbytes: int
 
@@ -74,7 +74,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.records: list[_Record] = []
+        self.records: list[_TensorRecord] = []
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
             kind, numel = torch.UntypedStorage, meta.nbytes
         else:
             kind, numel = vars(torch)[storage._pickle_storage_type()], meta.numel()  # noqa: SLF001 - the name of the class in the file
-        self.records.append(_Record(value, meta.nbytes))
+        self.records.append(_TensorRecord(value, meta.nbytes))
         record = _Storage(kind, str(len(self.records) - 1), numel)
         return rebuild, (record, 0, tuple(meta.shape), meta.stride(), *rest)
 
@@ -105,7 +105,7 @@ def _copy(data: memoryview, start: int, out: memoryview) -> None:
     out[:] = data[start : start + out.nbytes]
 
 
-def _pickled(tree: object) -> tuple[bytes, list[_Record]]:
+def _pickled(tree: object) -> tuple[bytes, list[_TensorRecord]]:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(tree)
@@ -131,7 +131,7 @@ def _refuse_unsafe(pickled: bytes, step: int) -> None:
         raise UnsupportedStateError(msg)
 
 
-def _write(path: Path, pickled: bytes, records: list[_Record], written: Written) -> None:
+def _write(path: Path, pickled: bytes, records: list[_TensorRecord], written: Written) -> None:
     with path.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
         _write_frame(archive, pickled)
         buffer = memoryview(bytearray(PIECE_BYTES))
