@@ -20,8 +20,8 @@ from torch.futures import Future
 from penstock import PenstockError, StorageError, Streamed
 from penstock.integrations.files.options import ExportReport
 from penstock.integrations.files.output import published
+from penstock.integrations.files.pieces import PIECE_BYTES
 from penstock.integrations.files.tree_export import (
-    PIECE_BYTES,
     Written,
     dtype_of,
     empty_like,
@@ -53,8 +53,8 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", UserWarning)  # it says that this is one process
-        # Without reading ahead, as it would where there is CUDA.
-        writer = _BatchWriter(partial, per_thread_copy_ahead=0)
+        # Without copies ahead, as it makes where there is CUDA. `published` syncs all at the end.
+        writer = _BatchWriter(partial, per_thread_copy_ahead=0, sync_files=False)
         try:
             save(stand_ins, storage_writer=writer, planner=planner, no_dist=True)
         except CheckpointException as error:

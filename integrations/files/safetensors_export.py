@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
 from penstock.integrations.files.hugging_face import ADAPTER, SUFFIX, index_of
 from penstock.integrations.files.options import ExportReport, is_cast
 from penstock.integrations.files.output import COPIED, published
+from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
 from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header
 
 if TYPE_CHECKING:
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
 
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
-
-_BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,21 +177,23 @@ class _TensorFiles:
         self._progress = progress
         self.total = total
         self._done = 0
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def write(self, path: Path, tensors: Sequence[_ExportedTensor]) -> None:
         # The widest elements first: each tensor is aligned then, as mapped files need it.
         ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
         header = encode_header((t.name, t.dtype, t.shape, t.nbytes) for t in ordered)
-        with path.open("xb") as file:
+        reads = ((partial(self._read, t.path), t.stored_nbytes) for t in ordered)
+        with path.open("xb") as file, closing(read_ahead(reads)) as pieces:
             file.write(header)
             for tensor in ordered:
-                for start in range(0, tensor.stored_nbytes, _BUFFER_BYTES):
-                    piece = self._buffer[: min(_BUFFER_BYTES, tensor.stored_nbytes - start)]
-                    self._view.read_into(tensor.path, piece, start=start)
+                for _ in range(0, tensor.stored_nbytes, PIECE_BYTES):
+                    piece = next(pieces)
                     data = piece if tensor.dtype == tensor.stored else _cast(piece, tensor)
                     self._done += file.write(data)
-                self._progress(Progress(self._done, self.total, "write"))
+                    self._progress(Progress(self._done, self.total, "write"))
+
+    def _read(self, path: str, start: int, out: memoryview) -> None:
+        self._view.read_into(path, out, start=start)
 
 
 def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:

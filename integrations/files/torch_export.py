@@ -10,6 +10,7 @@ import io
 import pickle
 import sys
 import zipfile
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,8 @@ import torch
 from penstock import Streamed, UnsupportedStateError
 from penstock.integrations.files.options import ExportReport
 from penstock.integrations.files.output import published
+from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
 from penstock.integrations.files.tree_export import (
-    PIECE_BYTES,
     Written,
     dtype_of,
     empty_like,
@@ -132,18 +133,21 @@ def _refuse_unsafe(pickled: bytes, step: int) -> None:
 
 
 def _write(path: Path, pickled: bytes, records: list[_TensorRecord], written: Written) -> None:
-    with path.open("xb") as file, zipfile.ZipFile(file, "w") as archive:
+    reads = ((tensor.read, nbytes) for tensor, nbytes in records)
+    with (
+        path.open("xb") as file,
+        zipfile.ZipFile(file, "w") as archive,
+        closing(read_ahead(reads)) as pieces,
+    ):
         _write_frame(archive, pickled)
-        buffer = memoryview(bytearray(PIECE_BYTES))
-        for key, (tensor, nbytes) in enumerate(records):
+        for key, (_, nbytes) in enumerate(records):
             info = zipfile.ZipInfo(f"archive/data/{key}")
             begin = file.tell() + _HEADER_BYTES + len(info.filename) + 4 + _ZIP64_BYTES
             padding = -begin % _ALIGNMENT
             info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
             with archive.open(info, "w", force_zip64=True) as record:
-                for start in range(0, nbytes, PIECE_BYTES):
-                    piece = buffer[: min(PIECE_BYTES, nbytes - start)]
-                    tensor.read(start, piece)
+                for _ in range(0, nbytes, PIECE_BYTES):
+                    piece = next(pieces)
                     record.write(piece)
                     written.add(piece.nbytes)
 

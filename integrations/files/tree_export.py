@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
 
-PIECE_BYTES = 16 << 20
-"""The most bytes of a tensor that are read and written at once."""
-
 
 def stream_tree(view: Checkpoint, options: ExportOptions) -> dict[str, Any]:
     """Return the tree to export, its tensors not read yet; tied tensors are one `Streamed`."""
