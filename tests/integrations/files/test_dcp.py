@@ -4,11 +4,13 @@ import contextlib
 import io
 import pickle
 import pickletools
+import resource
 import shutil
 import sys
 import types
 import warnings
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -430,6 +432,19 @@ def test_a_torn_metadata_or_file_is_a_clear_error(tmp_path, refused):
     file.unlink()
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x02}r\xff\xff\xff\xff.")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), hard))
+    try:
+        with refused(penstock.FormatError, "a dict where a _Inert belongs") as root:
+            penstock.import_checkpoint(tmp_path / "d", root, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_metadata_of_each_rank_is_refused_with_advice(tmp_path, refused):
