@@ -61,7 +61,8 @@ $(HOSTS_READY): $(READY)
 
 test-hosts: $(HOSTS_READY) ## test the adapters against the trainers themselves (installs them once)
 	@$(HOSTS)/bin/python -m pytest -n 2 --dist worksteal tests/integrations/hosts \
-	    tests/integrations/events tests/core/cli/test_report.py
+	    tests/integrations/events tests/integrations/files/test_from_pretrained.py \
+	    tests/core/cli/test_report.py
 
 check: lint types layers names picture torch-free docs wheel ## everything that must hold besides the tests
 

@@ -125,11 +125,23 @@ def import_(  # noqa: PLR0913 - its options
     ] = None,
     format: Annotated[  # noqa: A002 - the option's name
         str,
-        typer.Option("--format", metavar="FORMAT", help="`safetensors`, `torch`, `dcp` or `auto`."),
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="`safetensors`, `torch`, `dcp`, `deepspeed` or `auto`.",
+        ),
     ] = "auto",
     include: Include = None,
     exclude: Exclude = None,
     rename: _Rename = None,
+    names_from: Annotated[
+        str | None,
+        typer.Option(
+            "--names-from",
+            metavar="MODEL",
+            help="Name the parameters of optimizers by this path or file.",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the checkpoint at that step.")
     ] = False,
@@ -137,9 +149,10 @@ def import_(  # noqa: PLR0913 - its options
 ) -> None:
     """Save what is in files of another tool as a checkpoint of a run.
 
-    Takes a file or folder of safetensors, a file of torch.save, or a folder of
-    torch.distributed.checkpoint. No code that is in a file runs: what cannot be read without that
-    is refused by name. An import that fails leaves the run as it was.
+    Takes safetensors and old .bin files as Hugging Face has them, adapters of PEFT, files of
+    torch.save, and folders of torch.distributed.checkpoint and of DeepSpeed with ZeRO. No code that
+    is in a file runs: what cannot be read without that is refused by name. An import that fails
+    leaves the run as it was.
     """
     from penstock.core.cli.commands.files import pairs, run_import  # noqa: PLC0415
 
@@ -151,6 +164,7 @@ def import_(  # noqa: PLR0913 - its options
         include=include or None,
         exclude=exclude or None,
         rename=pairs(rename),
+        names_from=names_from,
         overwrite=overwrite,
         as_json=as_json,
     )

@@ -15,6 +15,7 @@ from penstock.core.errors import (
     BlobNotFoundError,
     CheckpointGoneError,
     CheckpointNotFoundError,
+    ConfigError,
     DamagedError,
     SelectionError,
 )
@@ -204,18 +205,33 @@ class Checkpoint:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         device: str | None = None,
+        streamed: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Any:
         """Return the tree of this checkpoint, or a part of it; see `Checkpointer.load`.
 
+        Args:
+            include: As for `Checkpointer.load`.
+            exclude: As for `Checkpointer.load`.
+            device: As for `Checkpointer.load`.
+            streamed: Whether each plain tensor comes as a `Streamed`, which reads and verifies its
+                bytes from this checkpoint when they are asked for. A tree larger than memory can
+                then be saved elsewhere, or written to files. Tied tensors are one `Streamed`. Needs
+                `device=None`.
+            on_progress: As for `Checkpointer.load`.
+
         Raises:
+            ConfigError: `streamed` has a device.
             DamagedError: Stored bytes are not those that were written; names the paths.
             SelectionError: A pattern matches nothing.
         """
+        if streamed and device is not None:
+            msg = f"streamed=True builds no tensors, so there is nothing to put on {device!r}"
+            raise ConfigError(msg)
         selection = Selection(include, exclude)
         with metered(on_progress, "the load") as meter:
             opened = replace(self.opened, meter=meter)
-            return build_new(opened, selection=selection, device=device)[0]
+            return build_new(opened, selection=selection, device=device, streamed=streamed)[0]
 
     def read_into(self, path: str, out: Buffer, *, start: int = 0) -> None:
         """Read the bytes of a tensor from byte `start` on, and fill `out` with them.

@@ -19,11 +19,12 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.foreign import said
+from penstock.core.markers import Streamed
 from penstock.core.plan.restore import ObjectRequest
 from penstock.core.ranks.templates import TemplateFit
 from penstock.core.reporting.reports import Cast, Mismatch, RestoreReport
 from penstock.core.restore.cast import CastSink
-from penstock.core.restore.fill import BytesSink, Tally, fill, read_stored
+from penstock.core.restore.fill import BytesSink, Tally, fill, read_range, read_stored
 from penstock.core.suggest import listed
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.place import Placing, disagreements, overlapping
@@ -233,6 +234,7 @@ def build_new(
     selection: Selection,
     device: str | None,
     named_optimizers: bool = False,
+    streamed: bool = False,
     at: ObjectPath = (),
 ) -> tuple[Any, RestoreReport]:
     """Build the selected part of `checkpoint` as new objects.
@@ -242,6 +244,7 @@ def build_new(
         selection: Selects stored objects.
         device: The device of the tensors; None is the CPU.
         named_optimizers: Whether state of optimizers is built by names instead of numbers.
+        streamed: Whether plain tensors are built as `Streamed`, whose bytes are not read yet.
         at: The path to build and return, instead of the whole tree.
 
     Returns:
@@ -253,7 +256,14 @@ def build_new(
     """
     began = time.monotonic()
     with collections_held:
-        plan = _plan_new(checkpoint, selection, device, at, named_optimizers=named_optimizers)
+        plan = _plan_new(
+            checkpoint,
+            selection,
+            device,
+            at,
+            named_optimizers=named_optimizers,
+            streamed=streamed,
+        )
     stored, placement = plan.stored, plan.placement
     if placement.problems or placement.missing:
         what = "hold everything that building the selection needs"
@@ -268,6 +278,12 @@ def build_new(
     return tree, _report(checkpoint, stored, stored.located, times=(began, planned, read))
 
 
+def _streamed(checkpoint: Opened, selection: StoredSelection, stored: StoredObject) -> Streamed:
+    """Return a tensor whose bytes are read, and verified, when they are asked for."""
+    located, spec = selection.located[stored.path], stored.spec
+    return Streamed(spec.dtype, spec.shape, partial(read_range, checkpoint, located))
+
+
 def _plan_new(
     checkpoint: Opened,
     selection: Selection,
@@ -275,12 +291,15 @@ def _plan_new(
     at: ObjectPath,
     *,
     named_optimizers: bool,
+    streamed: bool,
 ) -> _Plan:
     """Plan the building of new objects; looks first only at the selected ones."""
 
     def plan(stored: StoredSelection) -> _Plan:
         placing = _placing(checkpoint, stored.tree, selection.selects)
         placing.named_optimizers = named_optimizers
+        if streamed:
+            placing.streamed = partial(_streamed, checkpoint, stored)
         return _Plan(stored, placing, placing.rebuild_tree(device=device, at=at))
 
     if selection.narrows:

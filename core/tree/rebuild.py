@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import (
@@ -78,6 +79,8 @@ class Rebuilding(PlaceContext):
         self._children = PathTree([*self._chosen, *self._empty_nodes()])
         self._built: dict[tuple[ObjectPath, str | None], Placement] = {}
         self._assigned: dict[ObjectPath, object] = {}  # constants that some `finish` has returned
+        self.streamed: Callable[[StoredObject], object] | None = None
+        """Returns what to build for a plain tensor instead of one in memory; None: a tensor."""
 
     def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
         """Plan building the selected objects anew; `finish()` returns the dict.
@@ -192,17 +195,24 @@ class Rebuilding(PlaceContext):
     def _rebuild_leaf(self, stored: StoredObject, device: str | None) -> Placement:
         if stored.kind is not Kind.TENSOR:
             return self._rebuild_by_provider(stored, device)
+        build: Callable[[StoredObject, str | None], Placement] = self._rebuild_by_provider
+        if self.streamed is not None and stored.form == "tensor" and device is None:
+            build = self._stream
         # Tied objects are one tensor again: the second gets the sink and the value of the first.
         primary = self._aliases.get(stored.path, stored.path)
         first = self._built.get((primary, device))
         if first is None:
-            first = self._rebuild_by_provider(stored, device)
+            first = build(stored, device)
             if first.finish is not None:
                 first.finish = _once(first.finish)
             self._built[primary, device] = first
             return first
         targets = [Target(stored.path, t.spec, t.regions, t.sink) for t in first.targets]
         return Placement(targets, finish=first.finish)
+
+    def _stream(self, stored: StoredObject, _device: str | None) -> Placement:
+        assert self.streamed is not None
+        return Placement(finish=partial(self.streamed, stored))
 
     def _rebuild_by_provider(self, stored: StoredObject | Node, device: str | None) -> Placement:
         provider = self._provider_for_form(stored)

@@ -1,33 +1,193 @@
-"""Writes a checkpoint as a folder of `torch.distributed.checkpoint`."""
+"""Writes a checkpoint as a folder of `torch.distributed.checkpoint`, piece by piece."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
 
-from penstock import Progress
+from penstock import PenstockError, StorageError, Streamed
 from penstock.integrations.files.options import ExportReport
 from penstock.integrations.files.output import published
-from penstock.integrations.files.tree_export import load_tree, tensors_of
+from penstock.integrations.files.pieces import PIECE_BYTES
+from penstock.integrations.files.tree_export import (
+    Written,
+    dtype_of,
+    empty_like,
+    stream_tree,
+)
 
 if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
+
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
 
 
+_FILE_BYTES = 32 << 20
+
+
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
     """Write the selected tree; see `export_checkpoint`."""
-    tree = load_tree(view, options)
-    tensors = tensors_of(tree)
-    total = sum(tensor.nbytes for tensor in tensors)
-    with published(options.out, is_folder=True, overwrite=options.overwrite) as partial:
-        options.progress(Progress(0, total, "write"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it says that this is one process
-            save(tree, storage_writer=FileSystemWriter(partial), no_dist=True)
+    tree = stream_tree(view, options)
+    planner = _StreamPlanner()
+    stand_ins = planner.stand_ins(tree)
+    planner.written = written = Written(planner.tensors, options.progress)
+    with (
+        published(options.out, is_folder=True, overwrite=options.overwrite) as partial,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UserWarning)  # it says that this is one process
+        # Without copies ahead, as it makes where there is CUDA. `published` syncs all at the end.
+        writer = _BatchWriter(partial, per_thread_copy_ahead=0, sync_files=False)
+        try:
+            save(stand_ins, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise _cause(error) from error
         files = tuple(sorted(path.name for path in partial.iterdir()))
-    options.progress(Progress(total, total, "done"))
-    return ExportReport(view.step, str(options.out), files, len(tensors), total, {})
+    written.end()
+    count = len(planner.tensors)
+    return ExportReport(view.step, str(options.out), files, count, written.total, {})
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """Return why reading or writing a chunk failed, by which DCP raises an error of its own.
+
+    Closing its file after a failed write fails as well, and hides why.
+    """
+    failed, _ = error.failures[0]
+    found: BaseException | None = failed
+    while found is not None:
+        if isinstance(found, OSError | PenstockError) or not isinstance(found, Exception):
+            return found
+        found = found.__context__
+    return StorageError(f"torch.distributed.checkpoint failed to write the files: {failed}")
+
+
+class _StreamPlanner(DefaultSavePlanner):
+    """Plans large tensors as several chunks, and reads each chunk when it is written."""
+
+    written: Written
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: dict[int, tuple[torch.Tensor, Streamed]] = {}  # by the stand-in, kept alive
+
+    @property
+    def tensors(self) -> list[Streamed]:
+        """The tensors that are written: under each of their names, since DCP knows no ties."""
+        return [tensor for _, tensor in self._streams.values()]
+
+    def stand_ins(self, tree: Any) -> Any:
+        """Return the tree with tensors without memory, which DCP plans by their shapes."""
+        if isinstance(tree, Streamed):
+            meta = empty_like(tree)
+            self._streams[id(meta)] = meta, tree
+            return meta
+        if isinstance(tree, dict):
+            return {key: self.stand_ins(value) for key, value in tree.items()}
+        if type(tree) in {list, tuple}:
+            return type(tree)(map(self.stand_ins, tree))
+        return tree
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan of DCP, with the tensors in chunks."""
+        plan = super().create_local_plan()
+        items = [piece for item in plan.items for piece in self._pieces(item)]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Read one chunk."""
+        tensor = self._stream(write_item)
+        if tensor is None or write_item.tensor_data is None:
+            return super().resolve_data(write_item)
+        chunk = write_item.tensor_data.chunk
+        data = torch.empty(chunk.sizes, dtype=dtype_of(tensor))
+        if data.numel():
+            strides = empty_like(tensor).stride()
+            first = sum(o * s for o, s in zip(chunk.offsets, strides, strict=True))
+            out = data.reshape(-1).view(torch.uint8).numpy().data
+            tensor.read(first * data.itemsize, out)
+        self.written.add(data.nbytes)
+        return data
+
+    def _stream(self, item: WriteItem) -> Streamed | None:
+        found = self._streams.get(id(self.state_dict[item.index.fqn]))
+        return None if found is None else found[1]
+
+    def _pieces(self, item: WriteItem) -> Iterator[WriteItem]:
+        tensor, data = self._stream(item), item.tensor_data
+        if tensor is None or data is None:
+            yield item
+            return
+        for offsets, sizes in _rectangles(tuple(tensor.shape), dtype_of(tensor).itemsize):
+            offset, size = torch.Size(offsets), torch.Size(sizes)
+            part = TensorWriteData(ChunkStorageMetadata(offset, size), data.properties, data.size)
+            index = MetadataIndex(item.index.fqn, offset)
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=part)
+
+
+class _BatchWriter(FileSystemWriter):
+    """Writes many files: DCP keeps the tensors of a file in memory until all of it is written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the chunks of a plan, some to each file."""
+        results: list[WriteResult] = []
+        for number, items in enumerate(_batches(plan.items)):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            part = replace(plan, items=items, storage_data=prefix)
+            results += super().write_data(part, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    batch: list[WriteItem] = []
+    filled = 0
+    for item in items:
+        size = 0
+        if item.tensor_data is not None:
+            chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
+            size = math.prod(chunk.sizes) * properties.dtype.itemsize
+        if batch and filled + size > _FILE_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _rectangles(
+    shape: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield offsets and sizes of parts of at most `PIECE_BYTES`, each contiguous in the tensor."""
+    if math.prod(shape) * itemsize <= PIECE_BYTES:
+        yield (0,) * len(shape), shape
+        return
+    cut = 0  # the dimension that is cut; those before it are taken one by one
+    while itemsize * math.prod(shape[cut + 1 :]) > PIECE_BYTES:
+        cut += 1
+    rest = shape[cut + 1 :]
+    rows = PIECE_BYTES // (itemsize * math.prod(rest))
+    for index in itertools.product(*map(range, shape[:cut])):
+        for row in range(0, shape[cut], rows):
+            sizes = (*(1 for _ in index), min(rows, shape[cut] - row), *rest)
+            yield (*index, row, *(0 for _ in rest)), sizes

@@ -71,6 +71,9 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
             transformed; names them.
     """
     path = folder / ".metadata"
+    if not any(folder.glob("*.metadata")):
+        msg = f"{folder} has no .metadata: it is no folder of DCP, or was not saved to its end"
+        raise FormatError(msg, [str(folder)])
     if not path.is_file():
         msg = (
             f"{folder} has no .metadata, but one for each rank, as of a save with "
@@ -144,7 +147,8 @@ _ALLOWED: dict[tuple[str, str], type] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+# Not `pickle.Unpickler`: a crafted number of a memo makes it take memory for 2^32 entries.
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - the same in Python, which has a dict for it
     def find_class(self, module: str, name: str, /) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _DtypeName(name)
@@ -216,7 +220,7 @@ class _MetadataReader:
                 )
                 raise UnsupportedStateError(msg)
             file = PurePosixPath(self._typed(info.get("relative_path"), str))
-            if file.is_absolute() or ".." in file.parts or not file.name:
+            if file.is_absolute() or ".." in file.parts or not file.name or "\0" in str(file):
                 self._refuse(f"has {name!r} in {str(file)!r}, which is not in the folder")
             offset, length = self._numbers((info.get("offset"), info.get("length")))
             at = None if offsets is None else self._numbers(offsets)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock import Checkpoint, Checkpointer, ConfigError
+from penstock.integrations.files.hugging_face import ADAPTER_CONFIG, CONFIG
 from penstock.integrations.files.options import FLOATS, ExportOptions, ExportReport, guarded
 from penstock.integrations.files.runs import open_run
 
@@ -40,15 +41,15 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
     """Write a checkpoint, or a part of it, as files of another tool.
 
     `out` appears when it is whole and durable, not before. Every checksum is compared on the way.
+    Tensors are written piece by piece, so memory does not grow with the model.
 
     Args:
         source: The run, or a checkpoint that `Checkpointer.open` returned; `step` is not looked at
             then.
         out: The file or folder to write, on this machine.
         to: `"safetensors"`: a folder as Hugging Face has it, or one file where `out` ends in
-            `.safetensors`; takes little memory, whatever the size of the model. `"torch"`: one file
-            of `torch.save`. `"dcp"`: a folder of `torch.distributed.checkpoint`. The latter two
-            take memory for all that is exported.
+            `.safetensors`. `"torch"`: one file of `torch.save`. `"dcp"`: a folder of
+            `torch.distributed.checkpoint`.
         step: A step, or `"latest"`.
         include: Globs of paths to export; default: everything, but for safetensors `model` if the
             checkpoint has it.
@@ -63,7 +64,8 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
             first one only.
         config_from: A folder with `config.json`, whose files beside the weights are copied into the
             folder of safetensors: those that end in `.json`, `.txt`, `.model`, `.jinja` or
-            `.tiktoken`.
+            `.tiktoken`. With `adapter_config.json` instead, the export is an adapter of PEFT: one
+            file, `adapter_model.safetensors`, whose names lack `.default`.
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
         on_progress: As for `Checkpointer.restore`.
 
@@ -115,8 +117,11 @@ def _check(options: ExportOptions, to: str) -> None:
     if to != "safetensors" or options.is_file:
         msg = "config_from (--config-from) is for a folder of safetensors"
         raise ConfigError(msg)
-    if not (source / "config.json").is_file():
-        msg = f"{source} has no config.json: give the folder of the model for --config-from"
+    if not any((source / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+        msg = (
+            f"{source} has no {CONFIG}, and no {ADAPTER_CONFIG}: give the folder of the model, or "
+            "of the adapter, for --config-from"
+        )
         raise ConfigError(msg)
 
 

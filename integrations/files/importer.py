@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import ConfigError, Rename, Selection, StorageError
+from penstock import ConfigError, Rename, Selection, StorageError, UnsupportedStateError
+from penstock.integrations.files import hugging_face, safetensors
+from penstock.integrations.files.optimizer_names import named
 from penstock.integrations.files.runs import open_run
 from penstock.integrations.files.trees import loaded, moved
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Mapping
 
     from penstock import Checkpointer, Progress, SaveReport
 
-FORMATS = ("safetensors", "torch", "dcp")
+FORMATS = ("safetensors", "torch", "dcp", "deepspeed")
 
 
 def import_checkpoint(  # noqa: PLR0913 - options, each by name
@@ -27,6 +29,7 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    names_from: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SaveReport:
@@ -35,16 +38,21 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
     No code that is in a file runs. An import that fails leaves the run as it was.
 
     Args:
-        source: The file or folder, on this machine: safetensors, a file of `torch.save`, or a
-            folder of `torch.distributed.checkpoint`.
+        source: The file or folder, on this machine: safetensors or old `.bin` files, as Hugging
+            Face has them, an adapter of PEFT, a file of `torch.save`, a folder of
+            `torch.distributed.checkpoint`, or one of DeepSpeed with ZeRO-1, 2 or 3.
         run: The run to save to, which is made if needed.
         step: The step to save as.
-        format: `"safetensors"`, `"torch"`, `"dcp"`; `"auto"` looks at the files.
+        format: `"safetensors"`, `"torch"`, `"dcp"`, `"deepspeed"`; `"auto"` looks at the files.
         include: Globs of paths to import; default: everything.
         exclude: Globs of paths to leave out.
         rename: Prefix of a path in the files -> prefix in the run, or a function of shown paths, as
             for `Checkpointer.restore`. Safetensors, and a file with nothing but tensors, are below
             `model`.
+        names_from: Gives the parameters of an optimizer, which `Optimizer.state_dict` numbers,
+            their names: the path of the model in a file of `torch.save` (`"state_dict"`), another
+            such file with the model, a run that has it below `model`, or a JSON file with the list
+            of names in the order of the numbers, which an optimizer of several groups needs.
         overwrite: Whether to replace the run's checkpoint of that step.
         on_progress: As for `Checkpointer.save`.
 
@@ -62,7 +70,10 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
         msg = f"format={format!r} is no format to import: give one of {', '.join(FORMATS)}"
         raise ConfigError(msg)
     try:
-        tree = moved(_read(path, kind), Selection(include, exclude), Rename(rename))
+        tree = _read(path, kind)
+        if names_from is not None:
+            tree = named(tree, os.fspath(names_from), is_ordered=kind == "torch")
+        tree = moved(tree, Selection(include, exclude), Rename(rename))
         with open_run(run) as ckpt:
             metadata = {"imported_from": path.name, "imported_format": kind}
             handle = ckpt.save(
@@ -74,6 +85,9 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
                 on_progress=on_progress,
             )
             return handle.result()
+    except RecursionError as error:
+        msg = f"{path} holds a tree that is nested too deeply, or within itself, to be imported"
+        raise UnsupportedStateError(msg) from error
     except OSError as error:
         msg = f"{error.filename or path} cannot be read: {error.strerror or error}"
         raise StorageError(msg) from error
@@ -83,8 +97,11 @@ def _format_of(path: Path) -> str:
     if path.is_dir():
         if any(path.glob("*.metadata")):
             return "dcp"
-        if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
-            return "safetensors"
+        suffix = hugging_face.suffix_of(path)
+        if suffix is not None:
+            return "safetensors" if suffix == hugging_face.SUFFIX else "torch"
+        if (path / "latest").is_file() or any(path.glob("*_model_states.pt")):
+            return "deepspeed"
     elif path.is_file():
         with path.open("rb") as file:
             begin = file.read(9)
@@ -102,13 +119,17 @@ def _format_of(path: Path) -> str:
 def _read(path: Path, kind: str) -> dict[str, Any]:
     # Imported here: only the format that is wanted.
     if kind == "safetensors":
-        from penstock.integrations.files.safetensors import read_tensors  # noqa: PLC0415
-
-        return {"model": read_tensors(path)}
+        if path.is_dir():
+            return hugging_face.read_folder(path, hugging_face.SUFFIX)
+        return {"model": safetensors.read_tensors(path)}
     if kind == "torch":
+        if path.is_dir():
+            return hugging_face.read_folder(path, hugging_face.OLD_SUFFIX)
         from penstock.integrations.files.torch_import import read_file  # noqa: PLC0415
 
         return read_file(path)
-    from penstock.integrations.files.dcp_import import read_folder  # noqa: PLC0415
-
+    if kind == "dcp":
+        from penstock.integrations.files.dcp_import import read_folder  # noqa: PLC0415
+    else:
+        from penstock.integrations.files.deepspeed_import import read_folder  # noqa: PLC0415
     return read_folder(path)

@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.integrations.files.hugging_face import CONFIG, SUFFIX
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
@@ -57,7 +59,12 @@ class ExportOptions:
     @property
     def is_file(self) -> bool:
         """Whether safetensors go to one file."""
-        return self.out.suffix == ".safetensors"
+        return self.out.suffix == SUFFIX
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether safetensors are an adapter of PEFT, whose configuration is copied."""
+        return self.config_from is not None and not (self.config_from / CONFIG).is_file()
 
 
 def is_cast(dtype: str, shape: Sequence[int]) -> bool:

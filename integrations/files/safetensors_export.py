@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
+from penstock.integrations.files.hugging_face import ADAPTER, SUFFIX, index_of
 from penstock.integrations.files.options import ExportReport, is_cast
 from penstock.integrations.files.output import COPIED, published
-from penstock.integrations.files.safetensors import DTYPES, INDEX, NAMES, SINGLE, encode_header
+from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
+from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,28 +24,31 @@ if TYPE_CHECKING:
     from penstock import Checkpoint
     from penstock.integrations.files.options import ExportOptions
 
-_BUFFER_BYTES = 16 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class _ExportedTensor:
     name: str
     path: str  # shown, in the checkpoint
     stored: str  # dtype in the checkpoint
-    stored_nbytes: int
     dtype: str
     shape: tuple[int, ...]
-    nbytes: int
 
     @property
     def itemsize(self) -> int:
         return DTYPES[NAMES[self.dtype]][1]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def stored_nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[NAMES[self.stored]][1]
+
 
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
     """Write the selected tensors of a checkpoint; see `export_checkpoint`."""
     tensors, tied = _chosen(view, options)
-    shards = [tensors] if options.is_file else _shards(tensors, options.shard_bytes)
     total = sum(tensor.nbytes for tensor in tensors)
     writer = _TensorFiles(view, options.progress, total)
     with published(
@@ -50,27 +58,31 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
             writer.write(partial, tensors)
             files = [options.out.name]
         else:
-            files = _write_folder(partial, shards, writer, total)
+            # PEFT looks for one file.
+            shards = _shards(tensors, total if options.is_adapter else options.shard_bytes)
+            stem = ADAPTER if options.is_adapter else "model"
+            files = _write_folder(partial, stem, shards, writer)
             files += _copy_companions(options.config_from, partial)
     options.progress(Progress(total, total, "done"))
     return ExportReport(view.step, str(options.out), tuple(files), len(tensors), total, tied)
 
 
 def _write_folder(
-    folder: Path, shards: Sequence[Sequence[_ExportedTensor]], writer: _TensorFiles, total: int
+    folder: Path, stem: str, shards: Sequence[Sequence[_ExportedTensor]], writer: _TensorFiles
 ) -> list[str]:
-    count = len(shards)
+    count, single = len(shards), f"{stem}{SUFFIX}"
     if count == 1:
-        writer.write(folder / SINGLE, shards[0])
-        return [SINGLE]
-    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        writer.write(folder / single, shards[0])
+        return [single]
+    names = [f"{stem}-{n + 1:05d}-of-{count:05d}{SUFFIX}" for n in range(count)]
     weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         writer.write(folder / name, shard)
         weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [*names, INDEX]
+    index = {"metadata": {"total_size": writer.total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2) + "\n"
+    (folder / index_of(single)).write_text(text, encoding="utf-8")
+    return [*names, index_of(single)]
 
 
 def _copy_companions(source: Path | None, folder: Path) -> list[str]:
@@ -87,53 +99,56 @@ def _chosen(
     view: Checkpoint, options: ExportOptions
 ) -> tuple[list[_ExportedTensor], dict[str, str]]:
     """Return the tensors to write, and the tied names that are left out, each with its owner."""
-    records = dict(zip(view.keys(), view.objects(), strict=True))
-    paths = [record.path for record in records.values()]
+    specs = dict(view.specs())
+    paths = [spec.path for spec in specs.values()]
     include = options.include
     if include is None and any(path[0] == "model" for path in paths):
         include = "model/**"
     selection = Selection(include, options.exclude)
     selection.check_used(paths)
-    chosen = {shown: r for shown, r in records.items() if selection.selects(r.path)}
+    chosen = {shown: spec for shown, spec in specs.items() if selection.selects(spec.path)}
     if not chosen:
         msg = f"nothing of step {view.step} is selected"
         raise SelectionError(msg)
-    values = [shown for shown, record in chosen.items() if record.kind == "value"]
+    values = [shown for shown, spec in chosen.items() if spec.kind == "value"]
     if values:
         msg = (
             f"safetensors hold tensors only, but {', '.join(values[:5])} "
             f"({len(values)} in all) are plain values: leave them out by exclude (--exclude)"
         )
         raise UnsupportedStateError(msg)
-    names = _names(Rename(options.rename).apply(record.path for record in chosen.values()))
-    first: dict[tuple[str, ...], str] = {}  # path of the stored bytes -> their first name
+    moved = Rename(options.rename).apply(spec.path for spec in chosen.values())
+    names = _names(moved, is_adapter=options.is_adapter)
+    first: dict[str, str] = {}  # shown path of the stored bytes -> their first name
     tied: dict[str, str] = {}
     tensors = []
-    for shown, record in chosen.items():
-        name, spec = names[record.path], record.spec
-        owner = first.setdefault(record.same_as or record.path, name)
+    for shown, spec in chosen.items():
+        name = names[spec.path]
+        owner = first.setdefault(spec.same_as or shown, name)
         if owner != name and not options.keep_tied:
             tied[name] = owner
             continue
         dtype = options.cast if options.cast and is_cast(spec.dtype, spec.shape) else spec.dtype
-        if dtype not in NAMES:
-            msg = f"{shown} is of dtype {dtype}, which safetensors cannot hold: leave it out"
+        if not {dtype, spec.dtype} <= NAMES.keys():
+            msg = f"{shown} is of dtype {spec.dtype}, which safetensors cannot hold: leave it out"
             raise UnsupportedStateError(msg)
-        nbytes = spec.nbytes // spec.itemsize * DTYPES[NAMES[dtype]][1]
-        tensors.append(
-            _ExportedTensor(name, shown, spec.dtype, spec.nbytes, dtype, spec.shape, nbytes)
-        )
+        tensors.append(_ExportedTensor(name, shown, spec.dtype, dtype, spec.shape))
     return tensors, tied
 
 
-def _names(moved: dict[tuple[str, ...], tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+def _names(
+    moved: dict[tuple[str, ...], tuple[str, ...]], *, is_adapter: bool
+) -> dict[tuple[str, ...], str]:
     """Return the name of each tensor: its path with dots, without a top that all have."""
     tops = {path[:1] for path in moved.values()}
     skip = 1 if len(tops) == 1 and all(len(path) > 1 for path in moved.values()) else 0
     names: dict[tuple[str, ...], str] = {}
     taken: dict[str, tuple[str, ...]] = {"__metadata__": ()}  # the format has it for itself
     for old, new in moved.items():
-        name = names[old] = ".".join(new[skip:])
+        name = ".".join(new[skip:])
+        if is_adapter:  # the name of the adapter in the live model, which the file has not
+            name = ".".join(part for part in name.split(".") if part != "default")
+        names[old] = name
         other = taken.setdefault(name, old)
         if other != old:
             both = f"{'/'.join(other)!r} and {'/'.join(old)!r}" if other else repr("/".join(old))
@@ -160,23 +175,25 @@ class _TensorFiles:
     def __init__(self, view: Checkpoint, progress: Callable[[Progress], None], total: int) -> None:
         self._view = view
         self._progress = progress
-        self._total = total
+        self.total = total
         self._done = 0
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def write(self, path: Path, tensors: Sequence[_ExportedTensor]) -> None:
         # The widest elements first: each tensor is aligned then, as mapped files need it.
         ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
         header = encode_header((t.name, t.dtype, t.shape, t.nbytes) for t in ordered)
-        with path.open("xb") as file:
+        reads = ((partial(self._read, t.path), t.stored_nbytes) for t in ordered)
+        with path.open("xb") as file, closing(read_ahead(reads)) as pieces:
             file.write(header)
             for tensor in ordered:
-                for start in range(0, tensor.stored_nbytes, _BUFFER_BYTES):
-                    piece = self._buffer[: min(_BUFFER_BYTES, tensor.stored_nbytes - start)]
-                    self._view.read_into(tensor.path, piece, start=start)
+                for _ in range(0, tensor.stored_nbytes, PIECE_BYTES):
+                    piece = next(pieces)
                     data = piece if tensor.dtype == tensor.stored else _cast(piece, tensor)
                     self._done += file.write(data)
-                self._progress(Progress(self._done, self._total, "write"))
+                    self._progress(Progress(self._done, self.total, "write"))
+
+    def _read(self, path: str, start: int, out: memoryview) -> None:
+        self._view.read_into(path, out, start=start)
 
 
 def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:
@@ -185,6 +202,5 @@ def _cast(piece: memoryview, tensor: _ExportedTensor) -> memoryview:
 
     from penstock.integrations.files.tree_export import checked_cast  # noqa: PLC0415
 
-    values = torch.frombuffer(piece, dtype=getattr(torch, tensor.stored))
-    converted = checked_cast(values, getattr(torch, tensor.dtype), tensor.path)
+    converted = checked_cast(piece, tensor.stored, tensor.dtype, tensor.path)
     return converted.view(torch.uint8).numpy().data

@@ -24,6 +24,30 @@ def read_file(path: Path) -> dict[str, Any]:
         FormatError: The file is damaged, was written before torch 1.6, or holds no dict.
         UnsupportedStateError: It needs classes that `weights_only` does not allow; names them.
     """
+    found = _read_dict(path)
+    return found if _other_than_tensors(found) else {"model": found}
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a file that holds nothing else, mapped from the file.
+
+    Raises:
+        FormatError: As for `read_file`, or it holds something else.
+        UnsupportedStateError: As for `read_file`.
+    """
+    found = _read_dict(path)
+    others = _other_than_tensors(found)
+    if others:
+        msg = f"{path} holds {', '.join(others[:5])}, not tensors only: import the file by itself"
+        raise FormatError(msg, [str(path)])
+    return found
+
+
+def _other_than_tensors(found: dict[str, Any]) -> list[str]:
+    return [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
+
+
+def _read_dict(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             msg = (
@@ -36,8 +60,6 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not found or not all(type(key) is str for key in found):
         msg = f"{path} holds a {type(found).__name__}, not a dict with names: nothing to import"
         raise FormatError(msg, [str(path)])
-    if all(isinstance(value, torch.Tensor) for value in found.values()):
-        return {"model": found}
     return found
 
 

@@ -171,7 +171,8 @@ def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> P
     result = Placement()
     makers: dict[str, Callable[[], object]] = {}
     for part in names:
-        placed = context.rebuild((*path, part), device=device)
+        # With a device parts are always in memory, never streamed: the class is made of tensors.
+        placed = context.rebuild((*path, part), device=device or "cpu")
         result.absorb(placed)
         if placed.finish is not None:
             makers[part] = placed.finish

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from penstock.core.abc import ByteSource, StateObject
+from penstock.core.abc import ByteSource, MemoryKey, StateObject
 from penstock.core.errors import UnsupportedStateError
 from penstock.core.types import Kind, Region, Role, TensorSpec, show_path
 
@@ -26,7 +26,9 @@ class StreamedSource(ByteSource):
         self.nbytes = nbytes
         self.device = "cpu"
         self.address = None
-        self.memory = None
+        # No memory, but one object at two paths is one tensor: it is stored once, as tied.
+        shape = tuple(value.shape)
+        self.memory = MemoryKey("streamed", id(value), 0, shape, (), value.dtype)
 
     def view(self) -> memoryview | None:
         return None

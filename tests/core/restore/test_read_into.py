@@ -1,5 +1,6 @@
 """`Checkpoint.read_into`, which needs no torch, and `Checkpoint.load`."""
 
+import shutil
 import subprocess
 import sys
 
@@ -90,3 +91,33 @@ def test_load_takes_what_is_selected_and_reports_progress(run):
     assert tree.keys() == {"raw"}
     assert torch.equal(tree["raw"], LARGE)
     assert seen[-1].bytes_done == seen[-1].bytes_total >= LARGE.nbytes
+
+
+def test_streamed_tree_reads_nothing_until_it_is_saved_elsewhere(run, tmp_path):
+    with penstock.Checkpointer(run) as ckpt:
+        view = ckpt.open()
+        tree = view.load(streamed=True)
+        assert tree["tied"][0] is tree["tied"][1]
+        assert (tree["raw"].dtype, tree["raw"].shape) == ("float32", LARGE.shape)
+        assert isinstance(tree["array"], np.ndarray)
+        assert tree["epoch"] == 3
+        with penstock.Checkpointer(tmp_path / "copy") as other:
+            other.save(tree, 7, mode="blocking")
+            copy = other.open()
+            assert copy.specs().keys() == view.specs().keys()
+            for path in view.specs():
+                assert repr(copy[path]) == repr(view[path])
+            assert torch.equal(copy["column"], LARGE.t())
+            assert copy.specs()["tied/1"].same_as == "tied/0"
+        with pytest.raises(penstock.ConfigError, match="nothing to put on 'cpu'"):
+            view.load(streamed=True, device="cpu")
+
+
+def test_streamed_bytes_are_verified_when_they_are_read(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        tree = ckpt.open().load(streamed=True)
+        for blob in (tmp_path / "run").rglob("*.raw"):
+            blob.write_bytes(bytes(blob.stat().st_size))
+        with pytest.raises(penstock.DamagedError, match="raw"):
+            tree["raw"].read(0, memoryview(bytearray(400)))

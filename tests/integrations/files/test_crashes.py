@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import signal
 
 import pytest
@@ -96,6 +97,21 @@ def assert_whole(out, to, whole):
         assert penstock.import_checkpoint(out, f"memory://{out}", overwrite=True).objects > 5
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+def test_a_write_that_fails_in_the_middle_is_a_storage_error_and_leaves_nothing(tmp_path, to):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        state = {f"w{n}": torch.ones(200_000) for n in range(3)}
+        ckpt.save({"model": state}, 1, mode="blocking")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+        try:
+            with pytest.raises(penstock.StorageError, match=r"the export to .* File too large"):
+                penstock.export_checkpoint(ckpt, tmp_path / "o", to=to)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names_in(tmp_path) == ["run"]
+
+
 MEASURE = """
 import json, re, sys, penstock
 def memory(name):
@@ -113,24 +129,29 @@ print(memory("VmHWM") - before)
 """
 
 
-@pytest.mark.parametrize("way", ["export", "import"])
+@pytest.mark.parametrize("way", ["safetensors", "torch", "dcp", "import"])
 def test_memory_does_not_grow_with_the_model(tmp_path, way):
     for name, count in (("small", 1), ("large", 20)):
         state = {f"layers.{n}.weight": torch.randn(4096, 1024) for n in range(count)}
         with penstock.Checkpointer(tmp_path / name) as ckpt:
             ckpt.save({"model": state}, 1, mode="blocking")
             if way == "import":
-                penstock.export_checkpoint(ckpt, tmp_path / f"{name}-hf", to="safetensors")
-    if way == "export":
-        work = "penstock.export_checkpoint(source, target, to='safetensors')"
-        places = [[str(tmp_path / n), str(tmp_path / f"{n}-hf")] for n in ("small", "large")]
-    else:
+                penstock.export_checkpoint(ckpt, tmp_path / f"{name}-out", to="safetensors")
+    if way == "import":
         work = "penstock.import_checkpoint(source, target)"
-        places = [[str(tmp_path / f"{n}-hf"), str(tmp_path / f"{n}-b")] for n in ("small", "large")]
+        places = [
+            [str(tmp_path / f"{n}-out"), str(tmp_path / f"{n}-b")] for n in ("small", "large")
+        ]
+    else:
+        work = f"penstock.export_checkpoint(source, target, to={way!r})"
+        places = [[str(tmp_path / n), str(tmp_path / f"{n}-out")] for n in ("small", "large")]
     done = interpreters.run("-c", MEASURE.replace("WORK", work), json.dumps(places))
     assert done.returncode == 0, done.stderr
     extra = int(done.stdout)
     assert extra <= 128 << 20  # of 320 MiB
-    if way == "export":
-        found = load_file(tmp_path / "large-hf" / "model.safetensors")
+    out = tmp_path / "large-out"
+    if way == "safetensors":
+        found = load_file(out / "model.safetensors")
         assert_same({name: found[name] for name in state}, state)
+    elif way == "torch":
+        assert_same(torch.load(out, weights_only=True, mmap=True), state)

@@ -4,10 +4,13 @@ import contextlib
 import io
 import pickle
 import pickletools
+import resource
 import shutil
 import sys
 import types
 import warnings
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +73,37 @@ def test_folder_is_what_dcp_loads(tmp_path, run, model):
     assert_same(target["model"], model)
     assert target["epoch"] == 4
     assert target["optimizer"]["state"]["layers.0.weight"]["m"].any()
+
+
+def test_large_tensors_are_written_as_chunks(tmp_path):
+    tensors = {
+        "rows": torch.arange(10_000_000, dtype=torch.float32).reshape(1000, 10_000),
+        "wide": torch.arange(60_000_000, dtype=torch.uint8).reshape(2, 1, 30_000_000),
+    }
+    seen = []
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(tensors, 1, mode="blocking")
+        penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp", on_progress=seen.append)
+    for name, chunks in (("rows", 3), ("wide", 4)):
+        found = metadata_of(tmp_path / "o").state_dict_metadata[name].chunks
+        assert len(found) == chunks
+        assert all(prod(c.sizes) * tensors[name].itemsize <= 16 << 20 for c in found)
+    assert seen[-2].bytes_done == seen[-1].bytes_total == 100_000_000
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
+    assert_same(target, tensors)
+
+
+def test_damage_is_what_the_export_raises(tmp_path):
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.arange(300_000)}, 1, mode="blocking")
+        (blob,) = (tmp_path / "run").rglob("*.raw")
+        with blob.open("r+b") as file:
+            file.seek(1_000_000)
+            file.write(b"damage")
+        with pytest.raises(penstock.DamagedError, match="w"):
+            penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp")
+    assert names_in(tmp_path) == ["run"]
 
 
 def test_overwrite_replaces_an_earlier_folder(tmp_path, run):
@@ -398,6 +432,19 @@ def test_a_torn_metadata_or_file_is_a_clear_error(tmp_path, refused):
     file.unlink()
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x02}r\xff\xff\xff\xff.")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), hard))
+    try:
+        with refused(penstock.FormatError, "a dict where a _Inert belongs") as root:
+            penstock.import_checkpoint(tmp_path / "d", root, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_metadata_of_each_rank_is_refused_with_advice(tmp_path, refused):

@@ -245,22 +245,6 @@ def test_an_error_of_on_progress_ends_nothing(tmp_path, run, caplog):
     assert "on_progress failed" in caplog.text
 
 
-@pytest.mark.filterwarnings("default")
-def test_from_pretrained_reads_the_folder(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    config.save_pretrained(tmp_path / "config")
-    with penstock.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save({"model": model}, 1, mode="blocking")
-        penstock.export_checkpoint(
-            ckpt, tmp_path / "o", to="safetensors", shard_bytes=20_000,
-            config_from=tmp_path / "config",
-        )  # fmt: skip
-    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "o")
-    assert_same(dict(found.named_parameters()), dict(model.named_parameters()))
-
-
 def test_a_run_that_does_not_exist_is_not_made(tmp_path):
     with pytest.raises(penstock.CheckpointNotFoundError):
         penstock.export_checkpoint(tmp_path / "none", tmp_path / "o", to="safetensors")
@@ -294,6 +278,35 @@ def test_shards_come_back_bit_by_bit_and_restore_into_a_module(tmp_path):
     with penstock.Checkpointer(tmp_path / "back") as ckpt:
         ckpt.restore({"model": other})
     assert_same(other.state_dict(), module.state_dict())
+
+
+LORA = {"base_model.model.q.lora_A.weight": torch.ones(2, 3)}
+
+
+def adapter_of_peft(folder):
+    folder.mkdir()
+    save_file(LORA, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    return folder
+
+
+def test_adapter_has_its_configuration_and_goes_out_with_one_only(tmp_path, refused):
+    source = adapter_of_peft(tmp_path / "adapter")
+    penstock.import_checkpoint(source, tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        found = ckpt.load()
+        assert found["adapter_config"] == {"peft_type": "LORA", "r": 2}
+        assert_same(found["model"], LORA)
+        live = {"base_model.model.q.lora_A.default.weight": torch.ones(2, 3)}
+        ckpt.save({"model": live}, 1, mode="blocking")
+        penstock.export_checkpoint(
+            ckpt, tmp_path / "o", to="safetensors", config_from=source, shard_bytes=1
+        )
+    assert names_in(tmp_path / "o") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert_same(load_file(tmp_path / "o" / "adapter_model.safetensors"), LORA)
+    (source / "adapter_config.json").unlink()
+    with refused(penstock.FormatError, "no adapter_config.json") as root:
+        penstock.import_checkpoint(source, root, step=2)
 
 
 def test_include_exclude_and_rename_are_those_of_restore(tmp_path, run):
@@ -348,6 +361,7 @@ def f32(start, stop, shape=None):
 BAD = {
     "empty": (b"", "header is not there"),
     "short": (b"\x10", "header is not there"),
+    "no tensors": (header({}, data=0), "has no tensors"),
     "header cut short": (header({"a": f32(0, 8)}, length=10_000), "header is not there"),
     "huge header": (header({"a": f32(0, 8)}, length=1 << 62), "header is not there"),
     "no json": (header(None, text=b"{nonsense"), "no JSON"),
@@ -421,6 +435,12 @@ def test_several_files_without_an_index_are_refused(tmp_path, refused):
         penstock.import_checkpoint(folder, root, step=2)
 
 
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path, refused):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with refused(penstock.FormatError, r"no \*\.safetensors") as root:
+        penstock.import_checkpoint(tmp_path, root, step=2, format="safetensors")
+
+
 def test_links_into_a_cache_are_followed(tmp_path):
     (tmp_path / "blobs").mkdir()
     save_file({"x": torch.ones(2)}, tmp_path / "blobs" / "abc")
@@ -463,3 +483,5 @@ def test_what_does_not_exist_or_has_no_known_format_is_refused(tmp_path, refused
         penstock.import_checkpoint(tmp_path / "text", root, step=2, format="gguf")
     with refused(penstock.StorageError, "cannot be read") as root:
         penstock.import_checkpoint(tmp_path / "nothing", root, step=2, format="safetensors")
+    with refused(penstock.FormatError, "no folder of DCP") as root:
+        penstock.import_checkpoint(tmp_path / "folder", root, step=2, format="dcp")

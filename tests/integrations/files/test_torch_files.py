@@ -1,5 +1,6 @@
 """Files of `torch.save` out and in; nothing in them is run."""
 
+import json
 import os
 import pickle
 import zipfile
@@ -36,6 +37,36 @@ def test_whole_tree_is_what_weights_only_loads(tmp_path, run, model):
     assert report.files == ("o.pt",)
     assert seen[-1].phase == "done"
     assert names_in(tmp_path) == ["o.pt"]
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_file_can_be_mapped_and_is_a_sound_archive(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        "large": torch.randn(3, 2_000_000),  # more than one piece
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "float8": torch.randn(5).to(torch.float8_e4m3fn),
+        "uint16": torch.arange(5).to(torch.uint16),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save({"x": tensors, "y": {"large": tensors["large"]}}, 1, mode="blocking")
+        seen = []
+        penstock.export_checkpoint(ckpt, tmp_path / "o.pt", to="torch", on_progress=seen.append)
+    assert seen[-2].bytes_done == seen[-1].bytes_total == sum(t.nbytes for t in tensors.values())
+    with zipfile.ZipFile(tmp_path / "o.pt") as archive:
+        assert archive.testzip() is None  # the checksums, which torch itself does not compare
+    mapped = torch.load(tmp_path / "o.pt", mmap=True, weights_only=True)
+    for name, tensor in tensors.items():
+        found = mapped["x"][name]
+        assert found.data_ptr() % 64 == 0, name
+        assert torch.equal(bits(found), bits(tensor)), name
+        assert found.dtype == tensor.dtype
+    assert mapped["y"]["large"].data_ptr() == mapped["x"]["large"].data_ptr()
 
 
 def test_one_state_dict_is_not_wrapped_and_comes_back_below_model(tmp_path, run, model):
@@ -91,6 +122,32 @@ def test_tree_with_ties_and_values_becomes_a_checkpoint(tmp_path, model):
     assert same_as["model/lm_head.weight"] == ("model", "layers.0.weight")
 
 
+def test_old_folders_of_hugging_face_are_read_with_and_without_index(tmp_path, model, refused):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    torch.save(model, folder / "pytorch_model.bin")
+    penstock.import_checkpoint(folder, tmp_path / "single")
+    (folder / "pytorch_model.bin").unlink()
+    names, weight_map = [*model], {}
+    for number, part in enumerate((names[:4], names[4:])):
+        file = f"pytorch_model-0000{number + 1}-of-00002.bin"
+        torch.save({name: model[name].clone() for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    penstock.import_checkpoint(folder, tmp_path / "shards")
+    for run in ("single", "shards"):
+        with penstock.Checkpointer(tmp_path / run) as ckpt:
+            assert_same(ckpt.load()["model"], model)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../x.bin")}))
+    with refused(penstock.FormatError, "no name of a file") as root:
+        penstock.import_checkpoint(folder, root, step=2)
+    torch.save({"w": torch.ones(1), "epoch": 3}, folder / "x.bin")
+    index.write_text(json.dumps({"weight_map": {"w": "x.bin"}}))
+    with refused(penstock.FormatError, "holds epoch, not tensors only") as root:
+        penstock.import_checkpoint(folder, root, step=2)
+
+
 def test_numbered_state_of_an_optimizer_keeps_its_numbers(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -106,6 +163,65 @@ def test_numbered_state_of_an_optimizer_keeps_its_numbers(tmp_path):
     assert torch.equal(
         again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
     )
+
+
+def trained(groups=lambda model: model.parameters()):
+    """A model with a buffer and tied weights, and its optimizer after a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    )
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(groups(model))
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("source", ["state_dict", "file", "run", "list"])
+def test_numbers_of_an_optimizer_get_the_names_of_a_model(tmp_path, source):
+    model, optimizer = trained()
+    tree = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save(tree, tmp_path / "x.ckpt")
+    names = [name for name, _ in model.named_parameters()]
+    if source == "file":
+        torch.save(tree.pop("state_dict"), tmp_path / "file")
+    if source == "run":
+        with penstock.Checkpointer(tmp_path / "run") as ckpt:
+            ckpt.save({"model": model}, 1, mode="blocking")
+    (tmp_path / "list.json").write_text(json.dumps(names))
+    place = {"state_dict": source, "list": tmp_path / "list.json"}.get(source, tmp_path / source)
+    penstock.import_checkpoint(tmp_path / "x.ckpt", tmp_path / "back", names_from=place)
+    with penstock.Checkpointer(tmp_path / "back") as ckpt:
+        (found,) = ckpt.load()["optimizer_states"]
+    assert found["param_groups"][0]["params"] == [*found["state"]] == names
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found["state"][name]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_numbers_that_could_be_several_parameters_are_refused(tmp_path, refused):
+    def groups(model):
+        return [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
+
+    cases = {
+        "has 2 groups": trained(groups),
+        "do not fit": trained(lambda model: [*model.parameters()][::-1]),
+        # The second could be any vector of four.
+        "fit in several ways": trained(lambda model: [model[0].weight, model[0].bias]),
+    }
+    for match, (model, optimizer) in cases.items():
+        tree = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(tree, tmp_path / "x.pt")
+        with refused(penstock.PenstockError, match) as root:
+            penstock.import_checkpoint(tmp_path / "x.pt", root, step=2, names_from="state_dict")
+    (tmp_path / "n.json").write_text('["a"]')
+    for source, match in (
+        ("n.json", "has 1 names, but the optimizer 2"), ("nothing", "is no path of a model")
+    ):  # fmt: skip
+        with refused(penstock.PenstockError, match) as root:
+            penstock.import_checkpoint(
+                tmp_path / "x.pt", root, step=2, names_from=tmp_path / source
+            )
 
 
 def test_code_in_a_file_is_refused_by_name_and_does_not_run(tmp_path, refused):
@@ -135,6 +251,14 @@ def test_legacy_files_are_refused_with_advice_and_do_not_run(tmp_path, refused):
 def test_what_is_no_dict_with_names_is_refused(tmp_path, refused, content):
     torch.save(content, tmp_path / "x.pt")
     with refused(penstock.FormatError, "not a dict with names") as root:
+        penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
+
+
+def test_a_tree_within_itself_is_refused(tmp_path, refused):
+    tree = {"w": torch.ones(1)}
+    tree["inner"] = tree
+    torch.save(tree, tmp_path / "x.pt")
+    with refused(penstock.UnsupportedStateError, "nested too deeply") as root:
         penstock.import_checkpoint(tmp_path / "x.pt", root, step=2)
 
 
