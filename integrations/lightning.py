@@ -107,7 +107,7 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
         if trainer.ckpt_path is not None:
             log.info("ckpt_path is given, so nothing is restored from %s", self._url)
             return
-        held = _Held({})
+        held = _TrainerState({})
         tree = {"trainer": penstock.PerRank(held, on_change=_first)}
         try:
             report = self._ckpt.restore(tree, include="trainer")
@@ -275,7 +275,7 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
         state["loops"]["state_dict"]["combined_loader"] = state["loaders"]
         tree = {
             **_objects(trainer),
-            "trainer": penstock.PerRank(_Held(state)),
+            "trainer": penstock.PerRank(_TrainerState(state)),
             "rng": penstock.Rng(),
         }
         metadata = {
@@ -433,7 +433,7 @@ def _finish(ckpt: penstock.Checkpointer, handle: penstock.SaveHandle, step: int)
                 ckpt.delete(other)
 
 
-class _Held:
+class _TrainerState:
     """A state that is stored as it is, and comes back without a template."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
