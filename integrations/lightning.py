@@ -13,6 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
 import penstock
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _HOSTS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorch"]
 
@@ -78,6 +82,7 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
         self._seen = 0  # the last global step
         self._saved: int | None = None  # the step of the last save
         self._is_due = False
+        self._order: dict[str, Any] | None = None  # what the order of this epoch was drawn from
         self._ahead: list[Any] | None = None  # states of the loaders before the last fetch
         self._validated = -1  # the step of the last validation
         self._before_validation: dict[str, Any] = {}
@@ -165,17 +170,51 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
                 return False
 
             vars(epoch_loop)["_should_check_val_fx"] = is_not_due
+            self._begin_again(trainer.fit_loop, self._resumed)
+        elif self._resumed is None and _drawing_samplers(trainer.fit_loop):
+            # Lightning has begun to iterate, so the order is drawn again from a known state.
+            self._order = _order_state(trainer.fit_loop)
+            iter(trainer.fit_loop._data_fetcher)
+
+    def _begin_again(self, loop: Any, state: Mapping[str, Any]) -> None:
+        """Iterate over samples in the order of the saved epoch.
+
+        Lightning begins before it sets the epoch of samplers, and does not store from which random
+        numbers the samplers that it wraps draw their order.
+        """
+        samplers = _samplers(loop)
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(loop.epoch_progress.current.processed)
+        self._order = state["order"]
+        if self._order is not None:
+            torch.set_rng_state(self._order["random"])
+            _set_generators(loop, self._order["generators"])
+        elif not any(hasattr(each, "set_epoch") for each in samplers):
+            return
+        # A loader that goes on asks its sampler for the order several times.
+        wrapped = [pair for pair in _drawing_samplers(loop) if pair[0] is not None]
+        for holder, sampler in wrapped:
+            holder._sampler = list(sampler)
+        loop._combined_loader._load_state_dicts(state["loaders"])
+        iter(loop._data_fetcher)
+        for holder, sampler in wrapped:
+            holder._sampler = sampler
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the epoch after those that were saved, as if they had been trained just now."""
         del pl_module
-        if self._resumed is None or self._resumed["in_epoch"]:
-            return
         loop = trainer.fit_loop
-        loop._combined_loader._load_state_dicts(self._resumed["loaders"])
-        iter(loop._data_fetcher)  # at the end of the last epoch
-        self._restore_random_state()
-        iter(loop._data_fetcher)
+        if self._resumed is None:
+            if trainer.current_epoch > 0:  # Lightning is about to iterate
+                self._order = _order_state(loop)
+        elif not self._resumed["in_epoch"]:
+            loop._combined_loader._load_state_dicts(self._resumed["loaders"])
+            iter(loop._data_fetcher)  # at the end of the last epoch
+            _set_generators(loop, self._resumed["generators"])
+            self._restore_random_state()
+            self._order = _order_state(loop)
+            iter(loop._data_fetcher)
 
     def _restore_random_state(self) -> None:
         assert self._ckpt is not None
@@ -271,6 +310,8 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
         step = trainer.global_step
         state = _trainer_state(trainer, in_epoch=in_epoch, has_ended=has_ended)
         state["of_validation"] = sorted(self._of_validation)
+        state["order"] = self._order
+        state["generators"] = _generators(trainer.fit_loop)
         state["loaders"] = _loader_states(trainer) if loaders is None else loaders
         state["loops"]["state_dict"]["combined_loader"] = state["loaders"]
         tree = {
@@ -472,13 +513,55 @@ def _of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
             "lightning: saved in the middle of an epoch by another number of ranks: the rest of "
             "the epoch reads its data from the start"
         )
-    state["loops"]["state_dict"]["combined_loader"] = state["loaders"] = []
+    state["loops"]["state_dict"]["combined_loader"] = state["loaders"] = state["generators"] = []
+    state["order"] = None
     return state
 
 
 def _loader_states(trainer: Any) -> list[Any]:
     states: list[Any] = trainer.fit_loop._combined_loader._state_dicts()
     return states
+
+
+def _samplers(loop: Any) -> list[Any]:
+    loaders = loop._combined_loader.flattened
+    sources = [*loaders, *(getattr(each, "batch_sampler", None) for each in loaders)]
+    found = [getattr(each, "sampler", None) for each in sources]
+    return list({id(each): each for each in found if each is not None}.values())
+
+
+def _drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
+    """Return the samplers whose order comes from random numbers that no loader stores.
+
+    They are those of torch, and those that Lightning wraps for several ranks. Each comes with what
+    holds it in the wrapper, or None.
+    """
+    found = []
+    for sampler in _samplers(loop):
+        holder = getattr(sampler, "dataset", None)
+        if hasattr(holder, "_sampler"):
+            found.append((holder, holder._sampler))
+        elif isinstance(sampler, _RANDOM_SAMPLERS):
+            found.append((None, sampler))
+    return found
+
+
+def _order_state(loop: Any) -> dict[str, Any] | None:
+    """Return what the order of samples will be drawn from, if it is not in a loader's state."""
+    if not _drawing_samplers(loop):
+        return None
+    return {"random": torch.get_rng_state(), "generators": _generators(loop)}
+
+
+def _generators(loop: Any) -> list[Any]:
+    own = [getattr(sampler, "generator", None) for _, sampler in _drawing_samplers(loop)]
+    return [None if each is None else each.get_state() for each in own]
+
+
+def _set_generators(loop: Any, states: list[Any]) -> None:
+    for (_, sampler), state in zip(_drawing_samplers(loop), states, strict=False):
+        if state is not None:
+            sampler.generator.set_state(state)
 
 
 def _fetches_itself(trainer: Any) -> bool:
