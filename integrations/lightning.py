@@ -5,6 +5,7 @@ Both work with `lightning` and with `pytorch_lightning`, whichever the program h
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -384,11 +385,12 @@ class PenstockIO(_TorchCheckpointIO):  # type: ignore[misc]  # the host is chose
         ckpt = penstock.Checkpointer(os.fspath(path), **self._options)
         step = int(checkpoint.get("global_step", 0))
         try:
+            replaced = [each for each in ckpt.steps() if each != step]
             handle = ckpt.save(checkpoint, step, overwrite=True)
         except BaseException:
             ckpt.close()
             raise
-        self._queue(lambda: _finish(ckpt, handle, step))
+        self._queue(lambda: _finish(ckpt, handle, replaced))
 
     def load_checkpoint(
         self,
@@ -465,13 +467,13 @@ class PenstockIO(_TorchCheckpointIO):  # type: ignore[misc]  # the host is chose
         return module.get_filesystem(path)
 
 
-def _finish(ckpt: penstock.Checkpointer, handle: penstock.SaveHandle, step: int) -> None:
-    """Wait for a save, and delete what was at its path before."""
+def _finish(ckpt: penstock.Checkpointer, handle: penstock.SaveHandle, replaced: list[int]) -> None:
+    """Wait for a save, and delete the checkpoints that were at its path before."""
     with ckpt:
         handle.result()
-        for other in ckpt.steps():
-            if other != step:
-                ckpt.delete(other)
+        for step in replaced:
+            with contextlib.suppress(penstock.CheckpointNotFoundError):  # the save before did it
+                ckpt.delete(step)
 
 
 class _TrainerState:
@@ -538,7 +540,7 @@ def _drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
     """
     found = []
     for sampler in _samplers(loop):
-        holder = getattr(sampler, "dataset", None)
+        holder: Any = getattr(sampler, "dataset", None)
         if hasattr(holder, "_sampler"):
             found.append((holder, holder._sampler))
         elif isinstance(sampler, _RANDOM_SAMPLERS):
