@@ -285,10 +285,10 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
 
     def _between_batches(self, trainer: Any) -> None:
         """Save, if a save is due, right before the next batch is fetched."""
-        if _fetches_itself(trainer):
-            return
         if self._resumed is not None:
             self._restore_random_state()
+        if _fetches_itself(trainer):
+            return
         fetcher = trainer.fit_loop._data_fetcher
         if self._is_due:
             is_ahead = fetcher.length is None and fetcher.fetched
