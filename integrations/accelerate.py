@@ -105,8 +105,8 @@ def load_state(
 
     Call it after `prepare` and `register_for_checkpointing`, and before the training loop, also
     where there is nothing to restore yet. The next loop over a loader that was in the middle of an
-    epoch goes on with the next batch, and `loader.iteration` is its epoch; the random state is set
-    again once that loader has drawn what it draws when it begins.
+    epoch continues with the next batch, and `loader.iteration` is its epoch. The random state is
+    set again once that loader has drawn what it draws when it begins.
 
     Args:
         accelerator: As for `state_of`.
@@ -176,13 +176,13 @@ class _Position:
             return self._loaded
         loader, runs = self._loader, self._runs()
         ends = runs and loader.end_of_dataloader
-        goes_on = runs and not ends and self._is_stateful
+        continues = runs and not ends and self._is_stateful
         return {
             "epoch": loader.iteration + ends,
             "begun": runs or self._batches is not None,
             "seed": getattr(_sampler_of(loader), "initial_seed", None),
-            "batches": loader.state_dict() if goes_on else None,
-            "random": self._before[0] if goes_on and self._before else None,
+            "batches": loader.state_dict() if continues else None,
+            "random": self._before[0] if continues and self._before else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class _Position:
         return any(each is self._loader for each in references)
 
     def _iterate(self) -> Iterator[Any]:
-        # A loader that goes on, and one whose workers stay, made its iterator before the save.
+        # The workers of this loader outlived its iterators in the saved process, without a draw.
         neutral = self._loaded is not None and self._base.persistent_workers
         state = _random_state() if neutral else None
         batches = self._fetch(self._iter())

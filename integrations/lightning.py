@@ -31,7 +31,7 @@ _loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorc
 
 
 def _base(modules: list[str], name: str) -> Any:
-    """Return a class below that of each host: a trainer takes instances of its own alone."""
+    """Return a class below that of each host: a trainer takes only instances of its own classes."""
     return type(name, tuple(getattr(import_module(module), name) for module in modules), {})
 
 
@@ -193,7 +193,7 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
             _set_generators(loop, self._order["generators"])
         elif not any(hasattr(each, "set_epoch") for each in samplers):
             return
-        # A loader that goes on asks its sampler for the order several times.
+        # A loader that continues asks its sampler for the order several times.
         wrapped = [pair for pair in _drawing_samplers(loop) if pair[0] is not None]
         for holder, sampler in wrapped:
             holder._sampler = list(sampler)
@@ -328,14 +328,14 @@ class PenstockCallback(_Checkpoint):  # type: ignore[misc]  # the host is chosen
         self._is_due = False
         self._saved = step
         handle = self._ckpt.save(tree, step, metadata=metadata)
-        if not has_ended:  # the log has its error; training goes on, and the end is saved again
+        if not has_ended:  # the log has its error; training continues, and the end is saved too
             handle.durable.add_done_callback(lambda done: done.exception())
 
 
 class PenstockIO(_TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen at run time
     """Stores what `ModelCheckpoint` and `Trainer.save_checkpoint` save as Penstock checkpoints.
 
-    Each path becomes a folder that is a run of its own. A save is captured at once and written in
+    Each path becomes a folder that is a separate run. A save is captured at once and written in
     the background; a removal waits for the saves before it. Lightning hands over state dicts on
     rank 0 alone, so optimizer state is stored by number and nothing is deferred:
     `PenstockCallback` is better wherever it can be used.
@@ -370,7 +370,7 @@ class PenstockIO(_TorchCheckpointIO):  # type: ignore[misc]  # the host is chose
         caller = None if frame is None or frame.f_back is None else frame.f_back.f_locals
         if caller is not None and isinstance(caller.get("self"), _WRAPPERS):
             msg = (
-                "AsyncCheckpointIO does not queue removals behind saves, so it leaves checkpoints "
+                "AsyncCheckpointIO does not queue removals after saves, so it leaves checkpoints "
                 "that ModelCheckpoint has removed; PenstockIO saves in the background without it: "
                 "pass plugins=[PenstockIO()]"
             )

@@ -1,4 +1,4 @@
-"""Programs of Lightning that are killed, finished and gone on with, or saved through the plugin."""
+"""Programs of Lightning that are killed, finished and continued, or saved through the plugin."""
 
 import pytest
 from tests.integrations.hosts.harness import check_exact_resume, program_of, run
@@ -87,7 +87,7 @@ def test_job_that_is_killed_in_a_save_resumes_exactly(tmp_path, program, ranks):
     check_exact_resume(program, tmp_path, ranks=ranks)
 
 
-def test_finished_job_is_not_trained_again_and_goes_on_when_it_gets_more_epochs(tmp_path):
+def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_path):
     unbroken = run(PROGRAM, tmp_path / "unbroken")
     place = tmp_path / "place"
     first = run(PROGRAM.replace("max_epochs=3", "max_epochs=2"), place)
@@ -130,4 +130,4 @@ def test_plugin_removes_after_saves_resumes_and_refuses_to_be_wrapped(tmp_path):
     assert left == f"left {sorted([best, 'last.ckpt'])} {best}"
     assert "resumed to 15" in ended.text
     assert "nothing there" in ended.text
-    assert "refused: AsyncCheckpointIO does not queue removals behind saves" in ended.text
+    assert "refused: AsyncCheckpointIO does not queue removals after saves" in ended.text
