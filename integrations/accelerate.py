@@ -1,0 +1,337 @@
+"""The state of an `Accelerator` of Hugging Face accelerate, saved and restored as one tree."""
+
+from __future__ import annotations
+
+import logging
+import random
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+import penstock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from accelerate import Accelerator
+
+log = logging.getLogger("penstock")
+
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_OWN_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+
+_warned: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+"""The accelerators whose first save has logged what will not resume exactly."""
+
+
+def state_of(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the state tree of all that `accelerator` has prepared or registered.
+
+    It holds the models, optimizers and schedulers, the positions of the data loaders, the gradient
+    scaler, the objects of `register_for_checkpointing`, the place within gradient accumulation with
+    the gradients of this rank, and `penstock.Rng()`. Keys are `model`, `optimizer`, `scheduler`,
+    `loader` and `custom`, with `_0`, `_1`, ... appended where there are several.
+
+    Args:
+        accelerator: An accelerator that has prepared its objects.
+
+    Raises:
+        ConfigError: The accelerator runs DeepSpeed, Megatron-LM or XLA, which hold the state
+            themselves.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _OWN_ENGINES:
+        msg = (
+            f"penstock.integrations.accelerate cannot save an Accelerator that runs {kind}: the "
+            "engine holds the state, so save the engine's own objects"
+        )
+        raise penstock.ConfigError(msg)
+    positions = [_Position.of(loader) for loader in accelerator._dataloaders]
+    tree = {
+        **_named("model", accelerator._models),
+        **_named("optimizer", accelerator._optimizers),
+        **_named("scheduler", accelerator._schedulers),
+        **_named("custom", accelerator._custom_objects),
+        **_named("loader", [penstock.PerRank(each, on_change=_first) for each in positions]),
+        "accumulated": penstock.PerRank(_Accumulated(accelerator), on_change=_first),
+        "step": accelerator.step,
+        "rng": penstock.Rng(),
+    }
+    if accelerator.scaler is not None:
+        tree["scaler"] = accelerator.scaler
+    return tree
+
+
+def save_state(
+    accelerator: Accelerator, ckpt: penstock.Checkpointer, step: int, **options: Any
+) -> penstock.SaveHandle:
+    """Save the state of `accelerator`, in place of `accelerator.save_state`. All ranks call it.
+
+    The first save logs a warning for each thing in the configuration that will not resume exactly.
+
+    Args:
+        accelerator: As for `state_of`.
+        ckpt: Where to save.
+        step: The number of the checkpoint, which ascends.
+        options: As for `Checkpointer.save`, such as `mode="lazy"` and `metadata={"loss": 2.1}`.
+
+    Returns:
+        The handle of the save.
+
+    Raises:
+        ConfigError: As for `state_of`.
+        PenstockError: As for `Checkpointer.save`.
+    """
+    tree = state_of(accelerator)
+    if accelerator not in _warned:
+        _warned.add(accelerator)
+        for remark in _remarks(accelerator) if accelerator.is_main_process else ():
+            log.warning("accelerate: %s", remark)
+    return ckpt.save(tree, step, **options)
+
+
+def load_state(
+    accelerator: Accelerator,
+    ckpt: penstock.Checkpointer,
+    step: int | str = "latest",
+    **options: Any,
+) -> int | None:
+    """Restore a state into `accelerator`, in place of `accelerator.load_state`. All ranks call it.
+
+    Call it after `prepare` and `register_for_checkpointing`, and before the training loop, also
+    where there is nothing to restore yet. The next loop over a loader that was in the middle of an
+    epoch continues with the next batch, and `loader.iteration` is its epoch. The random state is
+    set again once that loader has drawn what it draws when it begins.
+
+    Args:
+        accelerator: As for `state_of`.
+        ckpt: Where to restore from. It may be closed afterwards.
+        step: A step, or `"latest"`.
+        options: As for `Checkpointer.restore`, such as `on_damage="fallback"`.
+
+    Returns:
+        The step that was restored; None if `step` is `"latest"` and there is no checkpoint yet.
+
+    Raises:
+        ConfigError: As for `state_of`.
+        PenstockError: As for `Checkpointer.restore`.
+    """
+    tree = state_of(accelerator)
+    try:
+        report = ckpt.restore(tree, step, **options)
+    except penstock.CheckpointNotFoundError:
+        if step != "latest":
+            raise
+        return None
+    accelerator.step = tree["step"]
+    random_state = _random_state()
+    for loader in accelerator._dataloaders:
+        _Position.of(loader).resume(random_state)
+    for key, value in tree.items():
+        if isinstance(value, penstock.PerRank) and isinstance(value.value, dict):
+            _resume_on_other_ranks(key, value.value, accelerator)
+    return report.step
+
+
+class _Position:
+    """Where a prepared loader is. Sees each batch that accelerate fetches, one ahead of the user.
+
+    A loader that accelerate prepared is a generator function: it draws random numbers when the
+    first batch is fetched, and fetches a batch ahead. So a restored position needs the random state
+    before the batch ahead was fetched, for a dataset that draws, and the saved one after that.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._base = loader.base_dataloader
+        self._is_stateful = hasattr(self._base, "state_dict")
+        dispatches = type(loader) is DataLoaderDispatcher
+        # How many batches accelerate fetches for one of the user's.
+        self._group = loader.state.num_processes if dispatches and not loader.split_batches else 1
+        self._is_fed = dispatches and loader.state.process_index > 0  # by rank 0
+        self._batches: weakref.ref[Any] | None = None
+        self._before: deque[tuple[Any, ...]] = deque(maxlen=self._group)
+        self._due: list[tuple[Any, ...] | None] = []
+        self._loaded: Mapping[str, Any] | None = None
+        self.began_early = self._runs()
+        if self._is_stateful and self._base.num_workers and not self.began_early:
+            # `prepare` started the workers before it set the seedable sampler.
+            self._base.load_state_dict({})
+        self._iter = self._base.__iter__
+        vars(self._base)["__iter__"] = self._iterate  # accelerate calls it by this name
+        vars(loader)["penstock_position"] = self
+
+    @staticmethod
+    def of(loader: Any) -> _Position:
+        """Return the position of a loader, the same one each time."""
+        return vars(loader).get("penstock_position") or _Position(loader)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
+        loader, runs = self._loader, self._runs()
+        ends = runs and loader.end_of_dataloader
+        continues = runs and not ends and self._is_stateful
+        return {
+            "epoch": loader.iteration + ends,
+            "begun": runs or self._batches is not None,
+            "seed": getattr(_sampler_of(loader), "initial_seed", None),
+            "batches": loader.state_dict() if continues else None,
+            "random": self._before[0] if continues and self._before else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+        self._loader.set_epoch(state["epoch"])
+        if state["seed"] is not None and hasattr(_sampler_of(self._loader), "initial_seed"):
+            _sampler_of(self._loader).initial_seed = state["seed"]
+        if self._is_stateful and state["begun"]:  # else the iterator that `prepare` made is next
+            self._base.load_state_dict(state["batches"] or {})
+
+    def resume(self, random_state: tuple[Any, ...]) -> None:
+        """Set the random states around the next batch that is fetched."""
+        if self._loaded is not None and self._loaded["batches"] is not None:
+            before = [self._loaded["random"], *[None] * (self._group - 1)]
+            self._due = [*([] if self._is_fed else before), random_state]
+
+    def _runs(self) -> bool:
+        if self._batches is not None:
+            return self._batches() is not None  # else it has ended, or was left by `break`
+        references = self._loader.gradient_state.dataloader_references
+        return any(each is self._loader for each in references)
+
+    def _iterate(self) -> Iterator[Any]:
+        # The workers of this loader outlived its iterators in the saved process, without a draw.
+        neutral = self._loaded is not None and self._base.persistent_workers
+        state = _random_state() if neutral else None
+        batches = self._fetch(self._iter())
+        if self._is_fed and self._due:
+            state = self._due.pop()
+        if state is not None:
+            _set_random_state(state)
+        self._loaded = None
+        self._batches = weakref.ref(batches)
+        return batches
+
+    def _fetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            state = self._due.pop(0) if self._due else None
+            if state is not None:
+                _set_random_state(state)
+            if self._base.num_workers == 0:
+                self._before.append(_random_state())
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+class _Accumulated:
+    """The gradients of this rank between two steps of the optimizer; none right after a step."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._accelerator.sync_gradients:
+            return {}
+        return {
+            name: parameter.grad
+            for name, parameter in self._parameters()
+            if parameter.grad is not None
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, parameter in self._parameters():
+            grad = state.get(name)
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, model in enumerate(self._accelerator._models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter
+
+
+def _named(name: str, values: list[Any]) -> dict[str, Any]:
+    if len(values) == 1:
+        return {name: values[0]}
+    return {f"{name}_{number}": value for number, value in enumerate(values)}
+
+
+def _first(states: list[Any]) -> Any:
+    return states[0]
+
+
+def _resume_on_other_ranks(key: str, state: dict[str, Any], accelerator: Accelerator) -> None:
+    if "epoch" not in state:
+        return  # gradients of other ranks
+    number = int(key.rpartition("_")[2]) if "_" in key else 0
+    position = _Position.of(accelerator._dataloaders[number])
+    position.load_state_dict({**state, "batches": None, "random": None})
+    if state["batches"] is not None and accelerator.is_main_process:
+        log.warning(
+            "accelerate: %s was saved in the middle of epoch %d by another number of ranks: it "
+            "starts that epoch again",
+            key,
+            state["epoch"],
+        )
+
+
+def _sampler_of(loader: Any) -> Any:
+    batch_sampler = loader.base_dataloader.batch_sampler
+    batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)  # a shard of it
+    return getattr(batch_sampler, "sampler", None)
+
+
+def _remarks(accelerator: Accelerator) -> Iterator[str]:
+    """Yield what of the configuration will not resume exactly, and what to do."""
+    for number, loader in enumerate(accelerator._dataloaders):
+        sampler = _sampler_of(loader)
+        if not hasattr(loader.base_dataloader, "state_dict"):
+            yield (
+                f"data loader {number} cannot say where it is, so a resume starts its epoch again: "
+                "make the Accelerator with dataloader_config=DataLoaderConfiguration("
+                "use_stateful_dataloader=True, use_seedable_sampler=True)"
+            )
+        elif (
+            isinstance(sampler, _RANDOM_SAMPLERS)
+            and not hasattr(sampler, "initial_seed")
+            and not hasattr(sampler, "state_dict")
+        ):
+            yield (
+                f"data loader {number} shuffles by a {type(sampler).__name__} without a seed for "
+                "each epoch, so a resume in the middle of an epoch gets other samples: pass "
+                "DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)"
+            )
+        elif _Position.of(loader).began_early:
+            yield (
+                f"the loop over data loader {number} began before load_state was called, so its "
+                "first epoch will not resume exactly: call load_state at every start"
+            )
+    if accelerator._save_model_state_pre_hook:
+        yield "hooks of register_save_state_pre_hook are not called: all of each model is saved"
+    if accelerator.gradient_accumulation_steps > 1 and "FSDP" in str(accelerator.distributed_type):
+        yield "gradients of FSDP that are being accumulated are not saved: save after a step"
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Return the random state of Python, numpy, torch and the current CUDA device."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's types
+    cuda = torch.cuda.get_rng_state() if in_use else None
+    numpy = np.random.get_state()  # noqa: NPY002 - the global state is what is meant
+    return random.getstate(), numpy, torch.get_rng_state(), cuda
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002 - as above
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)

@@ -1,0 +1,133 @@
+"""Programs of Lightning that are killed, finished and continued, or saved through the plugin."""
+
+import pytest
+from tests.integrations.hosts.harness import check_exact_resume, program_of, run
+
+pytest.importorskip("lightning.pytorch")
+pytest.importorskip("torchdata")
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+PROGRAM = program_of("trainers/lightning.md")
+DDP = PROGRAM.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
+
+INEXACT = (
+    PROGRAM.replace("StatefulDataLoader(data", "torch.utils.data.DataLoader(data")
+    .replace('loss {loss.item()!r}")', 'loss {loss.item()!r}"); self.log("a", loss, on_epoch=True)')
+    .replace("max_epochs=3", "max_epochs=1")
+)
+
+SHOW = """
+import penstock
+ckpt = penstock.Checkpointer("run")
+for step in ckpt.steps():
+    print("kept", step, dict(ckpt.info(step).metadata))
+"""
+
+# A slow store, and a name for each checkpoint: what is removed must be gone in the end.
+PLUGIN = """
+import os, sys, time
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+import penstock
+from penstock.integrations.lightning import PenstockIO
+
+class Model(BoringModel):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+class Slow(PenstockIO):
+    def _queue(self, task):
+        super()._queue(lambda: (time.sleep(0.3), task()))
+
+def trainer(epochs, plugins):
+    keep = ModelCheckpoint("saved", monitor="loss", save_top_k=1, save_last=True)
+    return pl.Trainer(max_epochs=epochs, limit_train_batches=3, limit_val_batches=0,
+        plugins=plugins, accelerator="cpu", logger=False, enable_progress_bar=False,
+        callbacks=[keep])
+
+torch.manual_seed(0)
+fit = trainer(4, [Slow()])
+fit.fit(Model())
+best = os.path.basename(fit.checkpoint_callback.best_model_path)
+print("left", sorted(os.listdir("saved")), best)
+more = trainer(5, [PenstockIO()])
+model = Model()
+more.fit(model, ckpt_path="saved/last.ckpt")
+print("resumed to", more.global_step)
+with penstock.Checkpointer("saved/last.ckpt") as ckpt:
+    assert ckpt.steps() == [15], ckpt.steps()
+    assert torch.equal(ckpt.load()["state_dict"]["layer.weight"], model.layer.weight)
+
+stock = trainer(1, [])
+stock.fit(Model())
+stock.save_checkpoint("file.ckpt")
+read = PenstockIO().load_checkpoint("file.ckpt", weights_only=True)
+assert torch.equal(read["state_dict"]["layer.bias"], stock.lightning_module.layer.bias)
+try:
+    PenstockIO().load_checkpoint("nothing.ckpt")
+except FileNotFoundError:
+    print("nothing there")
+try:
+    trainer(2, [AsyncCheckpointIO(PenstockIO())]).fit(Model())
+except penstock.ConfigError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize(("program", "ranks"), [(PROGRAM, 1), (DDP, 2)], ids=["1", "2"])
+def test_job_that_is_killed_in_a_save_resumes_exactly(tmp_path, program, ranks):
+    check_exact_resume(program, tmp_path, ranks=ranks)
+
+
+def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_path):
+    unbroken = run(PROGRAM, tmp_path / "unbroken")
+    place = tmp_path / "place"
+    first = run(PROGRAM.replace("max_epochs=3", "max_epochs=2"), place)
+    again = run(PROGRAM.replace("max_epochs=3", "max_epochs=2"), place)
+    assert (again.returncode, again.losses) == (0, {}), again.text
+    more = run(PROGRAM, place)
+    assert min(more.losses) == 25, more.text
+    assert first.losses | more.losses == unbroken.losses
+    # Validation ran every 6 steps, and its metric is of the saves at these steps alone.
+    kept = [line.split(" ", 2) for line in run(SHOW, place).text.splitlines() if "kept" in line]
+    assert len(kept) >= 2
+    assert [("val_loss" in metadata) for _, _, metadata in kept] == [
+        int(step) % 6 == 0 for _, step, _ in kept
+    ]
+
+
+def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
+    program = PROGRAM.replace("lightning.pytorch as pl", "pytorch_lightning as pl")
+    stops = program.replace(
+        'self.log("val_loss"', 'self.trainer.global_step > 8 and 1 / 0; self.log("val_loss"'
+    )
+    killed = run(stops, tmp_path)
+    assert max(killed.losses) == 12, killed.text
+    resumed = run(program, tmp_path)
+    assert (resumed.returncode, min(resumed.losses)) == (0, 11), resumed.text
+
+
+def test_first_save_says_what_will_not_resume(tmp_path):
+    ended = run(INEXACT, tmp_path)
+    assert ended.returncode == 0, ended.text
+    assert ended.text.count("the training data loader cannot say where it is") == 1
+    assert ended.text.count("Lightning stores no sums of self.log(on_epoch=True)") == 1
+
+
+def test_plugin_removes_after_saves_resumes_and_refuses_to_be_wrapped(tmp_path):
+    ended = run(PLUGIN, tmp_path)
+    assert ended.returncode == 0, ended.text
+    left = next(line for line in ended.text.splitlines() if line.startswith("left"))
+    best = left.rpartition(" ")[2]
+    assert left == f"left {sorted([best, 'last.ckpt'])} {best}"
+    assert "resumed to 15" in ended.text
+    assert "nothing there" in ended.text
+    assert "refused: AsyncCheckpointIO does not queue removals after saves" in ended.text
