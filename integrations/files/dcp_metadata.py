@@ -149,7 +149,7 @@ _ALLOWED: dict[tuple[str, str], type] = {
 
 # Not `pickle.Unpickler`: a crafted number of a memo makes it take memory for 2^32 entries.
 class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - the same in Python, which has a dict for it
-    def find_class(self, module: str, name: str, /) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _DtypeName(name)
         found = _ALLOWED.get((module, name))

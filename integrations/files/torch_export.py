@@ -57,7 +57,7 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _StorageRecord:
     """The record of a tensor's bytes, as the pickle names it."""
 
     kind: type
@@ -78,7 +78,7 @@ class _Pickler(pickle.Pickler):
         self.records: list[_TensorRecord] = []
 
     def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, _Storage):
+        if isinstance(value, _StorageRecord):
             return "storage", value.kind, value.key, "cpu", value.numel
         return None
 
@@ -98,7 +98,7 @@ class _Pickler(pickle.Pickler):
         else:
             kind, numel = vars(torch)[storage._pickle_storage_type()], meta.numel()  # noqa: SLF001 - the name of the class in the file
         self.records.append(_TensorRecord(value, meta.nbytes))
-        record = _Storage(kind, str(len(self.records) - 1), numel)
+        record = _StorageRecord(kind, str(len(self.records) - 1), numel)
         return rebuild, (record, 0, tuple(meta.shape), meta.stride(), *rest)
 
 

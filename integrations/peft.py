@@ -1,0 +1,45 @@
+"""The adapters of a PEFT model as a state tree: what is trained, without the frozen base."""
+
+# Pyright takes the name `peft` for this module.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftModel, get_peft_model_state_dict
+
+from penstock import UnsupportedStateError
+
+
+def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:
+    """Return the live tensors of an adapter, and all other trained parameters, by name.
+
+    `{"model": state_of(model), "optimizer": optimizer}` is saved and restored in place, as a whole
+    model would be. The tensors of the adapter have the names of PEFT's own files, without the name
+    of the adapter; so an export to safetensors is an `adapter_model.safetensors`, and a restore may
+    go into an adapter of another name. Embeddings that were resized are in it if they are trained.
+
+    Args:
+        model: A `PeftModel`, without the wrappers of DDP or FSDP.
+        adapter: The name of the adapter; default: the active one.
+
+    Returns:
+        The tensors themselves, not copies.
+
+    Raises:
+        UnsupportedStateError: `model` is no `PeftModel`.
+    """
+    if not isinstance(model, PeftModel):
+        msg = f"state_of takes a peft.PeftModel, not a {type(model).__name__}: unwrap it first"
+        raise UnsupportedStateError(msg)
+    live = model.state_dict(keep_vars=True)
+    named = get_peft_model_state_dict(
+        model, live, adapter or model.active_adapter, save_embedding_layers=False
+    )
+    # Prompt learning computes tensors for its files: a restore into these would be lost.
+    known = {id(tensor) for tensor in live.values()}
+    state = {name: tensor for name, tensor in named.items() if id(tensor) in known}
+    held = {id(tensor) for tensor in state.values()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return state | {name: p for name, p in trained.items() if id(p) not in held}

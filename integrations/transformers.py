@@ -1,0 +1,367 @@
+"""Checkpoints of the `Trainer` of transformers, and of all trainers that derive from it.
+
+A trainer finds its checkpoint in a folder. Here that folder is temporary, and has only the small
+files that the trainer, and classes that derive from it, write there themselves. They are saved with
+the state, and laid out again for a resume.
+"""
+
+# Pyright takes the name `transformers` for this module.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import takewhile
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from penstock import (
+    Checkpointer,
+    CheckpointNotFoundError,
+    ConfigError,
+    PerRank,
+    Rng,
+    StepExistsError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T")
+BEST = "best_global_step"
+"""The key of the metadata of a checkpoint that was the best one when it was saved."""
+
+log = logging.getLogger("penstock")
+
+
+@dataclass
+class _Run:
+    """The run of one call of `train`.
+
+    Attributes:
+        ckpt: Its checkpointer.
+        folder: Where transformers believes its checkpoints to be.
+        step: The checkpoint that training resumes from; -1: it begins.
+        parts: The keys of that checkpoint.
+        newest: The newest step that training comes from, or has saved.
+    """
+
+    ckpt: Checkpointer
+    folder: Path
+    step: int = -1
+    parts: frozenset[str] = frozenset()
+    newest: int = -1
+
+    def stub(self, step: object) -> Path:
+        """Return the folder that stands for a checkpoint."""
+        folder = self.folder / f"checkpoint-{step}"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def restore(self, live: dict[str, Any], *keys: str) -> None:
+        """Restore what the checkpoint has of these keys."""
+        wanted = self.parts & live.keys() & {*keys}
+        if wanted:
+            self.ckpt.restore(live, self.step, include=sorted(wanted))
+
+
+class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may not be installed
+    """Saves and resumes with Penstock: `class MyTrainer(PenstockTrainerMixin, Trainer)`.
+
+    The checkpoints are in `output_dir/penstock`, with the model (of a PEFT model its adapters),
+    optimizer, scheduler, scaler, random state, and the trainer's state with that of its callbacks.
+    Saves are lazy. `train` returns when the last one is durable.
+
+    Attributes:
+        penstock_url: The place of the run; default: `output_dir/penstock`.
+        penstock_options: Options of the `penstock.Checkpointer`. The defaults are `mode="lazy"`,
+            and a `retention` that does what `save_total_limit` says.
+    """
+
+    penstock_url: str | Path | None = None
+    penstock_options: Mapping[str, Any] | None = None
+    _penstock: _Run | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | int | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Train as `Trainer.train` does.
+
+        Args:
+            resume_from_checkpoint: True: the newest whole checkpoint, or if there is none, that of
+                the trainer itself in `output_dir`, or a new training. A number: the checkpoint of
+                this step; the first save deletes all later ones. A path: a folder of transformers.
+            trial: As for `Trainer.train`.
+            args: As for `Trainer.train`.
+            kwargs: As for `Trainer.train`.
+
+        Returns:
+            What `Trainer.train` returns.
+
+        Raises:
+            StepExistsError: Training shall begin, and the run has checkpoints.
+            CheckpointNotFoundError: There is no checkpoint of the step.
+            ConfigError: The trainer does something for which it needs its own checkpoints.
+            PenstockError: A save or the restore failed.
+        """
+        self._check_may_save()
+        url = self.penstock_url or Path(self._get_output_dir(trial), "penstock")
+        options = {"mode": "lazy", "retention": self._retention(), **(self.penstock_options or {})}
+        with (
+            tempfile.TemporaryDirectory(prefix="penstock-") as folder,
+            Checkpointer(url, name=f"transformers/{url}", **options) as ckpt,
+        ):
+            self._penstock = _Run(ckpt, Path(folder))
+            try:
+                begin = self._begin(self._penstock, resume_from_checkpoint, url)
+                return super().train(begin, trial, *args, **kwargs)
+            finally:
+                if self._owner(self.state.best_model_checkpoint):
+                    self.state.best_model_checkpoint = None  # the temporary folder is gone
+                self._penstock = None
+
+    def _check_may_save(self) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.is_deepspeed_enabled or getattr(plugin, "fsdp_version", 2) != 2:  # noqa: PLR2004
+            msg = (
+                "a Trainer with DeepSpeed or FSDP1 is not saved: take FSDP2, with "
+                'fsdp_config={"version": 2}, or penstock.integrations.deepspeed for the engine'
+            )
+            raise ConfigError(msg)
+        if self.args.push_to_hub and not (self.penstock_url and self.args.hub_strategy == "end"):
+            msg = (
+                "push_to_hub uploads all of output_dir, and while it trains from folders that "
+                "Penstock does not write: set penstock_url to a place outside of output_dir, and "
+                'hub_strategy="end"'
+            )
+            raise ConfigError(msg)
+
+    def _retention(self) -> dict[str, Any] | None:
+        """Return what keeps at most `save_total_limit`, as transformers does: the best and last."""
+        limit = self.args.save_total_limit
+        if limit is None or limit < 1:
+            return None
+        if self.args.metric_for_best_model is None:
+            return {"keep_last": limit}
+        best = {"keep_best": 1, "best_metric": BEST, "best_mode": "max"}
+        return {"keep_last": max(limit - 1, 1), **best}
+
+    def _begin(self, run: _Run, resume: str | int | None, url: object) -> str | None:
+        """Return the folder that `Trainer.train` is to resume from, if any."""
+        if isinstance(resume, int) and resume is not False:  # True is an int too
+            step, damage = ("latest", "fallback") if resume is True else (resume, "raise")
+            try:
+                stored = run.ckpt.load(step, include="files", on_damage=damage)["files"]
+            except CheckpointNotFoundError:
+                if resume is not True:
+                    raise
+                found = Path(self.args.output_dir).is_dir()
+                resume = get_last_checkpoint(self.args.output_dir) if found else None
+            else:
+                files = {name: data for rank in stored.values() for name, data in rank.items()}
+                return str(self._lay_out(run, files))
+        if self.args.save_strategy != "no" and (steps := run.ckpt.steps()):
+            msg = (
+                f"{url} has checkpoints up to step {steps[-1]}: train(resume_from_checkpoint=True) "
+                "continues from there; to begin again, delete them or take another output_dir"
+            )
+            raise StepExistsError(msg)
+        return resume or None
+
+    def _lay_out(self, run: _Run, files: dict[str, bytes]) -> Path:
+        """Make the folder of a checkpoint, but for the files that `_load_...` would read."""
+        state = json.loads(files["trainer_state.json"])
+        best = state["best_model_checkpoint"]
+        if best and Path(best).parent != Path(self.args.output_dir):  # not transformers' own
+            state["best_model_checkpoint"] = str(run.stub(_step_of(best)))
+        files["trainer_state.json"] = json.dumps(state).encode()
+        run.step = run.newest = state["global_step"]
+        keys = run.ckpt.open(run.step).keys()
+        run.parts = frozenset(path.partition("/")[0] for path in keys)
+        stub = run.stub(run.step)
+        for name, data in files.items():
+            path = stub / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        return stub
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run = self._penstock
+        return super()._get_output_dir(trial) if run is None else str(run.folder)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run, step = self._penstock, self.state.global_step
+        if run is None:  # outside of `train`
+            super()._save_checkpoint(model, trial)
+            return
+        if run.newest == run.step:  # the first save
+            self._prepare(run)
+        stub = run.stub(step)
+        super()._save_checkpoint(model, trial)
+        found = {path.relative_to(stub).as_posix(): path for path in stub.rglob("*")}
+        files = {name: path.read_bytes() for name, path in found.items() if path.is_file()}
+        entries = takewhile(lambda one: one.get("step") == step, reversed(self.state.log_history))
+        metadata = {k: v for one in entries for k, v in one.items() if isinstance(v, Real)}
+        if self.state.best_global_step == step:
+            metadata[BEST] = step
+        live = {"model": _trained(self.model)} if self.args.save_only_model else self._live()
+        # Schedule-free optimizers change parameters between steps, in train() and eval().
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        run.ckpt.save(
+            {**live, "files": PerRank(files)},
+            step,
+            mode="async" if callable(getattr(inner, "train", None)) else None,
+            metadata=metadata,
+            # A callback asked for a step again, or auto_find_batch_size began again.
+            overwrite=step <= run.newest,
+        )
+        run.newest = max(run.newest, step)
+
+    def _prepare(self, run: _Run) -> None:
+        """Make the run end where training resumed, and say what keeps a resume from being exact."""
+        if self.args.process_index != 0:
+            return
+        if run.step >= 0:
+            run.ckpt.rewind(run.step)
+        if reasons := _reasons(self):
+            log.warning("a resume will not be exact: %s", "; ".join(reasons))
+
+    def _live(self) -> dict[str, Any]:
+        """Return all that has state, but for the trainer itself."""
+        live = {
+            "model": _trained(self.model),
+            "optimizer": self.optimizer,
+            "scheduler": self.lr_scheduler,
+            "scaler": getattr(self.accelerator, "scaler", None),
+            "rng": Rng(),
+        }
+        return {name: value for name, value in live.items() if value is not None}
+
+    def _owner(self, folder: str | None) -> _Run | None:
+        """Return the run, if `folder` stands for a checkpoint of it."""
+        run = self._penstock
+        return run if run and folder and Path(folder).parent == run.folder else None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - as the trainer has it
+        """Write a folder for `from_pretrained`, as `Trainer.save_model` does.
+
+        Args:
+            output_dir: The folder; default: the trainer's.
+        """
+        if self._owner(output_dir) is None:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._owner(output_dir) is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self._owner(output_dir) is None:
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._owner(output_dir) is None:
+            super()._save_rng_state(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if run := self._owner(resume_from_checkpoint):
+            run.restore({"model": _trained(self.model)}, "model")
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if run := self._owner(checkpoint):
+            run.restore(self._live(), "optimizer", "scheduler", "scaler")
+        super()._load_optimizer_and_scheduler(checkpoint)  # finds files of derived classes only
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if run := self._owner(checkpoint):
+            run.restore({"rng": Rng()}, "rng")
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self._penstock is not None:
+            self._penstock.ckpt.wait()  # parameters are about to change
+        best = self.state.best_model_checkpoint
+        run = self._owner(best)
+        if run is None:  # saved by transformers, before
+            super()._load_best_model()
+            return
+        try:
+            run.ckpt.restore({"model": _trained(self.model)}, _step_of(best), include="model")
+        except CheckpointNotFoundError as error:
+            log.warning("the best model is not loaded: %s", error)
+
+
+def patch(trainer: T, url: str | Path | None = None, **options: Any) -> T:
+    """Make a ready trainer save and resume with Penstock, as `PenstockTrainerMixin` does.
+
+    Args:
+        trainer: A `Trainer`, or an object of a class that derives from it; it is changed in place.
+        url: The place of the run; default: `output_dir/penstock`.
+        options: Options of the `penstock.Checkpointer`.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        ConfigError: `trainer` is no `Trainer`.
+    """
+    if not isinstance(trainer, Trainer):
+        msg = f"patch takes a transformers.Trainer, not a {type(trainer).__name__}"
+        raise ConfigError(msg)
+    ready: Any = trainer
+    kind = type(ready)
+    if not issubclass(kind, PenstockTrainerMixin):
+        ready.__class__ = type(kind.__name__, (PenstockTrainerMixin, kind), {})
+    ready.penstock_url, ready.penstock_options = url, options
+    return trainer
+
+
+def _reasons(trainer: Any) -> list[str]:
+    """Return what keeps a trainer, with its own checkpoints too, from resuming exactly."""
+    args, collator = trainer.args, trainer.data_collator
+    reasons = {
+        "save_only_model leaves out the optimizer and random state": args.save_only_model,
+        "ignore_data_skip reads the data from the beginning": args.ignore_data_skip,
+        "use_seedable_sampler=False draws another order of the data": (
+            not args.accelerator_config.use_seedable_sampler
+        ),
+        "a dataset without a length is resumed exactly only in its first pass": (
+            not hasattr(trainer.train_dataset, "__len__")
+        ),
+        "the collator draws random masks one batch ahead of the step": (
+            getattr(collator, "mlm", False) and getattr(collator, "seed", None) is None
+        ),
+        "the evaluation of an epoch comes after the save of its last step": (
+            args.save_strategy == "steps" and args.eval_strategy == "epoch"
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _step_of(folder: str) -> int:
+    return int(folder.rpartition("-")[2])
+
+
+def _trained(model: Any) -> Any:
+    """Return what is saved of a model: of a PEFT model the frozen base is left out."""
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if kind is None or not isinstance(model, kind):
+        return model
+    from penstock.integrations.peft import state_of  # noqa: PLC0415 - needs peft
+
+    return state_of(model)
