@@ -14,6 +14,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import penstock
+from penstock.integrations.trees import named, of_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,12 +54,12 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         raise penstock.ConfigError(msg)
     positions = [_Position.of(loader) for loader in accelerator._dataloaders]
     tree = {
-        **_named("model", accelerator._models),
-        **_named("optimizer", accelerator._optimizers),
-        **_named("scheduler", accelerator._schedulers),
-        **_named("custom", accelerator._custom_objects),
-        **_named("loader", [penstock.PerRank(each, on_change=_first) for each in positions]),
-        "accumulated": penstock.PerRank(_Accumulated(accelerator), on_change=_first),
+        **named("model", accelerator._models),
+        **named("optimizer", accelerator._optimizers),
+        **named("scheduler", accelerator._schedulers),
+        **named("custom", accelerator._custom_objects),
+        **named("loader", [penstock.PerRank(each, on_change=of_rank_0) for each in positions]),
+        "accumulated": penstock.PerRank(_Accumulated(accelerator), on_change=of_rank_0),
         "step": accelerator.step,
         "rng": penstock.Rng(),
     }
@@ -256,16 +257,6 @@ class _Accumulated:
         for number, model in enumerate(self._accelerator._models):
             for name, parameter in model.named_parameters():
                 yield f"{number}.{name}", parameter
-
-
-def _named(name: str, values: list[Any]) -> dict[str, Any]:
-    if len(values) == 1:
-        return {name: values[0]}
-    return {f"{name}_{number}": value for number, value in enumerate(values)}
-
-
-def _first(states: list[Any]) -> Any:
-    return states[0]
 
 
 def _resume_on_other_ranks(key: str, state: dict[str, Any], accelerator: Accelerator) -> None:

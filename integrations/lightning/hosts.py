@@ -1,0 +1,26 @@
+"""The classes of Lightning, of whichever of its two packages the program has imported."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+_HOSTS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+_loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorch"]
+
+
+def _base(modules: list[str], name: str) -> Any:
+    """Return a class below that of each host: a trainer takes only instances of its own classes."""
+    return type(name, tuple(getattr(import_module(module), name) for module in modules), {})
+
+
+Checkpoint: Any = _base([f"{name}.callbacks" for name in _loaded], "Checkpoint")
+TorchCheckpointIO: Any = _base([f"{_HOSTS[name]}.plugins" for name in _loaded], "TorchCheckpointIO")
+WRAPPERS = tuple(import_module(f"{name}.plugins.io").AsyncCheckpointIO for name in _loaded)
+
+
+def filesystem_of(path: Any) -> Any:
+    """Return the file system of fsspec that Lightning itself uses for a path."""
+    module = import_module(f"{_HOSTS[_loaded[0]]}.utilities.cloud_io")
+    return module.get_filesystem(path)

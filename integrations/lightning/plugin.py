@@ -1,0 +1,157 @@
+"""The `CheckpointIO`: what `ModelCheckpoint` saves goes to runs of Penstock, one for each path."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import penstock
+from penstock.integrations.lightning.hosts import WRAPPERS, TorchCheckpointIO, filesystem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger("penstock")
+
+
+class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen at run time
+    """Stores what `ModelCheckpoint` and `Trainer.save_checkpoint` save as Penstock checkpoints.
+
+    Each path becomes a folder that is a separate run. A save is captured at once and written in
+    the background; a removal waits for the saves before it. Lightning hands over state dicts on
+    rank 0 alone, so optimizer state is stored by number and nothing is deferred:
+    `PenstockCallback` is better wherever it can be used.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Make the plugin.
+
+        Args:
+            options: As for `Checkpointer`. `allow_pickle=True` stores hyperparameters and states of
+                callbacks that are no plain data.
+        """
+        self._options = {"ranks": "alone", **options}
+        self._worker: ThreadPoolExecutor | None = None
+        self._tasks: list[Future[None]] = []
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint of Lightning; the tensors may change when the call returns.
+
+        Args:
+            checkpoint: What `Trainer.dump_checkpoint` has made.
+            path: The root of the run. A file of Lightning there is replaced.
+            storage_options: None; the options of Penstock are those of the plugin.
+
+        Raises:
+            ConfigError: `AsyncCheckpointIO` wraps this plugin, or there are `storage_options`.
+            PenstockError: The save failed, or an earlier one did in the background.
+        """
+        frame = inspect.currentframe()
+        caller = None if frame is None or frame.f_back is None else frame.f_back.f_locals
+        if caller is not None and isinstance(caller.get("self"), WRAPPERS):
+            msg = (
+                "AsyncCheckpointIO does not queue removals after saves, so it leaves checkpoints "
+                "that ModelCheckpoint has removed; PenstockIO saves in the background without it: "
+                "pass plugins=[PenstockIO()]"
+            )
+            raise penstock.ConfigError(msg)
+        if storage_options is not None:
+            msg = "PenstockIO takes no storage_options: pass options to PenstockIO(...)"
+            raise penstock.ConfigError(msg)
+        self._raise_first(done=True)
+        if filesystem_of(path).isfile(path):
+            super().remove_checkpoint(path)
+        filesystem_of(path).makedirs(path, exist_ok=True)  # ModelCheckpoint looks for taken names
+        ckpt = penstock.Checkpointer(os.fspath(path), **self._options)
+        step = int(checkpoint.get("global_step", 0))
+        try:
+            replaced = [each for each in ckpt.steps() if each != step]
+            handle = ckpt.save(checkpoint, step, overwrite=True)
+        except BaseException:
+            ckpt.close()
+            raise
+        self._queue(lambda: _finish(ckpt, handle, replaced))
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,  # noqa: FBT001 - as Lightning declares it
+    ) -> dict[str, Any]:
+        """Load a checkpoint of Penstock, or a file that Lightning has left.
+
+        Args:
+            path: The root of a run, or a file.
+            map_location: A device for the tensors; default: the CPU. For a file, as for
+                `torch.load`.
+            weights_only: As for `torch.load`, for a file alone: Penstock runs no code in any case
+                unless the plugin was made with `allow_pickle=True`.
+
+        Returns:
+            The checkpoint as it was handed to `save_checkpoint`.
+
+        Raises:
+            FileNotFoundError: There is nothing at `path`.
+            PenstockError: The checkpoint cannot be read, or an earlier save failed.
+        """
+        self._wait()
+        files = filesystem_of(path)
+        if files.isfile(path) or not files.exists(path):
+            loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+            return loaded
+        device = None if map_location is None or callable(map_location) else str(map_location)
+        with penstock.Checkpointer(os.fspath(path), **self._options) as ckpt:
+            tree: dict[str, Any] = ckpt.load(device=device)
+        return tree
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint once all saves before it have ended.
+
+        Args:
+            path: The root of a run, or a file.
+        """
+        self._queue(lambda: super(PenstockIO, self).remove_checkpoint(path))
+
+    def teardown(self) -> None:
+        """Wait for all saves and removals.
+
+        Raises:
+            PenstockError: One of them failed.
+        """
+        try:
+            self._wait()
+        finally:
+            if self._worker is not None:
+                self._worker.shutdown()
+            self._worker = None
+
+    def _queue(self, task: Callable[[], None]) -> None:
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-lightning")
+        self._tasks.append(self._worker.submit(task))
+
+    def _wait(self) -> None:
+        self._raise_first(done=False)
+
+    def _raise_first(self, *, done: bool) -> None:
+        """Raise the first error of the tasks that are over, or of all of them."""
+        chosen = [task for task in self._tasks if task.done() or not done]
+        self._tasks = [task for task in self._tasks if task not in chosen]
+        errors = [error for task in chosen if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+
+def _finish(ckpt: penstock.Checkpointer, handle: penstock.SaveHandle, replaced: list[int]) -> None:
+    """Wait for a save, and delete the checkpoints that were at its path before."""
+    with ckpt:
+        handle.result()
+        for step in replaced:
+            with contextlib.suppress(penstock.CheckpointNotFoundError):  # the save before did it
+                ckpt.delete(step)

@@ -1,0 +1,147 @@
+"""The state of a trainer besides its model and optimizers, and what of it resumes exactly."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from penstock.integrations.trees import named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+log = logging.getLogger("penstock")
+
+
+class TrainerState:
+    """A state that is stored as it is, and comes back without a template."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state."""
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what is stored as the state."""
+        self.state = state
+
+
+def objects_of(trainer: Any) -> dict[str, Any]:
+    """Return the live model, optimizers and schedulers."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return {
+        "model": trainer.strategy.model,
+        **named("optimizer", trainer.optimizers),
+        **named("scheduler", schedulers),
+    }
+
+
+def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    """Return what rank 0 of another number of ranks stored, without its place in the data."""
+    if state["in_epoch"] and state["loaders"] and trainer.is_global_zero:
+        log.warning(
+            "lightning: saved in the middle of an epoch by another number of ranks: the rest of "
+            "the epoch reads its data from the start"
+        )
+    state["loops"]["state_dict"]["combined_loader"] = state["loaders"] = state["generators"] = []
+    state["order"] = None
+    return state
+
+
+def loader_states(trainer: Any) -> list[Any]:
+    """Return the states of the stateful training loaders."""
+    states: list[Any] = trainer.fit_loop._combined_loader._state_dicts()
+    return states
+
+
+def fetches_itself(trainer: Any) -> bool:
+    """Whether `training_step` takes the iterator, and fetches batches when it likes."""
+    return type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
+
+
+def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str, Any]:
+    """Return loops, callbacks and all else that is no object of `objects_of`.
+
+    Args:
+        trainer: The trainer.
+        in_epoch: Whether the save is made before the end of an epoch.
+        has_ended: Whether training has ended.
+    """
+    loops = trainer.fit_loop.state_dict()
+    if in_epoch and has_ended:
+        # `max_steps` ended training: Lightning has counted an epoch that is not over.
+        for count in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
+            count["processed"] -= 1
+            count["completed"] -= 1
+    datamodule = trainer.datamodule
+    states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+    state = {
+        "loops": loops,
+        "callbacks": {key: each for key, each in states.items() if each},
+        "precision": trainer.precision_plugin.state_dict(),
+        "datamodule": None if datamodule is None else datamodule.state_dict(),
+        "metrics": dict(trainer.callback_metrics),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "should_stop": bool(trainer.should_stop),
+        "in_epoch": in_epoch,
+        "has_ended": has_ended,
+    }
+    state["hooks"] = _hook_state(trainer, state)
+    return state
+
+
+def plain_checkpoint(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what hooks that save and load may look at in a checkpoint of Lightning."""
+    strategy = type(trainer.strategy).__name__
+    is_sharded = "FSDP" in strategy or "ModelParallel" in strategy  # whole, it may be too large
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "state_dict": {} if is_sharded else trainer.lightning_module.state_dict(),
+        "loops": {"fit_loop": state["loops"]},
+        "callbacks": state["callbacks"],
+    }
+
+
+def _hook_state(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `on_save_checkpoint` of the module or a callback adds to a checkpoint."""
+    module = trainer.lightning_module
+    if not any(_overrides(each, "on_save_checkpoint") for each in (module, *trainer.callbacks)):
+        return {}
+    plain = plain_checkpoint(trainer, state)
+    checkpoint = dict(plain)
+    for callback in trainer.callbacks:
+        callback.on_save_checkpoint(trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    return {name: value for name, value in checkpoint.items() if value is not plain.get(name)}
+
+
+def _overrides(value: object, name: str) -> bool:
+    home = getattr(type(value), name).__qualname__
+    return home not in {f"Callback.{name}", f"CheckpointHooks.{name}"}  # which do nothing
+
+
+def remarks(trainer: Any) -> Iterator[str]:
+    """Yield what of the configuration will not resume exactly, and what to do."""
+    loader = trainer.fit_loop._combined_loader
+    if len(loader_states(trainer)) < len(loader.flattened):
+        yield (
+            "the training data loader cannot say where it is, so a resume in the middle of an "
+            "epoch gets other samples: use torchdata.stateful_dataloader.StatefulDataLoader"
+        )
+    if len(loader.flattened) > 1 and "cycle" in loader._mode:
+        yield "several loaders of different lengths: which of them began again is not restored"
+    if fetches_itself(trainer):
+        yield (
+            "training_step takes dataloader_iter: batches that it has fetched ahead are lost in a "
+            "resume"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        yield "reload_dataloaders_every_n_epochs counts from the epoch of the resume"
+    if any(metric.meta.on_epoch for metric in trainer.fit_loop.epoch_loop._results.values()):
+        yield (
+            "Lightning stores no sums of self.log(on_epoch=True): an epoch that is resumed in the "
+            "middle logs the mean of the batches after it"
+        )

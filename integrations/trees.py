@@ -1,0 +1,19 @@
+"""What adapters share: names for several objects of a kind, and the state of a new rank."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def named(name: str, values: list[T]) -> dict[str, T]:
+    """Return the values below `name` if there is one, else below `name_0`, `name_1` and so on."""
+    if len(values) == 1:
+        return {name: values[0]}
+    return {f"{name}_{number}": value for number, value in enumerate(values)}
+
+
+def of_rank_0(states: list[T]) -> T:
+    """Return the state of rank 0, for ranks that there were not at the save (`on_change`)."""
+    return states[0]
