@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from penstock.core.distributions import installed_only
 
 if TYPE_CHECKING:
+    from penstock import dcp as dcp
     from penstock.core.checkpointer import Checkpointer
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.config.plugin_choice import BackendConfig
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from penstock.core.restore.specs import ObjectSpec
     from penstock.core.tree.select import Rename, Selection
     from penstock.core.types import Region
-    from penstock.integrations import dcp as dcp
     from penstock.integrations.files.exporter import export_checkpoint
     from penstock.integrations.files.importer import import_checkpoint
     from penstock.integrations.files.options import ExportReport
@@ -198,7 +198,7 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     if name == "dcp":  # not of `__all__`: `import *` would import torch
-        return importlib.import_module("penstock.integrations.dcp")
+        return importlib.import_module("penstock.dcp")
     if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)

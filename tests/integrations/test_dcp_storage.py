@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import penstock
+import penstock.dcp  # by this name, too
 from penstock.integrations.dcp import Reader, Writer
 
 # It says that this is one process, and that a checkpoint that is not there cannot be read.
