@@ -6,11 +6,9 @@ import re
 import signal
 import textwrap
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from tests import interpreters
 
 import penstock
@@ -128,54 +126,6 @@ def test_the_loop_of_the_readme_goes_on_exactly_after_a_kill_in_an_epoch(tmp_pat
     assert train("killed", 0, 150) == expected[:150]  # in the second of three epochs of 96 batches
     assert train("killed", 1, 250) == expected[101:250]
     assert train("killed", 2, 288) == expected[201:]
-
-
-class _KilledError(Exception):
-    pass
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
-def test_the_recipe_for_accelerate_resumes_exactly_in_every_epoch(tmp_path, monkeypatch):
-    pytest.importorskip("accelerate", reason="needs accelerate, which `pip install .[dev]` brings")
-    pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    (recipe,) = (code for code, rest in BLOCK.findall(page) if rest)
-
-    def train(root, kill_at, seed):
-        losses = {}
-
-        def train_one_step(model, optimizer, batch):
-            if names["state"]["step"] == kill_at:
-                raise _KilledError
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[names["state"]["step"]] = loss.item()
-
-        root.mkdir(exist_ok=True)
-        monkeypatch.chdir(root)
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2))
-        data = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-        names = {
-            "penstock": penstock,
-            "model": model,
-            "optimizer": torch.optim.AdamW(model.parameters()),
-            "loader": torch.utils.data.DataLoader(data, batch_size=2, shuffle=True),
-            "train_one_step": train_one_step,
-        }
-        with suppress(_KilledError):
-            exec(recipe, names)
-        return losses
-
-    expected = train(tmp_path / "one", None, 0)
-    assert len(expected) == 18
-    for seed, kill_at in enumerate((5, 11, 13, 17, None)):  # from steps 4, 8 and 16 on
-        losses = train(tmp_path / "two", kill_at, seed)
-        assert losses.items() <= expected.items()
-    assert max(losses) == 17
 
 
 def test_the_quickstart_runs_again_where_it_has_run_before_and_where_it_broke_off(
