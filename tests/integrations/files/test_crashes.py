@@ -1,5 +1,6 @@
 """An export that is killed, and the memory that both ways take."""
 
+import gc
 import json
 import random
 import resource
@@ -97,6 +98,8 @@ def assert_whole(out, to, whole):
         assert penstock.import_checkpoint(out, f"memory://{out}", overwrite=True).objects > 5
 
 
+# DCP leaves a writer in a cycle of references, and its end is an error of its own.
+@pytest.mark.filterwarnings("ignore:.*NoCloseWriter:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
 def test_a_write_that_fails_in_the_middle_is_a_storage_error_and_leaves_nothing(tmp_path, to):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
@@ -110,6 +113,7 @@ def test_a_write_that_fails_in_the_middle_is_a_storage_error_and_leaves_nothing(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names_in(tmp_path) == ["run"]
+    gc.collect()  # that writer, here and not in another test
 
 
 MEASURE = """
