@@ -235,7 +235,7 @@ def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
 class Leaves:
     """Some leaves of a subtree, each an object of its own; other ranks may have the others.
 
-    For state that is cut into leaves, of which each rank has some. Without it a dict or list of
+    For state that is cut into leaves; each rank has some of them. Without it a dict or list of
     plain values is one value, which a rank has as a whole. It is stored as the dicts and lists that
     the leaves are in, and can be saved only: a restore needs these in its place.
 

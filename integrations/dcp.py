@@ -166,7 +166,7 @@ class Writer(_Storage, StorageWriter):
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         count = world if self._group is None else len(self._group)
-        # `no_dist`, or a group of one rank. Without collectives each rank is told its own plan,
+        # `no_dist`, or a group of one rank. Without collectives each rank gets its own plan,
         # and all of them save.
         self._alone = len(plans) == 1 and (self._collective or world == 1)
         if self._collective and not self._alone and len(plans) != count:
@@ -317,7 +317,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> object:
         # The planner has pickled an object of this process a moment ago. What needs a pickle in the
         # checkpoint is for Penstock to refuse, or to take with `allow_pickle=True`.
         return torch.load(data, weights_only=False)
-    told = item.tensor_data
-    if told is None or item.type is WriteItemType.TENSOR:
+    planned = item.tensor_data
+    if planned is None or item.type is WriteItemType.TENSOR:
         return data.detach()
-    return Shard(data.detach(), told.size, told.chunk.offsets)
+    return Shard(data.detach(), planned.size, planned.chunk.offsets)

@@ -39,7 +39,7 @@ __all__ = ["PenstockManager"]
 class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan may be missing
     """Saves and restores the state of torchtitan's trainer, with its own configuration.
 
-    A save is lazy: training goes on while weights and moments are copied, until the next step of
+    A save is lazy: training continues while weights and moments are copied, until the next step of
     the optimizer. The folder is a run of Penstock. torchtitan's own manager reads what it has left
     there, and files of other formats (`initial_load_path`), and writes them (`last_save_in_hf`).
     """

@@ -103,7 +103,7 @@ class Timing:
     opens without a warning."""
 
     preemption_poll_s: float = 1.0
-    """A rank asks the store of the job this often whether another rank was told to leave."""
+    """A rank asks the store of the job this often whether another rank was asked to leave."""
 
     last_progress_s: float = 5.0
     """A blocking save waits this long for its last `on_progress` call; then it returns."""

@@ -112,7 +112,9 @@ class AgreedStop:
                 found = store.decide(_ASKED_KEY, own) if own else store.read([_ASKED_KEY])[0]
             except CoordinationError as error:
                 if reason:  # once; tried again after a pause
-                    log.warning("%s, and the other ranks cannot be told: %s", own.decode(), error)
+                    log.warning(
+                        "%s, and the other ranks cannot learn of it: %s", own.decode(), error
+                    )
                 continue
             if found is not None:
                 level = logging.INFO if place.rank else logging.WARNING

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 GROUPINGS = ("codec", "rule", "role", "dtype")
 """The values of `--by`."""
 
-_CODECS_OF_A_CONTAINER = 2  # a container names so many; more would take the width of the table
+_CODECS_OF_A_CONTAINER = 2  # the most that a container names; more would fill the table
 _COLUMNS = (
     Column("PATH", flexible=True),
     Column("TYPE", keep=9),

@@ -1,4 +1,4 @@
-"""Leaves of a tree, of which each rank has some: `penstock.Leaves`."""
+"""Leaves of a tree, spread over ranks: `penstock.Leaves`."""
 
 import pytest
 import torch

@@ -51,11 +51,11 @@ def preempt(root, dice):
         assert ranks[victim].stdout.readline() == "ready\n"
         time.sleep(dice.uniform(0, 1.5))
         ranks[victim].terminate()
-        told = [process.communicate(timeout=PATIENCE_S) for process in ranks]
+        outputs = [process.communicate(timeout=PATIENCE_S) for process in ranks]
     finally:
         end(ranks)
-    assert [process.returncode for process in ranks] == [0] * RANKS, told
-    return [out.removeprefix("ready\n") for out, _ in told]
+    assert [process.returncode for process in ranks] == [0] * RANKS, outputs
+    return [out.removeprefix("ready\n") for out, _ in outputs]
 
 
 @pytest.mark.process
