@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from penstock.core.cli.output.sums import Sum
 from penstock.core.cli.output.tree import grown
 from penstock.core.types import show_segment
 
@@ -19,26 +20,16 @@ _LEAST_PART = 1 / 1000  # of the whole: smaller boxes are no more than a line, a
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A box of the treemap.
+class Box(Sum):
+    """A box of the treemap; its group is the last segment of its path, as shown.
 
     Attributes:
         id: Its number.
         parent: The number of the box around it; empty for the outermost one.
-        name: The last segment of its path, as shown.
-        objects: The number of objects in it.
-        bytes_raw: Their bytes.
-        bytes_stored: Their bytes in the blobs of the checkpoint itself.
-        bytes_borrowed: The bytes that they need from blobs of other saves.
     """
 
     id: str
     parent: str
-    name: str
-    objects: int
-    bytes_raw: int
-    bytes_stored: int
-    bytes_borrowed: int
 
 
 def boxes_of(objects: Sequence[Shown], name: str) -> list[Box]:
@@ -66,11 +57,11 @@ def _inside(tree: Branch[Shown], outer: Box, least: float, numbers: Iterator[str
 
 def _box(number: str, parent: str, name: str, objects: Sequence[Shown]) -> Box:
     return Box(
-        number,
-        parent,
-        name,
-        len(objects),
-        sum(one.nbytes for one in objects),
-        sum(one.bytes_stored for one in objects),
-        sum(one.bytes_borrowed for one in objects),
+        group=name,
+        objects=len(objects),
+        bytes_raw=sum(one.nbytes for one in objects),
+        bytes_stored=sum(one.bytes_stored for one in objects),
+        bytes_borrowed=sum(one.bytes_borrowed for one in objects),
+        id=number,
+        parent=parent,
     )

@@ -41,7 +41,7 @@ def size_map(boxes: Sequence[Box]) -> Chart:
         "type": "treemap",
         "ids": [one.id for one in boxes],
         "parents": [one.parent for one in boxes],
-        "labels": [shown(one.name) for one in boxes],
+        "labels": [shown(one.group) for one in boxes],
         "values": [one.bytes_raw for one in boxes],
         "text": about,
         "branchvalues": "total",

@@ -79,8 +79,8 @@ def test_small_objects_share_a_box_and_nothing_is_lost(saved):
     facts = gather(f"posix://{saved}/run", 1, [])
     outer, *boxes = boxes_of(facts.objects, "step 1")
     assert outer.bytes_raw == sum(one.nbytes for one in facts.objects)
-    names = {one.id: one.name for one in (outer, *boxes)}
-    assert {(names[one.parent], one.objects) for one in boxes if "small" in one.name} == {
+    names = {one.id: one.group for one in (outer, *boxes)}
+    assert {(names[one.parent], one.objects) for one in boxes if "small" in one.group} == {
         ("model", 40)
     }
     for box in (outer, *boxes):
