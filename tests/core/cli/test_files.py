@@ -109,6 +109,16 @@ def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_errors_say_what_to_do(call, run, tmp_path):
+    file = tmp_path / "o.pt"
+    assert call("export", run, file, "--to", "torch").code == 0
+    assert call("ls", file).err == f"penstock: {file} is a file, not the folder of a run\n"
+    done = call("import", file, run, "--step", "9")
+    assert done.code == 1
+    assert "step 9" in done.err
+    assert "--overwrite" in done.err
+
+
 def test_names_cannot_control_the_terminal(call, tmp_path):
     with penstock.Checkpointer(tmp_path / "run") as ckpt:
         weight = torch.ones(2)
