@@ -35,6 +35,7 @@ from penstock import (
     FormatError,
     PenstockError,
 )
+from penstock.integrations.files.torch_import import STUB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PLACE = "penstock.json"
-_STUB = "This file of DeepSpeed is kept by Penstock.\n"
 _TAG = "deepspeed_tag"  # in the metadata of each checkpoint
 _LAST = "deepspeed-latest"  # a tag of Penstock's: retention spares the checkpoint
 _CLASS = "deepspeed_class"
@@ -348,7 +348,7 @@ def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
             raise CheckpointNotFoundError(msg)
         return True  # killed before all stubs of a tag that was saved again were written
     with file.open("rb") as opened:
-        if opened.read(len(_STUB)) == _STUB.encode():
+        if opened.read(len(STUB)) == STUB:
             return True
     if place is not None:
         msg = (
@@ -382,7 +382,7 @@ def _of_rank_0(choose: Callable[[], int]) -> int:
 
 def _stub_text(name: str, place: _Place, folder: Path) -> str:
     return (
-        f"{_STUB}{place.line(folder)}"
+        f"{STUB.decode()}{place.line(folder)}"
         "To write what it stands for as a file that torch.load reads:\n"
         f"    penstock export {place.run} OUT.pt --to torch --step {place.step} --include {name}\n"
     )

@@ -202,6 +202,8 @@ def _opened(
     path = config.model_dump().get("path") if cls.name in _LOCAL else None
     if must_exist and path is not None and not Path(path).is_dir():
         msg = f"there is no folder {path}"
+        if Path(path).is_file():
+            msg = f"{path} is a file, not the folder of a run"
         raise ConfigError(msg)
     try:
         return guarded(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from penstock import FormatError, Streamed, UnsupportedStateError
-from penstock.integrations.files.torch_import import load_safely
+from penstock.integrations.files.torch_import import load_safely, refuse_stub
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -328,6 +328,7 @@ _STAND_INS: list[Any] = [
 
 
 def _load(path: Path) -> dict[str, Any]:
+    refuse_stub(path)
     with torch.serialization.safe_globals(_STAND_INS):
         found = load_safely(path, str(path), mmap=True)
     if not isinstance(found, dict):

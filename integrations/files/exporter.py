@@ -57,15 +57,16 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
         rename: Stored prefix -> prefix in the export, or a function of shown paths, as for
             `Checkpointer.restore`.
         cast: The dtype to convert floats to: `"bfloat16"`, `"float16"`, `"float32"` or `"float64"`.
-            Tensors without dimensions stay as they are.
+            Tensors without dimensions, 8-bit floats and complex numbers stay as they are.
         shard_bytes: The most bytes of tensors in one file of a folder of safetensors; a larger
             tensor gets a file for itself.
         keep_tied: Whether safetensors have a tied tensor under each of its names, not under the
             first one only.
         config_from: A folder with `config.json`, whose files beside the weights are copied into the
             folder of safetensors: those that end in `.json`, `.txt`, `.model`, `.jinja` or
-            `.tiktoken`. With `adapter_config.json` instead, the export is an adapter of PEFT: one
-            file, `adapter_model.safetensors`, whose names lack `.default`.
+            `.tiktoken`. With `cast`, `config.json` gets that dtype, where it names one. With
+            `adapter_config.json` instead, the export is an adapter of PEFT: one file,
+            `adapter_model.safetensors`, whose names lack `.default`.
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
         on_progress: As for `Checkpointer.restore`.
 

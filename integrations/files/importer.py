@@ -105,7 +105,7 @@ def _format_of(path: Path) -> str:
     elif path.is_file():
         with path.open("rb") as file:
             begin = file.read(9)
-        if begin[:2] == b"PK" or begin[:1] == b"\x80":
+        if begin[:2] == b"PK" or begin[:1] == b"\x80" or path.suffix == ".pt":
             return "torch"
         if path.suffix == ".safetensors" or begin[8:] == b"{":
             return "safetensors"

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock import Progress, Rename, Selection, SelectionError, UnsupportedStateError
-from penstock.integrations.files.hugging_face import ADAPTER, SUFFIX, index_of
+from penstock.integrations.files.hugging_face import ADAPTER, CONFIG, SUFFIX, index_of
 from penstock.integrations.files.options import ExportReport, is_cast
 from penstock.integrations.files.output import COPIED, published
 from penstock.integrations.files.pieces import PIECE_BYTES, read_ahead
-from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header
+from penstock.integrations.files.safetensors import DTYPES, NAMES, encode_header, parse_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,6 +63,8 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
             stem = ADAPTER if options.is_adapter else "model"
             files = _write_folder(partial, stem, shards, writer)
             files += _copy_companions(options.config_from, partial)
+            if options.cast and CONFIG in files:
+                _set_dtype(partial / CONFIG, options.cast)
     options.progress(Progress(total, total, "done"))
     return ExportReport(view.step, str(options.out), tuple(files), len(tensors), total, tied)
 
@@ -93,6 +95,14 @@ def _copy_companions(source: Path | None, folder: Path) -> list[str]:
             shutil.copyfile(path, folder / path.name)
             copied.append(path.name)
     return copied
+
+
+def _set_dtype(config: Path, dtype: str) -> None:
+    """Replace the dtype that a `config.json` names: `from_pretrained` would convert back to it."""
+    content = parse_object(config, config.read_bytes())
+    named = {key: dtype for key in ("dtype", "torch_dtype") if key in content}
+    text = json.dumps(content | named, indent=2) + "\n"
+    config.write_text(text, encoding="utf-8")
 
 
 def _chosen(

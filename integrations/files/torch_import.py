@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 
+STUB = b"This file of DeepSpeed is kept by Penstock.\n"
+"""The beginning of a file that the adapter of DeepSpeed leaves in place of DeepSpeed's own."""
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Return what a file holds, its tensors mapped from the file.
 
@@ -48,6 +52,7 @@ def _other_than_tensors(found: dict[str, Any]) -> list[str]:
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
+    refuse_stub(path)
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             msg = (
@@ -61,6 +66,21 @@ def _read_dict(path: Path) -> dict[str, Any]:
         msg = f"{path} holds a {type(found).__name__}, not a dict with names: nothing to import"
         raise FormatError(msg, [str(path)])
     return found
+
+
+def refuse_stub(path: Path) -> None:
+    """Check that a file is not a stub of the adapter of DeepSpeed.
+
+    Raises:
+        FormatError: It is one.
+    """
+    with path.open("rb") as file:
+        if file.read(len(STUB)) == STUB:
+            msg = (
+                f"{path} is a stub: Penstock's adapter of DeepSpeed has saved this checkpoint in a "
+                "run already. The text in the file names the run, and the command that exports it"
+            )
+            raise FormatError(msg, [str(path)])
 
 
 def load_safely(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> object:

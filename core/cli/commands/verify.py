@@ -22,7 +22,7 @@ from penstock.core.storage.open import open_backend
 from penstock.core.suggest import listed
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.repairs import verify_and_repair
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -81,7 +81,7 @@ def run(url: str, *, step: int | None, every: bool, how: VerifyOptions) -> bool:
             for link, steps in _links(reports).items():
                 print_wrapped(f"{link} is damaged: {_named(steps)} {_need(steps)} it", style="red")
             more = f", {part} not decoded" if part else ""
-            print_line(f"{len(reports)} checkpoints verified, {bad} damaged{more}")
+            print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{more}")
     return ok
 
 

@@ -55,8 +55,10 @@ def _uring_advice(why: str) -> str:
     advice = "until then threads take its place, which cost more CPU"
     if "PENSTOCK_DISABLE_URING" in why:
         advice = f"unset PENSTOCK_DISABLE_URING; {advice}"
-    elif "package liburing" in why:
+    elif "liburing cannot be imported" in why:
         advice = f"pip install liburing; {advice}"
+    elif "another CPU" in why:
+        advice = f"run on a CPU with AVX-512, which liburing is compiled for; {advice}"
     elif disabled not in {None, "0"}:
         advice = f"sysctl kernel.io_uring_disabled is {disabled}: set it to 0; {advice}"
     elif "EPERM" in why and is_filtered():

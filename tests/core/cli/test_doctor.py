@@ -111,6 +111,14 @@ def test_probe_takes_a_small_part_of_what_is_free():
 # -- findings -------------------------------------------------------------------------------------
 
 
+def test_doctor_does_not_advise_to_install_what_is_installed(call, tmp_path, monkeypatch):
+    pytest.importorskip("liburing")
+    monkeypatch.setattr("penstock.backends.uring.ring.flags_lacked", lambda _cpuinfo: {"avx512f"})
+    text = call("doctor", tmp_path, "--no-probe").out
+    assert "- io_uring: run on a CPU with AVX-512" in text
+    assert "pip install liburing" not in text
+
+
 def test_doctor_says_why_io_uring_is_not_used_and_what_to_do(call, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PENSTOCK_DISABLE_URING", "EXFULL")
     done = call("doctor", tmp_path, "--no-probe", "--json")

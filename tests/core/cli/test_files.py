@@ -1,5 +1,7 @@
 """`penstock export` and `penstock import`: what they print, and how they end."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,7 +29,7 @@ def run(tmp_path):
 def test_export_takes_all_options(call, run, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    (source / "config.json").write_text("{}")
+    (source / "config.json").write_text('{"torch_dtype": "float32", "n": 1}')
     done = call(
         "export", run, tmp_path / "o", "--to", "safetensors", "--step", "7", "--include", "model",
         "--exclude", "model/b", "--rename", "model/wte=model/embed", "--cast", "bfloat16",
@@ -41,6 +43,8 @@ def test_export_takes_all_options(call, run, tmp_path):
     found = load_file(tmp_path / "o" / "model.safetensors")
     assert found.keys() == {"embed"}
     assert torch.equal(found["embed"], torch.arange(6).bfloat16())
+    config = json.loads((tmp_path / "o" / "config.json").read_text())
+    assert config == {"torch_dtype": "bfloat16", "n": 1}  # `from_pretrained` would undo the cast
 
 
 def test_export_takes_the_latest_step_and_refuses_an_out_that_exists(call, run, tmp_path):
@@ -103,6 +107,16 @@ def test_a_run_that_does_not_exist_is_not_made_by_an_export(call, tmp_path):
     done = call("export", tmp_path / "none", tmp_path / "o", "--to", "torch")
     assert done.code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_say_what_to_do(call, run, tmp_path):
+    file = tmp_path / "o.pt"
+    assert call("export", run, file, "--to", "torch").code == 0
+    assert call("ls", file).err == f"penstock: {file} is a file, not the folder of a run\n"
+    done = call("import", file, run, "--step", "9")
+    assert done.code == 1
+    assert "step 9" in done.err
+    assert "--overwrite" in done.err
 
 
 def test_names_cannot_control_the_terminal(call, tmp_path):

@@ -9,6 +9,7 @@ from tests.integrations.files.conftest import assert_same
 from tests.integrations.files.test_torch_files import Touch
 
 import penstock
+from penstock.integrations.files.torch_import import STUB
 
 FOLDERS = Path(__file__).parent / "deepspeed"
 STAGES = ["zero1", "zero2", "zero3"]
@@ -102,6 +103,14 @@ def test_other_ways_of_cutting_are_refused_by_name(folder, refused, name, match)
     shutil.copy(file_of(folder, "model"), folder / "t1" / name)
     with refused(penstock.UnsupportedStateError, match) as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+def test_stubs_of_the_adapter_are_refused_with_advice(folder, refused):
+    for path in (folder / "t1").glob("*_states.pt"):
+        path.write_bytes(STUB + b"...")
+    for source in (folder, file_of(folder, "model")):
+        with refused(penstock.FormatError, "is a stub: .* saved this checkpoint in a run") as root:
+            penstock.import_checkpoint(source, root)
 
 
 def test_a_folder_without_zero_is_refused_with_advice(folder, refused):
