@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -182,17 +183,33 @@ class _Position:
             "epoch": loader.iteration + ends,
             "begun": runs or self._batches is not None,
             "seed": getattr(_sampler_of(loader), "initial_seed", None),
+            "batch_size": self._batch_size(),
             "batches": loader.state_dict() if continues else None,
             "random": self._before[0] if continues and self._before else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        size, saved_size = self._batch_size(), state.get("batch_size")
+        if state["batches"] is not None and saved_size is not None and saved_size != size:
+            # The position counts batches: larger ones would skip samples that were never seen.
+            state = {**state, "batches": None, "random": None}
+            if PartialState().is_main_process:
+                log.warning(
+                    "accelerate: a data loader was saved in the middle of epoch %d with batches of "
+                    "%s and now has batches of %s: it starts that epoch again",
+                    state["epoch"],
+                    saved_size,
+                    size,
+                )
         self._loaded = state
         self._loader.set_epoch(state["epoch"])
         if state["seed"] is not None and hasattr(_sampler_of(self._loader), "initial_seed"):
             _sampler_of(self._loader).initial_seed = state["seed"]
         if self._is_stateful and state["begun"]:  # else the iterator that `prepare` made is next
             self._base.load_state_dict(state["batches"] or {})
+
+    def _batch_size(self) -> int | None:
+        return getattr(self._base.batch_sampler, "batch_size", None)
 
     def resume(self, random_state: tuple[Any, ...]) -> None:
         """Set the random states around the next batch that is fetched."""

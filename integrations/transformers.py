@@ -113,16 +113,22 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         Raises:
             StepExistsError: Training shall begin, and the run has checkpoints.
             CheckpointNotFoundError: There is no checkpoint of the step.
-            ConfigError: The trainer does something for which it needs its own checkpoints.
+            ConfigError: The trainer does something for which it needs its own checkpoints, or the
+                path has no checkpoint of transformers.
+            StorageError: Nothing can be written to the place of the run.
             PenstockError: A save or the restore failed.
         """
         self._check_may_save()
         url = self.penstock_url or Path(self._get_output_dir(trial), "penstock")
-        options = {"mode": "lazy", "retention": self._retention(), **(self.penstock_options or {})}
+        # A lazy save can defer nothing where the optimizer is left out.
+        mode = "async" if self.args.save_only_model else "lazy"
+        options = {"mode": mode, "retention": self._retention(), **(self.penstock_options or {})}
         with (
             tempfile.TemporaryDirectory(prefix="penstock-") as folder,
             Checkpointer(url, name=f"transformers/{url}", **options) as ckpt,
         ):
+            if self.args.save_strategy != "no":
+                ckpt.check({})  # else the first save would find that nothing can be written
             self._penstock = _Run(ckpt, Path(folder))
             try:
                 begin = self._begin(self._penstock, resume_from_checkpoint, url)
@@ -178,6 +184,13 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
                 "continues from there; to begin again, delete them or take another output_dir"
             )
             raise StepExistsError(msg)
+        if resume and not Path(resume, "trainer_state.json").is_file():
+            msg = (
+                f"{resume} is no checkpoint of transformers: it has no trainer_state.json. For a "
+                f"checkpoint in {url}, pass True or its step as a number. To continue another run "
+                f"of Penstock, copy its checkpoint first: penstock copy OTHER {url}"
+            )
+            raise ConfigError(msg)
         return resume or None
 
     def _lay_out(self, run: _Run, files: dict[str, bytes]) -> Path:
@@ -190,6 +203,12 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         run.step = run.newest = state["global_step"]
         keys = run.ckpt.open(run.step).keys()
         run.parts = frozenset(path.partition("/")[0] for path in keys)
+        if "optimizer" not in run.parts and self.args.process_index == 0:
+            log.warning(
+                "step %d was saved by save_only_model: optimizer, scheduler and random state start "
+                "from scratch",
+                run.step,
+            )
         stub = run.stub(run.step)
         for name, data in files.items():
             path = stub / name
@@ -337,6 +356,9 @@ def _reasons(trainer: Any) -> list[str]:
     reasons = {
         "save_only_model leaves out the optimizer and random state": args.save_only_model,
         "ignore_data_skip reads the data from the beginning": args.ignore_data_skip,
+        "enable_jit_checkpoint saves in the middle of a step: take penstock.Preemption instead": (
+            getattr(args, "enable_jit_checkpoint", False)
+        ),
         "use_seedable_sampler=False draws another order of the data": (
             not args.accelerator_config.use_seedable_sampler
         ),

@@ -493,8 +493,9 @@ def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
         else f"delete step {steps[0]} and all later ones (no earlier step to rewind to)"
     )
     return StepExistsError(
-        f"step {step} on {url} {problem}. Pass overwrite=True (--overwrite) to save it all "
-        f"the same, or first {way} to continue from there. If you did not save it, another "
+        f"step {step} on {url} {problem}. To continue from step {steps[-1]}, restore it before "
+        f"training, as resume(state) does. Pass overwrite=True (--overwrite) to save step {step} "
+        f"all the same, or first {way} to continue from there. If you did not save it, another "
         "process saves here: give each training a root of its own."
     )
 

@@ -311,6 +311,7 @@ def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     ckpt.save(state(), step=5, mode="blocking")
     found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
     assert "Pass overwrite=True" in found
+    assert "To continue from step 5, restore it before training, as resume(state) does." in found
     assert "first call rewind(1), which forgets all later steps, to continue" in found
 
 

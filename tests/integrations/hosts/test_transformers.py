@@ -1,6 +1,7 @@
 """Trainers of transformers and trl that save and resume with Penstock."""
 
 import logging
+import signal
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,46 @@ def test_checkpoints_of_the_trainer_itself_are_continued(tmp_path):
     assert steps_of(tmp_path / "new") == [3, 4]
 
 
+def test_path_without_checkpoint_of_transformers_is_refused(tmp_path):
+    trainer_of(Trainer, tmp_path / "old", max_steps=2).train()
+    trainer = trainer_of(Trainer, tmp_path / "new")
+    for path in (str(tmp_path / "old" / "penstock"), tmp_path / "old", "2"):
+        with pytest.raises(penstock.ConfigError, match=r"penstock copy OTHER .*new"):
+            trainer.train(resume_from_checkpoint=path)
+
+
+def test_run_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    trainer = trainer_of(Trainer, tmp_path / "out")
+    trainer.penstock_url = tmp_path / "file" / "run"
+    with pytest.raises(penstock.StorageError, match="file"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+class Terminate(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_trainer_saves_and_leaves_at_a_signal(tmp_path):
+    trainer = trainer_of(Trainer, tmp_path, save_steps=100)
+    trainer.add_callback(Terminate())
+    names = {"trainer": trainer, "TrainerCallback": transformers.TrainerCallback}
+    exec(program_of(PAGE, 4), names)
+    assert steps_of(tmp_path) == [2]
+
+
+def test_saves_in_the_middle_of_a_step_warn(tmp_path, caplog):
+    trainer_of(Trainer, tmp_path, max_steps=1, enable_jit_checkpoint=True).train()
+    assert [text for text in warnings_of(caplog) if "penstock.Preemption" in text]
+
+
 def test_a_save_of_the_model_alone_warns_and_resumes(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "penstock")
     trainer_of(Trainer, tmp_path, max_steps=3, save_only_model=True).train()
@@ -208,9 +249,11 @@ def test_a_save_of_the_model_alone_warns_and_resumes(tmp_path, caplog):
     assert "save_only_model leaves out the optimizer" in warned[0]
     with penstock.Checkpointer(tmp_path / "penstock") as ckpt:
         assert set(ckpt.load()) == {"model", "files"}
+    assert not [text for text in warnings_of(caplog) if "defers nothing" in text]
     resumed = trainer_of(Trainer, tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
+    assert [text for text in warnings_of(caplog) if "step 3 was saved by save_only_model" in text]
 
 
 class WithFile(transformers.Trainer):
