@@ -24,6 +24,51 @@ for step in ckpt.steps():
     print("kept", step, dict(ckpt.info(step).metadata))
 """
 
+# Ends itself between two steps of the optimizer, as at a preemption, and is started again.
+LEAVES = """
+import lightning.pytorch as pl
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+import penstock
+from penstock.integrations.lightning import PenstockCallback
+
+class Model(pl.LightningModule):
+    def __init__(self, last):
+        super().__init__()
+        first, last_layer = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+        self.net = torch.nn.Sequential(first, torch.nn.Dropout(), last_layer)
+        self.last, self.losses = last, {}
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        number = self.trainer.fit_loop.total_batch_idx + 1
+        self.losses[number] = loss.item()
+        self.trainer.should_stop = number == self.last
+        self.log("number", float(number))
+        return loss
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "number"}}
+
+def losses(url, last=None, **options):
+    pl.seed_everything(0)
+    loader = StatefulDataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), 4, shuffle=True)
+    model = Model(last)
+    accumulation = pl.callbacks.GradientAccumulationScheduler({0: 3})
+    pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+        callbacks=[accumulation, PenstockCallback(url, every_n_steps=100)], **options,
+    ).fit(model, loader)
+    return model.losses
+
+whole = losses("whole")
+print("left after", max(losses("run", 7)))
+rest = losses("run")
+print("exact", len(rest), rest == {number: whole[number] for number in range(8, 25)})
+print("again", losses("run"))
+losses("tried", fast_dev_run=True)
+print("tried", penstock.Checkpointer("tried").steps())
+"""
+
 # A slow store, and a name for each checkpoint: what is removed must be gone in the end.
 PLUGIN = """
 import os, sys, time
@@ -102,6 +147,14 @@ def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_pa
     assert [("val_loss" in metadata) for _, _, metadata in kept] == [
         int(step) % 6 == 0 for _, step, _ in kept
     ]
+
+
+def test_job_that_leaves_between_two_optimizer_steps_continues_exactly(tmp_path):
+    ended = run(LEAVES, tmp_path)
+    assert "left after 7" in ended.text, ended.text
+    assert "exact 17 True" in ended.text
+    assert "again {}" in ended.text
+    assert "tried []" in ended.text  # `fast_dev_run` suppresses checkpoints
 
 
 def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
