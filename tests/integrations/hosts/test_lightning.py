@@ -110,6 +110,13 @@ print("resumed to", more.global_step)
 with penstock.Checkpointer("saved/last.ckpt") as ckpt:
     assert ckpt.steps() == [15], ckpt.steps()
     assert torch.equal(ckpt.load()["state_dict"]["layer.weight"], model.layer.weight)
+    created = ckpt.info().created
+# What a kill leaves after the save of a new training, and before the deletion of the old one's.
+with penstock.Checkpointer("saved/last.ckpt") as ckpt:
+    while created == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()):
+        time.sleep(0.1)
+    ckpt.save({"global_step": 3}, 3, overwrite=True)
+assert PenstockIO().load_checkpoint("saved/last.ckpt") == {"global_step": 3}
 
 stock = trainer(1, [])
 stock.fit(Model())
