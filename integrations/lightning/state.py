@@ -155,6 +155,11 @@ def remarks(trainer: Any) -> Iterator[str]:
         )
     if len(loader.flattened) > 1 and "cycle" in loader._mode:
         yield "several loaders of different lengths: which of them began again is not restored"
+    if trainer.fit_loop._data_fetcher.length is None:
+        yield (
+            "a data loader without a length is read one batch ahead: random numbers that its data "
+            "set draws for that batch are others after a resume"
+        )
     if fetches_itself(trainer):
         yield (
             "training_step takes dataloader_iter: batches that it has fetched ahead are lost in a "
