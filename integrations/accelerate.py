@@ -269,6 +269,8 @@ class _Accumulated:
         for name, parameter in self._parameters():
             grad = state.get(name)
             parameter.grad = None if grad is None else grad.to(parameter.device)
+        if state:  # for a save before the next batch
+            self._accelerator.gradient_state._set_sync_gradients(sync_gradients=False)
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, model in enumerate(self._accelerator._models):

@@ -95,6 +95,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
         options: dict[str, Any] = {"mode": config.mode, "retention": kept, **config.options}
         folder = filesystem.join(parts.get("base_folder", ""), config.folder)
         self._ckpt = Checkpointer(folder, **options)
+        self._newest = -1  # of the checkpoints that were there at `load`
 
     def _save(self, step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's
         config = self._config
@@ -104,13 +105,19 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
         if last_step and config.last_save_in_hf:
             return bool(self._of_torchtitan().save(step, last_step=True))
         state = self._exported() if last_step and config.last_save_model_only else self._state
-        handle = self._ckpt.save(state, step, mode="blocking" if last_step else None)
+        handle = self._ckpt.save(
+            state,
+            step,
+            mode="blocking" if last_step else None,
+            overwrite=step <= self._newest,  # training comes from an older step
+        )
         self.save_future = handle.durable
         return True
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
         newest = self._ckpt.latest()
+        self._newest = -1 if newest is None else newest
         if newest is not None and (step == -1 or step in self._ckpt.steps()):
             found = newest if step == -1 else step
             self._restore(self._ckpt, found, model_only=found == 0)  # step 0 is a seed

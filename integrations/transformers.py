@@ -100,8 +100,8 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         """Train as `Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True: the newest whole checkpoint, or if there is none, that of
-                the trainer itself in `output_dir`, or a new training. A number: the checkpoint of
+            resume_from_checkpoint: True: the newest checkpoint, or if there is none, that of the
+                trainer itself in `output_dir`, or a new training. A number: the checkpoint of
                 this step; the first save deletes all later ones. A path: a folder of transformers.
             trial: As for `Trainer.train`.
             args: As for `Trainer.train`.

@@ -19,6 +19,8 @@ from penstock.integrations.lightning.samplers import (
 from penstock.integrations.lightning.state import (
     TrainerState,
     fetches_itself,
+    gradients_of,
+    is_accumulating,
     loader_states,
     objects_of,
     of_other_ranks,
@@ -92,7 +94,8 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             PenstockError: As for `Checkpointer.restore`.
         """
         del pl_module
-        if stage != "fit":
+        self._forget()
+        if stage != "fit" or trainer.fast_dev_run:  # which suppresses checkpoints
             return
         name = type(trainer.strategy).__name__
         if "DeepSpeed" in name or "XLA" in name:
@@ -101,7 +104,6 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
                 "another strategy, such as DDPStrategy or FSDPStrategy"
             )
             raise penstock.ConfigError(msg)
-        self._forget()
         self._ckpt = penstock.Checkpointer(self._url, **self._options)
         if trainer.ckpt_path is not None:
             log.info("ckpt_path is given, so nothing is restored from %s", self._url)
@@ -127,7 +129,8 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         state = self._resumed
         assert self._ckpt is not None
         assert self._step is not None
-        self._ckpt.restore(objects_of(trainer), self._step, exclude=["trainer", "rng/**"])
+        later = ["trainer", "rng/**", *(["grads"] if state["accumulates"] else [])]
+        self._ckpt.restore(objects_of(trainer), self._step, exclude=later)
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])
         if state["hooks"]:
@@ -137,8 +140,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             pl_module.on_load_checkpoint(checkpoint)
         trainer._logger_connector._callback_metrics.update(state["metrics"])
         self._of_validation = set(state["of_validation"])
-        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
-        trainer.should_stop = state["has_ended"] and state["should_stop"]
+        trainer.should_stop |= state["has_ended"] and state["should_stop"]
         loop = trainer.fit_loop
         loop.load_state_dict(state["loops"])
         self._seen = trainer.global_step
@@ -158,6 +160,18 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
 
         vars(epoch_loop)["_on_before_fetch"] = before_fetch
         if self._resumed is not None and self._resumed["in_epoch"]:
+            # Else Lightning skips the schedulers that monitor a metric at the end of this epoch.
+            trainer.fit_loop._restarting = False
+            # `GradientAccumulationScheduler` sets it only when an epoch begins.
+            for callback in trainer.callbacks:
+                if hasattr(callback, "get_accumulate_grad_batches"):
+                    count = callback.get_accumulate_grad_batches(trainer.current_epoch)
+                    trainer.accumulate_grad_batches = count
+            if self._resumed["accumulates"]:  # Lightning has zeroed them since `on_fit_start`
+                assert self._ckpt is not None
+                assert self._step is not None
+                self._ckpt.restore(gradients_of(trainer), self._step, include="grads")
+
             # The validation after the last batch, if any, is over.
             def is_not_due(*_: object) -> bool:
                 del vars(epoch_loop)["_should_check_val_fx"]  # for this first time only
@@ -297,12 +311,14 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         loaders: list[Any] | None = None,
         has_ended: bool = False,
     ) -> None:
-        assert self._ckpt is not None
+        if self._ckpt is None:  # `fast_dev_run`
+            return
         if self._saved == self._step:  # the first save of this process
             for remark in remarks(trainer) if trainer.is_global_zero else ():
                 log.warning("lightning: %s", remark)
         step = trainer.global_step
         state = trainer_state(trainer, in_epoch=in_epoch, has_ended=has_ended)
+        state["accumulates"] = is_accumulating(trainer)
         state["of_validation"] = sorted(self._of_validation)
         state["order"] = self._order
         state["generators"] = generator_states(trainer.fit_loop)
@@ -310,6 +326,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         state["loops"]["state_dict"]["combined_loader"] = state["loaders"]
         tree = {
             **objects_of(trainer),
+            **(gradients_of(trainer) if state["accumulates"] else {}),
             "trainer": penstock.PerRank(TrainerState(state)),
             "rng": penstock.Rng(),
         }

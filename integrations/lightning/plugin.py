@@ -107,7 +107,10 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
             return loaded
         device = None if map_location is None or callable(map_location) else str(map_location)
         with penstock.Checkpointer(os.fspath(path), **self._options) as ckpt:
-            tree: dict[str, Any] = ckpt.load(device=device)
+            # A process that was killed may have left what its last save has replaced.
+            steps = ckpt.steps()
+            newest = max(steps, key=lambda step: (ckpt.info(step).created, step), default="latest")
+            tree: dict[str, Any] = ckpt.load(newest, device=device)
         return tree
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

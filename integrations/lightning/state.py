@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import penstock
 from penstock.integrations.trees import named
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ def objects_of(trainer: Any) -> dict[str, Any]:
         **named("optimizer", trainer.optimizers),
         **named("scheduler", schedulers),
     }
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether training has ended between two optimizer steps, with gradients to be saved."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate()) and not _is_sharded(trainer)
+
+
+def gradients_of(trainer: Any) -> dict[str, Any]:
+    """Return the live gradients of each rank."""
+    return {"grads": penstock.PerRank(penstock.Grads(trainer.strategy.model), on_change="keep")}
 
 
 def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
@@ -83,8 +94,7 @@ def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str,
         "precision": trainer.precision_plugin.state_dict(),
         "datamodule": None if datamodule is None else datamodule.state_dict(),
         "metrics": dict(trainer.callback_metrics),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "should_stop": bool(trainer.should_stop),
+        "should_stop": _has_stopped_early(trainer),
         "in_epoch": in_epoch,
         "has_ended": has_ended,
     }
@@ -92,17 +102,29 @@ def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str,
     return state
 
 
+def _has_stopped_early(trainer: Any) -> bool:
+    """Whether `EarlyStopping` has ended training, and not the program, as it does to be resumed."""
+    callbacks = trainer.early_stopping_callbacks
+    return bool(trainer.should_stop) and any(
+        each.stopped_epoch or each.wait_count >= each.patience for each in callbacks
+    )
+
+
 def plain_checkpoint(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what hooks that save and load may look at in a checkpoint of Lightning."""
-    strategy = type(trainer.strategy).__name__
-    is_sharded = "FSDP" in strategy or "ModelParallel" in strategy  # whole, it may be too large
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "state_dict": {} if is_sharded else trainer.lightning_module.state_dict(),
+        # Of a sharded model it would be whole, and may be too large.
+        "state_dict": {} if _is_sharded(trainer) else trainer.lightning_module.state_dict(),
         "loops": {"fit_loop": state["loops"]},
         "callbacks": state["callbacks"],
     }
+
+
+def _is_sharded(trainer: Any) -> bool:
+    strategy = type(trainer.strategy).__name__
+    return "FSDP" in strategy or "ModelParallel" in strategy
 
 
 def _hook_state(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,10 +155,25 @@ def remarks(trainer: Any) -> Iterator[str]:
         )
     if len(loader.flattened) > 1 and "cycle" in loader._mode:
         yield "several loaders of different lengths: which of them began again is not restored"
+    if trainer.fit_loop._data_fetcher.length is None:
+        yield (
+            "a data loader without a length is read one batch ahead: random numbers that its data "
+            "set draws for that batch are others after a resume"
+        )
     if fetches_itself(trainer):
         yield (
             "training_step takes dataloader_iter: batches that it has fetched ahead are lost in a "
             "resume"
+        )
+    if any(type(each).__name__ == "StochasticWeightAveraging" for each in trainer.callbacks):
+        yield (
+            "StochasticWeightAveraging makes its scheduler when an epoch begins: the rest of an "
+            "epoch that is resumed is trained without it"
+        )
+    if not trainer.lightning_module.automatic_optimization:
+        yield (
+            "gradients that manual optimization accumulates over several batches are not saved: "
+            "choose every_n_steps so that a save comes after the step of each optimizer"
         )
     if trainer.reload_dataloaders_every_n_epochs:
         yield "reload_dataloaders_every_n_epochs counts from the epoch of the resume"

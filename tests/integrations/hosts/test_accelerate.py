@@ -55,6 +55,27 @@ with penstock.Checkpointer("run", mode="lazy") as ckpt:
                 sys.exit()
 """
 
+# Saved between two optimizer steps, and saved again as soon as it is restored.
+AGAIN = """
+import torch
+from accelerate import Accelerator
+import penstock
+from penstock.integrations.accelerate import load_state, save_state
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+with penstock.Checkpointer("run") as ckpt:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    save_state(accelerator, ckpt, 1).result()
+    for step in (2, 3):
+        accelerator.gradient_state._set_sync_gradients(True)  # as in a new process
+        model.zero_grad()
+        load_state(accelerator, ckpt)
+        print("gradient", model.weight.grad)
+        save_state(accelerator, ckpt, step).result()
+"""
+
 PLAIN = """
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -95,6 +116,12 @@ def test_resume_is_exact_where_data_is_random_and_evaluation_is_left_early(tmp_p
         resumed = run(DRAWS, place, environment=how)
         assert min(resumed.losses) == stop + 1, resumed.text
         assert stopped.losses | resumed.losses == unbroken.losses
+
+
+def test_gradients_are_saved_again_right_after_a_restore(tmp_path):
+    ended = run(AGAIN, tmp_path)
+    assert ended.returncode == 0, ended.text
+    assert ended.text.count("gradient tensor([[0.5000, 0.5000]])") == 2, ended.text
 
 
 def test_first_save_says_what_will_not_resume_and_engines_are_refused(tmp_path):

@@ -17,11 +17,84 @@ INEXACT = (
     .replace("max_epochs=3", "max_epochs=1")
 )
 
+# A loader without a length, manual optimization, and a callback that resumes only between epochs.
+ALSO_INEXACT = """
+import lightning.pytorch as pl
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from penstock.integrations.lightning import PenstockCallback
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.zeros(8, 4))
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.layer(batch).square().mean())
+        self.optimizers().step()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+average = pl.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1)
+pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+    callbacks=[PenstockCallback("run", every_n_steps=3), average],
+).fit(Model(), StatefulDataLoader(Stream()))
+"""
+
 SHOW = """
 import penstock
 ckpt = penstock.Checkpointer("run")
 for step in ckpt.steps():
     print("kept", step, dict(ckpt.info(step).metadata))
+"""
+
+# Ends itself between two steps of the optimizer, as at a preemption, and is started again.
+LEAVES = """
+import lightning.pytorch as pl
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+import penstock
+from penstock.integrations.lightning import PenstockCallback
+
+class Model(pl.LightningModule):
+    def __init__(self, last):
+        super().__init__()
+        first, last_layer = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+        self.net = torch.nn.Sequential(first, torch.nn.Dropout(), last_layer)
+        self.last, self.losses = last, {}
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        number = self.trainer.fit_loop.total_batch_idx + 1
+        self.losses[number] = loss.item()
+        self.trainer.should_stop = number == self.last
+        self.log("number", float(number))
+        return loss
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "number"}}
+
+def losses(url, last=None, **options):
+    pl.seed_everything(0)
+    loader = StatefulDataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), 4, shuffle=True)
+    model = Model(last)
+    accumulation = pl.callbacks.GradientAccumulationScheduler({0: 3})
+    pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+        callbacks=[accumulation, PenstockCallback(url, every_n_steps=100)], **options,
+    ).fit(model, loader)
+    return model.losses
+
+whole = losses("whole")
+print("left after", max(losses("run", 7)))
+rest = losses("run")
+print("exact", len(rest), rest == {number: whole[number] for number in range(8, 25)})
+print("again", losses("run"))
+losses("tried", fast_dev_run=True)
+print("tried", penstock.Checkpointer("tried").steps())
 """
 
 # A slow store, and a name for each checkpoint: what is removed must be gone in the end.
@@ -65,6 +138,13 @@ print("resumed to", more.global_step)
 with penstock.Checkpointer("saved/last.ckpt") as ckpt:
     assert ckpt.steps() == [15], ckpt.steps()
     assert torch.equal(ckpt.load()["state_dict"]["layer.weight"], model.layer.weight)
+    created = ckpt.info().created
+# What a kill leaves after the save of a new training, and before the deletion of the old one's.
+with penstock.Checkpointer("saved/last.ckpt") as ckpt:
+    while created == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()):
+        time.sleep(0.1)
+    ckpt.save({"global_step": 3}, 3, overwrite=True)
+assert PenstockIO().load_checkpoint("saved/last.ckpt") == {"global_step": 3}
 
 stock = trainer(1, [])
 stock.fit(Model())
@@ -104,6 +184,14 @@ def test_finished_job_is_not_trained_again_and_continues_with_more_epochs(tmp_pa
     ]
 
 
+def test_job_that_leaves_between_two_optimizer_steps_continues_exactly(tmp_path):
+    ended = run(LEAVES, tmp_path)
+    assert "left after 7" in ended.text, ended.text
+    assert "exact 17 True" in ended.text
+    assert "again {}" in ended.text
+    assert "tried []" in ended.text  # `fast_dev_run` suppresses checkpoints
+
+
 def test_trainers_of_pytorch_lightning_take_the_callback(tmp_path):
     program = PROGRAM.replace("lightning.pytorch as pl", "pytorch_lightning as pl")
     stops = program.replace(
@@ -120,6 +208,11 @@ def test_first_save_says_what_will_not_resume(tmp_path):
     assert ended.returncode == 0, ended.text
     assert ended.text.count("the training data loader cannot say where it is") == 1
     assert ended.text.count("Lightning stores no sums of self.log(on_epoch=True)") == 1
+    also = run(ALSO_INEXACT, tmp_path / "also")
+    assert also.returncode == 0, also.text
+    assert also.text.count("gradients that manual optimization accumulates") == 1
+    assert also.text.count("without a length is read one batch ahead") == 1
+    assert also.text.count("StochasticWeightAveraging makes its scheduler") == 1
 
 
 def test_plugin_removes_after_saves_resumes_and_refuses_to_be_wrapped(tmp_path):
