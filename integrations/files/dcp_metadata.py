@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from penstock import FormatError, UnsupportedStateError
+from penstock.integrations.files.safetensors import identity_of
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -33,6 +35,7 @@ class StoredBlob:
     file: Path
     offset: int
     length: int
+    identity: tuple[int, ...] | None  # of the file when the metadata was read; None: not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,13 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
     with path.open("rb") as file:
         reader = _MetadataReader(path, file)
         return reader.entries(folder)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        return identity_of(path.stat())
+    except FileNotFoundError:
+        return None
 
 
 class _Inert:
@@ -207,6 +217,7 @@ class _MetadataReader:
     def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
         """Return the place of each chunk, by the name of the object and the offsets in it."""
         blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob] = {}
+        identity = cache(_identity)
         for key, value in self._typed(self._metadata.get("storage_data"), dict).items():
             index, info = self._state(key), self._state(value)
             name = self._typed(index.get("fqn"), str)
@@ -224,7 +235,8 @@ class _MetadataReader:
                 self._refuse(f"has {name!r} in {str(file)!r}, which is not in the folder")
             offset, length = self._numbers((info.get("offset"), info.get("length")))
             at = None if offsets is None else self._numbers(offsets)
-            blobs[name, at] = StoredBlob(folder / file, offset, length)
+            path = folder / file
+            blobs[name, at] = StoredBlob(path, offset, length, identity(path))
         return blobs
 
     def _tensor(

@@ -96,11 +96,12 @@ def _read_bytes(path: Path, tensor: _StoredTensor, start: int, out: memoryview) 
         at = 0
         while at < out.nbytes and (count := file.readinto(out[at:])):
             at += count
-        if at < out.nbytes or _identity(os.fstat(file.fileno())) != tensor.identity:
+        if at < out.nbytes or identity_of(os.fstat(file.fileno())) != tensor.identity:
             raise wrong(path, f"changed while {tensor.name!r} was read: import it again")
 
 
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
+def identity_of(stat: os.stat_result) -> tuple[int, ...]:
+    """Return what is different when a file has changed."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -116,7 +117,7 @@ def _read_header(path: Path) -> list[_StoredTensor]:
         raise wrong(path, "has no tensors")
     begin = 8 + length
     tensors = [
-        _checked(path, name, fields, begin, _identity(stat)) for name, fields in header.items()
+        _checked(path, name, fields, begin, identity_of(stat)) for name, fields in header.items()
     ]
     at = begin
     for tensor in sorted(tensors, key=lambda t: (t.start, t.nbytes)):

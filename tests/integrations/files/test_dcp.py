@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import metadata as of_dcp
 import penstock
 from penstock.integrations.files.dcp_import import ChunkReader
 from penstock.integrations.files.dcp_metadata import StoredBlob, StoredChunk, StoredTensor
+from penstock.integrations.files.safetensors import identity_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -178,13 +179,17 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
     for n, piece in enumerate(pieces):
         torch.save(piece, tmp_path / f"{n}.pt")
     files = [tmp_path / f"{n}.pt" for n in range(3)]
-    blobs = [StoredBlob(file, 0, file.stat().st_size) for file in files]
+    stats = [file.stat() for file in files]
+    blobs = [
+        StoredBlob(file, 0, stat.st_size, identity_of(stat))
+        for file, stat in zip(files, stats, strict=True)
+    ]
     chunks = tuple(StoredChunk((4 * n, 0), (4, 3), blob) for n, blob in enumerate(blobs))
     reader = ChunkReader(StoredTensor("w", "float32", (12, 3), chunks))
     whole = torch.cat(pieces).numpy().tobytes()
     found = bytearray(len(whole))
     opened = []
-    with opening(opened):
+    with opening(opened.append):
         for start in range(0, len(whole), 20):  # ranges end within rows, and within chunks
             reader.read(start, memoryview(found)[start : start + 20])
             assert len(reader.held) <= 1
@@ -194,17 +199,33 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
 
 
 @contextlib.contextmanager
-def opening(names):
-    """Note each file that is opened; an audit hook stays, so it is told when to end."""
+def opening(call):
+    """Call `call` with each file to be opened; an audit hook stays, so it is told when to end."""
     active = [True]
 
     def audit(event, arguments):
         if active and event == "open":
-            names.append(str(arguments[0]))
+            call(str(arguments[0]))
 
     sys.addaudithook(audit)
     yield
     active.clear()
+
+
+def test_a_folder_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused):
+    state = {f"t{n}": torch.full((1000,), float(n)) for n in range(6)}
+    folder = save(state, tmp_path / "d")
+    later = save({name: tensor + 10 for name, tensor in state.items()}, tmp_path / "later")
+    reads = []
+
+    def save_again(path):
+        if path == str(folder / "__0_0.distcp"):
+            reads.append(path)
+            if len(reads) == 3:
+                (later / "__0_0.distcp").replace(path)
+
+    with opening(save_again), refused(penstock.FormatError, "changed while") as root:
+        penstock.import_checkpoint(folder, root, step=2)
 
 
 def test_what_is_not_selected_is_not_read(tmp_path, model):
