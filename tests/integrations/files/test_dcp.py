@@ -1,5 +1,6 @@
 """Folders of `torch.distributed.checkpoint` out and in; nothing in their pickles is run."""
 
+import collections
 import contextlib
 import io
 import pickle
@@ -20,6 +21,7 @@ from tests.integrations.files.conftest import assert_same, names_in
 from tests.integrations.files.test_torch_files import Touch
 from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint import metadata as of_dcp
+from torch.utils._pytree import tree_flatten
 
 import penstock
 from penstock.integrations.files.dcp_import import ChunkReader
@@ -93,6 +95,26 @@ def test_large_tensors_are_written_as_chunks(tmp_path):
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
     assert_same(target, tensors)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_tensors_in_tuples_are_written(tmp_path):
+    wanted = torch.arange(3.0)
+    state = {
+        "tuple": (wanted, 1), "list": [2, (wanted, [wanted])], "inner": ({"a": wanted},),
+        "pair": Pair(wanted, wanted), "none": (wanted[:0],),
+    }  # fmt: skip
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp")
+    target = dict.fromkeys(state)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
+    found, kept = tree_flatten(target), tree_flatten(state)
+    assert found[1] == kept[1]
+    for one, other in zip(found[0], kept[0], strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def test_damage_is_what_the_export_raises(tmp_path):
