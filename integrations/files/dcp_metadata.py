@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from penstock import FormatError, UnsupportedStateError
-from penstock.integrations.files.safetensors import identity_of
+from penstock.integrations.files.safetensors import identity_at
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -86,13 +86,6 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
     with path.open("rb") as file:
         reader = _MetadataReader(path, file)
         return reader.entries(folder)
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    try:
-        return identity_of(path.stat())
-    except FileNotFoundError:
-        return None
 
 
 class _Inert:
@@ -217,7 +210,7 @@ class _MetadataReader:
     def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
         """Return the place of each chunk, by the name of the object and the offsets in it."""
         blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob] = {}
-        identity = cache(_identity)
+        identity = cache(identity_at)
         for key, value in self._typed(self._metadata.get("storage_data"), dict).items():
             index, info = self._state(key), self._state(value)
             name = self._typed(index.get("fqn"), str)

@@ -105,6 +105,14 @@ def identity_of(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
+def identity_at(path: Path) -> tuple[int, ...] | None:
+    """Return what is different when the file at a path has changed; None: it is not there."""
+    try:
+        return identity_of(path.stat())
+    except FileNotFoundError:
+        return None
+
+
 def _read_header(path: Path) -> list[_StoredTensor]:
     with path.open("rb") as file:
         stat = os.fstat(file.fileno())
