@@ -9,10 +9,11 @@ its own for two of them.
 from __future__ import annotations
 
 import pickle
+import reprlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
@@ -150,8 +151,34 @@ _ALLOWED: dict[tuple[str, str], type] = {
 }
 
 
+class _Dict(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # The hash of a tuple in a tuple in a tuple, and so on, ends the process, or never ends.
+        if not isinstance(key, str | int | _Inert):
+            raise pickle.UnpicklingError
+        super().__setitem__(key, value)
+
+
+_HASHING = {
+    pickle.DICT,
+    pickle.ADDITEMS,
+    pickle.FROZENSET,
+}  # DCP has no sets, and pickles dicts by a newer one
+
+
 # Not `pickle.Unpickler`: a crafted number of a memo makes it take memory for 2^32 entries.
 class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - the same in Python, which has a dict for it
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()  # noqa: SLF001 - see above
+        if code not in {opcode[0] for opcode in _HASHING}
+    }
+
+    def load_empty_dictionary(self) -> None:
+        self.append(_Dict())  # type: ignore[attr-defined]  # a method that `load` sets
+
+    dispatch[pickle.EMPTY_DICT[0]] = load_empty_dictionary
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _DtypeName(name)
@@ -218,8 +245,8 @@ class _MetadataReader:
             transforms = info.get("transform_descriptors")
             if transforms:
                 msg = (
-                    f"{self._path}: {name!r} was transformed by {str(transforms)[:80]} when it was "
-                    "saved, which Penstock does not undo: load it with "
+                    f"{self._path}: {name!r} was transformed by {reprlib.repr(transforms)} when it "
+                    "was saved, which Penstock does not undo: load it with "
                     "torch.distributed.checkpoint, and save it again without"
                 )
                 raise UnsupportedStateError(msg)

@@ -477,6 +477,15 @@ def test_a_torn_metadata_or_file_is_a_clear_error(tmp_path, refused):
         penstock.import_checkpoint(folder, root, step=2)
 
 
+@pytest.mark.parametrize("crafted", [b"}%bNs.", b"(%bNd.", b"\x8f(%b\x90.", b"(%b\x91."])
+def test_a_key_of_a_crafted_pickle_does_not_end_the_process(tmp_path, refused, crafted):
+    nested = b")" + b"\x85" * 1_000_000  # a tuple in a tuple, and so on
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x04" + crafted % nested)
+    with refused(penstock.FormatError, "is no metadata") as root:
+        penstock.import_checkpoint(tmp_path / "d", root, step=2)
+
+
 def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x02}r\xff\xff\xff\xff.")
@@ -484,7 +493,7 @@ def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), hard))
     try:
-        with refused(penstock.FormatError, "a dict where a _Inert belongs") as root:
+        with refused(penstock.FormatError, "a _Dict where a _Inert belongs") as root:
             penstock.import_checkpoint(tmp_path / "d", root, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
