@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from penstock import (
     Checkpointer,
@@ -265,9 +266,9 @@ class Reader(_Storage, StorageReader):
 
     def _dumped(self, name: str) -> io.BytesIO:
         value = self._values[name]
-        if isinstance(value, tuple):  # of tensors, perhaps, which were not read
-            with suppress(KeyError):  # it is a part of a value
-                value = self._view[_shown(self._paths[name])]
+        # DCP takes a tuple, and a list with one in it, as one value.
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            value = self._view[_shown(self._paths[name])]
         data = io.BytesIO()
         torch.save(value, data)
         data.seek(0)

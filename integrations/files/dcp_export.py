@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
 from penstock import PenstockError, StorageError, Streamed
 from penstock.integrations.files.options import ExportReport
@@ -101,8 +102,10 @@ class _StreamPlanner(DefaultSavePlanner):
             return meta
         if isinstance(tree, dict):
             return {key: self.stand_ins(value) for key, value in tree.items()}
-        if type(tree) in {list, tuple}:
-            return type(tree)(map(self.stand_ins, tree))
+        if type(tree) is list:
+            return list(map(self.stand_ins, tree))
+        if isinstance(tree, tuple):  # DCP pickles it as a whole
+            return tree_map_only(Streamed, _in_memory, tree)
         return tree
 
     def create_local_plan(self) -> SavePlan:
@@ -118,12 +121,9 @@ class _StreamPlanner(DefaultSavePlanner):
         if tensor is None or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         chunk = write_item.tensor_data.chunk
-        data = torch.empty(chunk.sizes, dtype=dtype_of(tensor))
-        if data.numel():
-            strides = empty_like(tensor).stride()
-            first = sum(o * s for o, s in zip(chunk.offsets, strides, strict=True))
-            out = data.reshape(-1).view(torch.uint8).numpy().data
-            tensor.read(first * data.itemsize, out)
+        strides = empty_like(tensor).stride()
+        first = sum(o * s for o, s in zip(chunk.offsets, strides, strict=True))
+        data = _read(tensor, first, chunk.sizes)
         self.written.add(data.nbytes)
         return data
 
@@ -156,6 +156,18 @@ class _BatchWriter(FileSystemWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+
+def _in_memory(tensor: Streamed) -> torch.Tensor:
+    return _read(tensor, 0, tensor.shape)
+
+
+def _read(tensor: Streamed, first: int, sizes: Sequence[int]) -> torch.Tensor:
+    data = torch.empty(tuple(sizes), dtype=dtype_of(tensor))
+    if data.numel():
+        out = data.reshape(-1).view(torch.uint8).numpy().data
+        tensor.read(first * data.itemsize, out)
+    return data
 
 
 def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:

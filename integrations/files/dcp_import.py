@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -11,6 +12,7 @@ import torch
 
 from penstock import FormatError, Streamed
 from penstock.integrations.files.dcp_metadata import StoredBlob, StoredTensor, read_metadata
+from penstock.integrations.files.safetensors import identity_of, wrong
 from penstock.integrations.files.torch_import import load_safely
 from penstock.integrations.files.trees import Unread
 
@@ -114,7 +116,10 @@ def _dtype(tensor: StoredTensor) -> torch.dtype:
 def _load(blob: StoredBlob, name: str) -> object:
     with blob.file.open("rb") as file:
         window = io.BufferedReader(_Window(file, blob.offset, blob.length), 1 << 20)
-        return load_safely(cast("BinaryIO", window), f"{name!r} in {blob.file}")
+        found = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.file}")
+        if identity_of(os.fstat(file.fileno())) != blob.identity:
+            raise wrong(blob.file, f"changed while {name!r} was read: import it again")
+    return found
 
 
 class _Window(io.RawIOBase):

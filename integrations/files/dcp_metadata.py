@@ -9,14 +9,17 @@ its own for two of them.
 from __future__ import annotations
 
 import pickle
+import reprlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
 
 from penstock import FormatError, UnsupportedStateError
+from penstock.integrations.files.safetensors import identity_at
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -33,6 +36,7 @@ class StoredBlob:
     file: Path
     offset: int
     length: int
+    identity: tuple[int, ...] | None  # of the file when the metadata was read; None: not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +151,34 @@ _ALLOWED: dict[tuple[str, str], type] = {
 }
 
 
+class _Dict(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # The hash of a tuple in a tuple in a tuple, and so on, ends the process, or never ends.
+        if not isinstance(key, str | int | _Inert):
+            raise pickle.UnpicklingError
+        super().__setitem__(key, value)
+
+
+_HASHING = {
+    pickle.DICT,
+    pickle.ADDITEMS,
+    pickle.FROZENSET,
+}  # DCP has no sets, and pickles dicts by a newer one
+
+
 # Not `pickle.Unpickler`: a crafted number of a memo makes it take memory for 2^32 entries.
 class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - the same in Python, which has a dict for it
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()  # noqa: SLF001 - see above
+        if code not in {opcode[0] for opcode in _HASHING}
+    }
+
+    def load_empty_dictionary(self) -> None:
+        self.append(_Dict())  # type: ignore[attr-defined]  # a method that `load` sets
+
+    dispatch[pickle.EMPTY_DICT[0]] = load_empty_dictionary
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _DtypeName(name)
@@ -207,6 +237,7 @@ class _MetadataReader:
     def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
         """Return the place of each chunk, by the name of the object and the offsets in it."""
         blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob] = {}
+        identity = cache(identity_at)
         for key, value in self._typed(self._metadata.get("storage_data"), dict).items():
             index, info = self._state(key), self._state(value)
             name = self._typed(index.get("fqn"), str)
@@ -214,8 +245,8 @@ class _MetadataReader:
             transforms = info.get("transform_descriptors")
             if transforms:
                 msg = (
-                    f"{self._path}: {name!r} was transformed by {str(transforms)[:80]} when it was "
-                    "saved, which Penstock does not undo: load it with "
+                    f"{self._path}: {name!r} was transformed by {reprlib.repr(transforms)} when it "
+                    "was saved, which Penstock does not undo: load it with "
                     "torch.distributed.checkpoint, and save it again without"
                 )
                 raise UnsupportedStateError(msg)
@@ -224,7 +255,8 @@ class _MetadataReader:
                 self._refuse(f"has {name!r} in {str(file)!r}, which is not in the folder")
             offset, length = self._numbers((info.get("offset"), info.get("length")))
             at = None if offsets is None else self._numbers(offsets)
-            blobs[name, at] = StoredBlob(folder / file, offset, length)
+            path = folder / file
+            blobs[name, at] = StoredBlob(path, offset, length, identity(path))
         return blobs
 
     def _tensor(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from penstock import FormatError, Streamed, UnsupportedStateError
-from penstock.integrations.files.torch_import import load_safely, refuse_stub
+from penstock.integrations.files.torch_import import MappedFile, load_safely, refuse_stub
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +88,8 @@ class _Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         models, states = self._files()
+        self._model_files = list(map(MappedFile.of, models))
+        self._state_files = list(map(MappedFile.of, states))
         self._models = [_load(path) for path in models]
         self._states = [self._typed(_load(path), "optimizer_state_dict", dict) for path in states]
         self._first = self._models[0]
@@ -99,7 +101,8 @@ class _Reader:
         rest = {k: v for k, v in self._first.items() if k not in _OWN_KEYS and v is not None}
         if "model" in rest:
             self._refuse("has a client state named 'model', where the weights belong")
-        return {"model": self._weights(), "optimizer": self._optimizer(), **rest}
+        tree = {"model": self._weights(), "optimizer": self._optimizer(), **rest}
+        return self._model_files[0].streamed(tree, {})  # type: ignore[no-any-return]  # a dict as well
 
     def _files(self) -> tuple[list[Path], list[Path]]:
         """Return the files of the model and of the optimizer, by rank.
@@ -203,7 +206,9 @@ class _Reader:
         own = self._frozen() if self._is_cut else {}
         for number, group in enumerate(self._groups):
             of_ranks = [tensors[number] for tensors in flat]
-            own |= {one.name: self._joined(one, of_ranks, "weights") for one in group}
+            own |= {
+                one.name: self._joined(one, of_ranks, "weights", self._state_files) for one in group
+            }
         module = self._typed(self._first, "module", dict)
         shared = self._first.get("shared_params") or {}
         found: dict[str, Any] = {}
@@ -225,7 +230,8 @@ class _Reader:
             parts = [
                 self._typed(model, "frozen_param_fragments", dict)[name] for model in self._models
             ]
-            found[name] = self._joined(_Parameter(name, shape, ranges), parts, "weights")
+            one = _Parameter(name, shape, ranges)
+            found[name] = self._joined(one, parts, "weights", self._model_files)
         return found
 
     def _optimizer(self) -> dict[str, Any]:
@@ -256,13 +262,19 @@ class _Reader:
     def _state_of(self, parameter: _Parameter, of_ranks: list[Any], name: str) -> Any:
         first = of_ranks[0]
         if isinstance(first, torch.Tensor) and first.dim():
-            return self._joined(parameter, of_ranks, name)
+            return self._joined(parameter, of_ranks, name, self._state_files)
         if any(value != first for value in of_ranks):
             self._refuse(f"has ranks with another {name} of {parameter.name!r}: of other steps?")
         # A tensor for each parameter: one that several have would be counted up by each of them.
         return first.clone() if isinstance(first, torch.Tensor) else first
 
-    def _joined(self, parameter: _Parameter, of_ranks: Sequence[object], what: str) -> Streamed:
+    def _joined(
+        self,
+        parameter: _Parameter,
+        of_ranks: Sequence[object],
+        what: str,
+        files: Sequence[MappedFile],
+    ) -> Streamed:
         """Return a tensor of the ranges that the ranks have of it."""
         pieces = []
         for (start, numel), flat in zip(parameter.ranges, of_ranks, strict=True):
@@ -274,7 +286,8 @@ class _Reader:
             self._refuse(f"has other {what} of {parameter.name!r} than its shape says")
         dtype = str(dtypes.pop()).removeprefix("torch.")
         data = [piece.detach().view(torch.uint8).numpy().data for piece in pieces]
-        return Streamed(dtype, parameter.shape, partial(_read_joined, data))
+        read = partial(_read_joined, list(zip(data, files, strict=True)))
+        return Streamed(dtype, parameter.shape, read)
 
     def _typed(self, record: dict[str, Any], key: str, kind: type[T]) -> T:
         value = record.get(key)
@@ -294,12 +307,16 @@ class _Reader:
         raise UnsupportedStateError(msg)
 
 
-def _read_joined(pieces: Sequence[memoryview], start: int, out: memoryview) -> None:
+def _read_joined(
+    pieces: Sequence[tuple[memoryview, MappedFile]], start: int, out: memoryview
+) -> None:
     at = done = 0
-    for piece in pieces:
+    for piece, file in pieces:
         begin = max(0, start + done - at)
         taken = piece[begin : begin + out.nbytes - done]
         out[done : done + taken.nbytes] = taken
+        if taken.nbytes:
+            file.check()
         done += taken.nbytes
         at += piece.nbytes
 

@@ -105,10 +105,11 @@ def _format_of(path: Path) -> str:
     elif path.is_file():
         with path.open("rb") as file:
             begin = file.read(9)
-        if begin[:2] == b"PK" or begin[:1] == b"\x80" or path.suffix == ".pt":
-            return "torch"
+        # First: the length of a header may look like the magic number of a pickle or a zip archive.
         if path.suffix == ".safetensors" or begin[8:] == b"{":
             return "safetensors"
+        if begin[:2] == b"PK" or begin[:1] == b"\x80" or path.suffix == ".pt":
+            return "torch"
     else:
         msg = f"{path} does not exist, so nothing can be imported from it"
         raise ConfigError(msg)

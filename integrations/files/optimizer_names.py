@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import ConfigError, FormatError
+from penstock import ConfigError, FormatError, Streamed
 from penstock.integrations.files.runs import open_run
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ def _model_in(path: Path) -> dict[str, Any]:
 
 
 def _identity(name: str, tensor: Any) -> object:
-    if not hasattr(tensor, "data_ptr") or not tensor.numel():
-        return name
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return id(tensor) if isinstance(tensor, Streamed) else name
 
 
 def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[str, Any]:

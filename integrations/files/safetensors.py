@@ -27,7 +27,9 @@ DTYPES: dict[str, tuple[str, int]] = {
     "U8": ("uint8", 1),
     "I8": ("int8", 1),
     "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
     "F8_E8M0": ("float8_e8m0fnu", 1),
     "U16": ("uint16", 2),
     "I16": ("int16", 2),
@@ -94,12 +96,21 @@ def _read_bytes(path: Path, tensor: _StoredTensor, start: int, out: memoryview) 
         at = 0
         while at < out.nbytes and (count := file.readinto(out[at:])):
             at += count
-        if at < out.nbytes or _identity(os.fstat(file.fileno())) != tensor.identity:
+        if at < out.nbytes or identity_of(os.fstat(file.fileno())) != tensor.identity:
             raise wrong(path, f"changed while {tensor.name!r} was read: import it again")
 
 
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
+def identity_of(stat: os.stat_result) -> tuple[int, ...]:
+    """Return what is different when a file has changed."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def identity_at(path: Path) -> tuple[int, ...] | None:
+    """Return what is different when the file at a path has changed; None: it is not there."""
+    try:
+        return identity_of(path.stat())
+    except FileNotFoundError:
+        return None
 
 
 def _read_header(path: Path) -> list[_StoredTensor]:
@@ -114,7 +125,7 @@ def _read_header(path: Path) -> list[_StoredTensor]:
         raise wrong(path, "has no tensors")
     begin = 8 + length
     tensors = [
-        _checked(path, name, fields, begin, _identity(stat)) for name, fields in header.items()
+        _checked(path, name, fields, begin, identity_of(stat)) for name, fields in header.items()
     ]
     at = begin
     for tensor in sorted(tensors, key=lambda t: (t.start, t.nbytes)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from contextlib import closing
 from dataclasses import dataclass
@@ -156,8 +157,8 @@ def _names(
     taken: dict[str, tuple[str, ...]] = {"__metadata__": ()}  # the format has it for itself
     for old, new in moved.items():
         name = ".".join(new[skip:])
-        if is_adapter:  # the name of the adapter in the live model, which the file has not
-            name = ".".join(part for part in name.split(".") if part != "default")
+        if is_adapter:
+            name = _name_in_adapter(name)
         names[old] = name
         other = taken.setdefault(name, old)
         if other != old:
@@ -165,6 +166,14 @@ def _names(
             msg = f"{both} would be {name!r} in the file: give it another name by rename"
             raise SelectionError(msg)
     return names
+
+
+def _name_in_adapter(name: str) -> str:
+    """Return the name of a tensor of the live adapter `default` in a file of PEFT."""
+    name, is_module = re.subn(r"\.modules_to_save\.default(?=\.)", "", name)
+    if not is_module:  # else a module may have that name
+        name = re.sub(r"\.default(\.[^.]+)?$", r"\1", name)
+    return re.sub(r"(\.lora_magnitude_vector)\.weight$", r"\1", name)
 
 
 def _shards(tensors: Sequence[_ExportedTensor], most_bytes: int) -> list[list[_ExportedTensor]]:

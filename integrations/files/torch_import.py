@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock import FormatError, UnsupportedStateError
+from penstock import FormatError, Streamed, UnsupportedStateError
+from penstock.integrations.files.safetensors import identity_at, wrong
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -48,7 +52,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
 
 
 def _other_than_tensors(found: dict[str, Any]) -> list[str]:
-    return [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
+    return [n for n, value in found.items() if not isinstance(value, torch.Tensor | Streamed)]
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
@@ -61,11 +65,78 @@ def _read_dict(path: Path) -> dict[str, Any]:
                 "`torch.save(torch.load(old, weights_only=True), new)`"
             )
             raise FormatError(msg, [str(path)])
-    found = load_safely(path, str(path), mmap=True)
+    mapped = MappedFile.of(path)
+    found = mapped.streamed(load_safely(path, str(path), mmap=True), {})
     if not isinstance(found, dict) or not found or not all(type(key) is str for key in found):
         msg = f"{path} holds a {type(found).__name__}, not a dict with names: nothing to import"
         raise FormatError(msg, [str(path)])
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class MappedFile:
+    """A file whose tensors are mapped: what is written to it later would be in them."""
+
+    path: Path
+    identity: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, path: Path) -> MappedFile:
+        """Return the file as it is before it is loaded."""
+        return cls(path, identity_at(path))
+
+    def check(self) -> None:
+        """Check that bytes that were read are those of the file that was loaded.
+
+        Raises:
+            FormatError: The file has changed.
+        """
+        if identity_at(self.path) != self.identity:
+            raise wrong(self.path, "changed while it was read: import it again")
+
+    def streamed(self, tree: Any, known: dict[object, Streamed]) -> Any:
+        """Return what was loaded, with its tensors as `Streamed` that check the file.
+
+        Args:
+            tree: Changed in place.
+            known: Those of tensors that may be tied to others here.
+        """
+        if isinstance(tree, torch.Tensor):
+            return self._streamed_tensor(tree, known)
+        if type(tree) in {dict, OrderedDict}:
+            for key, value in tree.items():
+                tree[key] = self.streamed(value, known)
+        elif type(tree) is list:
+            tree[:] = [self.streamed(value, known) for value in tree]
+        elif type(tree) is tuple:
+            return tuple(self.streamed(value, known) for value in tree)
+        return tree
+
+    def _streamed_tensor(
+        self, tensor: torch.Tensor, known: dict[object, Streamed]
+    ) -> torch.Tensor | Streamed:
+        is_plain = (
+            type(tensor) in {torch.Tensor, torch.nn.Parameter}
+            and tensor.layout is torch.strided
+            and tensor.is_cpu
+            and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        )
+        if not is_plain or not tensor.numel():
+            return tensor
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        read = partial(self._read, tensor.detach())
+        return known.setdefault(key, Streamed(dtype, tensor.shape, read))
+
+    def _read(self, tensor: torch.Tensor, start: int, out: memoryview) -> None:
+        tensor = tensor.reshape(tensor.shape or (1,))
+        first, stop = start // tensor.itemsize, (start + out.nbytes) // tensor.itemsize
+        row = tensor[0].numel()
+        # So of a tensor that is not contiguous only the rows that are needed are copied.
+        low, high = first // row, -(-stop // row)
+        flat = tensor[low:high].reshape(-1)[first - low * row : stop - low * row]
+        out[:] = flat.contiguous().view(torch.uint8).numpy().data
+        self.check()
 
 
 def refuse_stub(path: Path) -> None:

@@ -70,6 +70,7 @@ def test_every_kind_of_state_comes_back_and_is_stored_at_its_own_path(tmp_path):
         "scalar": torch.tensor(3),
         "list": [torch.ones(2), {"a/b%": torch.zeros(1), "": 4}],
         "tuple": (torch.full((2,), 7.0), 1),
+        "pairs": [(torch.full((2,), 8.0), 1)],
         "when": dt.datetime(2026, 1, 2),
         "plain": {"lr": 0.1, "names": ["x", "y"], "null": None},
     }
@@ -79,7 +80,8 @@ def test_every_kind_of_state_comes_back_and_is_stored_at_its_own_path(tmp_path):
         specs = ckpt.open(3).specs()
         assert {*specs} == {
             "half", "turned", "none", "scalar", "list/0", "list/1/a%2Fb%25", "list/1/%00",
-            "tuple/0", "tuple/1", "when", "plain/lr", "plain/names", "plain/null",
+            "tuple/0", "tuple/1", "pairs/0/0", "pairs/0/1", "when", "plain/lr",
+            "plain/names", "plain/null",
         }  # fmt: skip
         assert {spec.form for spec in specs.values()} == {"tensor", "json"}
         assert plain(ckpt.load()) == plain(state)

@@ -1,5 +1,6 @@
 """Folders of `torch.distributed.checkpoint` out and in; nothing in their pickles is run."""
 
+import collections
 import contextlib
 import io
 import pickle
@@ -20,10 +21,12 @@ from tests.integrations.files.conftest import assert_same, names_in
 from tests.integrations.files.test_torch_files import Touch
 from torch.distributed.checkpoint import _extension
 from torch.distributed.checkpoint import metadata as of_dcp
+from torch.utils._pytree import tree_flatten
 
 import penstock
 from penstock.integrations.files.dcp_import import ChunkReader
 from penstock.integrations.files.dcp_metadata import StoredBlob, StoredChunk, StoredTensor
+from penstock.integrations.files.safetensors import identity_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -92,6 +95,26 @@ def test_large_tensors_are_written_as_chunks(tmp_path):
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
     assert_same(target, tensors)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_tensors_in_tuples_are_written(tmp_path):
+    wanted = torch.arange(3.0)
+    state = {
+        "tuple": (wanted, 1), "list": [2, (wanted, [wanted])], "inner": ({"a": wanted},),
+        "pair": Pair(wanted, wanted), "none": (wanted[:0],),
+    }  # fmt: skip
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        penstock.export_checkpoint(ckpt, tmp_path / "o", to="dcp")
+    target = dict.fromkeys(state)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "o"), no_dist=True)
+    found, kept = tree_flatten(target), tree_flatten(state)
+    assert found[1] == kept[1]
+    for one, other in zip(found[0], kept[0], strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 def test_damage_is_what_the_export_raises(tmp_path):
@@ -178,13 +201,17 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
     for n, piece in enumerate(pieces):
         torch.save(piece, tmp_path / f"{n}.pt")
     files = [tmp_path / f"{n}.pt" for n in range(3)]
-    blobs = [StoredBlob(file, 0, file.stat().st_size) for file in files]
+    stats = [file.stat() for file in files]
+    blobs = [
+        StoredBlob(file, 0, stat.st_size, identity_of(stat))
+        for file, stat in zip(files, stats, strict=True)
+    ]
     chunks = tuple(StoredChunk((4 * n, 0), (4, 3), blob) for n, blob in enumerate(blobs))
     reader = ChunkReader(StoredTensor("w", "float32", (12, 3), chunks))
     whole = torch.cat(pieces).numpy().tobytes()
     found = bytearray(len(whole))
     opened = []
-    with opening(opened):
+    with opening(opened.append):
         for start in range(0, len(whole), 20):  # ranges end within rows, and within chunks
             reader.read(start, memoryview(found)[start : start + 20])
             assert len(reader.held) <= 1
@@ -194,17 +221,33 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
 
 
 @contextlib.contextmanager
-def opening(names):
-    """Note each file that is opened; an audit hook stays, so it is told when to end."""
+def opening(call):
+    """Call `call` with each file to be opened; an audit hook stays, so it is told when to end."""
     active = [True]
 
     def audit(event, arguments):
         if active and event == "open":
-            names.append(str(arguments[0]))
+            call(str(arguments[0]))
 
     sys.addaudithook(audit)
     yield
     active.clear()
+
+
+def test_a_folder_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused):
+    state = {f"t{n}": torch.full((1000,), float(n)) for n in range(6)}
+    folder = save(state, tmp_path / "d")
+    later = save({name: tensor + 10 for name, tensor in state.items()}, tmp_path / "later")
+    reads = []
+
+    def save_again(path):
+        if path == str(folder / "__0_0.distcp"):
+            reads.append(path)
+            if len(reads) == 3:
+                (later / "__0_0.distcp").replace(path)
+
+    with opening(save_again), refused(penstock.FormatError, "changed while") as root:
+        penstock.import_checkpoint(folder, root, step=2)
 
 
 def test_what_is_not_selected_is_not_read(tmp_path, model):
@@ -434,6 +477,15 @@ def test_a_torn_metadata_or_file_is_a_clear_error(tmp_path, refused):
         penstock.import_checkpoint(folder, root, step=2)
 
 
+@pytest.mark.parametrize("crafted", [b"}%bNs.", b"(%bNd.", b"\x8f(%b\x90.", b"(%b\x91."])
+def test_a_key_of_a_crafted_pickle_does_not_end_the_process(tmp_path, refused, crafted):
+    nested = b")" + b"\x85" * 1_000_000  # a tuple in a tuple, and so on
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x04" + crafted % nested)
+    with refused(penstock.FormatError, "is no metadata") as root:
+        penstock.import_checkpoint(tmp_path / "d", root, step=2)
+
+
 def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / ".metadata").write_bytes(b"\x80\x02}r\xff\xff\xff\xff.")
@@ -441,7 +493,7 @@ def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), hard))
     try:
-        with refused(penstock.FormatError, "a dict where a _Inert belongs") as root:
+        with refused(penstock.FormatError, "a _Dict where a _Inert belongs") as root:
             penstock.import_checkpoint(tmp_path / "d", root, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,5 +1,6 @@
 """Folders that DeepSpeed wrote, read without it; `deepspeed/make.py` made those that are here."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -154,6 +155,16 @@ def test_files_that_do_not_fit_are_a_clear_error(folder, refused, edit, match):
     change(file_of(folder, "model"), edit)
     with refused(penstock.PenstockError, match) as root:
         penstock.import_checkpoint(folder, root, step=2)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_file_that_is_saved_again_meanwhile_fails_the_import(folder, refused, kind):
+    def touch(path):
+        os.utime(file_of(folder, kind), ns=(0, 0))
+        return path
+
+    with refused(penstock.FormatError, "changed while") as root:
+        penstock.import_checkpoint(folder, root, step=2, rename=touch)
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])

@@ -1,5 +1,6 @@
 """Exports that transformers and PEFT load: equal parameters, and nothing missing or left over."""
 
+import collections
 import copy
 
 import pytest
@@ -41,9 +42,17 @@ def test_from_pretrained_reads_the_folder(tmp_path, tied, shards):
 
 def test_adapter_goes_out_to_peft_and_comes_back(tmp_path):
     torch.manual_seed(0)
-    base = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
-    config = peft.LoraConfig(r=2, target_modules=["0", "1"], init_lora_weights=False)
+    layers = {"default": torch.nn.Linear(6, 5), "middle": torch.nn.Linear(5, 5)}
+    head = torch.nn.Sequential(torch.nn.Linear(5, 4))
+    base = torch.nn.Sequential(collections.OrderedDict(layers, head=head))
+    config = peft.LoraConfig(
+        r=2, target_modules=["default", "middle"], modules_to_save=["head"], use_dora=True,
+        init_lora_weights=False,
+    )  # fmt: skip
     model = peft.get_peft_model(copy.deepcopy(base), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
     model.save_pretrained(tmp_path / "original")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with penstock.Checkpointer(tmp_path / "run") as ckpt:

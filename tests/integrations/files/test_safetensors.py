@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.integrations.files.conftest import assert_same, names_in
 
 import penstock
+from penstock.integrations.files.safetensors import NAMES
 
 INDEX = "model.safetensors.index.json"
 
@@ -265,6 +266,25 @@ def test_file_of_the_library_becomes_a_checkpoint(tmp_path, model):
         assert ckpt.info().metadata == {
             "imported_from": "x.safetensors", "imported_format": "safetensors",
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [128, int.from_bytes(b"PK", "little")])
+@pytest.mark.parametrize("name", ["x.safetensors", "x"])
+def test_file_whose_header_has_the_length_of_another_magic_number_is_read(tmp_path, name, length):
+    text = json.dumps({"w": f32(0, 8)}).encode().ljust(length)
+    (tmp_path / name).write_bytes(header(None, text=text))
+    assert penstock.import_checkpoint(tmp_path / name, tmp_path / "run").objects == 1
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_every_dtype_goes_out_and_comes_back_as_the_library_has_it(tmp_path, dtype):
+    wanted = {"w": torch.arange(2, dtype=torch.uint8).repeat(8).view(getattr(torch, dtype))}
+    save_file(wanted, tmp_path / "x.safetensors")
+    penstock.import_checkpoint(tmp_path / "x.safetensors", tmp_path / "run")
+    penstock.export_checkpoint(tmp_path / "run", tmp_path / "o.safetensors", to="safetensors")
+    found = load_file(tmp_path / "o.safetensors")
+    assert found["w"].dtype == wanted["w"].dtype
+    assert torch.equal(found["w"].view(torch.uint8), wanted["w"].view(torch.uint8))
 
 
 def test_shards_come_back_bit_by_bit_and_restore_into_a_module(tmp_path):

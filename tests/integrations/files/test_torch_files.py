@@ -122,6 +122,30 @@ def test_tree_with_ties_and_values_becomes_a_checkpoint(tmp_path, model):
     assert same_as["model/lm_head.weight"] == ("model", "layers.0.weight")
 
 
+def test_a_file_that_is_saved_again_meanwhile_fails_the_import(tmp_path, refused):
+    torch.save({"state_dict": {"w": torch.ones(5)}}, tmp_path / "x.ckpt")
+
+    def touch(path):
+        os.utime(tmp_path / "x.ckpt", ns=(0, 0))
+        return path
+
+    with refused(penstock.FormatError, "changed while") as root:
+        penstock.import_checkpoint(tmp_path / "x.ckpt", root, step=2, rename=touch)
+
+
+def test_views_of_one_storage_come_back_whatever_their_strides(tmp_path):
+    whole = torch.randn(6, 8, 10)
+    views = {
+        "part": whole[1:3], "turned": whole.permute(2, 0, 1), "step": whole[0, 0, ::3],
+        "wide": whole[0].t()[None], "same": torch.ones(1).expand(4, 3), "number": whole[0, 0, 0],
+        "bits": torch.randn(3, 4, dtype=torch.complex64).conj(), "none": whole[:0],
+    }  # fmt: skip
+    torch.save(views, tmp_path / "x.pt")
+    penstock.import_checkpoint(tmp_path / "x.pt", tmp_path / "run")
+    with penstock.Checkpointer(tmp_path / "run") as ckpt:
+        assert_same(ckpt.load()["model"], views)
+
+
 def test_old_folders_of_hugging_face_are_read_with_and_without_index(tmp_path, model, refused):
     folder = tmp_path / "hf"
     folder.mkdir()
