@@ -59,8 +59,9 @@ $(HOSTS_READY): $(READY)
 	    --no-deps torchtitan spmd-types
 	@touch $@
 
+# A worker keeps to a file, so that only one of them starts a server that has imported the file's trainer.
 test-hosts: $(HOSTS_READY) ## test the adapters against the trainers themselves (installs them once)
-	@$(HOSTS)/bin/python -m pytest -n 2 --dist worksteal tests/integrations/hosts \
+	@$(HOSTS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/hosts \
 	    tests/integrations/events tests/integrations/files/test_from_pretrained.py \
 	    tests/core/cli/test_report.py
 

@@ -1,10 +1,11 @@
 """Python programs in processes of their own, which need not import torch first.
 
 Importing torch takes a new interpreter 1.5 s of CPU, and the suite starts some hundred. A server,
-one for each process that runs tests, imports it once and forks a process per program. It has one
-thread and nothing but imports behind it, so what it forks is like new; only options of the
-interpreter and variables that are read while it starts (`PYTHON...`, `OMP_NUM_THREADS`) are those
-of the server. What is to be tested about imports themselves needs `subprocess`.
+one for each process that runs tests, imports it once and forks a process per program; for programs
+that need other imports too, it forks a server that has these. A server has one thread and nothing
+but imports behind it, so what it forks is like new; only options of the interpreter and variables
+that are read while it starts (`PYTHON...`, `OMP_NUM_THREADS`) are those of the server. What is to
+be tested about imports themselves needs `subprocess`.
 
 As a script, this is the server.
 """
@@ -25,6 +26,7 @@ import sys
 import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # torch._dynamo: the first optimizer of a process imports it.
@@ -41,11 +43,13 @@ _REQUEST_BYTES = 1 << 20
 class Server:
     """Forks programs for one interpreter."""
 
-    def __init__(self, python=sys.executable):
+    def __init__(self, python=sys.executable, imports=()):
         """Start it. It ends when this process does.
 
         Args:
             python: The interpreter, which may be that of another environment.
+            imports: Modules that it imports beside torch. Such a server is forked from that of the
+                interpreter that runs the tests.
         """
         sys.audit("tests.interpreters.start", python)  # `--fast` raises here, with nothing open
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -55,11 +59,12 @@ class Server:
             # Kept for our own interpreter: `tools/break_guards.py` tests a copy of the package by
             # it, and a server without it would import the installed one, which is not broken.
             variables.pop("PYTHONPATH", None)
-        variables["OMP_NUM_THREADS"] = "1"  # more would be threads that a fork has not
-        self._process = subprocess.Popen(
-            [python, __file__, str(other.fileno())],
-            pass_fds=[other.fileno()], env=variables, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        # More would be threads that a fork has not.
+        variables |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        if imports:
+            self._process = start(__file__, *imports, env=variables, stdin=other)
+        else:
+            self._process = subprocess.Popen([python, __file__], env=variables, stdin=other)
         other.close()
         atexit.register(self.close)
 
@@ -87,55 +92,77 @@ class Server:
             done.check_returncode()
         return done
 
+    def run_as_torchrun(self, count, *words, timeout=300, cwd=None, env=None):
+        """`python WORDS...` on N ranks, with the store and the variables that torchrun gives.
+
+        Returns a `CompletedProcess` for each rank. When one fails, the others are killed.
+        """
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            **(os.environ if env is None else env),
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "none",
+        }  # fmt: skip
+        ranks = []
+
+        def kill_all():
+            for process in ranks:
+                if process.returncode is None:  # not `kill`: another thread reads the status
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+
+        def end(process):
+            try:
+                out, err = process.communicate(timeout=timeout)
+            finally:
+                if process.returncode != 0:
+                    kill_all()
+            return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+        with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
+            stack.callback(kill_all)
+            for rank in map(str, range(count)):
+                process = self.start(
+                    *words, cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank},
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )  # fmt: skip
+                ranks.append(process)
+            return [*pool.map(end, ranks)]
+
 
 @functools.cache
-def _server():
-    return Server()
+def server(*imports):
+    """The server of the interpreter that runs the tests, with more modules imported."""
+    return Server(imports=imports)
 
 
 def start(*words, **around):
     """`Server.start` of the interpreter that runs the tests."""
-    return _server().start(*words, **around)
+    return server().start(*words, **around)
 
 
 def run(*words, **around):
     """`Server.run` of the interpreter that runs the tests."""
-    return _server().run(*words, **around)
+    return server().run(*words, **around)
 
 
-def run_as_torchrun(count, *words, timeout=300, cwd=None, env=None):
-    """`python WORDS...` on so many ranks, with the store and the variables that torchrun gives.
+def run_as_torchrun(*words, **around):
+    """`Server.run_as_torchrun` of the interpreter that runs the tests.
 
-    Returns what each has printed.
+    Returns what each rank has printed.
 
     Raises:
         AssertionError: A rank has failed.
         TimeoutExpired: One has not ended.
     """
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        **(os.environ if env is None else env),
-        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in map(str, range(count)):
-            process = start(
-                *words, cwd=cwd, env={**common, "RANK": rank, "LOCAL_RANK": rank},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-            stack.callback(process.kill)
-            ranks.append(process)
-        told = []
-        for process in ranks:
-            out, err = process.communicate(timeout=timeout)
-            assert process.returncode == 0, err[-4000:]
-            told.append(out)
-    return told
+    ended = server().run_as_torchrun(*words, **around)
+    errors = "".join(rank.stderr[-4000:] for rank in ended if rank.returncode)
+    assert not any(rank.returncode for rank in ended), errors
+    return [rank.stdout for rank in ended]
 
 
 class Process:
@@ -288,13 +315,15 @@ def serve(requests):
 
 def become(request, streams):
     """Make this process what a new interpreter would be, and return its program."""
+    sys.modules["numpy"].random.seed()  # each fork would draw the same numbers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = os.fdopen(0)
-    sys.stdout = os.fdopen(1, "w")
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
+    stream = functools.partial(os.fdopen, closefd=False)  # what it replaces is closed otherwise
+    sys.stdin = stream(0)
+    sys.stdout = stream(1, "w", 1 if "PYTHONUNBUFFERED" in request["env"] else -1)
+    sys.stderr = stream(2, "w", 1, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(request["env"])
@@ -329,7 +358,7 @@ def main():
     del sys.path[0]  # of this script
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for name in IMPORTED:
+    for name in (*IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     for kind in ("providers", "backends", "codecs"):
         for point in importlib.metadata.entry_points(group=f"penstock.{kind}"):
@@ -339,7 +368,7 @@ def main():
     gc.freeze()
     threads = len([*Path("/proc/self/task").iterdir()])
     assert threads == 1, f"{threads} threads: a fork would lose what they hold"
-    return become(*serve(socket.socket(fileno=int(sys.argv[1]))))
+    return become(*serve(socket.socket(fileno=0)))
 
 
 if __name__ == "__main__":

@@ -4,18 +4,31 @@ A program prints `step N loss X` for each step, the loss with all its digits, an
 working directory. Started again, it resumes.
 """
 
+import importlib.util
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+from tests import interpreters
 
 KILLED = Path(__file__).with_name("killed.py")
 ROOT = Path(__file__).parents[3]
 _LIMIT_S = 600
+os.environ["HF_HUB_OFFLINE"] = "1"  # is read when a server imports its host
+# What the server of a host's programs has imported: what they import, and what the host imports
+# while it trains. A program is of the first host here that it imports.
+_HF = ("penstock.integrations.transformers", "transformers.models.gpt2.modeling_gpt2", "deepspeed")
+_HOSTS = {
+    "trl": (*_HF, "trl.trainer.sft_trainer"),
+    "transformers": (*_HF, "datasets"),
+    "accelerate": ("penstock.integrations.accelerate", "torchdata.stateful_dataloader", "datasets"),
+    "lightning": ("lightning.pytorch", "torchdata.stateful_dataloader"),
+    "deepspeed": ("penstock.integrations.deepspeed", "torch._dynamo.backends.debugging"),
+    "torchtitan": ("penstock.integrations.torchtitan", "torchtitan.components.optimizer"),
+}
 _LOSS = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -30,6 +43,12 @@ class Outcome:
     text: str
 
 
+def needs(*modules):
+    """Skip where one is missing, without importing them: the server does."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: make test-hosts")
+
+
 def program_of(page, number=0):
     """The `number`-th Python block of a page of the documentation."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -41,28 +60,31 @@ def run(program, folder, *, ranks=1, kill_at=0, environment=None):
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "program.py"
     script.write_text(program, encoding="utf-8")
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        launcher += ["--master-port", str(_free_port()), "--log-dir", str(folder / "logs")]
     variables = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "KILL_AT": str(kill_at),
-        "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # what a killed process has printed must be seen
-        "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **(environment or {}),
     }
-    ended = subprocess.run(
-        [*launcher, str(KILLED), str(script)],
-        cwd=folder, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False,
-    )  # fmt: skip
-    losses = {int(step): loss for step, loss in _LOSS.findall(ended.stdout)}
-    calls = re.search(r"^calls (\d+)$", ended.stderr, re.MULTILINE)
-    text = ended.stdout + ended.stderr
-    return Outcome(losses, int(calls[1]) if calls else None, ended.returncode, text)
+    how = {"cwd": folder, "env": variables, "timeout": _LIMIT_S}
+    server = _server_for(program)
+    if ranks == 1:
+        ended = [server.run(KILLED, script, **how)]
+    else:
+        ended = server.run_as_torchrun(ranks, KILLED, script, **how)
+    out = "".join(rank.stdout for rank in ended)
+    err = "".join(rank.stderr for rank in ended)
+    losses = {int(step): loss for step, loss in _LOSS.findall(out)}
+    calls = re.search(r"^calls (\d+)$", err, re.MULTILINE)
+    code = next((rank.returncode for rank in ended if rank.returncode), 0)
+    return Outcome(losses, int(calls[1]) if calls else None, code, out + err)
+
+
+def _server_for(program):
+    """The server that has imported the host of a program."""
+    named = re.findall(r"^(?:import|from) (\w+)", program, re.MULTILINE)
+    return interpreters.server(*next((_HOSTS[name] for name in _HOSTS if name in named), ()))
 
 
 def check_exact_resume(program, folder, **how):
@@ -73,7 +95,7 @@ def check_exact_resume(program, folder, **how):
     losses = {}
     for percent in (40, 25, 15):  # of the calls of the whole, from the last checkpoint on
         killed = run(program, place, kill_at=unbroken.calls * percent // 100, **how)
-        assert killed.returncode in {-signal.SIGKILL, 1}, killed.text
+        assert killed.returncode == -signal.SIGKILL, killed.text
         assert killed.calls is None, "it ended before it was killed"
         _join(losses, killed)
     resumed = run(program, place, **how)
@@ -89,9 +111,3 @@ def _join(losses, outcome):
     again = losses.keys() & outcome.losses.keys()
     assert {step: losses[step] for step in again} == {step: outcome.losses[step] for step in again}
     losses |= outcome.losses
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,12 +1,9 @@
 """Programs of accelerate that are killed, or stopped at chosen steps, and resume exactly."""
 
 import pytest
-from tests.integrations.hosts.harness import check_exact_resume, program_of, run
+from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
 
-pytest.importorskip("accelerate")
-pytest.importorskip("torchdata")
-
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, needs("accelerate", "torchdata")]
 
 PAGE = "trainers/accelerate.md"
 

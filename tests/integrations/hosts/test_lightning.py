@@ -1,12 +1,9 @@
 """Programs of Lightning that are killed, finished and continued, or saved through the plugin."""
 
 import pytest
-from tests.integrations.hosts.harness import check_exact_resume, program_of, run
+from tests.integrations.hosts.harness import check_exact_resume, needs, program_of, run
 
-pytest.importorskip("lightning.pytorch")
-pytest.importorskip("torchdata")
-
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, needs("lightning", "torchdata")]
 
 PROGRAM = program_of("trainers/lightning.md")
 DDP = PROGRAM.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
