@@ -24,7 +24,7 @@ _HF = ("penstock.integrations.transformers", "transformers.models.gpt2.modeling_
 _HOSTS = {
     "trl": (*_HF, "trl.trainer.sft_trainer"),
     "transformers": (*_HF, "datasets"),
-    "accelerate": ("penstock.integrations.accelerate", "torchdata.stateful_dataloader", "datasets"),
+    "accelerate": ("penstock.integrations.accelerate", "torchdata.stateful_dataloader"),
     "lightning": ("lightning.pytorch", "torchdata.stateful_dataloader"),
     "deepspeed": ("penstock.integrations.deepspeed", "torch._dynamo.backends.debugging"),
     "torchtitan": ("penstock.integrations.torchtitan", "torchtitan.components.optimizer"),
