@@ -490,13 +490,12 @@ def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
     way = (
         f"call rewind({older[-1]}), which forgets all later steps,"
         if older
-        else f"delete step {steps[0]} and all later ones (no earlier step to rewind to)"
+        else f"delete step {steps[0]} and all later ones"
     )
     return StepExistsError(
-        f"step {step} on {url} {problem}. To continue from step {steps[-1]}, restore it before "
-        f"training, as resume(state) does. Pass overwrite=True (--overwrite) to save step {step} "
-        f"all the same, or first {way} to continue from there. If you did not save it, another "
-        "process saves here: give each training a root of its own."
+        f"step {step} on {url} {problem}. Call resume(state) to continue from the latest. "
+        f"Pass overwrite=True (--overwrite) to save it all the same, or first {way} to continue "
+        "from there. If another process saves here, give each training a root of its own."
     )
 
 
