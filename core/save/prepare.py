@@ -490,12 +490,12 @@ def _step_exists(step: int, steps: Sequence[int], url: str) -> StepExistsError:
     way = (
         f"call rewind({older[-1]}), which forgets all later steps,"
         if older
-        else f"delete step {steps[0]} and all later ones"
+        else f"delete step {steps[0]} and all later ones (no earlier step to rewind to)"
     )
     return StepExistsError(
-        f"step {step} on {url} {problem}. Call resume(state) to continue from the latest. "
-        f"Pass overwrite=True (--overwrite) to save it all the same, or first {way} to continue "
-        "from there. If another process saves here, give each training a root of its own."
+        f"step {step} on {url} {problem}. Call resume(state) to continue. Pass overwrite=True "
+        f"(--overwrite) to save it anyway, or first {way} to continue from there. If another "
+        "training saves here, give each its own root."
     )
 
 

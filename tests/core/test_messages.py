@@ -307,11 +307,11 @@ def test_what_a_plugin_raises_is_named_with_its_distribution(plugin_site):
 def test_a_step_that_exists_is_answered_with_overwrite_and_rewind(ckpt):
     first = message(StepExistsError, lambda: ckpt.save(state(), step=1))
     assert "Pass overwrite=True" in first
-    assert "first delete step 1 and all later ones to continue" in first
+    assert "first delete step 1 and all later ones (no earlier step to rewind to)" in first
     ckpt.save(state(), step=5, mode="blocking")
     found = message(StepExistsError, lambda: ckpt.save(state(), step=3))
     assert "Pass overwrite=True" in found
-    assert "is before the latest step 5. Call resume(state) to continue from the latest." in found
+    assert "is before the latest step 5. Call resume(state) to continue." in found
     assert "first call rewind(1), which forgets all later steps, to continue" in found
 
 
