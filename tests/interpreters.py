@@ -2,8 +2,8 @@
 
 Importing torch takes a new interpreter 1.5 s of CPU, and the suite starts some hundred. A server,
 one for each process that runs tests, imports it once and forks a process per program; for programs
-that need other imports too, it forks a server that has these. A server has one thread and nothing
-but imports behind it, so what it forks is like new; only options of the interpreter and variables
+that need other imports too, it forks a server that has these. A server has one thread and has
+only imported modules, so what it forks is like new; only options of the interpreter and variables
 that are read while it starts (`PYTHON...`, `OMP_NUM_THREADS`) are those of the server. What is to
 be tested about imports themselves needs `subprocess`.
 

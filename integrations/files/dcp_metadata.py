@@ -159,11 +159,8 @@ class _Dict(dict[Any, Any]):
         super().__setitem__(key, value)
 
 
-_HASHING = {
-    pickle.DICT,
-    pickle.ADDITEMS,
-    pickle.FROZENSET,
-}  # DCP has no sets, and pickles dicts by a newer one
+# These fill sets and dicts past `_Dict`. DCP pickles no sets, and dicts by `EMPTY_DICT`.
+_HASHING = {pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET}
 
 
 # Not `pickle.Unpickler`: a crafted number of a memo makes it take memory for 2^32 entries.
@@ -317,7 +314,8 @@ class _MetadataReader:
 
     def _typed(self, value: object, kind: type[T]) -> T:
         if not isinstance(value, kind):
-            self._refuse(f"has a {type(value).__name__} where a {kind.__name__} belongs")
+            found = "dict" if isinstance(value, dict) else type(value).__name__
+            self._refuse(f"has a {found} where a {kind.__name__} belongs")
         return value
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -222,7 +222,7 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
 
 @contextlib.contextmanager
 def opening(call):
-    """Call `call` with each file to be opened; an audit hook stays, so it is told when to end."""
+    """Call `call` with each file to be opened; an audit hook stays, so a flag ends it."""
     active = [True]
 
     def audit(event, arguments):
@@ -493,7 +493,7 @@ def test_a_memo_of_a_crafted_pickle_takes_no_memory(tmp_path, refused):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), hard))
     try:
-        with refused(penstock.FormatError, "a _Dict where a _Inert belongs") as root:
+        with refused(penstock.FormatError, "a dict where a _Inert belongs") as root:
             penstock.import_checkpoint(tmp_path / "d", root, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
