@@ -252,7 +252,11 @@ class Actor:
 
     def prune(self) -> None:
         """Prune."""
-        if refused := self.ckpt.prune().refused:
+        none_before = not self.ckpt.steps()
+        refused = self.ckpt.prune().refused
+        if refused and (none_before or not self.ckpt.steps()):
+            self._say("refused", op="prune")  # aged data, and no checkpoint: perhaps half a copy
+        elif refused:
             self._problem(f"prune refused: {refused}")
 
     def compact(self) -> None:
