@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -12,7 +11,6 @@ import torch
 
 from penstock import FormatError, Streamed
 from penstock.integrations.files.dcp_metadata import StoredBlob, StoredTensor, read_metadata
-from penstock.integrations.files.safetensors import identity_of, wrong
 from penstock.integrations.files.torch_import import load_safely
 from penstock.integrations.files.trees import Unread
 
@@ -103,7 +101,7 @@ class ChunkReader:
             or (found.dtype, tuple(found.shape)) != (dtype, chunk.sizes)
             or found.layout is not torch.strided
         ):
-            msg = f"{chunk.blob.file} does not hold {name!r} as its metadata says"
+            msg = f"{chunk.blob.source.path} does not hold {name!r} as its metadata says"
             raise FormatError(msg, [name])
         data = found.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return data.reshape(*sizes, dtype.itemsize)
@@ -114,11 +112,10 @@ def _dtype(tensor: StoredTensor) -> torch.dtype:
 
 
 def _load(blob: StoredBlob, name: str) -> object:
-    with blob.file.open("rb") as file:
+    with blob.source.path.open("rb") as file:
         window = io.BufferedReader(_Window(file, blob.offset, blob.length), 1 << 20)
-        found = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.file}")
-        if identity_of(os.fstat(file.fileno())) != blob.identity:
-            raise wrong(blob.file, f"changed while {name!r} was read: import it again")
+        found = load_safely(cast("BinaryIO", window), f"{name!r} in {blob.source.path}")
+    blob.source.check(name)
     return found
 
 

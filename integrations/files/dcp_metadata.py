@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from penstock import FormatError, UnsupportedStateError
-from penstock.integrations.files.safetensors import identity_at
+from penstock.integrations.files.source import SourceFile
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -33,10 +33,9 @@ _MAX_CELLS = 1 << 24
 class StoredBlob:
     """Bytes of a file that `torch.save` has written."""
 
-    file: Path
+    source: SourceFile
     offset: int
     length: int
-    identity: tuple[int, ...] | None  # of the file when the metadata was read; None: not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ class _MetadataReader:
     def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
         """Return the place of each chunk, by the name of the object and the offsets in it."""
         blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob] = {}
-        identity = cache(identity_at)
+        source_at = cache(SourceFile.of)
         for key, value in self._typed(self._metadata.get("storage_data"), dict).items():
             index, info = self._state(key), self._state(value)
             name = self._typed(index.get("fqn"), str)
@@ -252,8 +251,7 @@ class _MetadataReader:
                 self._refuse(f"has {name!r} in {str(file)!r}, which is not in the folder")
             offset, length = self._numbers((info.get("offset"), info.get("length")))
             at = None if offsets is None else self._numbers(offsets)
-            path = folder / file
-            blobs[name, at] = StoredBlob(path, offset, length, identity(path))
+            blobs[name, at] = StoredBlob(source_at(folder / file), offset, length)
         return blobs
 
     def _tensor(

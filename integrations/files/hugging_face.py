@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.integrations.files.safetensors import parse_object, read_tensors, wrong
+from penstock.integrations.files.safetensors import parse_object, read_tensors
+from penstock.integrations.files.source import wrong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock import FormatError, Streamed
+from penstock.integrations.files.source import SourceFile, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,7 +75,7 @@ def read_tensors(path: Path) -> dict[str, Streamed]:
     Raises:
         FormatError: The header is wrong.
     """
-    return {tensor.name: tensor.streamed(path) for tensor in _read_header(path)}
+    return {tensor.name: tensor.streamed() for tensor in _read_header(path)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,63 +85,49 @@ class _StoredTensor:
     shape: tuple[int, ...]
     start: int  # in the file
     nbytes: int
-    identity: tuple[int, ...]  # of the file when its header was read
+    file: SourceFile
 
-    def streamed(self, path: Path) -> Streamed:
-        return Streamed(self.dtype, self.shape, partial(_read_bytes, path, self))
+    def streamed(self) -> Streamed:
+        return Streamed(self.dtype, self.shape, partial(_read_bytes, self))
 
 
-def _read_bytes(path: Path, tensor: _StoredTensor, start: int, out: memoryview) -> None:
-    with path.open("rb", buffering=0) as file:
+def _read_bytes(tensor: _StoredTensor, start: int, out: memoryview) -> None:
+    with tensor.file.path.open("rb", buffering=0) as file:
         file.seek(tensor.start + start)
         at = 0
         while at < out.nbytes and (count := file.readinto(out[at:])):
             at += count
-        if at < out.nbytes or identity_of(os.fstat(file.fileno())) != tensor.identity:
-            raise wrong(path, f"changed while {tensor.name!r} was read: import it again")
-
-
-def identity_of(stat: os.stat_result) -> tuple[int, ...]:
-    """Return what is different when a file has changed."""
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def identity_at(path: Path) -> tuple[int, ...] | None:
-    """Return what is different when the file at a path has changed; None: it is not there."""
-    try:
-        return identity_of(path.stat())
-    except FileNotFoundError:
-        return None
+    tensor.file.check(tensor.name)
+    if at < out.nbytes:
+        raise wrong(tensor.file.path, f"ended in the middle of {tensor.name!r}")
 
 
 def _read_header(path: Path) -> list[_StoredTensor]:
+    source = SourceFile.of(path)
     with path.open("rb") as file:
-        stat = os.fstat(file.fileno())
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if stat.st_size < 8 or not 2 <= length <= min(stat.st_size - 8, _MAX_HEADER_BYTES):  # noqa: PLR2004 - the length, and `{}`
+        if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):  # noqa: PLR2004 - the length, and `{}`
             raise wrong(path, "is no safetensors file, or is cut short: its header is not there")
         header = parse_object(path, file.read(length))
     header.pop("__metadata__", None)
     if not header:
         raise wrong(path, "has no tensors")
     begin = 8 + length
-    tensors = [
-        _checked(path, name, fields, begin, identity_of(stat)) for name, fields in header.items()
-    ]
+    tensors = [_checked(source, name, fields, begin) for name, fields in header.items()]
     at = begin
     for tensor in sorted(tensors, key=lambda t: (t.start, t.nbytes)):
         if tensor.start != at:
             fault = "overlaps the tensor before it" if tensor.start < at else "follows a gap"
             raise wrong(path, f"has a wrong header: {tensor.name!r} {fault}")
         at += tensor.nbytes
-    if at != stat.st_size:
-        raise wrong(path, f"has {stat.st_size} bytes, but its header says {at}: is it cut short?")
+    if at != size:
+        raise wrong(path, f"has {size} bytes, but its header says {at}: is it cut short?")
     return tensors
 
 
-def _checked(
-    path: Path, name: str, fields: object, begin: int, identity: tuple[int, ...]
-) -> _StoredTensor:
+def _checked(source: SourceFile, name: str, fields: object, begin: int) -> _StoredTensor:
+    path = source.path
     match fields:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
             if dtype not in DTYPES:
@@ -151,7 +138,7 @@ def _checked(
                 nbytes = math.prod(shape) * itemsize
                 if stop - start == nbytes:
                     return _StoredTensor(
-                        name, torch_dtype, tuple(shape), begin + start, nbytes, identity
+                        name, torch_dtype, tuple(shape), begin + start, nbytes, source
                     )
         case _:
             pass
@@ -180,8 +167,3 @@ def parse_object(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise wrong(path, "has a header that is no JSON object")
     return found
-
-
-def wrong(path: Path, reason: str) -> FormatError:
-    """Return the error for a damaged file."""
-    return FormatError(f"{path} {reason}", [str(path)])

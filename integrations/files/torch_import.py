@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock import FormatError, Streamed, UnsupportedStateError
-from penstock.integrations.files.safetensors import identity_at, wrong
+from penstock.integrations.files.source import SourceFile
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -74,25 +74,8 @@ def _read_dict(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class MappedFile:
+class MappedFile(SourceFile):
     """A file whose tensors are mapped: what is written to it later would be in them."""
-
-    path: Path
-    identity: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, path: Path) -> MappedFile:
-        """Return the file as it is before it is loaded."""
-        return cls(path, identity_at(path))
-
-    def check(self) -> None:
-        """Check that bytes that were read are those of the file that was loaded.
-
-        Raises:
-            FormatError: The file has changed.
-        """
-        if identity_at(self.path) != self.identity:
-            raise wrong(self.path, "changed while it was read: import it again")
 
     def streamed(self, tree: Any, known: dict[object, Streamed]) -> Any:
         """Return what was loaded, with its tensors as `Streamed` that check the file.

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten
 import penstock
 from penstock.integrations.files.dcp_import import ChunkReader
 from penstock.integrations.files.dcp_metadata import StoredBlob, StoredChunk, StoredTensor
-from penstock.integrations.files.safetensors import identity_of
+from penstock.integrations.files.source import SourceFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -201,11 +201,7 @@ def test_each_chunk_is_read_once_and_kept_no_longer_than_it_is_needed(tmp_path):
     for n, piece in enumerate(pieces):
         torch.save(piece, tmp_path / f"{n}.pt")
     files = [tmp_path / f"{n}.pt" for n in range(3)]
-    stats = [file.stat() for file in files]
-    blobs = [
-        StoredBlob(file, 0, stat.st_size, identity_of(stat))
-        for file, stat in zip(files, stats, strict=True)
-    ]
+    blobs = [StoredBlob(SourceFile.of(file), 0, file.stat().st_size) for file in files]
     chunks = tuple(StoredChunk((4 * n, 0), (4, 3), blob) for n, blob in enumerate(blobs))
     reader = ChunkReader(StoredTensor("w", "float32", (12, 3), chunks))
     whole = torch.cat(pieces).numpy().tobytes()
