@@ -100,16 +100,14 @@ def test_auto_chooses_among_lossless_codecs_that_need_no_base():
 
 
 @pytest.mark.parametrize("mode", ["async", "lazy"])
-@pytest.mark.parametrize(
-    ("codecs", "most"), [(["floatsplit"], 1), (["delta", "floatsplit"], 1), ("auto", 6)]
-)
+@pytest.mark.parametrize(("codecs", "most"), [(["delta", "floatsplit"], 1), ("auto", 6)])
 def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, most):
-    layers = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(25)]
+    layers = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(100)]
     optimizer = torch.optim.AdamW(layers)
     for parameter in layers:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = {"model": dict(zip(map(str, range(25)), layers, strict=True)), "opt": optimizer}
+    state = {"model": dict(zip(map(str, range(100)), layers, strict=True)), "opt": optimizer}
 
     def calls_of(codecs):
         rules = [{"match": "**", "codecs": codecs}]
@@ -131,7 +129,7 @@ def test_codecs_add_next_to_nothing_to_what_training_waits_for(mode, codecs, mos
                 handle.result()
         return calls
 
-    assert calls_of(codecs) - calls_of([]) <= most * 100
+    assert calls_of(codecs) - calls_of([]) <= most * 400
 
 
 @pytest.mark.parametrize(
