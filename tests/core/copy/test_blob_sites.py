@@ -155,7 +155,7 @@ def test_a_copy_that_is_killed_anywhere_is_resumed_and_never_listed_in_part(
     chain, workers, tmp_path, case
 ):
     there, step, after = case
-    for at in range(1, 200, every(5)):
+    for at in range(1, 200, every(7)):
         with closing(files(tmp_path / str(at))) as target:
             for earlier in there:
                 copy_of(chain, target, workers, earlier).run()
@@ -176,7 +176,7 @@ def test_what_a_killed_copy_has_brought_keeps_no_other_from_being_copied(
     chain, workers, tmp_path, killed
 ):
     """What two checkpoints need is brought by whichever copy comes first."""
-    for at in range(1, 12, every(3)):
+    for at in range(1, 12, every(5)):
         with closing(files(tmp_path / str(at))) as target:
             with pytest.raises(SimulatedCrashError):
                 copy_of(chain, CrashAt(target, at, operations=EFFECTS), workers, killed).run()
@@ -203,7 +203,7 @@ def kill_and_free_the_base(chain, target, workers, at):
 
 @pytest.mark.parametrize("again", [1, 3])
 def test_what_a_killed_copy_was_to_borrow_holds_up_no_other(chain, workers, tmp_path, again):
-    for at in range(1, 40, every(2)):
+    for at in range(1, 40, every(4)):
         with closing(files(tmp_path / str(at))) as target:
             if kill_and_free_the_base(chain, target, workers, at):
                 break
