@@ -24,6 +24,14 @@ hypothesis.settings.register_profile("default", deadline=None, print_blob=True, 
 hypothesis.settings.register_profile(
     "thorough", hypothesis.settings.get_profile("default"), max_examples=2000
 )
+# Of `make test`, see `effort.py`: a few examples, the same ones each time.
+hypothesis.settings.register_profile(
+    "quick",
+    hypothesis.settings.get_profile("default"),
+    max_examples=10,
+    derandomize=True,
+    database=None,
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
@@ -34,6 +42,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "not slow" in config.getoption("markexpr") and "HYPOTHESIS_PROFILE" not in os.environ:
+        hypothesis.settings.load_profile("quick")
     if config.getoption("--fast"):
         sys.addaudithook(_skip_what_leaves_this_process)
 

@@ -1,13 +1,23 @@
-"""How many examples a costly property test takes."""
+"""How long the tests search that look for a counterexample.
+
+The profile of hypothesis decides: `quick` where slow tests are left out, as in `make test`,
+`default` in a run of all tests, or what `HYPOTHESIS_PROFILE` names.
+"""
 
 from hypothesis import settings
 
 
 def examples(count):
-    """Return `count`, or what the profile asks for where that is `thorough`.
+    """Return how many examples a property test takes whose full number is `count`.
 
-    For tests whose example is a whole run of a checkpointer: the number of the default profile
-    takes them half a minute.
+    For tests whose example costs more, or less, than the number of the profile allows for.
     """
-    thorough = settings.get_current_profile_name() == "thorough"
-    return max(count, settings().max_examples) if thorough else count
+    profile = settings.get_current_profile_name()
+    if profile == "quick":
+        return max(1, count // 5)
+    return max(count, settings().max_examples) if profile == "thorough" else count
+
+
+def every(stride):
+    """Return the step of a search through numbered cases: `stride` where it is quick, else 1."""
+    return stride if settings.get_current_profile_name() == "quick" else 1

@@ -123,10 +123,10 @@ class Stored:
         try:
             checkpoint = ckpt.open(STEP)
             keys = checkpoint.keys()
-        except PenstockError:
-            keys = []
+        except PenstockError as error:
+            return (*sorted(Counter(outcomes)), ("open", type(error).__name__))
         for key in [*keys, "model", "opt/state", "list", "values"]:
-            attempt("open", lambda key=key: ckpt.open(STEP)[key])
+            attempt("open", lambda key=key: checkpoint[key])
         for key in keys:
             attempt("region", lambda key=key: checkpoint.read(key, (slice(0, 2),)))
         return tuple(sorted(Counter(outcomes)))

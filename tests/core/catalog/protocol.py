@@ -723,8 +723,17 @@ class Search:
         self._records = {}  # of a store, by its number
 
     def run(self):
-        with _small_engine(), _no_collection():
-            return self._explore()
+        """Return what was seen. The search can be run once: it forgets all that it knew.
+
+        Errors that it keeps refer to it by their tracebacks, so it would live until the next full
+        collection of garbage, with up to a gigabyte.
+        """
+        try:
+            with _small_engine(), _no_collection():
+                return self._explore()
+        finally:
+            vars(self).clear()
+            _decode.cache_clear()
 
     def _explore(self):
         first = _State(
@@ -994,7 +1003,7 @@ class Search:
             else:
                 answer = memory.stat(rest[0])
         except PenstockError as error:
-            return error, store
+            return error.with_traceback(None), store
         return answer, self._store_number({n: (b.data, b.modified_s) for n, b in blobs.items()})
 
     def _store_number(self, store):

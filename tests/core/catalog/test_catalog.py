@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 from tests.core import manifests
+from tests.effort import examples
 from tests.integration.support import checkpointer, make_state, memory
 
 from penstock.backends.memory import MemoryBackend, MemoryConfig
@@ -952,7 +953,7 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=80, stateful_step_count=40)
+TestRun.settings = settings(max_examples=examples(80), stateful_step_count=40)
 
 
 def test_only_what_was_asked_about_is_deleted():

@@ -135,19 +135,28 @@ SCENARIOS = {
     ),
 }  # fmt: skip
 
+# Left to the run of all tests.
 LARGE = {
+    "a chain that goes on, and retention",
     "a chain, a reader and delete",
     "a chain that goes on, prune and delete",
     "a chain that goes on twice, and delete",
     "a chain that overwrites its base, and delete",
+    "a copy, and a killed deletion of the last borrower",
     "a copy, and its base is deleted",
     "a copy of the base, and the last borrower is deleted",
     "a copy of the base, which a killed deletion has left",
+    "a reference and delete",
     "a reference and delete, in any order",
     "a reference and overwrite",
+    "a reference, prune and delete",
     "copies of the base and of a borrower",
+    "delete and read",
     "overwrite and delete",
+    "overwrite, without exclusive publish, and delete",
     "prune, and naps of a quarter",
+    "resume, while the old process saves",
+    "same step",
     "tiers: overwrite, drain and compaction",
     "tiers: overwrite and compaction of what waits to be drained",
     "tiers: overwrite, drain and compaction, one dies",

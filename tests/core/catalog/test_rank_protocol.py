@@ -36,12 +36,7 @@ FAITHFUL = Rank(0, 2, A, 2, at_once=True, grace_s=GRACE_S, tires=False)
 
 SCENARIOS = {
     "all that can go wrong, once": Scenario(PAIR, ONE, faults=1, crashes=1, cuts=1, full=1),
-    "three ranks, one dies": Scenario(THREE, ONE, crashes=1),
     "a restart with fewer ranks": Scenario((*PAIR, Saver(B, 2)), ONE, faults=1),
-    "the latest is deleted": Scenario((*PAIR, Deleter(1)), ONE),
-    "prune": Scenario(
-        (*ranks(2, A, 2, at_once=True, grace_s=GRACE_S, tires=False), Pruner(GRACE_S)), ONE, ticks=1
-    ),
     "retention, and one dies": Scenario(ranks(2, A, 2, keep_last=1, at_once=True), ONE, crashes=1),
     "overwrite, and one dies": Scenario(
         ranks(2, A, 1, overwrite=True, at_once=True), ONE, crashes=1
@@ -49,6 +44,11 @@ SCENARIOS = {
 }  # fmt: skip
 
 LARGE = {
+    "three ranks, one dies": Scenario(THREE, ONE, crashes=1),
+    "the latest is deleted": Scenario((*PAIR, Deleter(1)), ONE),
+    "prune": Scenario(
+        (*ranks(2, A, 2, at_once=True, grace_s=GRACE_S, tires=False), Pruner(GRACE_S)), ONE, ticks=1
+    ),
     "a late record, and the one in its place is deleted": Scenario(
         (*PATIENT, Saver(B, 2), Deleter(2)), faults=1
     ),
@@ -185,6 +185,7 @@ _ASKING = {Phase.DECIDING, Phase.GIVING_UP, Phase.ABORTING}
 WELL = Scenario(TWO, ONE)
 CUT_OFF = Scenario(TWO, ONE, cuts=1)
 BORROWS = Scenario((*ranks(2, A, 2, at_once=True, like=1, tires=False), Deleter(1)), ONE)
+SLOW = {break_absent_records, break_unknown_decisions, break_waiting_for_all}
 BROKEN = [
     (break_asking, WELL, "does not say commit"),
     (break_waiting_for_all, WELL, "giving up on rank 1 cannot see: the register says commit"),
@@ -199,7 +200,11 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(
-    ("breaks", "scenario", "harm"), BROKEN, ids=[b[0].__name__ for b in BROKEN]
+    ("breaks", "scenario", "harm"),
+    [
+        pytest.param(*case, id=case[0].__name__, marks=[pytest.mark.slow] * (case[0] in SLOW))
+        for case in BROKEN
+    ],
 )
 def test_a_broken_guard_of_the_ranks_is_found(breaks, scenario, harm, monkeypatch):
     breaks(monkeypatch)

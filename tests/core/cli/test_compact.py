@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 from tests.core.cli.command import caller, tree_of
@@ -17,14 +18,19 @@ def call(capsys, monkeypatch):
     return caller(capsys, monkeypatch)
 
 
-@pytest.fixture
-def chained(tmp_path):
-    """Steps 0 to 3 in a chain, of which 0 is deleted."""
-    root = tmp_path / "run"
+@pytest.fixture(scope="module")
+def chained_once(tmp_path_factory):
+    root = tmp_path_factory.mktemp("chained") / "run"
     run_of(f"posix://{root}", range(4), deltas={"every": 9})
     with penstock.Checkpointer(f"posix://{root}") as ckpt:
         ckpt.delete(0)
     return root
+
+
+@pytest.fixture
+def chained(chained_once, tmp_path):
+    """Steps 0 to 3 in a chain, of which 0 is deleted."""
+    return shutil.copytree(chained_once, tmp_path / "run")
 
 
 def borrowing(call, root):

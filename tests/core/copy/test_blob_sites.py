@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.core.borrowing import TIME, borrow, files_of
+from tests.effort import every
 from tests.integration.support import ENCODED, checkpointer, holding, make_state, memory, same
 
 from penstock.backends.posix import PosixBackend, PosixConfig
@@ -154,7 +155,7 @@ def test_a_copy_that_is_killed_anywhere_is_resumed_and_never_listed_in_part(
     chain, workers, tmp_path, case
 ):
     there, step, after = case
-    for at in range(1, 200):
+    for at in range(1, 200, every(7)):
         with closing(files(tmp_path / str(at))) as target:
             for earlier in there:
                 copy_of(chain, target, workers, earlier).run()
@@ -175,7 +176,7 @@ def test_what_a_killed_copy_has_brought_keeps_no_other_from_being_copied(
     chain, workers, tmp_path, killed
 ):
     """What two checkpoints need is brought by whichever copy comes first."""
-    for at in range(1, 12):
+    for at in range(1, 12, every(5)):
         with closing(files(tmp_path / str(at))) as target:
             with pytest.raises(SimulatedCrashError):
                 copy_of(chain, CrashAt(target, at, operations=EFFECTS), workers, killed).run()
@@ -202,7 +203,7 @@ def kill_and_free_the_base(chain, target, workers, at):
 
 @pytest.mark.parametrize("again", [1, 3])
 def test_what_a_killed_copy_was_to_borrow_holds_up_no_other(chain, workers, tmp_path, again):
-    for at in range(1, 40):
+    for at in range(1, 40, every(4)):
         with closing(files(tmp_path / str(at))) as target:
             if kill_and_free_the_base(chain, target, workers, at):
                 break
@@ -291,10 +292,14 @@ def test_a_base_that_is_deleted_during_a_copy_keeps_what_the_copy_needs(chain, w
     whole_at(target, 3)
 
 
-@pytest.mark.parametrize("doomed", [(1,), (2,), (3,), (2, 1), (3, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "doomed",
+    [*(pytest.param(d, marks=pytest.mark.slow) for d in [(1,), (2,), (3,), (2, 1)]), (3, 2, 1)],
+    ids=str,
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_what_a_killed_deletion_has_left_holds_up_no_copy(chain, workers, doomed, after):
-    for at in range(1, 30):
+    for at in range(1, 30, every(3)):
         target = memory()
         for step in (1, 2, 3):
             copy_of(chain, target, workers, step).run()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from tests.effort import examples
 from tests.integration.exact_resume.test_round_trips import (
     objects,
     save_to,
@@ -169,7 +170,7 @@ def test_pattern_that_matches_nothing_in_either_is_an_error(workers):
 
 
 @given(one=states, other=states, first=settings_of_a_save, second=settings_of_a_save)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_trees_differ_where_their_objects_do(workers, one, other, first, second):
     a, b = memory(), memory()
     mixed = {**other, **dict(list(one.items())[:2])}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.core.forging import forge
 from tests.core.restore.test_scatter import splits, wanted
 from tests.core.stored_ranks import STEP, cut, store_ranks
+from tests.effort import examples
 from tests.integration.support import checkpointer, memory
 
 from penstock import DamagedError
@@ -68,7 +69,7 @@ def walk(tree):
             yield (key,), child
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(jobs(), st.data())
 def test_what_ranks_stored_comes_back_whole_and_in_part(job, data):
     state, ranks = job

@@ -287,7 +287,7 @@ class Strided(Host):
         return self._array[::-1].tobytes()
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 100])
+@pytest.mark.parametrize("length", [1, 64, 100])
 def test_small_objects_are_copied_together_from_where_they_are_by_now(length):
     moved = [Moved(length, seed=n) for n in range(5000)]
     others = [Host(length, seed=n) if n % 2 else Strided(length, seed=n) for n in range(10)]
