@@ -11,7 +11,7 @@ from tests.providers.threads_as_ranks import run_ranks
 import penstock
 
 FEW = ["DDP 2", "FSDP2 3", "HSDP 2 x 2", "TP 4", "FSDP2 x TP 2 x 2", "FSDP2 x TP 3 x 2"]
-SLOW = {"FSDP2 3", "TP 4", "FSDP2 x TP 2 x 2", "FSDP2 x TP 3 x 2"}
+SLOW = {"FSDP2 3", "HSDP 2 x 2", "TP 4", "FSDP2 x TP 2 x 2"}
 
 
 @pytest.mark.parametrize(
