@@ -80,7 +80,11 @@ def placements_of(mesh_dimensions, dimensions, *, strided):
     return itertools.product(one, repeat=mesh_dimensions)
 
 
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2), (3, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(3,), (2, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2,), (3, 2), (2, 2, 2)])],
+    ids=str,
+)
 def test_regions_are_what_distribute_tensor_gave(mesh):
     """Also where it was cut by strides: refused only where another order would be others'."""
     strided, shapes = ((2, 3), SHAPES) if len(mesh) < 3 else ((2,), SHAPES[::2])
@@ -191,7 +195,9 @@ def held_by_modules(module):
     return known, held(parameter)
 
 
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in [(2,), (3,)]), (2, 3)], ids=str
+)
 def test_regions_are_what_fully_shard_gave(mesh):
     shapes = [(n, m) for n in (1, 2, 3, 5, 6, 7, 13) for m in (1, 3)] + [(4,), (3, 2, 5)]
 
@@ -204,7 +210,11 @@ def test_regions_are_what_fully_shard_gave(mesh):
         check_ranks(shape, [unknown for _, unknown in ranks])  # there is one order only
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(3, 2), *(pytest.param(m, marks=pytest.mark.slow) for m in [(2, 2), (2, 3), (2, 2, 2)])],
+    ids=str,
+)
 def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
     """A copy of a parameter is refused where its rows are not certain, on all ranks alike."""
     names = ("replicate", "dp", "tp")[-len(mesh) :]
@@ -236,10 +246,17 @@ def test_regions_are_what_fully_shard_gave_behind_tensor_parallelism(mesh):
     assert ((7, Shard(0)) in refused) == (mesh == (3, 2))
 
 
-@pytest.mark.parametrize("mesh", [(3, 2, 2), (2, 3, 2)], ids=str)
-def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        ((3, 2, 2), [1, 7, 11, 13, 24]),
+        *(pytest.param(m, range(1, 27), marks=pytest.mark.slow) for m in [(3, 2, 2), (2, 3, 2)]),
+    ],
+    ids=str,
+)
+def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh, rows):
     """Those two from left to right: rightmost first would be other rows."""
-    shapes = [(n, 2) for n in range(1, 27)]
+    shapes = [(n, 2) for n in rows]
 
     def work(rank):
         devices = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "ep", "tp"))
@@ -258,14 +275,17 @@ def test_fully_shard_cuts_after_two_dimensions_of_other_parallelism(mesh):
         check_ranks(shape, [known for known, _ in ranks])
 
 
-def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand():
+@pytest.mark.parametrize(
+    "rows", [[7], pytest.param([1, 5, 7, 11, 12], marks=pytest.mark.slow)], ids=str
+)
+def test_fully_shard_on_a_mesh_of_all_dimensions_wherever_its_own_stand(rows):
     placements = [
         [Shard(0), Replicate(), Shard(0)],
         [Replicate(), Replicate(), Shard(0)],
         [Shard(1), Replicate(), Replicate()],
         [_StridedShard(0, split_factor=3), Replicate(), Replicate()],
     ]
-    shapes = [(n, 3) for n in (1, 5, 7, 11, 12)]
+    shapes = [(n, 3) for n in rows]
 
     def work(rank):
         devices = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("ep", "dp", "tp"))

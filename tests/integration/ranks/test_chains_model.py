@@ -134,7 +134,9 @@ class Run:
             assert all(same(target, whole(step)) for target in targets)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))]
+)
 def test_every_checkpoint_restores_whatever_was_done_before(seed):
     run = Run(random.Random(seed))
     others = [run.fail, run.delete, run.rewind, run.prune, run.compact, run.restore]

@@ -101,8 +101,7 @@ def test_a_rank_that_finds_another_checkpoint_in_its_place_stores_whole():
     check(store, [0, 2])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", ["damaged", "gone", "short"])
+@pytest.mark.parametrize(("how", "victim"), [("damaged", 0), ("gone", 1), ("short", 0)])
 def test_a_base_that_cannot_be_read_costs_room_on_that_rank_alone(how, victim, tmp_path, caplog):
     root = f"posix://{tmp_path}"
     save_all(root, 2, [0], in_rows)
@@ -136,7 +135,7 @@ class Full(DelegatingBackend):
         raise StorageError(msg)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_save_that_fails_leaves_all_that_it_has_borrowed(victim):
     store = memory()
     save_all(store, 2, [0, 1], in_rows)

@@ -46,8 +46,9 @@ def restored(store, state, step):
     assert same(target, state)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("mode", ["blocking", "async", "lazy"])
+@pytest.mark.parametrize(
+    ("mode", "count"), [("lazy", 2), pytest.param("blocking", 3, marks=pytest.mark.slow)]
+)
 def test_one_rank_decides_of_each_weight_and_the_others_neither_store_nor_list_it(mode, count):
     """In the first save no rank knows before the capture what it writes, later each does."""
     store = memory()

@@ -49,7 +49,11 @@ def link():
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("how", "told"), [(CLOSES, "[]\n"), (RETURNS, "None\n")], ids=["by close", "without close"]
+    ("how", "told"),
+    [
+        pytest.param(CLOSES, "[]\n", id="by close", marks=pytest.mark.slow),
+        pytest.param(RETURNS, "None\n", id="without close"),
+    ],
 )
 def test_a_job_that_ends_behind_its_last_save_ends_well(link, tmp_path, how, told):
     """A thread that waits for the store while the interpreter exits would abort the process."""

@@ -63,8 +63,13 @@ def saved():
     return store, names(store)
 
 
-@pytest.mark.parametrize("error", [StorageFullError("No space left"), StorageError("EIO")])
-@pytest.mark.parametrize(("call", "rank"), CALLS)
+@pytest.mark.parametrize(
+    ("call", "rank", "error"),
+    [
+        *((*call, StorageError("EIO")) for call in CALLS),
+        *((*call, StorageFullError("No space left")) for call in CALLS[:2]),
+    ],
+)
 def test_a_call_that_fails_on_one_rank_ends_the_save_on_all_and_leaves_nothing(
     call, rank, error, saved
 ):

@@ -32,7 +32,13 @@ def newest(ckpt):
     return ckpt._saver._parts.newest
 
 
-@pytest.mark.parametrize("name", ["FSDP2 2", "HSDP 2 x 2", "pipeline 2 x FSDP2 2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FSDP2 2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("HSDP 2 x 2", "pipeline 2 x FSDP2 2")),
+    ],
+)
 def test_the_index_is_taken_over_and_the_bytes_are_new(name):
     count, place = PLACES[name]
     store = memory()

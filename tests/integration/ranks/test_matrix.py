@@ -1,5 +1,6 @@
 """What the ranks of one topology save is restored by those of each other one, bit by bit."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -27,20 +28,24 @@ from penstock.core.testing.faults import FaultyBackend
 
 
 @pytest.fixture(scope="module")
-def stores():
-    """A checkpoint that the ranks of each topology have saved together, by its name."""
-    found = {}
-    for name, (count, _) in PLACES_OF_EXPERTS.items():
-        store = found[name] = memory()
+def stored():
+    """Returns a store with a checkpoint that the ranks of a topology have saved together."""
+
+    @functools.cache
+    def of_topology(name):
+        count, _ = PLACES_OF_EXPERTS[name]
+        store = memory()
         job = Job(count, store) if count > 1 else None
 
-        def rank_saves(rank, job=job, name=name, store=store):
+        def rank_saves(rank):
             state = state_of(name)
             with checkpointer_of(job, rank, store) as ckpt:
                 ckpt.save(state, STEP, mode="async").result(300)
 
         run_ranks(count, rank_saves)
-    return found
+        return store
+
+    return of_topology
 
 
 def state_of(name, **options):
@@ -54,17 +59,20 @@ def checkpointer_of(job, rank, store):
     return checkpointer(store) if job is None else job.checkpointer(rank)
 
 
-SLOW = {"FSDP2 3", "FSDP2 8", "FSDP2 x TP 3 x 2"}  # others are cut likewise, on fewer ranks
+ALL = [*PLACES_OF_EXPERTS]
+# Each way to cut, and to hold the optimizer's state, once.
+FEW = ["one process", "FSDP2 x TP 2 x 2", "ZeRO-1 4", "FSDP1 3", "experts 2 x FSDP2 2"]
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("where", "origins"),
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in PLACES_OF_EXPERTS
+        *(pytest.param(where, FEW, id=where) for where in FEW),
+        *(pytest.param(where, ALL, id=f"{where}, all", marks=pytest.mark.slow) for where in ALL),
     ],
 )
-def test_every_topology_restores_what_every_other_has_saved(stores, where):
+def test_every_topology_restores_what_every_other_has_saved(stored, where, origins):
+    stores = {name: stored(name) for name in origins}
     values = values_of(state_of("one process"))
     count, place = PLACES_OF_EXPERTS[where]
     jobs = dict.fromkeys(stores)
@@ -129,7 +137,9 @@ def test_restore_waits_for_the_save_that_is_under_way():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak")
-@pytest.mark.parametrize("cut", ["rows", "columns", "strided"])
+@pytest.mark.parametrize(
+    "cut", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("rows", "columns")), "strided"]
+)
 def test_memory_beside_the_targets_is_bounded(tmp_path, cut):
     """Rank 1 of 2 restores what four ranks have saved as columns, of a tensor of 256 MiB."""
     rows, columns = 4096, 16384

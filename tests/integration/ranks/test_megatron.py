@@ -219,9 +219,7 @@ def optimizer(rank, layout, *, blank=False):
     return {"model": model, "optimizer": {"state": found, "param_groups": groups}}
 
 
-@pytest.mark.parametrize(
-    ("there", "here"), [((2, 4), (2, 4)), ((2, 4), (2, 1)), ((4, 2), (1, 3)), ((1, 1), (3, 2))]
-)
+@pytest.mark.parametrize(("there", "here"), [((2, 4), (2, 1)), ((1, 1), (3, 2))])
 def test_ranges_of_a_distributed_optimizer_go_to_any_other_ranks(there, here):
     store = memory()
     succeed(Job(there[0] * there[1], store).save(lambda rank: optimizer(rank, there)))

@@ -127,7 +127,12 @@ def stores():
     return found
 
 
-@pytest.mark.parametrize("where", CUTS)
+QUICK = {"0, 1, 1, 0", "DTensor", "flat ranges"}
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(cut, marks=() if cut in QUICK else pytest.mark.slow) for cut in CUTS]
+)
 def test_every_cut_restores_every_other_bit_by_bit(where, stores):
     for saved, store in stores.items():
         with checkpointer(store) as ckpt:

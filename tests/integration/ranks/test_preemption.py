@@ -60,7 +60,7 @@ def preempt(root, dice):
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("times", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3000)
 def test_signal_to_one_rank_at_any_moment_leaves_one_whole_checkpoint_of_one_step(tmp_path, times):
     dice = random.Random(times)
@@ -108,7 +108,12 @@ TORCHDATA = "torchdata.stateful_dataloader.StatefulDataLoader"
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("name", "loader"), [("SIGTERM", TORCH), ("SIGUSR1", TORCH), ("SIGTERM", TORCHDATA)]
+    ("name", "loader"),
+    [
+        ("SIGTERM", TORCH),
+        pytest.param("SIGUSR1", TORCH, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", TORCHDATA, marks=pytest.mark.slow),
+    ],
 )
 def test_signal_to_the_process_group_of_a_rank_spares_the_workers_of_its_loader(name, loader):
     pytest.importorskip(loader.partition(".")[0], reason="needs torchdata")

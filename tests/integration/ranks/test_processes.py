@@ -256,8 +256,8 @@ def test_a_group_saves_without_the_others_who_may_save_alone(store, tmp_path):
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
-        (1, signal.SIGKILL),
         (0, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),  # `test_delta_processes` has it
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
     ],

@@ -165,7 +165,12 @@ def equal(found, expected):
         assert torch.equal(found[path], tensor), path
 
 
-@pytest.mark.parametrize("where", PLACES)
+FEW = {"one process", "FSDP2 3", "pipeline 2 x FSDP2 2"}  # `test_matrix` has others
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in PLACES]
+)
 def test_every_rank_gets_what_it_holds_bit_by_bit(trained, where):
     """Of every stored layout, and in turn before the first step of the optimizer and after one."""
     values, _, stores = trained
@@ -185,7 +190,10 @@ def test_every_rank_gets_what_it_holds_bit_by_bit(trained, where):
     run_ranks(count, work)
 
 
-@pytest.mark.parametrize("where", ["one process", "DDP 2", "FSDP2 2", "HSDP 2 x 2"])
+@pytest.mark.parametrize(
+    "where",
+    ["FSDP2 2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("DDP 2", "HSDP 2 x 2"))],
+)
 def test_training_goes_on_with_equal_losses(trained, where):
     _, losses, stores = trained
     count, place = PLACES[where]
@@ -273,9 +281,17 @@ def is_certain(tensor):
     return True
 
 
-@settings(deadline=None, max_examples=examples(25))
-@given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
-def test_any_rectangles_come_back_in_any_placement(rectangles, mesh, data):
+@pytest.mark.parametrize("number", [7, pytest.param(25, marks=pytest.mark.slow)])
+def test_any_rectangles_come_back_in_any_placement(number):
+    @settings(deadline=None, max_examples=examples(number))
+    @given(splits(Region.whole(SHAPE)), st.sampled_from([(2,), (3,), (2, 2), (3, 2)]), st.data())
+    def come_back(rectangles, mesh, data):
+        check_rectangles(rectangles, mesh, data)
+
+    come_back()
+
+
+def check_rectangles(rectangles, mesh, data):
     count, chosen = math.prod(mesh), [data.draw(placements(mesh)) for _ in range(3)]
     array = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     ranks = [[] for _ in range(3)]

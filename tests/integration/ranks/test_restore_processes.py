@@ -148,7 +148,10 @@ def test_torchrun_restores_on_another_number_of_processes(tmp_path, launch):
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize(("victim", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow), (0, signal.SIGSTOP)],
+)
 def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = start(START + HANG, 3, store.port, tmp_path / "run", victim, LIMIT_S)
@@ -167,7 +170,10 @@ def test_a_rank_that_dies_ends_the_restore_of_all_by_name(tmp_path, victim, how)
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize(("victim", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("way", ["memory", pytest.param("network", marks=pytest.mark.slow)])
 def test_processes_read_once_together_and_without_the_one_that_dies(tmp_path, victim, how, way):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
